@@ -1,0 +1,3 @@
+"""Lossless speculative decoding with block-diffusion drafters, in JAX."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""What every other package stands on: sharding, parameters, checkpoints, tokenizers, prompts."""

@@ -1,0 +1,146 @@
+"""Logical axes -> mesh axes: where every parameter, cache and activation lives.
+
+Code names the axes of an array by what they mean ("heads", "vocab", "batch"); a table of rules says
+over which mesh axes each is split. Whatever does not fit is an error up front, never a silent
+replication.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dflash import errors, registry
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """A mesh and the rules that map logical axes onto it. Hashable, so modules may hold it."""
+
+    mesh: Mesh | AbstractMesh
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        """Mesh axes of more than one device that logical axis `name` is split over."""
+        if name is None:
+            return ()
+        return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)
+
+    def size(self, name: str | None) -> int:
+        """Number of pieces that logical axis `name` is split into."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(name))
+
+    def spec(self, *names: str | None) -> PartitionSpec:
+        """PartitionSpec of an array whose dimensions carry these logical names.
+
+        Raises:
+          ConfigError: an unknown name, or two dimensions that want the same mesh axis.
+        """
+        used: dict[str, str] = {}
+        entries = []
+        for name in names:
+            if name is not None and name not in dict(self.rules):
+                near = registry.suggest(name, dict(self.rules))
+                raise errors.ConfigError(f"sharding_rules: no rule for axis {name!r}{near}")
+            for axis in self.axes(name):
+                if axis in used:
+                    raise errors.ConfigError(
+                        f"sharding_rules: {used[axis]!r} and {name!r} are dimensions of one array "
+                        f"and both want mesh axis {axis!r}; give them different axes"
+                    )
+                used[axis] = name
+            axes = self.axes(name)
+            entries.append(axes[0] if len(axes) == 1 else axes or None)
+        return PartitionSpec(*entries)
+
+    def named(self, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
+        """NamedSharding of an array of this shape.
+
+        Raises:
+          ConfigError: a dimension does not divide evenly over its mesh axes.
+        """
+        spec = self.spec(*names)
+        for length, name in zip(shape, names, strict=True):
+            if length % self.size(name):
+                raise errors.ConfigError(
+                    f"mesh: axis {name!r} of length {length} does not divide over "
+                    f"{self.size(name)} devices ({' × '.join(self.axes(name))})"
+                )
+        return NamedSharding(self.mesh, spec)
+
+    def abstract(self, shape, names, dtype) -> jax.ShapeDtypeStruct:
+        """An array to be: its shape, dtype and place, without its memory."""
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.named(shape, names))
+
+    def replicated(self) -> NamedSharding:
+        """The sharding of an array that every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def constrain(self, array: jax.Array, *names: str | None) -> jax.Array:
+        """Pins the layout of an activation inside a jitted program."""
+        if self.mesh.size == 1:
+            return array
+        return jax.lax.with_sharding_constraint(array, self.named(array.shape, names))
+
+    def map(self, function, in_names, out_names):
+        """`function` run once per device on its own shards (jax.shard_map), or as it is on one.
+
+        Args:
+          function: takes and returns arrays, or pytrees of arrays of one layout.
+          in_names: per argument, the logical names of its dimensions.
+          out_names: per result, likewise.
+        """
+        if self.mesh.size == 1:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(self.spec(*names) for names in in_names),
+            out_specs=tuple(self.spec(*names) for names in out_names),
+            check_vma=False,
+        )
+
+    def index(self, name: str) -> jax.Array | int:
+        """Inside `map`: which piece of logical axis `name` this device holds."""
+        return jax.lax.axis_index(self.axes(name)) if self.axes(name) else 0
+
+
+def make_sharding(
+    axis_sizes: Mapping[str, int], rules: Mapping[str, Sequence[str]], *, abstract: bool = False
+) -> Sharding:
+    """Builds the mesh that a config asks for.
+
+    Args:
+      axis_sizes: devices along each of `MESH_AXES`.
+      rules: logical axis -> mesh axes.
+      abstract: describe the mesh without touching a device (`--dry_run`).
+    Raises:
+      ConfigError: rules name an unknown mesh axis, or more devices are wanted than there are.
+    """
+    for name, axes in rules.items():
+        for axis in axes:
+            if axis not in MESH_AXES:
+                near = registry.suggest(axis, MESH_AXES)
+                raise errors.ConfigError(f"sharding_rules.{name}: unknown mesh axis {axis!r}{near}")
+    frozen = tuple(sorted((name, tuple(axes)) for name, axes in rules.items()))
+    shape = tuple(axis_sizes[axis] for axis in MESH_AXES)
+    # Explicit axes, jax's default, would make every layer spell out the sharding of its outputs.
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    if abstract:
+        return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), frozen)
+    wanted, present = math.prod(shape), jax.device_count()
+    if wanted > present or (jax.process_count() > 1 and wanted != present):
+        raise errors.ConfigError(
+            f"mesh: data × fsdp × tensor = {' × '.join(map(str, shape))} = {wanted} devices, "
+            f"but {present} are present"
+        )
+    if wanted == present:
+        mesh = jax.make_mesh(shape, MESH_AXES, axis_types=types)
+    else:
+        mesh = Mesh(np.array(jax.devices()[:wanted]).reshape(shape), MESH_AXES, axis_types=types)
+    return Sharding(mesh, frozen)

@@ -1,0 +1,149 @@
+"""Every key that a config may hold: frozen dataclasses, each default stated here and nowhere else.
+
+This module imports neither jax nor anything that does, so a bad config fails in milliseconds.
+Architecture fields carry the names of Hugging Face's config.json, the field's common tongue.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16"]
+
+
+def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: Any = None) -> Any:
+    """A dataclass field with inclusive bounds (on each item of a list); no default: required."""
+    metadata = {"minimum": minimum, "maximum": maximum}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary frequencies (`rope_scaling` in config.json)."""
+
+    factor: float = option(8.0, minimum=1.0)
+    low_freq_factor: float = option(1.0, minimum=0.0)
+    high_freq_factor: float = option(4.0, minimum=0.0)
+    original_max_position_embeddings: int = option(8192, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetArchitecture:
+    """Shape of a decoder-only target; read from config.json, or stated for random weights."""
+
+    vocab_size: int = option(minimum=1)
+    hidden_size: int = option(minimum=1)
+    intermediate_size: int = option(minimum=1)
+    num_hidden_layers: int = option(minimum=1)
+    num_attention_heads: int = option(minimum=1)
+    num_key_value_heads: int = option(minimum=1)
+    head_dim: int = option(minimum=2)
+    max_position_embeddings: int = option(minimum=1)
+    rms_norm_eps: float = option(1e-6, minimum=0.0)
+    rope_theta: float = option(1e6, minimum=1.0)
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    eos_token_id: tuple[int, ...] = option((), minimum=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashArchitecture:
+    """Shape of a DFlash drafter that has no checkpoint; what is left out follows the target."""
+
+    num_hidden_layers: int = option(5, minimum=1)
+    block_size: int = option(16, minimum=2)
+    mask_token_id: int | None = option(None, minimum=0)  # None: the last id of the vocabulary
+    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0)  # None: evenly spread
+    num_target_features: int = option(5, minimum=1)  # how many, where target_layer_ids is left out
+    intermediate_size: int | None = option(None, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """The model whose distribution the output follows."""
+
+    name: str | None = None  # None: inferred from the checkpoint's config.json
+    checkpoint: str | None = None  # directory, hf:org/name, or random
+    architecture: TargetArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """The drafting strategy; strategies with keys of their own extend this."""
+
+    name: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig(DrafterConfig):
+    """A DFlash drafter."""
+
+    name: str = "dflash"
+    checkpoint: str | None = None
+    block_size: int | None = option(None, minimum=2)  # None: as trained
+    architecture: DFlashArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """How tokens are chosen, when a sequence ends, and the shape of the decode loop."""
+
+    max_new_tokens: int = option(256, minimum=1)
+    temperature: float = option(0.0, minimum=0.0)  # 0: greedy
+    top_k: int = option(0, minimum=0)  # 0: off
+    top_p: float = option(1.0, minimum=0.0, maximum=1.0)
+    seed: int = option(0, minimum=0, maximum=2**32 - 1)
+    verify: Literal["coupled", "rejection"] = "coupled"
+    stop_ids: tuple[int, ...] = option((), minimum=0)  # beside the checkpoint's end-of-sequence ids
+    ignore_eos: bool = False
+    batch_size: int = option(1, minimum=1)
+    sync_every: int = option(8, minimum=1)  # cycles per dispatch
+    max_length: int | None = option(None, minimum=2)  # None: the longest prompt + max_new_tokens
+    page_size: int = option(128, minimum=8)  # tokens per page of the target's cache
+    prefill_chunk: int = option(512, minimum=8)  # longest piece of a prompt run at once
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptsConfig:
+    """Where prompts come from; stdin (one a line) when nothing is given."""
+
+    text: tuple[str, ...] = ()
+    file: str | None = None
+    chat: bool = False  # wrap text prompts as one user message in the checkpoint's chat template
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; their product is the number of devices used."""
+
+    data: int = option(1, minimum=1)
+    fsdp: int = option(1, minimum=1)
+    tensor: int = option(1, minimum=1)
+
+
+# Logical axis name -> mesh axes that it is split over. "batch" is the slots of the decode loop.
+SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "pages": ("data", "fsdp"),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "features": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRun:
+    """Everything that `python -m dflash.decode` reads from its config."""
+
+    target: TargetConfig = dataclasses.field(default_factory=TargetConfig)
+    drafter: DrafterConfig = dataclasses.field(default_factory=DrafterConfig)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+    prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    sharding_rules: Mapping[str, tuple[str, ...]] = option(SHARDING_RULES)
+    dtype: DType = "bfloat16"

@@ -1,0 +1,1 @@
+"""Drafting strategies: one file each, behind the seam in `base.py`."""

@@ -1,0 +1,133 @@
+"""The seam between the decode loop and a drafting strategy.
+
+A drafter is an nnx module with static `feature_layers` and `num_draft_tokens`, and a state: a
+pytree that the loop carries and never looks into. The loop calls `draft` once a cycle and, after
+verification, `observe` with what was committed. A prompt reaches the drafter through `observe` too,
+so context gets in by one door.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.common.sharding import Sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens: a chain, or a tree rooted at the anchor.
+
+    Rows of the verified block are numbered with the anchor as row 0 and draft g as row g + 1.
+
+    Attributes:
+      tokens: int32 [B, G].
+      parents: int32 [B, G] or None; the row that draft g continues, parents[b, g] <= g. None: a
+        chain, in which draft g continues row g. Children of one row must differ in their token.
+      probs: float32 [B, G, V] or None; the distribution that each token was drawn from, for
+        rejection verification.
+    """
+
+    tokens: jax.Array
+    parents: jax.Array | None = None
+    probs: jax.Array | None = None
+
+
+class Sampler(Protocol):
+    """Draws tokens under each sequence's temperature, top-k and top-p, with its own noise."""
+
+    def propose(
+        self, logits: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Draws the tokens at `positions` int32 [B, T] from logits float32 [B, T, V].
+
+        Returns tokens int32 [B, T], and the probabilities [B, T, V] that they were drawn with
+        where verification asks for them, else None.
+        """
+
+
+class Heads(Protocol):
+    """What a drafter may borrow from the target: its embedding and its output head."""
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32 [B, T] -> [B, T, D]."""
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """[B, T, D] -> float32 logits [B, T, V]."""
+
+
+class Drafter(nnx.Module):
+    """Base of all strategies; see the module's docstring for the contract.
+
+    Attributes:
+      feature_layers: target layers whose outputs `observe` receives, concatenated.
+      num_draft_tokens: G, the number of tokens in every proposal.
+    """
+
+    hf_architectures: ClassVar[tuple[str, ...]] = ()
+    feature_layers: tuple[int, ...] = ()
+    num_draft_tokens: int = 0
+    sharding: Sharding
+
+    @property
+    def block_size(self) -> int:
+        """Rows that the target verifies: the anchor and the drafted tokens."""
+        return self.num_draft_tokens + 1
+
+    def init_state(self, batch: int, max_length: int) -> Any:
+        """Abstract state for `batch` sequences of at most `max_length` tokens.
+
+        A pytree of jax.ShapeDtypeStruct with shardings. Every sequence starts with all zeros.
+        """
+        raise TypeError(f"{type(self).__name__} must define init_state")
+
+    def draft(
+        self, state: Any, anchor: jax.Array, position: jax.Array, sampler: Sampler, heads: Heads
+    ) -> tuple[Proposal, Any]:
+        """Proposes what follows each anchor.
+
+        Args:
+          state: covers exactly the positions before the anchors.
+          anchor: int32 [B]; last committed token.
+          position: int32 [B]; its position.
+          sampler: draws tokens; its noise belongs to absolute positions.
+          heads: the target's embedding and output head.
+        """
+        raise TypeError(f"{type(self).__name__} must define draft")
+
+    def observe(
+        self,
+        state: Any,
+        position: jax.Array,
+        tokens: jax.Array,
+        num_committed: jax.Array,
+        features: jax.Array,
+    ) -> Any:
+        """Takes in committed rows; rows past `num_committed` hold anything and count for nothing.
+
+        Args:
+          state: covers exactly the positions before `position`.
+          position: int32 [B]; of the first row.
+          tokens: int32 [B, T + 1]; row i holds tokens[:, i] and is followed by tokens[:, i + 1].
+          num_committed: int32 [B], in [0, T].
+          features: [B, T, C·D]; of the rows.
+        Returns:
+          the state, covering the positions before position + num_committed.
+        """
+        raise TypeError(f"{type(self).__name__} must define observe")
+
+    def insert(self, state: Any, prefix: Any, slot: jax.Array) -> Any:
+        """Puts the state of one prefilled sequence into slot `slot` of the batch's state.
+
+        The default serves states whose every leaf is [B, …] and, for a single shorter sequence,
+        [1, …] with the same or smaller dimensions after it.
+        """
+
+        def put(batch_leaf, leaf):
+            where = (slot,) + (jnp.int32(0),) * (leaf.ndim - 1)
+            return jax.lax.dynamic_update_slice(batch_leaf, leaf, where)
+
+        return jax.tree.map(put, state, prefix)

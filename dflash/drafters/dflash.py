@@ -1,0 +1,299 @@
+"""DFlash: a block-diffusion drafter that paints a whole block in one pass.
+
+Source: arXiv 2602.06036. The context is the target's own features, projected once when they are
+committed and never updated; the block [anchor, MASK, …, MASK] attends to it and, in both
+directions, to itself. Embedding and output head are the target's.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors
+from dflash.common import hf_config
+from dflash.common.sharding import Sharding
+from dflash.config.schema import DFlashArchitecture, TargetArchitecture
+from dflash.drafters.base import Drafter, Proposal
+from dflash.kernels.block_attention import block_attention
+from dflash.layers import cache as kv
+from dflash.layers import rotary
+from dflash.layers.attention import Attention
+from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.mlp import Mlp
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerView:
+    """What one draft layer lets the block see.
+
+    Attributes:
+      window: context positions before the anchor that stay visible; None for all.
+      causal: block row r sees block rows up to r only.
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashShape:
+    """Everything that a DFlash checkpoint's config.json states.
+
+    Attributes:
+      decoder: width, heads, rotary base and so on of the draft layers.
+      block_size: anchor + drafted tokens, as trained.
+      mask_token_id: fills the slots to be drafted.
+      target_layer_ids: tapped layers of the target.
+      num_target_layers: depth of the target that the drafter was trained for.
+      views: one per draft layer.
+    """
+
+    decoder: TargetArchitecture
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    views: tuple[LayerView, ...]
+
+
+class DFlashLayer(nnx.Module):
+    """A Qwen3 layer whose attention looks at context features and, both ways, at its block."""
+
+    def __init__(self, arch: TargetArchitecture, view: LayerView, *, dtype, sharding: Sharding):
+        build = {"dtype": dtype, "sharding": sharding}
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.self_attn = Attention(
+            arch.hidden_size,
+            num_heads=arch.num_attention_heads,
+            num_kv_heads=arch.num_key_value_heads,
+            head_dim=arch.head_dim,
+            eps=arch.rms_norm_eps,
+            qk_norm=True,
+            **build,
+        )
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
+        self.view = view
+        self.sharding = sharding
+
+    def __call__(self, x, cos_sin, context_keys, context_values, length):
+        """Block [B, T, D] -> [B, T, D]."""
+        batch, _ = kv.batch_axes(x.shape[0], self.sharding)
+        normed = self.input_layernorm(x)
+        queries = self.self_attn.queries(normed, cos_sin)
+        keys, values = self.self_attn.keys_values(normed, cos_sin)
+
+        def attend(*arrays):
+            view = {"window": self.view.window, "causal": self.view.causal}
+            return (block_attention(*arrays, scale=self.self_attn.scale, **view),)
+
+        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
+        stored = (batch, "kv_heads", None, None)
+        (attended,) = self.sharding.map(
+            attend, (rows, kv_rows, kv_rows, stored, stored, (batch,)), (rows,)
+        )(queries, keys, values, context_keys, context_values, length)
+        x = self.sharding.constrain(x + self.self_attn.output(attended), batch, None, None)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return self.sharding.constrain(x, batch, None, None)
+
+
+class DFlash(Drafter):
+    """The drafter; its state is the keys and values of every committed position's features."""
+
+    hf_architectures = ("DFlashDraftModel",)
+    ignored_checkpoint_names = ()
+    ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
+
+    def __init__(
+        self,
+        shape: DFlashShape,
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+        block_size: int | None = None,
+    ):
+        """Args: block_size: rows to draft with, at most the trained one; None for that one.
+
+        Raises:
+          ConfigError: block_size is larger than the trained one.
+        """
+        if block_size is not None and block_size > shape.block_size:
+            raise errors.ConfigError(
+                f"drafter.block_size: {block_size} is larger than the block size {shape.block_size}"
+                " that the drafter was trained with"
+            )
+        arch = shape.decoder
+        build = {"dtype": dtype, "sharding": sharding}
+        tapped = len(shape.target_layer_ids) * arch.hidden_size
+        self.fc = Linear(tapped, arch.hidden_size, ("features", "embed"), **build)
+        self.hidden_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.layers = nnx.List(DFlashLayer(arch, view, **build) for view in shape.views)
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.shape = shape
+        self.feature_layers = shape.target_layer_ids
+        self.num_draft_tokens = (block_size or shape.block_size) - 1
+        self.dtype = jnp.dtype(dtype)
+        self.sharding = sharding
+
+    def init_state(self, batch: int, max_length: int) -> kv.StaticCache:
+        """Abstract context; `observe` may write a whole block from the last position on."""
+        arch = self.shape.decoder
+        return kv.static_cache(
+            num_layers=arch.num_hidden_layers,
+            num_kv_heads=arch.num_key_value_heads,
+            head_dim=arch.head_dim,
+            batch=batch,
+            capacity=max_length + self.block_size,
+            dtype=self.dtype,
+            sharding=self.sharding,
+        )
+
+    def draft(self, state, anchor, position, sampler, heads):
+        """Drafts a chain in one pass; see `Drafter.draft`."""
+        hidden, positions = self.paint(state, anchor, position, heads)
+        logits = heads.unembed(hidden[:, 1:])
+        tokens, probs = sampler.propose(logits, positions[:, 1:])
+        return Proposal(tokens, probs=probs), state
+
+    def paint(self, state, anchor, position, heads) -> tuple[jax.Array, jax.Array]:
+        """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T]."""
+        mask = jnp.full((anchor.shape[0], self.num_draft_tokens), self.shape.mask_token_id)
+        block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
+        positions = position[:, None] + jnp.arange(self.block_size)
+        cos_sin = self._angles(positions)
+        x = heads.embed(block)
+        for layer, keys, values in zip(self.layers, state.keys, state.values, strict=True):
+            x = layer(x, cos_sin, keys, values, position)
+        return self.norm(x), positions
+
+    def observe(self, state, position, tokens, num_committed, features):
+        """Projects features to keys and values, once, and stores them; see `Drafter.observe`."""
+        context = self.hidden_norm(self.fc(features))
+        cos_sin = self._angles(position[:, None] + jnp.arange(features.shape[1]))
+        rows = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
+        keys, values = zip(*rows, strict=True)
+        return state.write(position, keys, values)
+
+    def _angles(self, positions):
+        arch = self.shape.decoder
+        return rotary.angles(
+            positions, rotary.frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling)
+        )
+
+    @staticmethod
+    def checkpoint_name(path: str) -> str:
+        """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
+        stem, _, _ = path.rpartition(".")
+        return f"{stem}.weight"
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DFlashShape:
+        """Reads a drafter's config.json, in its older and its newer layout.
+
+        Raises:
+          CheckpointError: a field is missing or contradicts another.
+        """
+        decoder = hf_config.read_architecture(config)
+        own = config.get("dflash_config") or {}
+        fields = {
+            "block_size": config.get("block_size", own.get("block_size")),
+            "num_target_layers": config.get("num_target_layers", own.get("num_target_layers")),
+            "mask_token_id": own.get("mask_token_id", config.get("mask_token_id")),
+        }
+        missing = [name for name, value in fields.items() if value is None]
+        if missing:
+            raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")
+        taps = own.get("target_layer_ids") or default_taps(
+            fields["num_target_layers"], decoder.num_hidden_layers
+        )
+        return DFlashShape(
+            decoder=decoder,
+            target_layer_ids=tuple(taps),
+            views=_read_views(config, own, decoder.num_hidden_layers),
+            **fields,
+        )
+
+    @classmethod
+    def architecture_for(
+        cls, target: TargetArchitecture, options: DFlashArchitecture | None
+    ) -> DFlashShape:
+        """The shape of a fresh drafter for a target."""
+        options = options or DFlashArchitecture()
+        taps = options.target_layer_ids or default_taps(
+            target.num_hidden_layers, options.num_target_features
+        )
+        decoder = dataclasses.replace(
+            target,
+            num_hidden_layers=options.num_hidden_layers,
+            intermediate_size=options.intermediate_size or target.intermediate_size,
+        )
+        last_token = target.vocab_size - 1
+        return DFlashShape(
+            decoder=decoder,
+            block_size=options.block_size,
+            mask_token_id=last_token if options.mask_token_id is None else options.mask_token_id,
+            target_layer_ids=taps,
+            num_target_layers=target.num_hidden_layers,
+            views=(LayerView(),) * options.num_hidden_layers,
+        )
+
+    @classmethod
+    def config_to_hf(cls, shape: DFlashShape) -> dict[str, Any]:
+        """The config.json of a checkpoint with this shape."""
+        windows = {view.window for view in shape.views} - {None}
+        sliding = [view.window is not None for view in shape.views]
+        return hf_config.write_architecture(shape.decoder) | {
+            "architectures": list(cls.hf_architectures),
+            "model_type": "qwen3",
+            "block_size": shape.block_size,
+            "num_target_layers": shape.num_target_layers,
+            "layer_types": ["sliding_attention" if on else "full_attention" for on in sliding],
+            "sliding_window": max(windows, default=None),
+            "sliding_window_non_causal": not any(view.causal for view in shape.views),
+            "dflash_config": {
+                "mask_token_id": shape.mask_token_id,
+                "target_layer_ids": list(shape.target_layer_ids),
+                "causal": all(view.causal for view in shape.views),
+            },
+        }
+
+
+def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """Target layers to tap when nothing else is said: evenly spread, the ends left out."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (count - 1)) for i in range(count))
+
+
+def _read_views(config, own, num_layers) -> tuple[LayerView, ...]:
+    """What each layer sees, from the several fields by which checkpoints have said it."""
+    types = config.get("layer_types") or ["full_attention"] * num_layers
+    if len(types) != num_layers:
+        raise errors.CheckpointError(
+            f"config.json: layer_types names {len(types)} layers, num_hidden_layers is {num_layers}"
+        )
+    window = config.get("sliding_window")
+    if own.get("use_swa"):
+        window = own.get("swa_window_size", window)
+        if "sliding_attention" not in types:  # the flag alone: every layer slides
+            types = ["sliding_attention"] * num_layers
+    known = ("full_attention", "sliding_attention")
+    views = []
+    for i, kind in enumerate(types):
+        if kind not in known:
+            raise errors.CheckpointError(f"config.json: layer_types[{i}]: {kind!r} is not known")
+        sliding = kind == "sliding_attention"
+        if sliding and not window:
+            raise errors.CheckpointError(
+                f"config.json: layer {i} slides, but no sliding_window or swa_window_size is given"
+            )
+        causal = bool(own.get("causal", False))
+        if sliding:
+            causal = causal or not config.get("sliding_window_non_causal", True)
+        views.append(LayerView(window if sliding else None, causal))
+    return tuple(views)

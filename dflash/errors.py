@@ -1,0 +1,35 @@
+"""Errors that a user can act on: each is one or more plain lines, never a traceback.
+
+Every message names the file, key or token at fault and what to do about it. Entry points print
+the lines on stderr and leave with `exit_status`.
+"""
+
+
+class UserError(Exception):
+    """Something outside the program is wrong; the message says what and how to mend it."""
+
+    exit_status = 1
+
+
+class InputError(UserError):
+    """Prompts, prompt files or other input data are unusable."""
+
+    exit_status = 2
+
+
+class ConfigError(UserError):
+    """The configuration is unusable; holds every problem found, one line each."""
+
+    exit_status = 2
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged or does not fit; the message names file and tensor."""
+
+
+class WorkdirError(UserError):
+    """The work directory cannot be written, or belongs to a run of another configuration."""

@@ -1,0 +1,140 @@
+"""Sampling with noise that belongs to positions.
+
+The noise that draws the token at absolute position p of a sequence comes from the sequence's own
+seed and p alone. Whoever draws it, drafter or target, in whatever block, batch or tree, gets the
+same noise, so a sampled output does not depend on how it was drafted.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# Rejection verification needs noise that is independent between its three uses; coupled
+# verification needs it to be the same, and uses COUPLED alone.
+COUPLED, DRAFT, ACCEPT, RESIDUAL = range(4)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How each sequence draws its tokens.
+
+    Attributes:
+      seed: uint32 [B, 2]; threefry key data of the sequence.
+      temperature: float32 [B]; 0 is greedy.
+      top_k: int32 [B]; 0 is off.
+      top_p: float32 [B]; 1 is off.
+    """
+
+    seed: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceSampler:
+    """Draws for every sequence of a batch under its own parameters.
+
+    Attributes:
+      params: of the sequences.
+      with_probs: drafts are drawn with noise of their own and return their probabilities, as
+        rejection verification needs it.
+    """
+
+    params: SamplingParams
+    with_probs: bool = False
+
+    def sample(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
+        """The target's own tokens, int32 [B, T], from logits float32 [B, T, V]."""
+        return sample(logits, positions, self.params, COUPLED)
+
+    def propose(
+        self, logits: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """A drafter's tokens int32 [B, T], and their probabilities [B, T, V] where wanted."""
+        if not self.with_probs:
+            return self.sample(logits, positions), None
+        tokens = sample(logits, positions, self.params, DRAFT)
+        return tokens, probabilities(logits, self.params)
+
+
+def sample(
+    logits: jax.Array, positions: jax.Array, params: SamplingParams, stream: int
+) -> jax.Array:
+    """Draws one token per row by the Gumbel-max trick; greedy rows take the largest logit.
+
+    Args:
+      logits: float32 [B, T, V].
+      positions: int32 [B, T]; of the tokens to be drawn.
+      params: of the B sequences.
+      stream: which of the independent noises to use.
+    Returns:
+      int32 [B, T].
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw():
+        noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:])))(
+            position_keys(params.seed, positions, stream)
+        )
+        drawn = jnp.argmax(filter_logits(logits, params) + noise, axis=-1).astype(jnp.int32)
+        return jnp.where(params.temperature[:, None] > 0, drawn, greedy)
+
+    # Noise over a large vocabulary costs more than the argmax; an all-greedy batch skips it.
+    return jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy)
+
+
+def uniform(positions: jax.Array, params: SamplingParams, stream: int) -> jax.Array:
+    """Uniform noise in [0, 1) of each position, float32 [B, T]."""
+    keys = position_keys(params.seed, positions, stream)
+    return jax.vmap(jax.vmap(jax.random.uniform))(keys)
+
+
+def position_keys(seed: jax.Array, positions: jax.Array, stream: int) -> jax.Array:
+    """Keys [B, T] of the noise at `positions` int32 [B, T] of sequences seeded uint32 [B, 2]."""
+
+    def key(sequence, position):
+        folded = jax.random.fold_in(sequence, position)
+        return folded if stream == COUPLED else jax.random.fold_in(folded, stream)
+
+    sequences = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.vmap(jax.vmap(key, in_axes=(None, 0)))(sequences, positions)
+
+
+def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
+    """Applies temperature, then top-k, then top-p; what is filtered out becomes -inf.
+
+    Args:
+      logits: float32 [B, T, V].
+      params: of the B sequences; a greedy sequence's temperature counts as 1.
+    """
+    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None, None]
+    logits = logits / temperature
+    # The sort is dear; skip it while no sequence that samples asks for it.
+    filtered = jnp.any((params.temperature > 0) & ((params.top_k > 0) | (params.top_p < 1.0)))
+    return jax.lax.cond(filtered, lambda: _top_k_top_p(logits, params), lambda: logits)
+
+
+def _top_k_top_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
+    """Masks all but the k likeliest tokens and, of those, all but the nucleus of mass p."""
+    vocab = logits.shape[-1]
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    top_k = jnp.where(params.top_k > 0, params.top_k, vocab)[:, None, None]
+    ranked = jnp.where(jnp.arange(vocab) < top_k, ranked, -jnp.inf)
+    mass = jax.nn.softmax(ranked, axis=-1)
+    # A token stays while the mass before it is under p: the one that crosses p still counts, and
+    # the likeliest always does.
+    before = jnp.cumsum(mass, axis=-1) - mass
+    keep = (before < params.top_p[:, None, None]) | (jnp.arange(vocab) == 0)
+    ranked = jnp.where(keep, ranked, -jnp.inf)
+    return jnp.put_along_axis(logits, order, ranked, axis=-1, inplace=False)
+
+
+def probabilities(logits: jax.Array, params: SamplingParams) -> jax.Array:
+    """The distribution [B, T, V] that `sample` draws from; one-hot for greedy sequences."""
+    drawn = jax.nn.softmax(filter_logits(logits, params), axis=-1)
+    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=drawn.dtype)
+    return jnp.where(params.temperature[:, None, None] > 0, drawn, greedy)

@@ -1,0 +1,76 @@
+"""What the decode loop carries, and what one dispatch reports to the host."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from dflash.inference.sampling import SamplingParams
+from dflash.layers.cache import PagedCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """A batch of B slots.
+
+    Invariant at the top of every cycle: the target's cache and the drafter's state hold exactly the
+    positions below length - 1, the anchor's own position. `length` is the only count there is.
+
+    Attributes:
+      length: int32 [B]; committed tokens, the anchor included.
+      limit: int32 [B]; length at which the sequence ends.
+      anchor: int32 [B]; the last committed token.
+      active: bool [B]; the slot holds a sequence that has not ended.
+      sampling: how each sequence draws.
+      cache: the target's.
+      drafter: the drafter's own state.
+    """
+
+    length: jax.Array
+    limit: jax.Array
+    anchor: jax.Array
+    active: jax.Array
+    sampling: SamplingParams
+    cache: PagedCache
+    drafter: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """A prefilled prompt, ready for a slot; batch dimension 1.
+
+    Attributes:
+      length: int32 [1]; prompt tokens in cache and drafter state.
+      anchor: int32 [1]; the first new token.
+      sampling: of the sequence.
+      cache: the prompt's keys and values, in pages 1, 2, … of a pool of its own.
+      drafter: the drafter's state after the prompt.
+      bucket: padded length of the prompt in tokens; static.
+    """
+
+    length: jax.Array
+    anchor: jax.Array
+    sampling: SamplingParams
+    cache: PagedCache
+    drafter: Any
+    bucket: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What happened in one dispatch of at most C cycles over rows R = block_size.
+
+    Attributes:
+      cycles: int32 []; cycles run.
+      tokens: int32 [C, B, R]; committed tokens of each cycle.
+      num_committed: int32 [C, B]; how many of them count. 0 for a slot that was not active.
+      active: bool [B]; after the dispatch.
+    """
+
+    cycles: jax.Array
+    tokens: jax.Array
+    num_committed: jax.Array
+    active: jax.Array

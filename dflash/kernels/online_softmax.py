@@ -1,0 +1,89 @@
+"""Softmax attention in pieces: fold in keys and values tile by tile, normalise once at the end.
+
+Scores never exist for more than one tile of keys, and the number of tiles may be decided on the
+device, so the cost follows the length in use and not the capacity of the cache.
+
+Source: Milakov and Gimelshein 2018; Dao et al. 2022.
+
+Layout inside this file: queries are [K, B, R, H] with R = T·(N/K) rows, one per query and query
+head of the group, so that keys and values [K, B, S, H] are read as they lie and never expanded.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# Large and finite: a masked score must vanish in exp without ever making inf - inf.
+MASKED = -1e30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """Attention over the keys seen so far, not yet normalised; all float32.
+
+    Attributes:
+      peak: [K, B, R, 1]; the largest score.
+      total: [K, B, R, 1]; sum of exp(score - peak).
+      weighted: [K, B, R, H]; sum of exp(score - peak) · value.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    weighted: jax.Array
+
+
+def group_queries(queries: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[B, T, N, H] -> [K, B, T·N/K, H], rows ordered by query, then by head of the group."""
+    batch, length, heads, width = queries.shape
+    group = heads // num_kv_heads
+    grouped = queries.reshape(batch, length, num_kv_heads, group, width)
+    return grouped.transpose(2, 0, 1, 3, 4).reshape(num_kv_heads, batch, length * group, width)
+
+
+def ungroup(rows: jax.Array, length: int) -> jax.Array:
+    """[K, B, T·N/K, H] -> [B, T, N, H]; the inverse of `group_queries`."""
+    kv_heads, batch, grouped, width = rows.shape
+    group = grouped // length
+    split = rows.reshape(kv_heads, batch, length, group, width).transpose(1, 2, 0, 3, 4)
+    return split.reshape(batch, length, kv_heads * group, width)
+
+
+def attend(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, scale: float
+) -> Partial:
+    """Attention of all rows over one tile of keys.
+
+    Args:
+      queries: [K, B, R, H].
+      keys: [K, B, S, H].
+      values: [K, B, S, H].
+      visible: bool, broadcastable to [B, R, S]; which keys each row may see.
+      scale: factor on the scores.
+    """
+    scores = scale * jnp.einsum("kbrh,kbsh->kbrs", queries, keys, preferred_element_type="float32")
+    scores = jnp.where(visible, scores, MASKED)
+    peak = scores.max(axis=-1, keepdims=True)
+    # A row that sees nothing here has peak = MASKED; its weights must be zero, not one.
+    weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
+    weighted = jnp.einsum(
+        "kbrs,kbsh->kbrh", weights.astype(values.dtype), values, preferred_element_type="float32"
+    )
+    return Partial(peak, weights.sum(axis=-1, keepdims=True), weighted)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of the keys of `a` and `b`."""
+    peak = jnp.maximum(a.peak, b.peak)
+    keep_a, keep_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
+    return Partial(
+        peak,
+        keep_a * a.total + keep_b * b.total,
+        keep_a * a.weighted + keep_b * b.weighted,
+    )
+
+
+def normalise(partial: Partial, dtype: jnp.dtype) -> jax.Array:
+    """[K, B, R, H] attention outputs. Every row must have seen at least one key."""
+    return (partial.weighted / partial.total).astype(dtype)

@@ -1,0 +1,1 @@
+"""Building blocks of targets and drafters, with the attribute names of HF checkpoints."""

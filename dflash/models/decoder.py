@@ -1,0 +1,208 @@
+"""The decoder-only network that every dense target family shares.
+
+A family is this network plus what sets it apart: a few class attributes and how its config.json
+reads. See qwen3.py and llama3.py.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors
+from dflash.common import hf_config
+from dflash.common.sharding import Sharding
+from dflash.config.schema import TargetArchitecture
+from dflash.kernels.paged_attention import paged_attention
+from dflash.layers import cache as kv
+from dflash.layers import rotary
+from dflash.layers.attention import Attention
+from dflash.layers.linear import Embedding, Linear, RMSNorm
+from dflash.layers.mlp import Mlp
+
+
+class TargetOutput(NamedTuple):
+    """What one target forward returns.
+
+    Attributes:
+      hidden: [B, T, D]; after the final norm. `unembed` turns the rows that are wanted into logits:
+        a prompt needs one row of [V] and not all of them.
+      features: [B, T, C·D]; the residual stream after each of the feature layers, concatenated.
+      cache: the cache with the T new rows.
+    """
+
+    hidden: jax.Array
+    features: jax.Array
+    cache: kv.PagedCache
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and mlp around a residual stream."""
+
+    def __init__(self, arch: TargetArchitecture, *, qk_norm: bool, dtype, sharding: Sharding):
+        build = {"dtype": dtype, "sharding": sharding}
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.self_attn = Attention(
+            arch.hidden_size,
+            num_heads=arch.num_attention_heads,
+            num_kv_heads=arch.num_key_value_heads,
+            head_dim=arch.head_dim,
+            eps=arch.rms_norm_eps,
+            qk_norm=qk_norm,
+            **build,
+        )
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
+        self.sharding = sharding
+
+    def __call__(self, x, cos_sin, key_pages, value_pages, page_table, start, tree_mask):
+        """[B, T, D] -> [B, T, D] and the layer's updated pages."""
+        batch, pages = kv.batch_axes(x.shape[0], self.sharding)
+        normed = self.input_layernorm(x)
+        queries = self.self_attn.queries(normed, cos_sin)
+        keys, values = self.self_attn.keys_values(normed, cos_sin)
+
+        def attend(*arrays):
+            return paged_attention(*arrays, scale=self.self_attn.scale)
+
+        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
+        stored = ("kv_heads", pages, None, None)
+        inputs = [queries, keys, values, key_pages, value_pages, page_table, start]
+        names = [rows, kv_rows, kv_rows, stored, stored, (batch, None), (batch,)]
+        if tree_mask is not None:
+            inputs.append(tree_mask)
+            names.append((batch, None, None))
+        attended, key_pages, value_pages = self.sharding.map(attend, names, (rows, stored, stored))(
+            *inputs
+        )
+        x = self.sharding.constrain(x + self.self_attn.output(attended), batch, None, None)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return self.sharding.constrain(x, batch, None, None), key_pages, value_pages
+
+
+class Decoder(nnx.Module):
+    """A target: tokens in, hidden states and features out, context kept in a paged cache.
+
+    Subclasses set the class attributes; a registered family differs in nothing else.
+    """
+
+    hf_architectures: ClassVar[tuple[str, ...]]
+    hf_model_type: ClassVar[str]
+    qk_norm: ClassVar[bool]
+    # Named in some checkpoints, computed here.
+    ignored_checkpoint_suffixes: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+
+    def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
+        build = {"dtype": dtype, "sharding": sharding}
+        self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
+        self.layers = nnx.List(
+            DecoderLayer(arch, qk_norm=self.qk_norm, **build) for _ in range(arch.num_hidden_layers)
+        )
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        head = (arch.hidden_size, arch.vocab_size, ("embed", "vocab"))
+        self.lm_head = None if arch.tie_word_embeddings else Linear(*head, **build)
+        self.arch = arch
+        self.dtype = jnp.dtype(dtype)
+        self.sharding = sharding
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: kv.PagedCache,
+        *,
+        feature_layers: tuple[int, ...] = (),
+        tree_mask: jax.Array | None = None,
+    ) -> TargetOutput:
+        """Runs T new rows per sequence on top of its cached context.
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, T]; for rotary embedding. Row r is stored at cache slot
+            positions[:, 0] + r, which for a chain is its position.
+          cache: holds every position below positions[:, 0].
+          feature_layers: layers whose outputs are tapped, in the order of concatenation.
+          tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
+        """
+        freqs = rotary.frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
+        cos_sin = rotary.angles(positions, freqs)
+        x = self.embed(tokens)
+        tapped = {}
+        keys, values = [], []
+        for i, layer in enumerate(self.layers):
+            x, key_pages, value_pages = layer(
+                x, cos_sin, cache.keys[i], cache.values[i], cache.page_table, positions[:, 0],
+                tree_mask,
+            )  # fmt: skip
+            keys.append(key_pages)
+            values.append(value_pages)
+            if i in feature_layers:
+                tapped[i] = x
+        none = jnp.zeros((*tokens.shape, 0), x.dtype)
+        features = jnp.concatenate([tapped[i] for i in feature_layers] or [none], axis=-1)
+        cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+        return TargetOutput(self.norm(x), features, cache)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32 [B, T] -> [B, T, D]."""
+        batch, _ = kv.batch_axes(tokens.shape[0], self.sharding)
+        return self.sharding.constrain(self.embed_tokens(tokens), batch, None, None)
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """[B, T, D] (after the final norm) -> float32 logits [B, T, V]."""
+        if self.lm_head is None:
+            logits = self.embed_tokens.attend(hidden)
+        else:
+            logits = self.lm_head(hidden).astype(jnp.float32)
+        batch, _ = kv.batch_axes(hidden.shape[0], self.sharding)
+        return self.sharding.constrain(logits, batch, None, "vocab")
+
+    def new_cache(
+        self, *, batch: int, pages_per_sequence: int, num_pages: int, page_size: int
+    ) -> kv.PagedCache:
+        """An abstract paged cache for `batch` sequences."""
+        return kv.paged_cache(
+            num_layers=self.arch.num_hidden_layers,
+            num_kv_heads=self.arch.num_key_value_heads,
+            head_dim=self.arch.head_dim,
+            batch=batch,
+            pages_per_sequence=pages_per_sequence,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=self.dtype,
+            sharding=self.sharding,
+        )
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        """Tensors a checkpoint may hold beside the parameters: the copy of a tied head."""
+        return ("lm_head.weight",) if self.lm_head is None else ()
+
+    @staticmethod
+    def checkpoint_name(path: str) -> str:
+        """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
+        stem, _, _ = path.rpartition(".")
+        return f"{stem}.weight" if stem == "lm_head" else f"model.{stem}.weight"
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> TargetArchitecture:
+        """Reads a checkpoint's config.json.
+
+        Raises:
+          CheckpointError: a field is missing, or asks for what this network does not do.
+        """
+        for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+            if config.get(key):
+                raise errors.CheckpointError(f"config.json: {key}: true is not supported")
+        return hf_config.read_architecture(config)
+
+    @classmethod
+    def config_to_hf(cls, arch: TargetArchitecture) -> dict[str, Any]:
+        """The config.json of a checkpoint with this architecture."""
+        return hf_config.write_architecture(arch) | {
+            "architectures": list(cls.hf_architectures),
+            "model_type": cls.hf_model_type,
+        }
