@@ -59,7 +59,9 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    theta = config.get("rope_theta", _rope(config).get("rope_theta"))
+    theta = config.get("rope_theta")
+    if theta is None:
+        theta = _rope(config).get("rope_theta")
     if theta is None:
         raise errors.CheckpointError(
             "config.json: missing rope_theta (neither at the top level nor in rope_parameters)"

@@ -2,12 +2,12 @@
 
 A module is born abstract: its `nnx.Param` leaves hold `jax.ShapeDtypeStruct`s that carry their
 sharding, so a plan of any size costs nothing. Weights then arrive leaf by leaf, each created
-directly in its place on the devices: from `initialize` here, or from a checkpoint.
+directly in its place on the devices: from `initialize` or `scramble` here, or from a checkpoint.
 """
 
-import functools
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +35,30 @@ def named_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
 
 
 def initialize(module: nnx.Module, key: jax.Array) -> None:
-    """Fills every parameter of an abstract `module`, one sharded leaf at a time."""
-    values = {}
-    for path, param in named_parameters(module):
-        abstract = param.get_value()
-        init = jax.jit(
-            functools.partial(_draw, shape=abstract.shape, dtype=abstract.dtype, std=param.stddev),
-            out_shardings=abstract.sharding,
-        )
-        values[path] = init(jax.random.fold_in(key, zlib.crc32(path.encode())))
-    assign(module, values)
+    """Fills an abstract `module` for training, one sharded leaf at a time, with normal draws."""
+
+    def draw(path, shape):
+        return jax.random.normal(jax.random.fold_in(key, zlib.crc32(path.encode())), shape)
+
+    _fill(module, draw)
+
+
+def scramble(module: nnx.Module, seed: int) -> None:
+    """Fills an abstract `module` with noise of the same spread as `initialize`, and quickly.
+
+    For studies of shape and speed: a hash of each element's index is good enough noise, and 50
+    times cheaper on a CPU than a generator; billions of weights take seconds.
+    """
+    bound = math.sqrt(3)  # of a uniform distribution with variance 1
+
+    def draw(path, shape):
+        bits = jnp.full(shape, zlib.crc32(path.encode()) ^ seed, jnp.uint32)
+        for axis in range(len(shape)):
+            index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+            bits = _mix(bits ^ index)
+        return bound * (bits.astype(jnp.float32) * 2.0**-31 - 1.0)
+
+    _fill(module, draw)
 
 
 def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:
@@ -60,7 +74,25 @@ def count(module: nnx.Module) -> int:
     return sum(param.get_value().size for _, param in named_parameters(module))
 
 
-def _draw(key, *, shape, dtype, std):
-    if std is None:
-        return jnp.ones(shape, dtype)
-    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+def _fill(module: nnx.Module, draw: Callable[[str, tuple[int, ...]], jax.Array]) -> None:
+    values = {}
+    for path, param in named_parameters(module):
+        abstract = param.get_value()
+
+        def create(path=path, abstract=abstract, stddev=param.stddev):
+            if stddev is None:
+                return jnp.ones(abstract.shape, abstract.dtype)
+            return (stddev * draw(path, abstract.shape)).astype(abstract.dtype)
+
+        values[path] = jax.jit(create, out_shardings=abstract.sharding)()
+    assign(module, values)
+
+
+def _mix(bits: jax.Array) -> jax.Array:
+    """A bijection of 32-bit integers in which every output bit hangs on every input bit.
+
+    Source: the finalizer of MurmurHash3 (Austin Appleby, public domain).
+    """
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)

@@ -25,6 +25,16 @@ class Sharding:
     mesh: Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
 
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """All devices of the mesh, of every process."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def platform(self) -> str:
+        """What the programs will run on; "unknown" for an abstract mesh."""
+        return "unknown" if isinstance(self.mesh, AbstractMesh) else self.devices[0].platform
+
     def axes(self, name: str | None) -> tuple[str, ...]:
         """Mesh axes of more than one device that logical axis `name` is split over."""
         if name is None:

@@ -7,6 +7,7 @@ so context gets in by one door.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.common.sharding import Sharding
+from dflash.config.schema import DrafterConfig, TargetArchitecture
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +72,30 @@ class Drafter(nnx.Module):
     hf_architectures: ClassVar[tuple[str, ...]] = ()
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 0
-    sharding: Sharding
+
+    @classmethod
+    def create(
+        cls,
+        config: DrafterConfig,
+        hf: Mapping[str, Any] | None,
+        target: TargetArchitecture,
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+    ) -> "Drafter":
+        """An abstract drafter for a target; the default serves strategies without weights.
+
+        Args:
+          config: the run's drafter group, of the schema registered with the strategy.
+          hf: the checkpoint's config.json; None for random weights, or if there are none.
+          target: shape of the target.
+          dtype: of weights and state.
+          sharding: where they live.
+        Raises:
+          CheckpointError: the checkpoint was trained for another target.
+          ConfigError: an option that this drafter cannot serve.
+        """
+        return cls()
 
     @property
     def block_size(self) -> int:

@@ -16,14 +16,13 @@ from flax import nnx
 from dflash import errors
 from dflash.common import hf_config
 from dflash.common.sharding import Sharding
-from dflash.config.schema import DFlashArchitecture, TargetArchitecture
+from dflash.config.schema import DFlashArchitecture, DFlashConfig, TargetArchitecture
 from dflash.drafters.base import Drafter, Proposal
 from dflash.kernels.block_attention import block_attention
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.attention import Attention
 from dflash.layers.linear import Linear, RMSNorm
-from dflash.layers.mlp import Mlp
+from dflash.layers.transformer import TransformerLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,47 +59,6 @@ class DFlashShape:
     views: tuple[LayerView, ...]
 
 
-class DFlashLayer(nnx.Module):
-    """A Qwen3 layer whose attention looks at context features and, both ways, at its block."""
-
-    def __init__(self, arch: TargetArchitecture, view: LayerView, *, dtype, sharding: Sharding):
-        build = {"dtype": dtype, "sharding": sharding}
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.self_attn = Attention(
-            arch.hidden_size,
-            num_heads=arch.num_attention_heads,
-            num_kv_heads=arch.num_key_value_heads,
-            head_dim=arch.head_dim,
-            eps=arch.rms_norm_eps,
-            qk_norm=True,
-            **build,
-        )
-        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
-        self.view = view
-        self.sharding = sharding
-
-    def __call__(self, x, cos_sin, context_keys, context_values, length):
-        """Block [B, T, D] -> [B, T, D]."""
-        batch, _ = kv.batch_axes(x.shape[0], self.sharding)
-        normed = self.input_layernorm(x)
-        queries = self.self_attn.queries(normed, cos_sin)
-        keys, values = self.self_attn.keys_values(normed, cos_sin)
-
-        def attend(*arrays):
-            view = {"window": self.view.window, "causal": self.view.causal}
-            return (block_attention(*arrays, scale=self.self_attn.scale, **view),)
-
-        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
-        stored = (batch, "kv_heads", None, None)
-        (attended,) = self.sharding.map(
-            attend, (rows, kv_rows, kv_rows, stored, stored, (batch,)), (rows,)
-        )(queries, keys, values, context_keys, context_values, length)
-        x = self.sharding.constrain(x + self.self_attn.output(attended), batch, None, None)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return self.sharding.constrain(x, batch, None, None)
-
-
 class DFlash(Drafter):
     """The drafter; its state is the keys and values of every committed position's features."""
 
@@ -131,13 +89,33 @@ class DFlash(Drafter):
         tapped = len(shape.target_layer_ids) * arch.hidden_size
         self.fc = Linear(tapped, arch.hidden_size, ("features", "embed"), **build)
         self.hidden_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.layers = nnx.List(DFlashLayer(arch, view, **build) for view in shape.views)
+        self.layers = nnx.List(
+            TransformerLayer(arch, qk_norm=True, **build) for _ in range(arch.num_hidden_layers)
+        )
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
         self.shape = shape
         self.feature_layers = shape.target_layer_ids
         self.num_draft_tokens = (block_size or shape.block_size) - 1
         self.dtype = jnp.dtype(dtype)
         self.sharding = sharding
+
+    @classmethod
+    def create(
+        cls,
+        config: DFlashConfig,
+        hf: Mapping[str, Any] | None,
+        target: TargetArchitecture,
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+    ) -> "DFlash":
+        """An abstract drafter, checked against its target; see `Drafter.create`."""
+        if hf is None:
+            shape = cls.architecture_for(target, config.architecture)
+        else:
+            shape = cls.architecture_from_hf(hf)
+        _check_target(shape, target)
+        return cls(shape, dtype=dtype, sharding=sharding, block_size=config.block_size)
 
     def init_state(self, batch: int, max_length: int) -> kv.StaticCache:
         """Abstract context; `observe` may write a whole block from the last position on."""
@@ -164,25 +142,37 @@ class DFlash(Drafter):
         mask = jnp.full((anchor.shape[0], self.num_draft_tokens), self.shape.mask_token_id)
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
         positions = position[:, None] + jnp.arange(self.block_size)
-        cos_sin = self._angles(positions)
+        cos_sin = rotary.angles(positions, self.shape.decoder)
         x = heads.embed(block)
-        for layer, keys, values in zip(self.layers, state.keys, state.values, strict=True):
-            x = layer(x, cos_sin, keys, values, position)
+        for i, layer in enumerate(self.layers):
+            x, _ = layer(x, cos_sin, self._attend_context(i, state, position))
         return self.norm(x), positions
+
+    def _attend_context(self, i: int, state: kv.StaticCache, position: jax.Array):
+        """Attention of layer i over its context and, both ways, over the block."""
+        view, scale = self.shape.views[i], self.layers[i].self_attn.scale
+        batch, _ = kv.batch_axes(position.shape[0], self.sharding)
+        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
+        stored = (batch, "kv_heads", None, None)
+
+        def attend(*arrays):
+            view_options = {"window": view.window, "causal": view.causal}
+            return (block_attention(*arrays, scale=scale, **view_options),)
+
+        sharded = self.sharding.map(
+            attend, (rows, kv_rows, kv_rows, stored, stored, (batch,)), (rows,)
+        )
+        fixed = state.keys[i], state.values[i], position
+        return lambda *block: (*sharded(*block, *fixed), None)
 
     def observe(self, state, position, tokens, num_committed, features):
         """Projects features to keys and values, once, and stores them; see `Drafter.observe`."""
         context = self.hidden_norm(self.fc(features))
-        cos_sin = self._angles(position[:, None] + jnp.arange(features.shape[1]))
+        positions = position[:, None] + jnp.arange(features.shape[1])
+        cos_sin = rotary.angles(positions, self.shape.decoder)
         rows = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
         keys, values = zip(*rows, strict=True)
         return state.write(position, keys, values)
-
-    def _angles(self, positions):
-        arch = self.shape.decoder
-        return rotary.angles(
-            positions, rotary.frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling)
-        )
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
@@ -199,11 +189,10 @@ class DFlash(Drafter):
         """
         decoder = hf_config.read_architecture(config)
         own = config.get("dflash_config") or {}
-        fields = {
-            "block_size": config.get("block_size", own.get("block_size")),
-            "num_target_layers": config.get("num_target_layers", own.get("num_target_layers")),
-            "mask_token_id": own.get("mask_token_id", config.get("mask_token_id")),
-        }
+        fields = {}
+        for name in ("block_size", "num_target_layers", "mask_token_id"):
+            top = config.get(name)
+            fields[name] = own.get(name) if top is None else top
         missing = [name for name, value in fields.items() if value is None]
         if missing:
             raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")
@@ -262,12 +251,38 @@ class DFlash(Drafter):
         }
 
 
+def _check_target(shape: DFlashShape, target: TargetArchitecture) -> None:
+    """Raises CheckpointError if the drafter was trained for a target of another shape."""
+    pairs = {
+        "hidden size": (shape.decoder.hidden_size, target.hidden_size),
+        "number of target layers": (shape.num_target_layers, target.num_hidden_layers),
+        "vocabulary": (shape.decoder.vocab_size, target.vocab_size),
+    }
+    differences = [
+        f"{name} {drafters} (target: {targets})"
+        for name, (drafters, targets) in pairs.items()
+        if drafters != targets
+    ]
+    if differences:
+        raise errors.CheckpointError(
+            f"drafter.checkpoint: trained for another target: {', '.join(differences)}"
+        )
+    beyond = set(shape.target_layer_ids) - set(range(target.num_hidden_layers))
+    if beyond or not 0 <= shape.mask_token_id < target.vocab_size:
+        raise errors.CheckpointError(
+            f"drafter: taps layers {list(shape.target_layer_ids)} and masks with token "
+            f"{shape.mask_token_id}, but the target has {target.num_hidden_layers} layers and "
+            f"{target.vocab_size} tokens"
+        )
+
+
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
     """Target layers to tap when nothing else is said: evenly spread, the ends left out."""
     if count == 1:
         return (num_target_layers // 2,)
-    span = num_target_layers - 4
-    return tuple(round(1 + i * span / (count - 1)) for i in range(count))
+    span, last = num_target_layers - 4, num_target_layers - 1
+    spread = (round(1 + i * span / (count - 1)) for i in range(count))
+    return tuple(min(max(layer, 0), last) for layer in spread)  # toys are too shallow to spread
 
 
 def _read_views(config, own, num_layers) -> tuple[LayerView, ...]:

@@ -91,7 +91,14 @@ class Engine:
         """
         bucket = self.layout.bucket(len(prompt))
         chunk = self.layout.chunk(bucket)
-        prefix = self._program("new_prefix", bucket)(np.int32(index))
+        config = self._config
+        prefix = self._program("new_prefix", bucket)(
+            np.int32(index),
+            np.uint32(config.seed),
+            np.float32(config.temperature),
+            np.int32(config.top_k),
+            np.float32(config.top_p),
+        )
         run = self._program("prefill", bucket)
         for start in range(0, len(prompt), chunk):
             piece = np.zeros((1, chunk), np.int32)
@@ -194,6 +201,12 @@ class Engine:
         # float32 is chosen for exactness; a TPU would multiply it in bfloat16 by default.
         return "highest" if self._abstract_target.dtype == jnp.float32 else "default"
 
+    def _loop_options(self) -> dict[str, str]:
+        # See layers.linear.widen_late: a CPU must not widen all weights before the loop begins.
+        if self.sharding.platform == "cpu" and self._abstract_target.dtype == jnp.bfloat16:
+            return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+        return {}
+
     def _compile_new_state(self):
         abstract = self.abstract_state()
 
@@ -220,7 +233,7 @@ class Engine:
         report = jax.tree.map(self._replicated, report)
         return _lower(
             generate, self._target_params, self._drafter_params, state,
-            out=(state, report), donate=(2,),
+            out=(state, report), donate=(2,), options=self._loop_options(),
         )  # fmt: skip
 
     def _compile_release(self):
@@ -240,13 +253,15 @@ class Engine:
     def _compile_new_prefix(self, bucket: int):
         abstract = self._abstract_prefix(bucket)
 
-        def new_prefix(index):
+        def new_prefix(index, *sampling):
             prefix = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             table = jnp.arange(1, prefix.cache.page_table.shape[1] + 1, dtype=jnp.int32)[None]
             cache = dataclasses.replace(prefix.cache, page_table=table)
-            return dataclasses.replace(prefix, cache=cache, sampling=self._sampling_params(index))
+            params = _sampling_params(index, *sampling)
+            return dataclasses.replace(prefix, cache=cache, sampling=params)
 
-        return _lower(new_prefix, self._scalar(), out=abstract)
+        scalars = [self._scalar(t) for t in ("int32", "uint32", "float32", "int32", "float32")]
+        return _lower(new_prefix, *scalars, out=abstract)
 
     def _compile_prefill(self, bucket: int):
         abstract = self._abstract_prefix(bucket)
@@ -334,24 +349,27 @@ class Engine:
             top_p=floats,
         )
 
-    def _sampling_params(self, index: jax.Array) -> SamplingParams:
-        """Of sequence number `index` int32 []."""
-        key = jax.random.fold_in(jax.random.key(self._config.seed, impl="threefry2x32"), index)
-        return SamplingParams(
-            seed=jax.random.key_data(key)[None],
-            temperature=jnp.array([self._config.temperature], jnp.float32),
-            top_k=jnp.array([self._config.top_k], jnp.int32),
-            top_p=jnp.array([self._config.top_p], jnp.float32),
-        )
-
     def _replicated(self, x) -> jax.ShapeDtypeStruct:
         return self._whole(x.shape, x.dtype)
 
     def _whole(self, shape, dtype) -> jax.ShapeDtypeStruct:
         return self.sharding.abstract(shape, (None,) * len(shape), dtype)
 
-    def _scalar(self) -> jax.ShapeDtypeStruct:
-        return self._whole((), jnp.int32)
+    def _scalar(self, dtype="int32") -> jax.ShapeDtypeStruct:
+        return self._whole((), dtype)
+
+
+def _sampling_params(
+    index: jax.Array, seed: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> SamplingParams:
+    """Of sequence number `index` of a run; all scalars."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+    return SamplingParams(
+        seed=jax.random.key_data(key)[None],
+        temperature=temperature[None],
+        top_k=top_k[None],
+        top_p=top_p[None],
+    )
 
 
 def _prefill_chunk(
@@ -384,8 +402,8 @@ def _prefill_chunk(
     )
 
 
-def _lower(function, *inputs, out, donate=()):
+def _lower(function, *inputs, out, donate=(), options=None):
     """Compiles `function` for abstract inputs, its results placed as the abstract `out` says."""
     shardings = jax.tree.map(lambda x: x.sharding, out)
     jitted = jax.jit(function, donate_argnums=donate, out_shardings=shardings)
-    return jitted.lower(*inputs).compile()
+    return jitted.lower(*inputs).compile(compiler_options=options)

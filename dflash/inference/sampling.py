@@ -128,7 +128,9 @@ def _top_k_top_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
     # A token stays while the mass before it is under p: the one that crosses p still counts, and
     # the likeliest always does.
     before = jnp.cumsum(mass, axis=-1) - mass
-    keep = (before < params.top_p[:, None, None]) | (jnp.arange(vocab) == 0)
+    top_p = params.top_p[:, None, None]
+    # 1 is off, whatever the sum rounds to.
+    keep = (before < top_p) | (top_p >= 1) | (jnp.arange(vocab) == 0)
     ranked = jnp.where(keep, ranked, -jnp.inf)
     return jnp.put_along_axis(logits, order, ranked, axis=-1, inplace=False)
 

@@ -47,6 +47,7 @@ class Completion:
         comes from the prefill, so they sum to len(output_ids) - 1.
       prefill_ms: from the prompt's dispatch to its first token.
       decode_ms: from the first token to the last, on the wall clock.
+      decode_clock_s: seconds that all dispatches had taken by then, whoever was in the slots.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Completion:
     acceptance_lengths: tuple[int, ...]
     prefill_ms: float
     decode_ms: float
+    decode_clock_s: float
 
     @property
     def tau(self) -> float:
@@ -112,6 +114,7 @@ class _Offline:
         self.pool = PagePool(layout.num_shares, layout.pages_per_share)
         self.running: dict[int, _Running] = {}
         self.state: DecodeState = engine.new_state()
+        self.clock_s = 0.0
 
     def events(self) -> Iterator[Tokens | Completion]:
         events = self.refill()
@@ -120,7 +123,9 @@ class _Offline:
             self.state, report = self.engine.generate(self.state)
             yield from events  # of the dispatch before; the device is busy with this one
             report = jax.device_get(report)
-            events = self.collect(report, begin, time.perf_counter())
+            end = time.perf_counter()
+            self.clock_s += end - begin
+            events = self.collect(report, begin, end)
             events += self.refill()
         yield from events
 
@@ -183,6 +188,7 @@ class _Offline:
             acceptance_lengths=tuple(run.acceptance_lengths),
             prefill_ms=run.prefill_ms,
             decode_ms=1e3 * (now - run.first_token_at),
+            decode_clock_s=self.clock_s,
         )
 
 

@@ -33,10 +33,11 @@ class Linear(nnx.Module):
             sharding=sharding,
             stddev=1 / math.sqrt(in_features),
         )
+        self.sharding = sharding
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., out]."""
-        return x @ self.kernel[...]
+        return x @ widen_late(x, self.kernel[...], self.sharding)
 
 
 class Embedding(nnx.Module):
@@ -50,6 +51,7 @@ class Embedding(nnx.Module):
             sharding=sharding,
             stddev=1 / math.sqrt(width),
         )
+        self.sharding = sharding
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 [...] -> [..., D]."""
@@ -57,9 +59,8 @@ class Embedding(nnx.Module):
 
     def attend(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 logits [..., V]."""
-        return jnp.einsum(
-            "...d,vd->...v", hidden, self.embedding[...], preferred_element_type=jnp.float32
-        )
+        table = widen_late(hidden, self.embedding[...], self.sharding)
+        return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -79,3 +80,23 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return self.scale[...] * wide.astype(x.dtype)
+
+
+def widen_late(x: jax.Array, weights: jax.Array, sharding: Sharding) -> jax.Array:
+    """Keeps a CPU from holding a second, float32 copy of all bfloat16 weights at once.
+
+    A CPU multiplies bfloat16 as float32. XLA would widen every matrix ahead of time, and outside
+    of the decode loop: three times the memory of the weights. Made to depend on x, a matrix is
+    widened when its product is due. Other platforms multiply bfloat16 and are left alone. (Inside
+    a loop, XLA must also be kept from moving the widening out; see `Engine`.)
+
+    Args:
+      x: what the weights are about to be multiplied with.
+      weights: returned as they are, bit for bit, unless x begins with a NaN.
+      sharding: says what this runs on.
+    """
+    if sharding.platform != "cpu" or weights.dtype != jnp.bfloat16:
+        return weights
+    # XLA sees through simpler dependencies and removes them.
+    first = x.reshape(-1)[0]
+    return jnp.where(first != first, jnp.nan, weights)

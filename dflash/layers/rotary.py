@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.config.schema import RopeScaling
+from dflash.config.schema import RopeScaling, TargetArchitecture
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
@@ -29,8 +29,9 @@ def _scale_llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return keep * freqs + (1 - keep) * freqs / scaling.factor
 
 
-def angles(positions: jax.Array, freqs: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def angles(positions: jax.Array, arch: TargetArchitecture) -> tuple[jax.Array, jax.Array]:
     """cos and sin, each float32 [B, T, 1, H/2], for positions int32 [B, T]."""
+    freqs = frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling)
     turned = positions[..., None, None].astype(jnp.float32) * freqs
     return jnp.cos(turned), jnp.sin(turned)
 

@@ -5,6 +5,7 @@ reads. See qwen3.py and llama3.py.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,9 +20,8 @@ from dflash.config.schema import TargetArchitecture
 from dflash.kernels.paged_attention import paged_attention
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.attention import Attention
 from dflash.layers.linear import Embedding, Linear, RMSNorm
-from dflash.layers.mlp import Mlp
+from dflash.layers.transformer import TransformerLayer
 
 
 class TargetOutput(NamedTuple):
@@ -37,50 +37,6 @@ class TargetOutput(NamedTuple):
     hidden: jax.Array
     features: jax.Array
     cache: kv.PagedCache
-
-
-class DecoderLayer(nnx.Module):
-    """Pre-norm attention and mlp around a residual stream."""
-
-    def __init__(self, arch: TargetArchitecture, *, qk_norm: bool, dtype, sharding: Sharding):
-        build = {"dtype": dtype, "sharding": sharding}
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.self_attn = Attention(
-            arch.hidden_size,
-            num_heads=arch.num_attention_heads,
-            num_kv_heads=arch.num_key_value_heads,
-            head_dim=arch.head_dim,
-            eps=arch.rms_norm_eps,
-            qk_norm=qk_norm,
-            **build,
-        )
-        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
-        self.sharding = sharding
-
-    def __call__(self, x, cos_sin, key_pages, value_pages, page_table, start, tree_mask):
-        """[B, T, D] -> [B, T, D] and the layer's updated pages."""
-        batch, pages = kv.batch_axes(x.shape[0], self.sharding)
-        normed = self.input_layernorm(x)
-        queries = self.self_attn.queries(normed, cos_sin)
-        keys, values = self.self_attn.keys_values(normed, cos_sin)
-
-        def attend(*arrays):
-            return paged_attention(*arrays, scale=self.self_attn.scale)
-
-        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
-        stored = ("kv_heads", pages, None, None)
-        inputs = [queries, keys, values, key_pages, value_pages, page_table, start]
-        names = [rows, kv_rows, kv_rows, stored, stored, (batch, None), (batch,)]
-        if tree_mask is not None:
-            inputs.append(tree_mask)
-            names.append((batch, None, None))
-        attended, key_pages, value_pages = self.sharding.map(attend, names, (rows, stored, stored))(
-            *inputs
-        )
-        x = self.sharding.constrain(x + self.self_attn.output(attended), batch, None, None)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return self.sharding.constrain(x, batch, None, None), key_pages, value_pages
 
 
 class Decoder(nnx.Module):
@@ -99,7 +55,8 @@ class Decoder(nnx.Module):
         build = {"dtype": dtype, "sharding": sharding}
         self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
         self.layers = nnx.List(
-            DecoderLayer(arch, qk_norm=self.qk_norm, **build) for _ in range(arch.num_hidden_layers)
+            TransformerLayer(arch, qk_norm=self.qk_norm, **build)
+            for _ in range(arch.num_hidden_layers)
         )
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
         head = (arch.hidden_size, arch.vocab_size, ("embed", "vocab"))
@@ -127,24 +84,43 @@ class Decoder(nnx.Module):
           feature_layers: layers whose outputs are tapped, in the order of concatenation.
           tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
         """
-        freqs = rotary.frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
-        cos_sin = rotary.angles(positions, freqs)
+        cos_sin = rotary.angles(positions, self.arch)
         x = self.embed(tokens)
         tapped = {}
-        keys, values = [], []
+        pages = []
         for i, layer in enumerate(self.layers):
-            x, key_pages, value_pages = layer(
-                x, cos_sin, cache.keys[i], cache.values[i], cache.page_table, positions[:, 0],
-                tree_mask,
-            )  # fmt: skip
-            keys.append(key_pages)
-            values.append(value_pages)
+            attend = self._attend_pages(i, layer.self_attn.scale, cache, positions[:, 0], tree_mask)
+            x, layer_pages = layer(x, cos_sin, attend)
+            pages.append(layer_pages)
             if i in feature_layers:
                 tapped[i] = x
         none = jnp.zeros((*tokens.shape, 0), x.dtype)
         features = jnp.concatenate([tapped[i] for i in feature_layers] or [none], axis=-1)
-        cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+        keys, values = zip(*pages, strict=True)
+        cache = dataclasses.replace(cache, keys=keys, values=values)
         return TargetOutput(self.norm(x), features, cache)
+
+    def _attend_pages(self, i: int, scale: float, cache, start, tree_mask):
+        """Attention of layer i over its pages; gives back the pages with the new rows."""
+        batch, pool = kv.batch_axes(start.shape[0], self.sharding)
+        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
+        stored = ("kv_heads", pool, None, None)
+        fixed = [cache.keys[i], cache.values[i], cache.page_table, start]
+        names = [stored, stored, (batch, None), (batch,)]
+        if tree_mask is not None:
+            fixed.append(tree_mask)
+            names.append((batch, None, None))
+        sharded = self.sharding.map(
+            functools.partial(paged_attention, scale=scale),
+            (rows, kv_rows, kv_rows, *names),
+            (rows, stored, stored),
+        )
+
+        def attend(queries, keys, values):
+            attended, *pages = sharded(queries, keys, values, *fixed)
+            return attended, pages
+
+        return attend
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [B, T] -> [B, T, D]."""

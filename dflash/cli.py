@@ -1,0 +1,192 @@
+"""What every entry point shares: flags, the config, and how errors leave the program.
+
+    python -m dflash.decode CONFIG [key=value ...] [--flags]
+
+Flags say where and how a run happens; the config says everything that can change a number. Flags
+live in an object of their own, so importing this module defines nothing.
+"""
+
+import dataclasses
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from absl import flags
+
+from dflash import errors, registry
+from dflash.config import loader
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_USAGE_ERROR = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What the user asked for.
+
+    Attributes:
+      config: the resolved config, an instance of the entry point's schema.
+      config_hash: of the resolved content.
+      config_path: where the config was found.
+      workdir: where results go; None for terminal only.
+      dry_run: print the plan, allocate nothing.
+      profile_dir: where a profiler trace goes, or None.
+      coordinator_address, num_processes, process_id: for `distributed.initialize`.
+      stream: print text as it is accepted.
+    """
+
+    config: Any
+    config_hash: str
+    config_path: str
+    workdir: str | None
+    dry_run: bool
+    profile_dir: str | None
+    coordinator_address: str | None
+    num_processes: int | None
+    process_id: int | None
+    stream: bool
+
+
+def run(
+    main: Callable[[Command], int | None],
+    *,
+    name: str,
+    schema: type,
+    description: str,
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Runs an entry point and leaves with its exit status.
+
+    Args:
+      main: does the work; returns an exit status, None for 0.
+      name: the module as `python -m` takes it, such as "dflash.decode".
+      schema: the dataclass that the config fills.
+      description: one or two sentences for `--help`.
+      argv: arguments without the program; None for those of the process.
+    Raises:
+      SystemExit: always. 0 for success; a UserError's own status, its lines on stderr; 2 for wrong
+        usage; 130 when interrupted; 141 when the reader of stdout has gone.
+    """
+    try:
+        status = _run(main, name, schema, description, sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except errors.UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        status = error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = _INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more on its way out; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = _BROKEN_PIPE
+    sys.exit(status)
+
+
+def _run(main, name: str, schema: type, description: str, argv: Sequence[str]) -> int:
+    values = _define_flags()
+    positional = _parse(values, argv)
+    if values.help or values.helpfull:
+        print(_help(values, name, description))
+        return 0
+    if not positional or "=" in positional[0]:
+        print(f"usage: {_usage(name)}; see --help", file=sys.stderr)
+        return _USAGE_ERROR
+    path, *overrides = positional
+    config = loader.load(path, overrides, schema)
+    if values.print_config:
+        print(loader.to_yaml(config), end="")
+        return 0
+    shared = {field.name for field in dataclasses.fields(Command)} & set(values)
+    command = Command(
+        config=config,
+        config_hash=loader.config_hash(config),
+        config_path=str(loader.find_config(path)),
+        **{flag: values[flag].value for flag in shared},
+    )
+    return main(command) or 0
+
+
+def _define_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    where = {"flag_values": values}
+    flags.DEFINE_string("workdir", None, "Directory for results; made if missing.", **where)
+    flags.DEFINE_bool("dry_run", False, "Print the plan without allocating anything.", **where)
+    flags.DEFINE_bool(
+        "print_config", False, "Print the resolved config, every key of it, as YAML.", **where
+    )
+    flags.DEFINE_string("profile_dir", None, "Directory for a profiler trace.", **where)
+    flags.DEFINE_string(
+        "coordinator_address",
+        None,
+        "Several processes: host:port of process 0, or auto on TPU pods and known clusters.",
+        **where,
+    )
+    flags.DEFINE_integer(
+        "num_processes", None, "Several processes: how many.", lower_bound=1, **where
+    )
+    flags.DEFINE_integer(
+        "process_id", None, "Several processes: which one this is, from 0.", lower_bound=0, **where
+    )
+    flags.DEFINE_bool("stream", True, "Print text as it is accepted.", **where)
+    flags.DEFINE_bool("help", False, "Print this text.", short_name="h", **where)
+    flags.DEFINE_bool("helpfull", False, "The same.", **where)
+    return values
+
+
+def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+    """Fills `values` and returns the positional arguments; flags may stand anywhere.
+
+    Raises:
+      ConfigError: unknown flags, each on a line of its own, or a flag's value is unusable.
+    """
+    values.set_gnu_getopt(True)
+    try:
+        _, *rest = values(["dflash", *argv], known_only=True)
+    except (flags.Error, ValueError) as error:
+        raise errors.ConfigError(" ".join(str(error).split())) from None
+    end = rest.index("--") if "--" in rest else len(rest)
+    unknown = [argument for argument in rest[:end] if argument.startswith("-") and argument != "-"]
+    if unknown:
+        raise errors.ConfigError(*(_unknown_flag(argument, values) for argument in unknown))
+    return rest[:end] + rest[end + 1 :]
+
+
+def _unknown_flag(argument: str, values: flags.FlagValues) -> str:
+    flag, equals, value = argument.partition("=")
+    if "." in flag:
+        key = flag.lstrip("-")
+        return f"unknown flag {flag}; config keys take no dashes: {key}{equals or '='}{value}"
+    known = [f"--{known}" for known in values if len(known) > 1]
+    return f"unknown flag {flag}{registry.suggest(flag, known)}"
+
+
+def _usage(name: str) -> str:
+    return f"python -m {name} CONFIG [key=value ...] [--flags]"
+
+
+def _help(values: flags.FlagValues, name: str, description: str) -> str:
+    own = values.flags_by_module_dict()[_define_flags.__module__]
+    entries = []
+    for flag in own:
+        label = f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
+        entries.append(f"  {label:<24}{flag.help}")
+    return "\n".join(
+        [
+            textwrap.fill(description, 100),
+            "",
+            f"usage: {_usage(name)}",
+            "",
+            "CONFIG is a YAML file, looked up as given, then among the shipped ones. Arguments of",
+            "the form key=value go over it, with dots in the key and YAML in the value:",
+            f"  python -m {name} configs/qwen3_4b_dflash.yml decode.temperature=0.8 mesh.tensor=2",
+            "All keys with their values: add --print_config.",
+            "",
+            "flags, anywhere on the line:",
+            *entries,
+        ]
+    )

@@ -1,0 +1,150 @@
+"""From a config to models: which classes, of which shape, and then their weights.
+
+Both steps are apart: building is cheap and finds what does not fit; loading fills the memory.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors, registry
+from dflash.common import checkpoint, parameters
+from dflash.common.sharding import Sharding
+from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
+
+RANDOM = "random"
+_TARGET_SEED, _DRAFTER_SEED = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the weights of a model come from.
+
+    Attributes:
+      directory: of the checkpoint, or None for random weights or a hub that was not asked.
+      hf: its config.json, or None.
+      seed: of random weights.
+    """
+
+    directory: pathlib.Path | None
+    hf: Mapping[str, Any] | None
+    seed: int
+
+
+def find_target(config: TargetConfig, *, download: bool = True) -> Source:
+    """Finds the target's checkpoint.
+
+    Args:
+      config: the run's target group.
+      download: fetch what is not on this machine; if not, such a checkpoint counts as random.
+    Raises:
+      CheckpointError: it is missing or cannot be read.
+    """
+    return _find(config.checkpoint, _TARGET_SEED, download)
+
+
+def find_drafter(config: DrafterConfig, *, download: bool = True) -> Source:
+    """Finds the drafter's checkpoint, if the strategy has one; see `find_target`."""
+    return _find(getattr(config, "checkpoint", RANDOM), _DRAFTER_SEED, download)
+
+
+def build_target(config: TargetConfig, source: Source, *, dtype: str, sharding: Sharding):
+    """Builds the abstract target.
+
+    Raises:
+      ConfigError: the config states another family or shape than the checkpoint has.
+      CheckpointError: the checkpoint is of no family that is known.
+    """
+    if source.hf is None:
+        if config.name is None or config.architecture is None:
+            raise errors.ConfigError(
+                f"target: {config.checkpoint} is not on this machine, so target.name and "
+                "target.architecture must be given"
+            )
+        kind = registry.load(
+            registry.find(registry.TARGETS, config.name, "target.name").implementation
+        )
+        arch = config.architecture
+    else:
+        kind = _family(config, source)
+        arch = kind.architecture_from_hf(source.hf)
+        arch = dataclasses.replace(arch, eos_token_id=checkpoint.eos_token_ids(source.directory))
+        _check_stated(config.architecture, arch, source.directory)
+    return kind(arch, dtype=jnp.dtype(dtype), sharding=sharding)
+
+
+def build_drafter(
+    config: DrafterConfig,
+    source: Source,
+    target: TargetArchitecture,
+    *,
+    dtype: str,
+    sharding: Sharding,
+):
+    """Builds the abstract drafter; see `Drafter.create` for the errors."""
+    entry = registry.find(registry.DRAFTERS, config.name, "drafter.name")
+    kind = registry.load(entry.implementation)
+    architectures = (source.hf or {}).get("architectures") or []
+    if source.hf is not None and not set(architectures) & set(kind.hf_architectures):
+        raise errors.CheckpointError(
+            f"{source.directory}: config.json: architectures {architectures} is no "
+            f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
+        )
+    return kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
+
+
+def load_weights(module: nnx.Module, source: Source) -> None:
+    """Fills an abstract module from its source.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged, or does not fit the module.
+    """
+    if source.directory is not None:
+        checkpoint.load(module, source.directory)
+    else:
+        parameters.scramble(module, source.seed)
+
+
+def _find(reference: str, seed: int, download: bool) -> Source:
+    remote = reference.startswith(checkpoint.HUB_PREFIX)
+    if reference == RANDOM or (remote and not download):
+        return Source(None, None, seed)
+    directory = checkpoint.resolve(reference)
+    return Source(directory, checkpoint.read_config(directory), seed)
+
+
+def _family(config: TargetConfig, source: Source):
+    """The registered class that a checkpoint's config.json names."""
+    architectures = source.hf.get("architectures") or []
+    for name, entry in registry.TARGETS.items():
+        kind = registry.load(entry.implementation)
+        if set(architectures) & set(kind.hf_architectures):
+            if config.name not in (None, name):
+                raise errors.ConfigError(
+                    f"target.name: {config.name!r}, but {source.directory} holds "
+                    f"{architectures[0]}, which is {name!r}; leave target.name out"
+                )
+            return kind
+    raise errors.CheckpointError(
+        f"{source.directory}: config.json: architectures {architectures} is of no known target "
+        f"family ({', '.join(registry.TARGETS)})"
+    )
+
+
+def _check_stated(
+    stated: TargetArchitecture | None, found: TargetArchitecture, directory: pathlib.Path
+) -> None:
+    """A shape that the config states must be the checkpoint's; end-of-sequence ids may differ."""
+    if stated is None:
+        return
+    problems = [
+        f"target.architecture.{name}: {value}, but {directory} has {getattr(found, name)}"
+        for name, value in vars(stated).items()
+        if name != "eos_token_id" and value != getattr(found, name)
+    ]
+    if problems:
+        raise errors.ConfigError(*problems)

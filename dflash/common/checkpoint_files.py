@@ -1,0 +1,197 @@
+"""What both checkpoint layouts share: small files, directories that appear whole, progress."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from dflash import errors
+
+CONFIG = "config.json"
+# Travel with the weights unchanged. Python files are the code that `auto_map` in config.json names
+# for other programs; nothing here ever runs them.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+PROGRESS_DELAY_SECONDS = 1.0
+
+Item = TypeVar("Item")
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+      CheckpointError: the file is missing, unreadable, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise errors.CheckpointError(
+            f"{path}: missing; is {path.parent} a checkpoint directory?"
+        ) from error
+    except OSError as error:
+        raise errors.CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise errors.CheckpointError(
+            f"{path}: not valid JSON (line {error.lineno}: {error.msg})"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise errors.CheckpointError(f"{path}: not valid JSON (not UTF-8)") from error
+    if not isinstance(content, dict):
+        raise errors.CheckpointError(f"{path}: expected a JSON object")
+    return content
+
+
+def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a JSON object the way Hugging Face lays it out."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_companions(source: pathlib.Path, directory: pathlib.Path) -> None:
+    """Copies tokenizer, generation and licence files, where `source` has them."""
+    for pattern in COMPANIONS:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, directory / path.name)
+
+
+@contextlib.contextmanager
+def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields an empty directory beside `destination` that takes its name once all is written.
+
+    Every process of a multi-host run enters; process 0 makes, renames and cleans up.
+
+    Raises:
+      CheckpointError: `destination` exists and is not empty, or cannot be written.
+    """
+    destination = destination.absolute()
+    check_vacant(destination)
+    partial = destination.with_name(f".{destination.name}.partial")
+    first = _process_index() == 0
+    try:
+        if first:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)  # what an earlier, killed run left
+            partial.mkdir()
+        _barrier(f"{partial} made")
+        yield partial
+        _barrier(f"{partial} written")
+        if first:
+            _sync(partial)
+            partial.rename(destination)
+            _sync_path(destination.parent)
+        _barrier(f"{partial} renamed")
+    except BaseException as error:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise errors.CheckpointError(f"{destination}: cannot be written: {reason}") from error
+        raise
+
+
+def check_vacant(destination: pathlib.Path) -> None:
+    """Refuses to write where something is already.
+
+    Raises:
+      CheckpointError: `destination` is a file or a directory with something in it.
+    """
+    try:
+        if destination.is_dir() and not any(destination.iterdir()):
+            return
+        taken = destination.exists() or destination.is_symlink()
+    except OSError as error:
+        raise errors.CheckpointError(
+            f"{destination}: cannot be written: {error.strerror}"
+        ) from error
+    if taken:
+        raise errors.CheckpointError(
+            f"{destination}: already exists and is not an empty directory; "
+            "choose another destination or delete it first"
+        )
+
+
+def track(items: Iterable[tuple[Item, int]], total_bytes: int, title: str) -> Iterator[Item]:
+    """Yields the items, of (item, bytes) pairs; on a terminal, slow work gets a progress bar."""
+    started, done, bar, task = time.monotonic(), 0, None, None
+    try:
+        for item, num_bytes in items:
+            yield item
+            done += num_bytes
+            if bar is not None:
+                bar.update(task, completed=done)
+            elif sys.stderr.isatty() and time.monotonic() - started > PROGRESS_DELAY_SECONDS:
+                bar = _make_bar()
+                task = bar.add_task(title, total=total_bytes, completed=done)
+                bar.start()
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def quote_some(names: Iterable[str], limit: int = 3) -> str:
+    """ "'a', 'b', 'c' and 7 more"."""
+    names = sorted(names)
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _make_bar():
+    # Imported here: most checkpoints of tests and of small models never need it.
+    from rich import console, progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console.Console(stderr=True),
+        transient=True,
+    )
+
+
+def _sync(directory: pathlib.Path) -> None:
+    """Forces a tree to disk, so that after a crash the name never stands for half of it."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            _sync_path(pathlib.Path(parent, name))
+        _sync_path(pathlib.Path(parent))
+
+
+def _sync_path(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _process_index() -> int:
+    import jax  # only writing needs it, and this module also serves readers of config.json
+
+    return jax.process_index()
+
+
+def _barrier(name: str) -> None:
+    import jax
+
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,144 @@
+"""What a decode run reports: a record of each prompt, and the summary of all."""
+
+import collections
+import dataclasses
+import importlib.metadata
+import json
+import operator
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import dflash
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A finished prompt: one line of outputs.jsonl.
+
+    `decode_clock_s` makes throughput honest. Prompts of a batch overlap in time, so their own
+    `decode_ms` cannot be added up; the clock is the engine's, and stands with each record so that
+    a resumed run knows what the earlier ones took.
+    """
+
+    index: int
+    prompt: str | tuple[Mapping[str, Any], ...] | None  # text, messages, or None for token ids
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    text: str
+    finish_reason: Literal["stop", "length"]
+    acceptance_lengths: tuple[int, ...]  # tokens committed in each cycle, bonus included
+    prefill_ms: float  # from the start of the prefill to the first token
+    decode_ms: float  # from the first token to the last
+    decode_clock_s: float  # what the run had spent in decoding, all prompts together, by then
+
+    @property
+    def tau(self) -> float | None:
+        """Mean acceptance length; None when the first token was also the last."""
+        return _mean(self.acceptance_lengths)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token after the first; None when there is no second."""
+        later_tokens = len(self.output_ids) - 1
+        return self.decode_ms / later_tokens if later_tokens > 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run's records say together; None where no record can say it."""
+
+    tau: float | None  # mean over all cycles of all prompts
+    tokens_per_second: float | None  # of all slots together, without prefill and first tokens
+    ttft_ms: float | None  # median over prompts
+    tpot_ms: float | None  # median over prompts
+    acceptance_histogram: Mapping[str, int]  # acceptance length, from "1" -> cycles
+    cycles: int
+    prompts: int
+    output_tokens: int
+    decode_seconds: float
+
+
+def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
+    """Summarizes finished prompts.
+
+    Throughput is (output tokens − first tokens) ÷ time spent in decoding. After a kill, the time
+    that went into prompts then in flight still counts: throughput may only come out too low.
+
+    Args:
+      records: in any order.
+      block_size: the longest possible acceptance length.
+
+    Raises:
+      ValueError: an acceptance length outside 1 … block_size.
+    """
+    records = list(records)
+    lengths = [length for record in records for length in record.acceptance_lengths]
+    if lengths and not 1 <= min(lengths) <= max(lengths) <= block_size:
+        raise ValueError(
+            f"acceptance lengths {min(lengths)} … {max(lengths)} are not in 1 … {block_size}"
+        )
+    counts = collections.Counter(lengths)
+    decode_seconds = max((record.decode_clock_s for record in records), default=0.0)
+    output_tokens = sum(len(record.output_ids) for record in records)
+    later_tokens = sum(max(len(record.output_ids) - 1, 0) for record in records)
+    return Summary(
+        tau=_mean(lengths),
+        tokens_per_second=later_tokens / decode_seconds if decode_seconds > 0 else None,
+        ttft_ms=_median(record.prefill_ms for record in records),
+        tpot_ms=_median(r.tpot_ms for r in records if r.tpot_ms is not None),
+        acceptance_histogram={str(n): counts[n] for n in range(1, block_size + 1)},
+        cycles=len(lengths),
+        prompts=len(records),
+        output_tokens=output_tokens,
+        decode_seconds=decode_seconds,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what a reported number depends on."""
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+    return {"dflash": dflash.__version__, "python": platform.python_version(), **packages}
+
+
+def encode(record: Record) -> bytes:
+    """Returns a record as a line of outputs.jsonl."""
+    fields = {**dataclasses.asdict(record), "tau": record.tau}
+    # numpy's numbers are welcome: `item` makes them Python's.
+    text = json.dumps(
+        fields, ensure_ascii=False, allow_nan=False, default=operator.methodcaller("item")
+    )
+    # Odd tokens can spell half a surrogate pair, which UTF-8 cannot; as an escape JSON takes it.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def decode(line: bytes) -> Record:
+    """Reads back a line of outputs.jsonl.
+
+    Raises:
+      ValueError: it is no such line.
+    """
+    fields = json.loads(line.decode("utf-8"))
+    if not isinstance(fields, dict):
+        raise ValueError("not an object")
+    missing = [f.name for f in dataclasses.fields(Record) if f.name not in fields]
+    if missing:
+        raise ValueError(f"no {', '.join(missing)}")
+    values = {field.name: fields[field.name] for field in dataclasses.fields(Record)}
+    for name in ("prompt_ids", "output_ids", "acceptance_lengths"):
+        if not isinstance(values[name], list):
+            raise ValueError(f"{name} is not a list")
+        values[name] = tuple(values[name])
+    if isinstance(values["prompt"], list):
+        values["prompt"] = tuple(values["prompt"])
+    return Record(**values)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return statistics.median(values) if values else None

@@ -1,0 +1,291 @@
+"""Where a decode run leaves its results: outputs.jsonl, results.json and config.yml in a directory.
+
+outputs.jsonl grows by one line as each prompt finishes, so that a killed run loses only the prompts
+that it was working on; the next run on the directory takes up where that one ended.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from dflash import errors
+from dflash.common import outputs
+from dflash.common import prompts as prompts_lib
+
+OUTPUTS = "outputs.jsonl"
+RESULTS = "results.json"
+CONFIG = "config.yml"
+MAX_KEYS_SHOWN = 5
+
+
+class Records:
+    """Finished prompts, in memory only: for runs without a work directory.
+
+    All processes of a run but the first use this too, since only the first one writes.
+    """
+
+    def __init__(self, records: Iterable[outputs.Record] = ()):
+        """Starts with the `records` of earlier runs."""
+        self._records = {record.index: record for record in records}
+        self._clock_s = max((r.decode_clock_s for r in self._records.values()), default=0.0)
+
+    def completed(self) -> dict[int, outputs.Record]:
+        """Returns every finished prompt by index, in that order, earlier runs' included."""
+        return {index: self._records[index] for index in sorted(self._records)}
+
+    def pending(self, prompts: Sequence[prompts_lib.Prompt]) -> list[prompts_lib.Prompt]:
+        """Returns the prompts that are still to do.
+
+        Raises:
+          WorkdirError: earlier records belong to other prompts.
+        """
+        for index, record in self.completed().items():
+            if index >= len(prompts):
+                raise errors.WorkdirError(
+                    f"{self._name()} holds prompt {index}, but now there are only "
+                    f"{len(prompts)} prompts: use the same prompts, or another --workdir"
+                )
+            if record.prompt_ids != tuple(prompts[index].ids):
+                raise errors.WorkdirError(
+                    f"{self._name()} holds another prompt {index} than {prompts[index].source} "
+                    "is now: use the same prompts, or another --workdir"
+                )
+        return [prompt for prompt in prompts if prompt.index not in self._records]
+
+    def append(self, record: outputs.Record) -> outputs.Record:
+        """Adds a finished prompt, its clock moved on by what earlier runs took; returns that.
+
+        Raises:
+          WorkdirError: it cannot be written.
+        """
+        record = dataclasses.replace(record, decode_clock_s=self._clock_s + record.decode_clock_s)
+        self._write(record)
+        self._records[record.index] = record
+        return record
+
+    def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
+        """Writes the summary and further `facts` (devices, versions) as results.json, all at once.
+
+        Raises:
+          WorkdirError: it cannot be written.
+        """
+
+    def close(self) -> None:
+        """Lets the next run have the work directory."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self.close()
+
+    def _name(self) -> str:
+        return "the run"
+
+    def _write(self, record: outputs.Record) -> None:
+        pass
+
+
+class Workdir(Records):
+    """Finished prompts in a directory, where the next run finds them."""
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        descriptor: int,
+        config_hash: str,
+        records: Iterable[outputs.Record],
+    ):
+        """Use `Workdir.open`."""
+        super().__init__(records)
+        self._directory = directory
+        self._descriptor = descriptor
+        self._config_hash = config_hash
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike, config_yaml: str, config_hash: str) -> "Workdir":
+        """Takes a work directory for this run, and creates it where it is missing.
+
+        Another run's directory is refused, except when that run wrote no output yet. A line that a
+        kill cut short is dropped.
+
+        Args:
+          directory: where; `~` is the home directory.
+          config_yaml: the resolved config, kept as config.yml.
+          config_hash: goes into results.json.
+
+        Raises:
+          WorkdirError: it cannot be written, is in use by another run, belongs to another config,
+            or holds a damaged outputs.jsonl.
+        """
+        directory = pathlib.Path(directory).expanduser()
+        path = directory / OUTPUTS
+        with _explained(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                # Nobody decoded here yet: a config.yml of other content is not ours to replace.
+                _check_config(directory, config_yaml, required=False)
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            with _explained(directory):
+                _lock(directory, descriptor)
+                records, complete_bytes = _read_records(path, descriptor)
+                if os.fstat(descriptor).st_size:
+                    _check_config(directory, config_yaml, required=True)
+                os.ftruncate(descriptor, complete_bytes)
+                _write_whole(directory / CONFIG, config_yaml)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(directory, descriptor, config_hash, records)
+
+    def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
+        values = {**dataclasses.asdict(summary), "config_hash": self._config_hash, **facts}
+        text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
+        with _explained(self._directory / RESULTS):
+            _write_whole(self._directory / RESULTS, text + "\n")
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)  # and with it goes the lock
+            self._descriptor = -1
+
+    def _name(self) -> str:
+        return str(self._directory / OUTPUTS)
+
+    def _write(self, record: outputs.Record) -> None:
+        with _explained(self._directory / OUTPUTS):
+            line = outputs.encode(record)
+            written = os.write(self._descriptor, line)
+            if written < len(line):  # a full disk; the torn line goes when the next run opens
+                raise OSError(f"only {written} of {len(line)} bytes fitted")
+            os.fsync(self._descriptor)
+
+
+def _read_records(path: pathlib.Path, descriptor: int) -> tuple[list[outputs.Record], int]:
+    """Reads every complete line; returns the records, and how many bytes they take.
+
+    Raises:
+      WorkdirError: a complete line is damaged, or a prompt stands there twice.
+    """
+    records: dict[int, outputs.Record] = {}
+    complete_bytes = 0
+    with open(descriptor, "rb", closefd=False) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break  # cut short by a kill
+            try:
+                record = outputs.decode(line)
+            except ValueError as error:
+                raise errors.WorkdirError(
+                    f"{path}:{number}: damaged line ({error}): delete it to decode its prompt "
+                    "again, or use another --workdir"
+                ) from error
+            if record.index in records:
+                raise errors.WorkdirError(
+                    f"{path}:{number}: prompt {record.index} for the second time: delete one of "
+                    "the two lines, or use another --workdir"
+                )
+            records[record.index] = record
+            complete_bytes += len(line)
+    return list(records.values()), complete_bytes
+
+
+def _check_config(directory: pathlib.Path, config_yaml: str, *, required: bool) -> None:
+    """Compares config.yml with this run's config, by content.
+
+    Raises:
+      WorkdirError: they differ, in keys that the message names; or it is missing and `required`.
+    """
+    path = directory / CONFIG
+    try:
+        there = dict(_flatten(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except FileNotFoundError as error:
+        if not required:
+            return
+        raise errors.WorkdirError(
+            f"{path}: missing, so nobody knows what {OUTPUTS} is of: use another --workdir"
+        ) from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise errors.WorkdirError(f"{path}: not a config: use another --workdir") from error
+    here = dict(_flatten(yaml.safe_load(config_yaml)))
+    differences = [
+        f"{key}: {_show(there, key)} there, {_show(here, key)} here"
+        for key in {**there, **here}
+        if _show(there, key) != _show(here, key)
+    ]
+    if not differences:
+        return
+    shown = differences[:MAX_KEYS_SHOWN]
+    if len(differences) > len(shown):
+        shown.append(f"{len(differences) - len(shown)} more")
+    raise errors.WorkdirError(
+        f"{directory}: belongs to a run of another config ({'; '.join(shown)}): "
+        "use another --workdir, or delete this one"
+    )
+
+
+def _show(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], default=str) if key in values else "unset"
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields nested mappings as dotted keys and values."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _lock(directory: pathlib.Path, descriptor: int) -> None:
+    """Keeps other runs out for as long as the descriptor is open.
+
+    Raises:
+      WorkdirError: another run has the directory.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise errors.WorkdirError(
+            f"{directory}: in use by another run: wait for it, or use another --workdir"
+        ) from error
+    except OSError:
+        pass  # some network file systems have no locks; the run can do without
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that readers, and whoever comes after a crash, see all of it or the old."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the renaming too is only then safe
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
+def _explained(path: pathlib.Path) -> Iterator[None]:
+    """Turns failures of the file system into one line."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        reason = "not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise errors.WorkdirError(f"{where}: cannot be written: {reason or error}") from error

@@ -1,0 +1,284 @@
+"""Turns a tree of nodes into frozen, typed dataclasses, collecting every problem on the way."""
+
+import dataclasses
+import difflib
+import itertools
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import ml_collections
+
+from dflash import registry
+from dflash.config import schema
+from dflash.config.layers import Path, Tree, text_of
+from dflash.config.strict_yaml import Malformed, Node
+
+# Groups whose `name` chooses their schema, by the class that a run declares for them.
+CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
+    schema.TargetConfig: registry.TARGETS,
+    schema.DrafterConfig: registry.DRAFTERS,
+}
+
+_INVALID = object()  # stands for a value that a problem has been reported for
+_SCALARS = (bool, int, float, str)
+_NOUNS = {
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+    bool: ("true or false", "booleans"),
+}
+
+
+def named_groups(run: type) -> list[str]:
+    """The keys of `run` whose `name` chooses their schema."""
+    return [key for key, kind in typing.get_type_hints(run).items() if kind in CHOICES]
+
+
+def build(tree: Tree, run: type, *, complete: bool) -> tuple[Any, set[Path], list[str]]:
+    """Builds the dataclass `run` from `tree`.
+
+    Args:
+      tree: all layers, merged.
+      run: the schema, a dataclass.
+      complete: whether every layer could be read; if not, a missing key is no problem.
+    Returns:
+      The instance, with defaults in place of unusable values (None where there is no default);
+      the paths of the unusable values; every problem, one line each.
+    """
+    builder = _Builder(tree, run, complete)
+    built = builder.group(run, tree.content, ())
+    return (None if built is _INVALID else built), builder.unusable, builder.problems
+
+
+class _Builder:
+    def __init__(self, tree: Tree, run: type, complete: bool):
+        self.tree = tree
+        self.complete = complete
+        self.unusable: set[Path] = set()
+        self.problems: list[str] = []
+        self.known = list(_known_paths(run, tree.content, ()))
+
+    def group(self, declared: type, given: ml_collections.ConfigDict, path: Path) -> Any:
+        """Builds the dataclass of one mapping, and those inside it."""
+        cls = self._chosen(declared, given, path)
+        if cls is None:
+            return _INVALID
+        kinds = typing.get_type_hints(cls)
+        # An unreadable file may have held the name that makes these keys known ones.
+        judged = self.complete or declared not in CHOICES or "name" in given
+        for key in given:
+            if judged and key not in kinds:
+                self._unknown((*path, key), kinds)
+        values = {}
+        usable = True
+        for field in dataclasses.fields(cls):
+            here = (*path, field.name)
+            required = _required(field)
+            if field.name in given:
+                kind = kinds[field.name]
+                value = self._value(kind, given[field.name], here, field.metadata)
+                if value is _INVALID:
+                    self.unusable.add(here)
+                    usable = usable and not required
+                elif typing.get_origin(kind) is Mapping and not required:
+                    values[field.name] = {**field.default_factory(), **value}
+                else:
+                    values[field.name] = value
+            elif required:
+                usable = False
+                if self.complete:
+                    expected = _describe(kinds[field.name], field.metadata)
+                    self._report(here, f"required: {expected}")
+        return cls(**values) if usable else _INVALID
+
+    def _chosen(self, declared: type, given, path: Path) -> type | None:
+        """The schema that the group's `name` chooses, or None after reporting the name."""
+        cls = _chosen_schema(declared, given)
+        if cls is None:
+            name = self._value(str, given["name"], (*path, "name"), {})
+            if name is not _INVALID:
+                near = registry.suggest(name, CHOICES[declared])
+                self._report((*path, "name"), f"unknown name {name!r}{near}")
+        return cls
+
+    def _value(self, wanted: Any, given: Any, path: Path, bounds: Mapping[str, Any]) -> Any:
+        """Converts one value to the type `wanted`, or reports it and returns _INVALID."""
+        mapping = isinstance(given, ml_collections.ConfigDict)
+        # A text such as "Question: why?" reads as a mapping, but is still a text as typed.
+        node = self.tree.places[path] if mapping else given
+        kind, nullable = _without_null(wanted)
+        origin = typing.get_origin(kind)
+        if nullable and node.value is None:
+            return None
+        if mapping and dataclasses.is_dataclass(kind):
+            return self.group(kind, given, path)
+        if mapping and origin is Mapping:
+            return self._mapping(kind, given, path, bounds)
+        if origin is tuple:
+            return self._items(wanted, node, path, bounds)
+        value = _scalar(kind, node)
+        if value is _INVALID or not _within(value, bounds):
+            return self._mismatch(path, wanted, node, bounds)
+        return value
+
+    def _items(self, wanted: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
+        """A list; on the command line a bare value stands for a list of one."""
+        item = typing.get_args(_without_null(wanted)[0])[0]
+        items, names = node.value, None
+        if isinstance(items, tuple):
+            names = [f"{path[-1]}[{index}]" for index in range(len(items))]
+        elif node.raw is not None and (item is str or isinstance(items, _SCALARS)):
+            items, names = (node,), [path[-1]]
+        else:
+            return self._mismatch(path, wanted, node, bounds)
+        values = [
+            self._value(item, given, (*path[:-1], name), bounds)
+            for given, name in zip(items, names, strict=True)
+        ]
+        return _INVALID if _INVALID in values else tuple(values)
+
+    def _mapping(self, kind: Any, given, path: Path, bounds: Mapping[str, Any]) -> Any:
+        item = typing.get_args(kind)[1]
+        values = {key: self._value(item, given[key], (*path, key), bounds) for key in given}
+        bad = [key for key, value in values.items() if value is _INVALID]
+        self.unusable.update((*path, key) for key in bad)
+        return {key: value for key, value in values.items() if key not in bad}
+
+    def _mismatch(self, path: Path, wanted: Any, node: Node, bounds: Mapping[str, Any]) -> Any:
+        message = f"expected {_describe(wanted, bounds)}, got {_show(node)}{_near(wanted, node)}"
+        self._report(path, message, node.source)
+        return _INVALID
+
+    def _unknown(self, path: Path, siblings: Iterable[str]) -> None:
+        """Reports an unknown key with the likeliest right one: a namesake, or a near miss."""
+        namesakes = [known for known in self.known if known[-1] == path[-1]]
+        near = difflib.get_close_matches(path[-1], siblings, n=1)
+        hint = f"expected one of {', '.join(siblings)}"
+        if tuple(".".join(path).split(".")) in self.known:
+            hint = "dots in keys are for the command line, nest mappings here"
+        elif namesakes:
+            nearest = max(namesakes, key=lambda known: _shared(known, path))
+            hint = f"did you mean {'.'.join(nearest)!r}?"
+        elif near:
+            hint = f"did you mean {'.'.join((*path[:-1], near[0]))!r}?"
+        self._report(path, f"unknown key; {hint}")
+
+    def _report(self, path: Path, message: str, source: str | None = None) -> None:
+        self.problems.append(f"{source or self.tree.source(path)}: {'.'.join(path)}: {message}")
+
+
+def _chosen_schema(declared: type, given: Mapping[str, Any]) -> type | None:
+    """The schema of a group, by its `name` where that chooses; None for an unusable name."""
+    entries = CHOICES.get(declared)
+    if entries is None:
+        return declared
+    name = next(field.default for field in dataclasses.fields(declared) if field.name == "name")
+    if "name" in given:
+        node = given["name"]
+        if isinstance(node, ml_collections.ConfigDict):
+            return None
+        nullable = _without_null(typing.get_type_hints(declared)["name"])[1]
+        name = None if nullable and node.value is None else text_of(node)
+    if name is None:
+        return declared
+    known = isinstance(name, str) and name in entries
+    return registry.load(entries[name].schema) if known else None
+
+
+def _known_paths(declared: type, given: Any, path: Path) -> Iterator[Path]:
+    """Every key that this config could hold, groups included."""
+    given = given if isinstance(given, ml_collections.ConfigDict) else {}
+    for key, kind in typing.get_type_hints(_chosen_schema(declared, given) or declared).items():
+        yield (*path, key)
+        for option in (kind, *typing.get_args(kind)):
+            if dataclasses.is_dataclass(option):
+                yield from _known_paths(option, given.get(key), (*path, key))
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _without_null(kind: Any) -> tuple[Any, bool]:
+    """`X | None` as (X, True), any other type as (type, False)."""
+    if not isinstance(kind, types.UnionType):
+        return kind, False
+    (inner,) = (option for option in typing.get_args(kind) if option is not type(None))
+    return inner, True
+
+
+def _scalar(kind: Any, node: Node) -> Any:
+    """The node as a scalar type: an integer will do for a number, a boolean never."""
+    value, text = node.value, text_of(node)
+    if typing.get_origin(kind) is Literal:
+        return text if isinstance(text, str) and text in typing.get_args(kind) else _INVALID
+    if kind is str:
+        return text if isinstance(text, str) else _INVALID
+    if kind is float and type(value) in (int, float):
+        return float(value) + 0.0 if math.isfinite(value) else _INVALID  # + 0.0: no -0.0
+    return value if type(value) is kind else _INVALID
+
+
+def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
+    low, high = bounds.get("minimum"), bounds.get("maximum")
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _describe(wanted: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
+    """What a key expects, in words; `number` 1 for the plural."""
+    kind, nullable = _without_null(wanted)
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _NOUNS:
+        words = _NOUNS[kind][number] + _range(bounds)
+    elif origin is Literal:
+        words = f"one of {', '.join(options)}"
+    elif origin is tuple:
+        words = f"{('a list', 'lists')[number]} of {_describe(options[0], bounds, 1)}"
+    elif origin is Mapping:
+        words = f"a mapping to {_describe(options[1], bounds, 1)}"
+    else:
+        words = "a mapping"
+    return f"{words} or null" if nullable else words
+
+
+def _range(bounds: Mapping[str, Any]) -> str:
+    low, high = (
+        f"{bound:g}" if isinstance(bound, float) else bound
+        for bound in (bounds.get("minimum"), bounds.get("maximum"))
+    )
+    if low is not None and high is not None:
+        return f" in [{low}, {high}]"
+    if low is not None:
+        return f" >= {low}"
+    return "" if high is None else f" <= {high}"
+
+
+def _show(node: Node) -> str:
+    """What was given, in words."""
+    value = node.value
+    if isinstance(value, Malformed):
+        return f"{node.raw!r} (not valid YAML)"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, tuple):
+        return "a list"
+    if value is None:
+        return "null" if node.raw != "" else "nothing"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _near(wanted: Any, node: Node) -> str:
+    """ "; did you mean 'x'?" for a near miss of one of a few fixed choices."""
+    choices = typing.get_args(_without_null(wanted)[0])
+    fixed = [choice for choice in choices if isinstance(choice, str)]
+    near = difflib.get_close_matches(str(text_of(node)), fixed, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _shared(one: Path, other: Path) -> int:
+    """Length of the common beginning of two paths."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,0 +1,175 @@
+"""Checks between keys that need no checkpoint and no device.
+
+A check reads whatever attributes a group has, so a strategy with the same keys gets the same
+checks. It yields the keys involved, the one to blame first, and what is wrong.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dflash import registry
+from dflash.config import schema
+
+Problem = tuple[tuple[str, ...], str]
+
+_RANDOM = "random"
+_MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig))
+
+
+def problems(config: Any) -> Iterator[Problem]:
+    """Yields (keys, message) for everything in `config` that does not fit together."""
+    for groups, check in _CHECKS:
+        if all(hasattr(config, group) for group in groups):
+            yield from check(config)
+
+
+def _checkpoints(config: Any) -> Iterator[Problem]:
+    for group in ("target", "drafter"):
+        if not getattr(getattr(config, group, None), "checkpoint", _RANDOM):
+            key = f"{group}.checkpoint"
+            yield (key,), "required: a directory, hf:org/name, or random"
+
+
+def _random_target(config: Any) -> Iterator[Problem]:
+    if config.target.checkpoint != _RANDOM:
+        return
+    for key in ("name", "architecture"):
+        if getattr(config.target, key) is None:
+            yield (f"target.{key}", "target.checkpoint"), "required by target.checkpoint=random"
+
+
+def _target_architecture(config: Any) -> Iterator[Problem]:
+    shape = config.target.architecture
+    if shape is None:
+        return
+    prefix = "target.architecture"
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % kv_heads:
+        keys = f"{prefix}.num_attention_heads", f"{prefix}.num_key_value_heads"
+        yield keys, f"{heads} does not divide into num_key_value_heads={kv_heads} groups"
+    if shape.head_dim % 2:
+        message = f"expected an even number (rotary halves), got {shape.head_dim}"
+        yield (f"{prefix}.head_dim",), message
+    yield from _in_vocabulary(config, f"{prefix}.eos_token_id", shape.eos_token_id)
+    scaling = shape.rope_scaling
+    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+        group = f"{prefix}.rope_scaling"
+        keys = f"{group}.low_freq_factor", f"{group}.high_freq_factor"
+        yield (
+            keys,
+            f"{scaling.low_freq_factor} is not below high_freq_factor={scaling.high_freq_factor}",
+        )
+
+
+def _drafter_architecture(config: Any) -> Iterator[Problem]:
+    """A drafter's own shape against its block size and against the target's shape."""
+    drafter, target = config.drafter, config.target.architecture
+    shape = _shape(drafter)
+    block, trained = getattr(drafter, "block_size", None), getattr(shape, "block_size", None)
+    if block is not None and trained is not None and block > trained:
+        keys = "drafter.block_size", "drafter.architecture.block_size"
+        yield keys, f"{block} exceeds drafter.architecture.block_size={trained}"
+    mask = getattr(shape, "mask_token_id", None)
+    if mask is not None:
+        yield from _in_vocabulary(config, "drafter.architecture.mask_token_id", (mask,))
+    yield from _layer_ids(config, getattr(shape, "target_layer_ids", None), target)
+
+
+def _layer_ids(config: Any, layers: tuple[int, ...] | None, target: Any) -> Iterator[Problem]:
+    if layers is None:
+        return
+    key, depth_key = "drafter.architecture.target_layer_ids", "target.architecture"
+    if not layers:
+        yield (key,), "expected at least one layer, got none"
+    if len(set(layers)) < len(layers):
+        yield (key,), f"expected different layers, got {list(layers)}"
+    outside = [layer for layer in layers if target and layer >= target.num_hidden_layers]
+    if outside:
+        depth = target.num_hidden_layers
+        keys = key, f"{depth_key}.num_hidden_layers"
+        yield keys, f"no layer {outside[0]} in a target of {depth} layers (0 to {depth - 1})"
+
+
+def _stop_ids(config: Any) -> Iterator[Problem]:
+    yield from _in_vocabulary(config, "decode.stop_ids", config.decode.stop_ids)
+
+
+def _lengths(config: Any) -> Iterator[Problem]:
+    decode = config.decode
+    if decode.max_length is not None and decode.max_length <= decode.max_new_tokens:
+        keys = "decode.max_length", "decode.max_new_tokens"
+        message = (
+            f"{decode.max_length} leaves no room for a prompt beside "
+            f"decode.max_new_tokens={decode.max_new_tokens}"
+        )
+        yield keys, message
+    for key in ("page_size", "prefill_chunk"):
+        value = getattr(decode, key)
+        if value & (value - 1):
+            yield (f"decode.{key}",), f"expected a power of two, got {value}"
+
+
+def _prompts(config: Any) -> Iterator[Problem]:
+    if config.prompts.text and config.prompts.file is not None:
+        yield ("prompts.file", "prompts.text"), "excludes prompts.text; give one of the two"
+
+
+def _sharding_rules(config: Any) -> Iterator[Problem]:
+    for name, axes in config.sharding_rules.items():
+        key = f"sharding_rules.{name}"
+        if name not in schema.SHARDING_RULES:
+            near = registry.suggest(name, schema.SHARDING_RULES)
+            yield (key,), f"unknown axis {name!r}{near}"
+        for axis in dict.fromkeys(axes):
+            if axis not in _MESH_AXES:
+                near = registry.suggest(axis, _MESH_AXES)
+                yield (key,), f"unknown mesh axis {axis!r}{near}"
+            elif axes.count(axis) > 1:
+                yield (key,), f"names mesh axis {axis!r} twice"
+
+
+def _batch(config: Any) -> Iterator[Problem]:
+    axes = config.sharding_rules.get("batch", ())
+    if not set(axes) <= set(_MESH_AXES):
+        return
+    pieces = math.prod(getattr(config.mesh, axis) for axis in axes)
+    size = config.decode.batch_size
+    if size % pieces:
+        product = " × ".join(f"mesh.{axis}" for axis in axes)
+        keys = "decode.batch_size", *(f"mesh.{axis}" for axis in axes)
+        yield keys, f"{size} does not divide over {product} = {pieces} devices"
+
+
+def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Problem]:
+    shape = config.target.architecture
+    outside = [token for token in ids if shape is not None and token >= shape.vocab_size]
+    if outside:
+        keys = key, "target.architecture.vocab_size"
+        yield keys, f"{outside[0]} is not in the target's vocabulary of {shape.vocab_size}"
+
+
+def _shape(group: Any) -> Any:
+    """The group's architecture: as stated, or for random weights its defaults."""
+    stated = getattr(group, "architecture", None)
+    if stated is not None or getattr(group, "checkpoint", None) != _RANDOM:
+        return stated
+    kind = typing.get_type_hints(type(group)).get("architecture")
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return next((option() for option in options if dataclasses.is_dataclass(option)), None)
+
+
+_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] = (
+    ((), _checkpoints),
+    (("target",), _random_target),
+    (("target",), _target_architecture),
+    (("target", "drafter"), _drafter_architecture),
+    (("target", "decode"), _stop_ids),
+    (("decode",), _lengths),
+    (("prompts",), _prompts),
+    (("sharding_rules",), _sharding_rules),
+    (("decode", "mesh", "sharding_rules"), _batch),
+)

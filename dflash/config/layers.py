@@ -1,0 +1,225 @@
+"""Finds config files, reads them with their bases, and lays them over one another."""
+
+import dataclasses
+import difflib
+import importlib.resources
+import pathlib
+from collections.abc import Collection, Mapping, Sequence
+
+import ml_collections
+
+from dflash import errors
+from dflash.config import strict_yaml
+from dflash.config.strict_yaml import Node
+
+COMMAND_LINE = "command line"
+Path = tuple[str, ...]  # of a key: ("decode", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """What all layers say together.
+
+    Attributes:
+      content: nested mappings whose leaves are nodes; later layers have already won.
+      places: the node that last wrote each key, mappings included.
+      origin: the name of the main file.
+    """
+
+    content: ml_collections.ConfigDict
+    places: Mapping[Path, Node]
+    origin: str
+
+    def source(self, *paths: Path) -> str:
+        """Where the blame for a problem with the keys `paths` lies.
+
+        On the command line if one of them was given there, else where the first that was written
+        at all was, else where the group of the first key is.
+        """
+        written = [self.places[path].source for path in paths if path in self.places]
+        if COMMAND_LINE in written:
+            return COMMAND_LINE
+        groups = (paths[0][:end] for end in range(len(paths[0]) - 1, 0, -1))
+        written += [self.places[path].source for path in groups if path in self.places]
+        return written[0] if written else self.origin
+
+
+def package_configs() -> pathlib.Path:
+    """The directory of the shipped configs: package data, or `configs/` of a source checkout."""
+    package = pathlib.Path(str(importlib.resources.files("dflash")))
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def find_config(path: str | pathlib.Path) -> pathlib.Path:
+    """Finds a config file: as given, then among the shipped ones.
+
+    Raises:
+      ConfigError: there is no such file; the message offers the nearest shipped one.
+    """
+    given = pathlib.Path(path)
+    if given.exists():
+        return given
+    shipped = _shipped(given)
+    if shipped is not None:
+        return shipped
+    known = [f"configs/{name.name}" for name in package_configs().glob("*.yml")]
+    near = difflib.get_close_matches(str(path), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise errors.ConfigError(f"{path}: no such file{hint}")
+
+
+def read(path: str | pathlib.Path, problems: list[str]) -> tuple[list[Node | None], str]:
+    """Reads a config file and its bases, earliest first.
+
+    Args:
+      path: of the main file, as `find_config` takes it.
+      problems: is appended to.
+    Returns:
+      One mapping per file, in the order in which later wins, None for a file that cannot be read;
+      the main file's display name.
+    """
+    try:
+        found = find_config(path)
+    except errors.ConfigError as error:
+        problems.extend(error.problems)
+        return [None], str(path)
+    return _read_with_bases(found, (), problems), _display(found)
+
+
+def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]:
+    """Reads each `key=value` argument into a mapping; appends the malformed ones to `problems`."""
+    nodes = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        path = key.split(".")
+        if not equals or not all(path):
+            problems.append(f"{COMMAND_LINE}: {override!r}: expected key=value")
+        elif path[0] == "base":
+            problems.append(f"{COMMAND_LINE}: base: expected in a file only")
+        else:
+            node = strict_yaml.parse_value(text, COMMAND_LINE)
+            for name in reversed(path):
+                node = Node({name: node}, COMMAND_LINE)
+            nodes.append(node)
+    return nodes
+
+
+def merge(layers: Sequence[Sequence[Node]], named_groups: Collection[str], origin: str) -> Tree:
+    """Lays layers over one another: mappings merge, anything else replaces.
+
+    A layer that gives one of `named_groups` another `name` starts that group afresh: keys meant
+    for one drafter say nothing about the next.
+
+    Args:
+      layers: each a sequence of mappings that count as one (the arguments of the command line).
+      named_groups: top-level keys whose `name` chooses their schema.
+      origin: the name of the main file.
+    """
+    content, places = _empty(), {}
+    for layer in layers:
+        for group in named_groups:
+            if _renames(content.get(group), layer, group):
+                del content[group]
+                for path in [path for path in places if path[0] == group]:
+                    del places[path]
+        for node in layer:
+            _merge_into(content, node.value, (), places)
+    return Tree(content, places, origin)
+
+
+def text_of(node: Node) -> object:
+    """What a string field gets: the text as typed on the command line, else the value itself."""
+    return node.value if node.raw is None else node.raw
+
+
+def _empty() -> ml_collections.ConfigDict:
+    # Keys with dots are always unknown keys, and reported as such later, not here.
+    return ml_collections.ConfigDict(type_safe=False, allow_dotted_keys=True)
+
+
+def _merge_into(content, layer: Mapping[str, Node], path: Path, places: dict[Path, Node]) -> None:
+    for key, node in layer.items():
+        here = (*path, key)
+        if not isinstance(node.value, dict):
+            content[key], places[here] = node, node
+            continue
+        if not isinstance(content.get(key), ml_collections.ConfigDict):
+            content[key], places[here] = _empty(), node
+        elif node.raw is not None:
+            places[here] = node
+        _merge_into(content[key], node.value, here, places)
+
+
+def _renames(current: object, layer: Sequence[Node], group: str) -> bool:
+    old = current.get("name") if isinstance(current, ml_collections.ConfigDict) else None
+    if not isinstance(old, Node):
+        return False
+    groups = (node.value[group].value for node in layer if group in node.value)
+    names = [given["name"] for given in groups if isinstance(given, dict) and "name" in given]
+    # A null name asks to infer it, and is no other name.
+    return bool(names) and names[-1].value is not None and text_of(names[-1]) != text_of(old)
+
+
+def _shipped(path: pathlib.Path) -> pathlib.Path | None:
+    parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
+    shipped = package_configs().joinpath(*parts)
+    return shipped if shipped.is_file() else None
+
+
+def _read_with_bases(
+    path: pathlib.Path, chain: tuple[pathlib.Path, ...], problems: list[str]
+) -> list[Node | None]:
+    name = _display(path)
+    node, found = _read_one(path, name)
+    problems.extend(found)
+    if node is None:
+        return [None]
+    content = dict(node.value)
+    bases = content.pop("base", None)
+    layers: list[Node | None] = []
+    for base in _base_names(bases, problems):
+        base_path = path.parent / base.value
+        if not base_path.exists():
+            base_path = _shipped(pathlib.Path(base.value))
+        if base_path is None:
+            problems.append(
+                f"{base.source}: base: no such file {base.value!r}, neither beside this file "
+                "nor among the shipped configs"
+            )
+            layers.append(None)
+        elif base_path.resolve() in (resolved := [link.resolve() for link in (*chain, path)]):
+            cycle = [*resolved[resolved.index(base_path.resolve()) :], base_path.resolve()]
+            problems.append(f"{base.source}: base: cycle {' -> '.join(map(_display, cycle))}")
+            layers.append(None)
+        else:
+            layers += _read_with_bases(base_path, (*chain, path), problems)
+    return [*layers, Node(content, name)]
+
+
+def _read_one(path: pathlib.Path, name: str) -> tuple[Node | None, list[str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None, [f"{name}: not a text file in UTF-8"]
+    except OSError as error:
+        return None, [f"{name}: cannot be read: {error.strerror}"]
+    return strict_yaml.parse(text, name)
+
+
+def _base_names(bases: Node | None, problems: list[str]) -> list[Node]:
+    if bases is None:
+        return []
+    names = bases.value if isinstance(bases.value, tuple) else ()
+    if not names or not all(isinstance(base.value, str) for base in names):
+        problems.append(f"{bases.source}: base: expected a list of files, such as [models/x.yml]")
+        return []
+    return list(names)
+
+
+def _display(path: pathlib.Path) -> str:
+    """The path as a user would name it: relative where it lies below the working directory."""
+    if not path.is_absolute() and ".." not in path.parts:
+        return str(path)
+    resolved, here = path.resolve(), pathlib.Path.cwd()
+    return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)

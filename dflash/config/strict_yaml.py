@@ -1,0 +1,212 @@
+"""A restricted YAML: what a line looks like is what it means, in files and on the command line.
+
+PyYAML reads `1e-3` as a string, `off` as False, `12:30` as 750 and `010` as 8, and lets the second
+of two equal keys win. Here only `true`/`false` are booleans, `null`, `~` and nothing are null,
+numbers are decimal, everything else is a string, and a repeated key is an error.
+
+Anchors, aliases and merge keys are refused: `base` is the one way to share keys, and with it every
+value has one place that an error can name. Tags are refused too, so nothing is ever constructed
+but mappings, lists and scalars.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import yaml
+
+_RESOLVERS = (
+    ("null", r"~|null|", "~n\0"),
+    ("bool", r"true|false", "tf"),
+    # Eighteen digits always fit into 64 bits; a longer run of digits stays a string.
+    ("int", r"[-+]?(?:0|[1-9][0-9]{0,17})", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.inf|\.nan",
+        "-+0123456789.",
+    ),
+)
+_TAG = "tag:yaml.org,2002:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Malformed:
+    """Stands for text from the command line that is not YAML; a string field may still want it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A value and where it was written.
+
+    Attributes:
+      value: None, bool, int, float, str, a tuple of nodes, a dict of nodes by key, or Malformed.
+      source: "file:line", or "command line".
+      raw: the text as typed, for values from the command line.
+    """
+
+    value: Any
+    source: str
+    raw: str | None = None
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        if event.anchor is not None:
+            problem = "anchors and aliases are not supported; share keys through `base`"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            problem = f"tags are not supported, got {event.tag}"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that this module, or any YAML 1.1 reader, would take for another type."""
+
+    def ignore_aliases(self, data):
+        return True
+
+
+for _name, _pattern, _first in _RESOLVERS:
+    for _class in (_Loader, _Dumper):
+        _first_characters = ["" if character == "\0" else character for character in _first]
+        _class.add_implicit_resolver(
+            _TAG + _name, re.compile(rf"(?:{_pattern})\Z"), _first_characters
+        )
+_Dumper.add_representer(
+    str,
+    # Only the double-quoted style keeps every control character and line separator.
+    lambda dumper, text: dumper.represent_scalar(
+        _TAG + "str", text, style=None if text.isprintable() else '"'
+    ),
+)
+_Dumper.add_representer(
+    list,
+    lambda dumper, data: dumper.represent_sequence(_TAG + "seq", data, flow_style=True),
+)
+
+
+def parse(text: str, name: str) -> tuple[Node | None, list[str]]:
+    """Reads one YAML document that is a mapping.
+
+    Args:
+      text: the document.
+      name: what to call it in sources and problems.
+    Returns:
+      The mapping (None where the text cannot be read), and every problem found.
+    """
+    problems: list[str] = []
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except RecursionError:
+        return None, [f"{name}: nested too deeply"]
+    except yaml.YAMLError as error:
+        return None, [f"{_place(error, name)}: not valid YAML: {_reason(error)}"]
+    if root is None:
+        return Node({}, name), []
+    if not isinstance(root, yaml.MappingNode):
+        return None, [f"{name}: expected a mapping of keys to values, got {_kind(root)}"]
+    return _convert(root, lambda line: f"{name}:{line}", problems), problems
+
+
+def parse_value(text: str, source: str) -> Node:
+    """Reads the value of a `key=value` from the command line; never fails, see `Malformed`."""
+    problems: list[str] = []
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError):
+        return Node(Malformed(), source, text)
+    value = None
+    if root is not None:
+        value = _convert(root, lambda line: source, problems, typed=True).value
+    # Without this, a lone comment or a document marker would count as null.
+    if problems or (value is None and text.strip() not in ("", "~", "null")):
+        value = Malformed()
+    return Node(value, source, text)
+
+
+def dump(content: dict[str, Any]) -> str:
+    """Writes plain dicts, lists and scalars so that `parse` returns the same content."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+
+
+def _convert(
+    node: yaml.Node,
+    where: Callable[[int], str],
+    problems: list[str],
+    *,
+    typed: bool = False,
+    line: int | None = None,
+) -> Node:
+    """Turns PyYAML's node into ours.
+
+    Args:
+      node: what PyYAML composed.
+      where: line -> source.
+      problems: is appended to.
+      typed: whether to keep the text of scalars as `raw`.
+      line: the line to name, if not that of the node's own start.
+    """
+    source = where(line or node.start_mark.line + 1)
+    if isinstance(node, yaml.ScalarNode):
+        return Node(_scalar(node), source, node.value if typed else None)
+    if isinstance(node, yaml.SequenceNode):
+        return Node(
+            tuple(_convert(item, where, problems, typed=typed) for item in node.value), source
+        )
+    content: dict[str, Node] = {}
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            problems.append(f"{where(line)}: a key must be a plain name, got {_kind(key)}")
+        elif key.value in content:
+            first = lines[key.value]
+            problems.append(f"{where(line)}: duplicate key {key.value!r}, first on line {first}")
+        else:
+            lines[key.value] = line
+            content[key.value] = _convert(value, where, problems, typed=typed, line=line)
+    return Node(content, source)
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    text = node.value
+    match node.tag.removeprefix(_TAG):
+        case "null":
+            return None
+        case "bool":
+            return text == "true"
+        case "int":
+            return int(text)
+        case "float":
+            # YAML spells these with a dot that Python does without.
+            return float(re.sub(r"\.(?=inf|nan)", "", text))
+    return text
+
+
+def _kind(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value)
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+
+
+def _place(error: yaml.YAMLError, name: str) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return f"{name}:{mark.line + 1}" if mark else name
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    """One line: PyYAML's own message, without the excerpt and the marks."""
+    reason = (
+        getattr(error, "problem", None)
+        or getattr(error, "context", None)
+        or getattr(error, "reason", None)
+        or str(error)
+    )
+    return " ".join(reason.split())

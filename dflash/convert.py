@@ -1,0 +1,147 @@
+"""Converts a checkpoint between the Hugging Face layout and the native Orbax one.
+
+    python -m dflash.convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
+
+SOURCE is a directory or hf:org/name, of a target or of a drafter that has weights; config.json says
+which. Weights keep their dtype unless asked. Tokenizer, generation and licence files come along.
+"""
+
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from dflash import errors, registry
+from dflash.common import checkpoint, checkpoint_files
+from dflash.config import schema
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+USAGE = (
+    "usage: python -m dflash.convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status: 0, or that of the error printed on stderr."""
+    try:
+        values, positional = _parse(sys.argv[1:] if argv is None else argv)
+        if values.help:
+            print(__doc__)
+        else:
+            source, destination = positional
+            print(convert(source, pathlib.Path(destination), to=values.to, dtype=values.dtype))
+    except errors.UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def convert(
+    source: str, destination: pathlib.Path, *, to: checkpoint.Layout, dtype: str | None = None
+) -> str:
+    """Converts one checkpoint; `destination` appears whole or not at all.
+
+    Args:
+      source: directory or hf:org/name.
+      destination: must not exist, or be empty.
+      to: the layout to write.
+      dtype: "float32" or "bfloat16"; None keeps what is stored.
+    Returns:
+      One line that says what was written.
+    Raises:
+      CheckpointError: the source is unusable, or the destination cannot be written.
+    """
+    started = time.monotonic()
+    checkpoint_files.check_vacant(destination)  # before work of minutes
+    directory = checkpoint.resolve(source)
+    config = checkpoint.read_config(directory)
+    dtype = dtype or str(checkpoint.stored_dtype(directory))
+    name, module = build_abstract(directory, dtype)
+    checkpoint.load(module, directory)
+    write = checkpoint.save_hf if to == "hf" else checkpoint.save_orbax
+    count = write(module, destination, config, companions=directory)
+    size = sum(file.stat().st_size for file in destination.rglob("*") if file.is_file())
+    return (
+        f"{destination}: {name}, {count} tensors, {size / 1e9:.3g} GB, {dtype}, {to} layout, "
+        f"written in {time.monotonic() - started:.1f} s"
+    )
+
+
+def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Module"]:
+    """Builds the module that config.json describes, without weights, on one device.
+
+    Returns:
+      Its registered name, and the module.
+    Raises:
+      CheckpointError: no registered target or drafter has this architecture.
+    """
+    import jax.numpy as jnp
+
+    from dflash.common import sharding
+
+    config = checkpoint.read_config(directory)
+    name, cls = find_class(config, directory)
+    one_device = sharding.make_sharding(dict.fromkeys(sharding.MESH_AXES, 1), schema.SHARDING_RULES)
+    architecture = cls.architecture_from_hf(config)
+    return name, cls(architecture, dtype=jnp.dtype(dtype), sharding=one_device)
+
+
+def find_class(config: dict[str, Any], directory: pathlib.Path) -> tuple[str, type]:
+    """Finds the registered class whose `hf_architectures` names what config.json names.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    stated = config.get("architectures") or []
+    known = []
+    for name, entry in (registry.TARGETS | registry.DRAFTERS).items():
+        cls = registry.load(entry.implementation)
+        names = getattr(cls, "hf_architectures", ())
+        if any(architecture in names for architecture in stated):
+            return name, cls
+        known += names
+    raise errors.CheckpointError(
+        f"{directory / checkpoint_files.CONFIG}: architectures: {stated} is not known, "
+        f"only {', '.join(sorted(known))}"
+    )
+
+
+def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    """Reads the command line into a flag object of its own, so that importing defines nothing.
+
+    Raises:
+      ConfigError: wrong usage.
+    """
+    values = flags.FlagValues()
+    where = {"flag_values": values}
+    flags.DEFINE_enum("to", None, ["orbax", "hf"], "Layout to write.", **where)
+    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Default: as stored.", **where)
+    flags.DEFINE_bool("help", False, "Print how to use this.", short_name="h", **where)
+    values.set_gnu_getopt(True)  # flags may stand anywhere
+    try:
+        _, *positional = values(["dflash", *argv])
+    except flags.Error as error:
+        raise errors.ConfigError(f"{' '.join(str(error).split())}; {USAGE}") from error
+    if not values.help:
+        if len(positional) != 2:
+            problem = f"expected SOURCE and DESTINATION, not {len(positional)} arguments"
+            raise errors.ConfigError(f"{problem}; {USAGE}")
+        if values.to is None:
+            raise errors.ConfigError(f"--to is missing; {USAGE}")
+    return values, positional
+
+
+if __name__ == "__main__":
+    # Nothing is computed: an accelerator's memory would be one more limit on the model's size.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The pre-norm transformer layer that every network here is made of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.common.sharding import Sharding
+from dflash.config.schema import TargetArchitecture
+from dflash.layers.attention import Attention
+from dflash.layers.cache import batch_axes
+from dflash.layers.linear import RMSNorm
+from dflash.layers.mlp import Mlp
+
+# Rotated queries [B, T, N, H], rotated keys and values [B, T, K, H] -> outputs [B, T, N, H], and
+# whatever else the caller wants back, such as an updated cache.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+class TransformerLayer(nnx.Module):
+    """Attention and mlp around a residual stream; what the rows attend to is the caller's."""
+
+    def __init__(
+        self, arch: TargetArchitecture, *, qk_norm: bool, dtype: jnp.dtype, sharding: Sharding
+    ):
+        build = {"dtype": dtype, "sharding": sharding}
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.self_attn = Attention(
+            arch.hidden_size,
+            num_heads=arch.num_attention_heads,
+            num_kv_heads=arch.num_key_value_heads,
+            head_dim=arch.head_dim,
+            eps=arch.rms_norm_eps,
+            qk_norm=qk_norm,
+            **build,
+        )
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
+        self.sharding = sharding
+
+    def __call__(
+        self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """[B, T, D] -> [B, T, D], and what `attend` gave back beside its outputs."""
+        batch, _ = batch_axes(x.shape[0], self.sharding)
+        normed = self.input_layernorm(x)
+        queries = self.self_attn.queries(normed, cos_sin)
+        attended, kept = attend(queries, *self.self_attn.keys_values(normed, cos_sin))
+        x = self.sharding.constrain(x + self.self_attn.output(attended), batch, None, None)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return self.sharding.constrain(x, batch, None, None), kept

@@ -1,0 +1,130 @@
+import textwrap
+
+import pytest
+
+from dflash import errors
+from dflash.config import loader
+
+CONFIG = """\
+target:
+  name: qwen3
+  checkpoint: random
+  architecture:
+    vocab_size: 64
+    hidden_size: 32
+    intermediate_size: 64
+    num_hidden_layers: 6
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 8
+    max_position_embeddings: 256
+drafter:
+  name: dflash
+  checkpoint: random
+decode:
+  max_new_tokens: 8
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yml").write_text(textwrap.dedent(CONFIG))
+    return lambda *overrides: loader.load("c.yml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("target.checkpoint=null",
+         "target.checkpoint: required: a directory, hf:org/name, or random"),
+        ("drafter.checkpoint=",
+         "drafter.checkpoint: required: a directory, hf:org/name, or random"),
+        ("target.name=null", "target.name: required by target.checkpoint=random"),
+        ("target.architecture=null", "target.architecture: required by target.checkpoint=random"),
+        ("target.architecture.num_key_value_heads=3", "target.architecture.num_attention_heads: "
+         "4 does not divide into num_key_value_heads=3 groups"),
+        ("target.architecture.head_dim=7",
+         "target.architecture.head_dim: expected an even number (rotary halves), got 7"),
+        ("target.architecture.eos_token_id=[1,64]", "target.architecture.eos_token_id: "
+         "64 is not in the target's vocabulary of 64"),
+        ("target.architecture.rope_scaling.low_freq_factor=4",
+         "target.architecture.rope_scaling.low_freq_factor: "
+         "4.0 is not below high_freq_factor=4.0"),
+        ("drafter.block_size=17",
+         "drafter.block_size: 17 exceeds drafter.architecture.block_size=16"),
+        ("drafter.architecture.block_size=4 drafter.block_size=5",
+         "drafter.block_size: 5 exceeds drafter.architecture.block_size=4"),
+        ("drafter.architecture.mask_token_id=64", "drafter.architecture.mask_token_id: "
+         "64 is not in the target's vocabulary of 64"),
+        ("drafter.architecture.target_layer_ids=[1,6]", "drafter.architecture.target_layer_ids: "
+         "no layer 6 in a target of 6 layers (0 to 5)"),
+        ("drafter.architecture.target_layer_ids=[1,1]", "drafter.architecture.target_layer_ids: "
+         "expected different layers, got [1, 1]"),
+        ("drafter.architecture.target_layer_ids=[]", "drafter.architecture.target_layer_ids: "
+         "expected at least one layer, got none"),
+        ("decode.stop_ids=[64]", "decode.stop_ids: 64 is not in the target's vocabulary of 64"),
+        ("decode.max_length=8", "decode.max_length: "
+         "8 leaves no room for a prompt beside decode.max_new_tokens=8"),
+        ("decode.page_size=12", "decode.page_size: expected a power of two, got 12"),
+        ("decode.prefill_chunk=100", "decode.prefill_chunk: expected a power of two, got 100"),
+        ("prompts.text=a prompts.file=b",
+         "prompts.file: excludes prompts.text; give one of the two"),
+        ("sharding_rules.vocb=[]", "sharding_rules.vocb: unknown axis 'vocb'; "
+         "did you mean 'vocab'?"),
+        ("sharding_rules.vocab=[tensr]", "sharding_rules.vocab: unknown mesh axis 'tensr'; "
+         "did you mean 'tensor'?"),
+        ("sharding_rules.vocab=[fsdp,fsdp]",
+         "sharding_rules.vocab: names mesh axis 'fsdp' twice"),
+        ("decode.batch_size=3 mesh.data=2", "decode.batch_size: "
+         "3 does not divide over mesh.data × mesh.fsdp = 2 devices"),
+    ],
+)  # fmt: skip
+def test_a_misfit_is_one_line(load, overrides, expected):
+    with pytest.raises(errors.ConfigError) as caught:
+        load(*overrides.split())
+    assert caught.value.problems == (f"command line: {expected}",)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "",
+        "drafter.name=none",
+        "drafter.block_size=16",
+        "drafter.block_size=2",
+        "drafter.checkpoint=somewhere drafter.block_size=32",
+        "drafter.architecture.target_layer_ids=[0,5]",
+        "drafter.architecture.mask_token_id=63",
+        "decode.verify=rejection decode.temperature=0.8",
+        "decode.max_length=9",
+        "decode.batch_size=4 mesh.data=2 mesh.fsdp=2",
+        "decode.batch_size=3 mesh.data=2 sharding_rules.batch=[]",
+        "decode.batch_size=3 mesh.tensor=2",
+        "target.checkpoint=somewhere target.architecture=null target.name=null",
+        "target.checkpoint=somewhere target.architecture=null decode.stop_ids=[64]",
+        "prompts.file=b",
+        "prompts.text=a",
+    ],
+)
+def test_what_fits_is_accepted(load, overrides):
+    load(*overrides.split())
+
+
+def test_a_misfit_is_blamed_on_the_key_that_was_written(load):
+    with pytest.raises(errors.ConfigError) as caught:
+        load("mesh.fsdp=2")
+    assert caught.value.problems == (
+        "command line: decode.batch_size: 1 does not divide over mesh.data × mesh.fsdp = 2 devices",
+    )
+
+
+def test_misfits_are_reported_together(load):
+    with pytest.raises(errors.ConfigError) as caught:
+        load(
+            "decode.page_size=9",
+            "decode.max_length=3",
+            "decode.stop_ids=99",
+            "drafter.block_size=99",
+        )
+    assert len(caught.value.problems) == 4

@@ -1,0 +1,97 @@
+"""Every config that ships loads, and what it states stays true to its sources."""
+
+import pytest
+
+from dflash.config import layers, loader, schema, strict_yaml
+
+CONFIGS = layers.package_configs()
+RUNNABLE = sorted(CONFIGS.glob("*.yml"))
+BASES = sorted([*CONFIGS.glob("models/*.yml"), *CONFIGS.glob("drafters/*.yml")])
+PAIRS = [CONFIGS / f"{name}_dflash.yml" for name in ("qwen3_4b", "qwen3_8b", "llama3_1_8b")]
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: path.stem)
+def test_a_runnable_config_loads_from_anywhere(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = loader.load(f"configs/{path.name}")
+    assert config.target.checkpoint
+    assert config.prompts.text
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["target.checkpoint=random", "drafter.checkpoint=random", "decode.max_new_tokens=32"],
+        ["target.checkpoint=random", "drafter.name=none"],
+        ["mesh.tensor=2", "dtype=float32", "decode.temperature=0.8"],
+    ],
+    ids=["random", "baseline", "sharded"],
+)
+def test_the_usual_overrides_load(path, overrides):
+    loader.load(path, overrides)
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
+def test_the_header_gives_command_need_and_published_result(path):
+    text = path.read_text(encoding="utf-8")
+    header = "".join(line for line in text.splitlines(True) if line.startswith("#"))
+    assert f"python -m dflash.decode configs/{path.name}" in header
+    assert "Needs:" in header
+    assert "Published" in header
+
+
+@pytest.mark.parametrize("path", BASES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_base_file_serves_some_runnable_config(path):
+    used = set()
+    for runnable in RUNNABLE:
+        node, _ = strict_yaml.parse(runnable.read_text(encoding="utf-8"), runnable.name)
+        bases = node.value["base"].value if "base" in node.value else ()
+        used |= {CONFIGS / base.value for base in bases}
+    assert path in used
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters_billion"),
+    [("qwen3_4b_dflash", 4.02), ("qwen3_8b_dflash", 8.19), ("llama3_1_8b_dflash", 8.03)],
+)
+def test_the_architecture_has_the_published_size(name, parameters_billion):
+    shape = loader.load(f"configs/{name}.yml").target.architecture
+    attention = 2 * shape.num_attention_heads + 2 * shape.num_key_value_heads
+    layer = shape.hidden_size * (attention * shape.head_dim + 3 * shape.intermediate_size)
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    total = shape.num_hidden_layers * layer + embeddings
+    assert total / 1e9 == pytest.approx(parameters_billion, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [("qwen3_4b_dflash", 16), ("qwen3_8b_dflash", 16), ("llama3_1_8b_dflash", 10)],
+)
+def test_the_drafter_taps_are_spread_as_they_were_in_training(name, block_size):
+    config = loader.load(f"configs/{name}.yml")
+    drafter, depth = config.drafter.architecture, config.target.architecture.num_hidden_layers
+    count = len(drafter.target_layer_ids)
+    spread = [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
+    assert list(drafter.target_layer_ids) == spread
+    assert (drafter.num_hidden_layers, drafter.block_size) == (5, block_size)
+
+
+@pytest.mark.parametrize("path", [*RUNNABLE, *BASES], ids=lambda path: path.stem)
+def test_a_file_holds_only_what_differs_from_the_defaults(path):
+    """A default has one home; stated twice, the copies drift apart."""
+    node, _ = strict_yaml.parse(path.read_text(encoding="utf-8"), path.name)
+    groups = {
+        ("target", "architecture"): schema.TargetArchitecture,
+        ("drafter", "architecture"): schema.DFlashArchitecture,
+        ("decode",): schema.DecodeConfig,
+        ("mesh",): schema.MeshConfig,
+        ("prompts",): schema.PromptsConfig,
+    }
+    for keys, cls in groups.items():
+        inner = node
+        for key in keys:
+            inner = inner.value.get(key, strict_yaml.Node({}, "")) if inner.value else inner
+        for key, item in inner.value.items():
+            default = cls.__dataclass_fields__[key].default
+            assert item.value != default, f"{path}: {'.'.join(keys)}.{key} repeats its default"

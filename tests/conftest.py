@@ -1,0 +1,17 @@
+"""Settings that must stand before jax is imported: eight CPU devices, and quick compilation."""
+
+import os
+import pathlib
+import sys
+
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # The tests compile many tiny programs and run each a few times.
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Modules that several tests share lie beside this file.
+sys.path.insert(0, str(pathlib.Path(__file__).parent))

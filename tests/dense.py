@@ -1,0 +1,25 @@
+"""Attention as a textbook writes it: what every kernel is compared with."""
+
+import numpy as np
+
+
+def dense_attention(queries, keys, values, visible, scale):
+    """Softmax attention of one sequence in float64, one head at a time.
+
+    Args:
+      queries: [T, N, H].
+      keys: [L, K, H].
+      values: [L, K, H].
+      visible: bool [T, L].
+      scale: factor on the scores.
+    """
+    queries, keys, values = (np.asarray(x, np.float64) for x in (queries, keys, values))
+    outputs = np.zeros(queries.shape)
+    group = queries.shape[1] // keys.shape[1]
+    for head in range(queries.shape[1]):
+        scores = scale * queries[:, head] @ keys[:, head // group].T
+        scores = np.where(visible, scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        outputs[:, head] = weights @ values[:, head // group]
+    return outputs

@@ -1,0 +1,210 @@
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from dflash import cli, errors
+from dflash.config import loader, schema
+
+USAGE = "usage: python -m dflash.decode CONFIG [key=value ...] [--flags]; see --help\n"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs an entry point; returns (exit status, stdout, stderr, commands that reached it)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+
+    def run_with(*argv, main=lambda command: None):
+        commands = []
+
+        def record(command):
+            commands.append(command)
+            return main(command)
+
+        with pytest.raises(SystemExit) as caught:
+            cli.run(
+                record,
+                name="dflash.decode",
+                schema=schema.DecodeRun,
+                description="Decodes prompts.",
+                argv=argv,
+            )
+        out, err = capsys.readouterr()
+        return caught.value.code, out, err, commands
+
+    return run_with
+
+
+def fail(error):
+    def main(command):
+        raise error
+
+    return main
+
+
+def test_flags_may_stand_anywhere(run):
+    status, _, _, commands = run(
+        "--workdir=w", "c.yml", "--dry_run", "decode.seed=3", "--process_id", "1", "mesh.tensor=2",
+        "--num_processes=2", "--coordinator_address", "host:1", "--profile_dir=p", "--nostream",
+    )  # fmt: skip
+    config = loader.load("c.yml", ["decode.seed=3", "mesh.tensor=2"])
+    assert status == 0
+    assert commands == [
+        cli.Command(
+            config=config,
+            config_hash=loader.config_hash(config),
+            config_path="c.yml",
+            workdir="w",
+            dry_run=True,
+            profile_dir="p",
+            coordinator_address="host:1",
+            num_processes=2,
+            process_id=1,
+            stream=False,
+        )
+    ]
+
+
+def test_flags_are_optional_and_do_not_linger(run):
+    run("c.yml", "--workdir=w", "--dry_run", "--nostream")
+    command = run("c.yml")[3][0]
+    assert (command.workdir, command.profile_dir, command.coordinator_address) == (None,) * 3
+    assert (command.num_processes, command.process_id) == (None, None)
+    assert (command.dry_run, command.stream) == (False, True)
+
+
+def test_print_config_prints_what_loads_again(run, tmp_path):
+    status, out, err, commands = run("c.yml", "decode.seed=3", "--print_config")
+    assert (status, err, commands) == (0, "", [])
+    (tmp_path / "again.yml").write_text(out)
+    assert loader.load("again.yml") == loader.load("c.yml", ["decode.seed=3"])
+
+
+@pytest.mark.parametrize("flag", ["--help", "--helpfull", "-h"])
+def test_help_names_every_flag(run, flag):
+    status, out, err, commands = run(flag)
+    assert (status, err, commands) == (0, "", [])
+    assert out.startswith("Decodes prompts.\n\nusage: python -m dflash.decode CONFIG [key=value")
+    for name in (
+        "workdir", "dry_run", "print_config", "profile_dir", "coordinator_address",
+        "num_processes", "process_id", "[no]stream", "help", "helpfull",
+    ):  # fmt: skip
+        assert f"\n  --{name} " in out
+
+
+@pytest.mark.parametrize("argv", [[], ["--dry_run"], ["decode.seed=1"], ["--print_config"]])
+def test_a_missing_config_is_one_line_of_usage(run, argv):
+    assert run(*argv) == (2, "", USAGE, [])
+
+
+@pytest.mark.parametrize(
+    ("argv", "lines"),
+    [
+        (["c.yml", "--wrkdir=/x"], ["unknown flag --wrkdir; did you mean '--workdir'?"]),
+        (["--dry-run", "--noflow", "c.yml"], [
+            "unknown flag --dry-run; did you mean '--dry_run'?",
+            "unknown flag --noflow; expected one of --coordinator_address, --dry_run, --help, "
+            "--helpfull, --num_processes, --print_config, --process_id, --profile_dir, --stream, "
+            "--workdir",
+        ]),
+        (["c.yml", "--decode.seed=3"], [
+            "unknown flag --decode.seed; config keys take no dashes: decode.seed=3",
+        ]),
+        (["c.yml", "--workdir"], ["Missing value for flag --workdir"]),
+        (["c.yml", "--num_processes=x"], [
+            "flag --num_processes=x: invalid literal for int() with base 10: 'x'",
+        ]),
+        (["gone.yml"], ["gone.yml: no such file"]),
+        (["c.yml", "other.yml", "decode.sead=1"], [
+            "command line: 'other.yml': expected key=value",
+            "command line: decode.sead: unknown key; did you mean 'decode.seed'?",
+        ]),
+        (["c.yml", "--", "--workdir=x"], [
+            "command line: --workdir: unknown key; expected one of target, drafter, decode, "
+            "prompts, mesh, sharding_rules, dtype",
+        ]),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_one_line_each(run, argv, lines):
+    status, out, err, commands = run(*argv)
+    assert (status, out, commands) == (2, "", [])
+    assert err == "".join(f"error: {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "stderr"),
+    [
+        (errors.ConfigError("one", "two"), 2, "error: one\nerror: two\n"),
+        (errors.InputError("p.jsonl:3: no prompt"), 2, "error: p.jsonl:3: no prompt\n"),
+        (errors.CheckpointError("truncated"), 1, "error: truncated\n"),
+        (errors.WorkdirError("denied"), 1, "error: denied\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_leave_with_their_own_status(run, error, status, stderr):
+    assert run("c.yml", main=fail(error))[:3] == (status, "", stderr)
+
+
+def test_a_defect_keeps_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+    with pytest.raises(ZeroDivisionError):
+        cli.run(
+            lambda command: 1 // 0,
+            name="dflash.decode",
+            schema=schema.DecodeRun,
+            description="",
+            argv=["c.yml"],
+        )
+
+
+def test_the_status_of_main_is_the_exit_status(run):
+    assert run("c.yml", main=lambda command: 3)[0] == 3
+
+
+def in_process(code, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path):
+    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+    code = """
+    from dflash import cli
+    from dflash.config.schema import DecodeRun
+
+    def main(command):
+        for number in range(100000):
+            print(number)
+
+    cli.run(main, name="x", schema=DecodeRun, description="", argv=["c.yml"])
+    """
+    process = in_process(code, tmp_path)
+    assert process.stdout.readline() == "0\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+
+
+def test_importing_defines_no_flag_and_needs_no_jax(tmp_path):
+    code = """
+    import sys
+    import ml_collections
+    from absl import flags
+    before = set(flags.FLAGS)
+    import dflash.cli
+    print(set(flags.FLAGS) - before, "jax" in sys.modules)
+    """
+    out, err = in_process(code, tmp_path).communicate(timeout=60)
+    assert (out, err) == ("set() False\n", "")

@@ -1,0 +1,248 @@
+"""Tests of the structure: who may import whom, and what an import may do.
+
+Imports go one way: errors, registry, config → common → kernels → layers → {models, drafters} →
+{inference, training} → entry points. A package may import whatever stands left of it, and itself;
+packages in braces never import each other.
+"""
+
+import ast
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import dflash
+from dflash import registry
+
+PACKAGE = pathlib.Path(dflash.__file__).parent
+LEVELS = (
+    {"", "errors", "registry", "config", "assets"},  # "" is dflash/__init__.py
+    {"common"},
+    {"kernels"},
+    {"layers"},
+    {"models", "drafters"},
+    {"inference", "training"},
+    {"cli"},
+    {"benchmark", "compile", "convert", "decode", "serve", "sweep", "train"},  # entry points
+)
+# Comparisons with words that only look like a strategy's or target's name: (module, word).
+NAMESAKES = {("dflash.common.hf_config", "llama3")}  # a rope type of Hugging Face's
+LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def unit_of(module: str) -> str:
+    """Returns the package or top module below dflash that a dotted name belongs to."""
+    return [*module.split("."), ""][1]
+
+
+def imported_modules(module: str, source: str, *, is_package: bool = False) -> set[str]:
+    """Returns the dotted names under dflash that `source` imports anywhere, functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module.split(".")[: None if is_package else -1]
+                above = above[: len(above) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            # What is imported from the root is a module of it, unless it is one of its constants.
+            root = base == "dflash"
+            found.update(
+                f"dflash.{a.name}" if root and a.name in LEVEL_OF else base for a in node.names
+            )
+        elif isinstance(node, ast.Call) and node.args:
+            name = getattr(node.func, "attr", getattr(node.func, "id", None))
+            first = node.args[0]
+            if name in ("import_module", "__import__") and isinstance(first, ast.Constant):
+                found.add(str(first.value))
+    return {name for name in found if name == "dflash" or name.startswith("dflash.")}
+
+
+def layering_violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """Returns each import of `source` that goes the wrong way."""
+    here = unit_of(module)
+    problems = []
+    for imported in sorted(imported_modules(module, source, is_package=is_package)):
+        there = unit_of(imported)
+        if there not in LEVEL_OF:
+            problems.append(f"{module} imports {imported}, which has no place in LEVELS")
+        elif there != here and LEVEL_OF[there] >= max(LEVEL_OF[here], 1):
+            problems.append(f"{module} imports {imported}")
+    return problems
+
+
+def strategy_forks(source: str, *, module: str = "") -> list[str]:
+    """Returns each comparison of something with the name of a strategy or target."""
+    names = {*registry.DRAFTERS, *registry.TARGETS}
+    names -= {word for where, word in NAMESAKES if where == module}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        constants = []
+        if isinstance(node, ast.Compare):
+            for operand in (node.left, *node.comparators):
+                several = isinstance(operand, ast.Tuple | ast.List | ast.Set)
+                constants += operand.elts if several else [operand]
+        elif isinstance(node, ast.MatchValue):
+            constants = [node.value]
+        for constant in constants:
+            if isinstance(constant, ast.Constant) and constant.value in names:
+                found.append(f"line {constant.lineno}: {constant.value!r}")
+    return found
+
+
+def test_there_is_something_to_check():
+    assert {"dflash", "dflash.registry", "dflash.common.prompts"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_layering(module):
+    path = MODULES[module]
+    assert unit_of(module) in LEVEL_OF, f"give {module} a place in LEVELS"
+    source = path.read_text(encoding="utf-8")
+    assert layering_violations(module, source, is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("dflash.kernels.x", "import dflash.layers.mlp"),
+        ("dflash.kernels.x", "from dflash import layers"),
+        ("dflash.kernels.x", "from dflash.layers import mlp"),
+        ("dflash.kernels.x", "def f():\n    from dflash.layers import mlp"),
+        ("dflash.kernels.x", "from ..layers import mlp"),
+        ("dflash.kernels.x", "from .. import layers"),
+        ("dflash.kernels.x", "import importlib\nimportlib.import_module('dflash.layers.mlp')"),
+        ("dflash.models.qwen3", "from dflash.drafters import none"),
+        ("dflash.drafters.none", "from dflash.models import qwen3"),
+        ("dflash.inference.engine", "from dflash import training"),
+        ("dflash.config.loader", "from dflash.common import mesh"),
+        ("dflash.registry", "from dflash.common import mesh"),
+        ("dflash.inference.engine", "from dflash import cli"),
+        ("dflash.cli", "from dflash import decode"),
+        ("dflash.train", "from dflash import decode"),
+        ("dflash.decode", "import dflash.nonesuch.x"),
+    ],
+)
+def test_wrong_ways_are_found(module, source):
+    assert len(layering_violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("dflash.layers.x", "from dflash.kernels import attention\nfrom dflash import errors"),
+        ("dflash.layers.x", "from . import mlp\nimport jax\nfrom flax import nnx"),
+        ("dflash.registry", "from dflash import errors\nimport dflash"),
+        ("dflash.common.outputs", "from dflash import __version__\nimport dflash"),
+        ("dflash.decode", "from dflash import cli\nfrom dflash.inference import engine"),
+    ],
+)
+def test_right_ways_are_allowed(module, source):
+    assert layering_violations(module, source) == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "dflash.registry"])
+def test_no_forks_on_names_outside_the_registry(module):
+    assert strategy_forks(MODULES[module].read_text(encoding="utf-8"), module=module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if config.drafter.name == 'dflash': pass",
+        "x = 'none' != name",
+        "x = name in ('qwen3', 'other')",
+        "match name:\n    case 'llama3':\n        pass",
+        "match name:\n    case 'a' | 'llama3':\n        pass",
+    ],
+)
+def test_forks_are_found(source):
+    assert len(strategy_forks(source)) == 1
+
+
+def test_other_strings_are_no_forks():
+    assert strategy_forks("x = name == 'other' or name is None\ny = 'dflash'") == []
+
+
+def run_python(code: str):
+    """Runs `code` in a process of its own, and returns what it printed, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_reading_a_config_imports_no_array_library():
+    """So that a bad config fails in milliseconds."""
+    modules = [name for name in MODULES if LEVEL_OF.get(unit_of(name)) == 0] + ["dflash.cli"]
+    modules = [name for name in modules if name in MODULES]
+    loaded = run_python(
+        f"""
+        import importlib, json, sys
+        for name in {modules}:
+            importlib.import_module(name)
+        print(json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}})))
+        """
+    )
+    assert "dflash" in loaded
+    heavy = {"jax", "jaxlib", "flax", "orbax", "tensorflow", "tensorflow_datasets", "torch"}
+    assert heavy.intersection(loaded) == set()
+
+
+def test_imports_have_no_side_effects():
+    """No flags, no settings, no environment, no devices; and nothing optional gets imported."""
+    report = run_python(
+        f"""
+        import importlib, json, logging, os, sys
+        import flax.nnx, jax, orbax.checkpoint
+        from absl import flags
+        from jax._src import xla_bridge
+
+        def state():
+            config = {{key: repr(value) for key, value in jax.config.values.items()}}
+            return dict(os.environ), config, repr(logging.getLogger().handlers), list(sys.path)
+
+        before = state()
+        for name in {list(MODULES)}:
+            importlib.import_module(name)
+        optional = ("torch", "transformers", "huggingface_hub", "tensorflow")
+        print(json.dumps({{
+            "flags": [m for m in flags.FLAGS.flags_by_module_dict() if m.startswith("dflash")],
+            "changed": [pair for pair in zip(before, state()) if pair[0] != pair[1]],
+            "devices": xla_bridge.backends_are_initialized(),
+            "optional": [name for name in optional if name in sys.modules],
+        }}))
+        """
+    )
+    assert report == {"flags": [], "changed": [], "devices": False, "optional": []}
+
+
+@pytest.mark.parametrize(
+    "reference",
+    sorted(
+        {
+            reference
+            for entry in (*registry.DRAFTERS.values(), *registry.TARGETS.values())
+            for reference in (entry.implementation, entry.schema)
+        }
+    ),
+)
+def test_the_registry_points_at_what_is_there(reference):
+    assert registry.load(reference).__module__.startswith("dflash.")
+    assert importlib.import_module(reference.partition(":")[0]).__name__ in MODULES

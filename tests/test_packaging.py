@@ -1,0 +1,103 @@
+"""Tests of what gets installed, and that the README and the checks say the same."""
+
+import email
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import dflash
+
+ROOT = pathlib.Path(__file__).parent.parent
+SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "dflash", "configs")
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Builds a wheel from a copy of the sources, and yields it opened."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        # Links do: the build only reads them, and writes beside them.
+        (copy / name).symlink_to(ROOT / name)
+    target = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(target)],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = target.glob("*.whl")
+    with zipfile.ZipFile(path) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return email.message_from_bytes(wheel.read(name))
+
+
+def tree(folder: str, suffix: str) -> set[str]:
+    return {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob(f"*{suffix}")}
+
+
+def test_wheel_holds_every_module_and_config(wheel):
+    names = set(wheel.namelist())
+    modules = tree("dflash", ".py")
+    configs = {f"dflash/{name}" for name in tree("configs", ".yml")}
+    assert modules
+    assert configs
+    assert (modules | configs) - names == set()
+    files = {name for name in names if ".dist-info/" not in name}
+    assets = {name for name in files if name.startswith("dflash/assets/")}
+    assert files - modules - configs - assets == set()
+
+
+def test_every_folder_with_modules_is_a_package():
+    folders = {(ROOT / name).parent for name in tree("dflash", ".py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_configs_have_one_suffix():
+    """Others would not be installed."""
+    assert [
+        p.name for p in (ROOT / "configs").rglob("*") if p.is_file() and p.suffix != ".yml"
+    ] == []
+
+
+def test_metadata(metadata, wheel):
+    assert metadata["Name"] == "dflash"
+    assert metadata["Version"] == dflash.__version__
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra")) == {"test", "tpu", "hf", "parity"}
+    (name,) = [name for name in wheel.namelist() if name.endswith("licenses/LICENSE")]
+    assert b"Version 2.0, January 2004" in wheel.read(name)
+
+
+def test_nothing_is_pinned(metadata):
+    """Only lower bounds, but for torch, whose newer wheels bring CUDA along."""
+    bounded = {
+        re.match(r"[\w.-]+", requirement).group()
+        for requirement in metadata.get_all("Requires-Dist")
+        if re.search(r"==|<|~=", requirement.partition(";")[0])
+    }
+    assert bounded == {"torch"}
+
+
+def test_readme_and_checks_agree():
+    """`.ci/run` runs what the README tells people to run."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for command in ("pip install '.[test,hf,parity]'", "python -m pytest -n 2"):
+        assert command in readme
+        assert f"\n{command}" in script
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
