@@ -30,7 +30,7 @@ def _decode(command: cli.Command) -> None:
         print("\n".join(job.plan().lines()))
         return
     with _open(command) as (records, display):
-        pending = records.pending(job.prompts)
+        pending = _agree(job.prompts, records.pending(job.prompts))
         if pending:
             with display.status("loading weights"):
                 job.load_weights()
@@ -57,6 +57,20 @@ def _open(command: cli.Command):
             yield records, display
         finally:
             display.close()
+
+
+def _agree(prompts, pending):
+    """What the first process found pending: it alone knows what earlier runs have done."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return pending
+    open_indices = {prompt.index for prompt in pending}
+    mask = np.array([prompt.index in open_indices for prompt in prompts])
+    mask = multihost_utils.broadcast_one_to_all(mask)
+    return [prompt for prompt, is_open in zip(prompts, mask, strict=True) if is_open]
 
 
 def _run(command: cli.Command, job, pending, records, display) -> None:

@@ -101,6 +101,8 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             reason = error.strerror or error
+            if isinstance(error, FileExistsError):
+                reason = f"{error.filename} is not a directory"
             raise errors.CheckpointError(f"{destination}: cannot be written: {reason}") from error
         raise
 

@@ -165,28 +165,26 @@ def _quiet() -> Iterator[None]:
     """Keeps Orbax's own account of what went wrong off stderr: the user gets our one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
-    if not isinstance(sys.excepthook, _Filter):
-        sys.excepthook = _Filter(sys.excepthook)
+    if not isinstance(sys.unraisablehook, _Filter):
+        sys.unraisablehook = _Filter(sys.unraisablehook)
     try:
         yield
-    except BaseException:
-        raise  # the filter stays: what fails along with this may be reported a little later
-    else:
-        sys.excepthook = sys.excepthook.hook
     finally:
         logging.set_verbosity(verbosity)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Filter:
-    """An excepthook that leaves out what tensorstore's threads say once Orbax has given up.
+    """An unraisablehook that leaves out the reads that fail along with the one that is reported.
 
-    Of several reads that fail together, Orbax reports the first and closes its event loop; each of
-    the others then prints a traceback with "Event loop is closed".
+    Of several, Orbax raises the first error and closes its event loop; each of the others then
+    comes up any time later, from a thread of tensorstore or an abandoned coroutine.
     """
 
-    hook: Callable[..., None]
+    hook: Callable[[Any], None]
 
-    def __call__(self, kind, value, traceback) -> None:
-        if not (kind is RuntimeError and str(value) == "Event loop is closed"):
-            self.hook(kind, value, traceback)
+    def __call__(self, unraisable) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        abandoned = code is not None and "orbax" in code.co_filename
+        if not abandoned and str(unraisable.exc_value) != "Event loop is closed":
+            self.hook(unraisable)

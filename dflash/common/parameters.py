@@ -5,12 +5,14 @@ sharding, so a plan of any size costs nothing. Weights then arrive leaf by leaf,
 directly in its place on the devices: from `initialize` or `scramble` here, or from a checkpoint.
 """
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dflash.common.sharding import Sharding
@@ -37,8 +39,8 @@ def named_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
 def initialize(module: nnx.Module, key: jax.Array) -> None:
     """Fills an abstract `module` for training, one sharded leaf at a time, with normal draws."""
 
-    def draw(path, shape):
-        return jax.random.normal(jax.random.fold_in(key, zlib.crc32(path.encode())), shape)
+    def draw(seed, shape):
+        return jax.random.normal(jax.random.fold_in(key, seed), shape)
 
     _fill(module, draw)
 
@@ -51,11 +53,10 @@ def scramble(module: nnx.Module, seed: int) -> None:
     """
     bound = math.sqrt(3)  # of a uniform distribution with variance 1
 
-    def draw(path, shape):
-        bits = jnp.full(shape, zlib.crc32(path.encode()) ^ seed, jnp.uint32)
+    def draw(leaf_seed, shape):
+        bits = jnp.full(shape, leaf_seed ^ jnp.uint32(seed), jnp.uint32)
         for axis in range(len(shape)):
-            index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-            bits = _mix(bits ^ index)
+            bits = _mix(bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
         return bound * (bits.astype(jnp.float32) * 2.0**-31 - 1.0)
 
     _fill(module, draw)
@@ -74,17 +75,23 @@ def count(module: nnx.Module) -> int:
     return sum(param.get_value().size for _, param in named_parameters(module))
 
 
-def _fill(module: nnx.Module, draw: Callable[[str, tuple[int, ...]], jax.Array]) -> None:
+def _fill(module: nnx.Module, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]) -> None:
+    """Fills each leaf with stddev · draw(a seed of its own, shape), or with ones."""
+
+    @functools.cache  # layers repeat their shapes: one program serves them all
+    def program(shape, dtype, sharding, stddev):
+        def create(seed):
+            if stddev is None:
+                return jnp.ones(shape, dtype)
+            return (stddev * draw(seed, shape)).astype(dtype)
+
+        return jax.jit(create, out_shardings=sharding)
+
     values = {}
     for path, param in named_parameters(module):
-        abstract = param.get_value()
-
-        def create(path=path, abstract=abstract, stddev=param.stddev):
-            if stddev is None:
-                return jnp.ones(abstract.shape, abstract.dtype)
-            return (stddev * draw(path, abstract.shape)).astype(abstract.dtype)
-
-        values[path] = jax.jit(create, out_shardings=abstract.sharding)()
+        leaf = param.get_value()
+        create = program(leaf.shape, leaf.dtype, leaf.sharding, param.stddev)
+        values[path] = create(np.uint32(zlib.crc32(path.encode())))
     assign(module, values)
 
 

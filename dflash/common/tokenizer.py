@@ -54,19 +54,16 @@ class Tokenizer(abc.ABC):
 
 
 def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint.
+    """Loads the tokenizer of a checkpoint; without one, token ids can still be decoded.
 
     Raises:
-      InputError: there is none, it is damaged, or a library for it is absent.
+      InputError: it is damaged, or a library for it is absent.
     """
     if (directory / TOKENIZER_JSON).exists():
         return HuggingFaceTokenizer(directory)
     if (directory / SENTENCEPIECE_MODEL).exists():
         return SentencePieceTokenizer(directory)
-    raise errors.InputError(
-        f"{directory}: no tokenizer ({TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}); "
-        "give prompts as prompt_ids"
-    )
+    return NoTokenizer(directory)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -171,6 +168,27 @@ class ByteTokenizer(Tokenizer):
             bytes([token]) if token < self.vocab_size else f"⟨{token}⟩".encode() for token in ids
         )
         return encoded.decode("utf-8", errors="replace")
+
+
+class NoTokenizer(Tokenizer):
+    """Of a checkpoint without one: takes no text, and shows id 7 as ⟨7⟩."""
+
+    vocab_size = 0
+
+    def __init__(self, directory: pathlib.Path):
+        self._directory = directory
+
+    def encode(self, text: str) -> list[int]:
+        raise errors.InputError(
+            f"{self._directory}: no tokenizer ({TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}); "
+            "give prompts as prompt_ids"
+        )
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        return self.encode("")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(f"⟨{token}⟩" for token in ids)
 
 
 class IncrementalDecoder:

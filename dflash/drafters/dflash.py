@@ -191,8 +191,8 @@ class DFlash(Drafter):
         own = config.get("dflash_config") or {}
         fields = {}
         for name in ("block_size", "num_target_layers", "mask_token_id"):
-            top = config.get(name)
-            fields[name] = own.get(name) if top is None else top
+            value = own.get(name)
+            fields[name] = config.get(name) if value is None else value
         missing = [name for name, value in fields.items() if value is None]
         if missing:
             raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")

@@ -80,6 +80,11 @@ class Engine:
         """Tokens that end a sequence."""
         return self._rules.stop_ids
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the target."""
+        return self._abstract_target.arch.vocab_size
+
     # --- the four calls -------------------------------------------------------------------------
 
     def prefill(self, prompt: Sequence[int], index: int = 0) -> Prefix:

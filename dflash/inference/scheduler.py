@@ -100,7 +100,12 @@ def decode(engine: Engine, requests: Iterable[Request]) -> Iterator[Tokens | Com
 
     Yields:
       Tokens as they are committed, and one Completion per request after its last Tokens.
+    Raises:
+      InputError: a request that cannot be decoded; before any other has begun.
     """
+    requests = list(requests)
+    for request in requests:
+        check_request(request, engine.layout.max_length, engine.vocab_size)
     yield from _Offline(engine, requests).events()
 
 

@@ -344,9 +344,14 @@ def test_sentencepiece_ignores_ids_of_a_padded_vocabulary(tmp_path):
 
 
 def test_no_tokenizer(tmp_path):
-    assert failure(tokenization.load_tokenizer, tmp_path) == (
-        f"{tmp_path}: no tokenizer (tokenizer.json or tokenizer.model); give prompts as prompt_ids"
-    )
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    assert tokenizer.decode([7, 300]) == "⟨7⟩⟨300⟩"
+    assert stream(tokenizer, [7, 300]) == ["⟨7⟩", "⟨300⟩", ""]
+    for use in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_chat(MESSAGES)):
+        assert failure(use) == (
+            f"{tmp_path}: no tokenizer (tokenizer.json or tokenizer.model); "
+            "give prompts as prompt_ids"
+        )
 
 
 def test_damaged_tokenizer_json(tmp_path):

@@ -1,0 +1,1 @@
+"""Training: data, target features, optimizer and the loop around the losses of the models."""

@@ -1,0 +1,163 @@
+"""`python -m dflash.convert`: round trips of targets and drafters, and what it says."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import GOLDEN, GOLDEN_CASES
+from safetensors.numpy import load_file
+
+from dflash import convert
+from dflash.common import checkpoint
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    status = convert.main([str(argument) for argument in argv])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def tensors_of(directory):
+    return {
+        name: (value.dtype, value.shape, value.tobytes())
+        for name, value in load_file(directory / "model.safetensors").items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["target", "draft"])
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+def test_there_and_back_is_bit_identical(tmp_path, capsys, case, kind):
+    source = GOLDEN / case / kind
+    status, out, err = run(capsys, source, tmp_path / "orbax", "--to=orbax")
+    assert (status, err) == (0, "")
+    name, count = {"target": "qwen3", "draft": "dflash"}[kind], len(tensors_of(source))
+    assert re.fullmatch(
+        rf"{tmp_path}/orbax: {name}, {count} tensors, \S+ GB, float32, orbax layout, "
+        r"written in \d+\.\d s\n",
+        out,
+    )
+    assert checkpoint.layout(tmp_path / "orbax") == "orbax"
+    assert run(capsys, tmp_path / "orbax", tmp_path / "hf", "--to", "hf")[0] == 0
+    assert tensors_of(tmp_path / "hf") == tensors_of(source)
+    assert checkpoint.read_config(tmp_path / "hf") == checkpoint.read_config(source)
+
+
+def test_companions_come_along(tmp_path, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "qwen3_b1" / "target", source)
+    (source / "tokenizer.json").write_text("tokens")
+    (source / "pytorch_model.bin").write_text("pickle")
+    run(capsys, source, tmp_path / "orbax", "--to=orbax")
+    run(capsys, tmp_path / "orbax", tmp_path / "hf", "--to=hf")
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "tokens"
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax"])
+def test_another_dtype(tmp_path, capsys, to):
+    source = GOLDEN / "qwen3_b1" / "draft"
+    status, out, _ = run(capsys, source, tmp_path / "out", f"--to={to}", "--dtype=bfloat16")
+    assert status == 0
+    assert ", bfloat16, " in out
+    assert checkpoint.stored_dtype(tmp_path / "out") == jnp.bfloat16
+    assert checkpoint.read_config(tmp_path / "out")["dtype"] == "bfloat16"
+    if to == "hf":
+        original = load_file(source / "model.safetensors")
+        for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+            np.testing.assert_array_equal(value, original[name].astype(jnp.bfloat16))
+
+
+def test_unknown_architecture(tmp_path, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "qwen3_b1" / "target", source)
+    (source / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    assert run(capsys, source, tmp_path / "out", "--to=orbax") == (
+        1,
+        "",
+        f"error: {source}/config.json: architectures: ['BertModel'] is not known, only "
+        f"{', '.join(known_architectures())}\n",
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def known_architectures():
+    from dflash import registry
+
+    classes = [
+        registry.load(entry.implementation)
+        for entry in (registry.TARGETS | registry.DRAFTERS).values()
+    ]
+    return sorted(name for cls in classes for name in getattr(cls, "hf_architectures", ()))
+
+
+def test_destination_that_is_taken(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(capsys, GOLDEN / "qwen3_b1" / "target", tmp_path, "--to=orbax") == (
+        1,
+        "",
+        f"error: {tmp_path}: already exists and is not an empty directory; "
+        "choose another destination or delete it first\n",
+    )
+
+
+def test_missing_source(tmp_path, capsys):
+    assert run(capsys, tmp_path / "none", tmp_path / "out", "--to=hf") == (
+        1,
+        "",
+        f"error: {tmp_path}/none: no such directory; give an existing directory\n",
+    )
+
+
+def test_destination_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    destination = tmp_path / "file" / "out"
+    assert run(capsys, GOLDEN / "qwen3_b1" / "target", destination, "--to=hf") == (
+        1,
+        "",
+        f"error: {destination}: cannot be written: {tmp_path}/file is not a directory\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["a"], "expected SOURCE and DESTINATION, not 1 arguments"),
+        (["a", "b"], "--to is missing"),
+        (
+            ["a", "b", "--to=onnx"],
+            "flag --to=onnx: value should be one of <orbax|hf>",
+        ),
+        (["a", "b", "--too=hf"], "Unknown command line flag 'too'. Did you mean: to ?"),
+    ],
+)
+def test_wrong_usage(capsys, argv, message):
+    status, out, err = run(capsys, *argv)
+    assert (status, out, err) == (2, "", f"error: {message}; {convert.USAGE}\n")
+
+
+def test_help(capsys):
+    status, out, err = run(capsys, "--help")
+    assert (status, err) == (0, "")
+    assert out.strip() == convert.__doc__.strip()
+
+
+def test_as_a_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash.convert", tmp_path / "none", tmp_path / "out", "--to=hf"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")

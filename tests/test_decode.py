@@ -1,0 +1,311 @@
+"""The decode command as a user runs it: checkpoints and prompts in, files and errors out."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from helpers import GOLDEN, golden, make_target
+from safetensors.numpy import load_file, save_file
+
+from dflash import decode
+from dflash.common import checkpoint, parameters
+from dflash.config import schema
+from dflash.drafters.dflash import DFlash
+
+CONFIG = """
+target: {{checkpoint: {models}/target}}
+drafter: {{name: dflash, checkpoint: {models}/draft}}
+decode: {{max_new_tokens: 20, ignore_eos: true, page_size: 16, prefill_chunk: 16}}
+prompts: {{file: prompts.jsonl}}
+dtype: float32
+"""
+PROMPTS = [[1, 2, 3], [5], list(range(12)) * 2, [7, 7], [4, 3, 2, 1]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Checkpoints of a tiny target and of a drafter for it: V 12, two layers and one, block 8."""
+    directory = tmp_path_factory.mktemp("models")
+    target = make_target(vocab_size=12, num_hidden_layers=2)
+    options = schema.DFlashArchitecture(num_hidden_layers=1, block_size=8, target_layer_ids=(0, 1))
+    shape = DFlash.architecture_for(target.arch, options)
+    drafter = DFlash(shape, dtype=target.dtype, sharding=target.sharding)
+    parameters.initialize(drafter, jax.random.key(1))
+    checkpoint.save_hf(target, directory / "target", target.config_to_hf(target.arch))
+    checkpoint.save_hf(drafter, directory / "draft", drafter.config_to_hf(shape))
+    return directory
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys, models):
+    """Runs the command in a fresh directory; returns (exit status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yml").write_text(CONFIG.format(models=models))
+    write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
+
+    def run_with(*argv):
+        with pytest.raises(SystemExit) as caught:
+            decode.main(["c.yml", *argv])
+        out, err = capsys.readouterr()
+        return caught.value.code, out, err
+
+    return run_with
+
+
+def write_prompts(path, prompts):
+    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts))
+
+
+def read(path):
+    return pathlib.Path(path).read_text()
+
+
+def read_outputs(workdir="w"):
+    return [json.loads(line) for line in read(f"{workdir}/outputs.jsonl").splitlines()]
+
+
+def output_ids(workdir):
+    return {record["index"]: record["output_ids"] for record in read_outputs(workdir)}
+
+
+def test_golden_checkpoint_from_the_command_line(run, tmp_path):
+    vectors, case = golden("qwen3_v12"), GOLDEN / "qwen3_v12"
+    prompt = vectors["input_ids"].tolist()
+    write_prompts(tmp_path / "prompts.jsonl", [prompt])
+    new = vectors["output_ids"].tolist()[len(prompt) :]
+    status, out, err = run(
+        "--workdir=w",
+        f"decode.max_new_tokens={len(new)}",
+        f"target.checkpoint={case / 'target'}",
+        f"drafter.checkpoint={case / 'draft'}",
+    )
+    assert status == 0, err
+    (record,) = read_outputs()
+    assert record["output_ids"] == new
+    assert record["finish_reason"] == "length"
+    cycles = len(record["acceptance_lengths"])
+    assert record["acceptance_lengths"][:-1] == vectors["acceptance_lengths"].tolist()[: cycles - 1]
+    assert sum(record["acceptance_lengths"]) == len(new) - 1
+    assert record["tau"] == pytest.approx(np.mean(record["acceptance_lengths"]))
+    assert record["prefill_ms"] > 0
+    assert record["decode_ms"] > 0
+    assert out == "".join(f"⟨{token}⟩" for token in new) + "\n"
+
+
+def test_workdir_holds_outputs_results_and_config(run):
+    assert run("--workdir=w", "decode.batch_size=2")[0] == 0
+    outputs = read_outputs()
+    assert sorted(record["index"] for record in outputs) == list(range(len(PROMPTS)))
+    assert [r["prompt_ids"] for r in sorted(outputs, key=lambda r: r["index"])] == PROMPTS
+    results = json.loads(read("w/results.json"))
+    lengths = [n for record in outputs for n in record["acceptance_lengths"]]
+    assert results["tau"] == pytest.approx(np.mean(lengths))
+    assert results["cycles"] == len(lengths)
+    assert sum(results["acceptance_histogram"].values()) == len(lengths)
+    for key in ("tokens_per_second", "ttft_ms", "tpot_ms"):
+        assert results[key] > 0
+    assert {"jax", "dflash"} <= set(results["versions"])
+    assert results["devices"] == ["cpu:cpu"]
+    with pytest.raises(SystemExit) as caught:
+        decode.main(["w/config.yml", "--print_config"])
+    assert caught.value.code == 0
+
+
+def test_strategies_batches_and_blocks_agree(run):
+    """Greedy and sampled ids do not depend on drafter, batch, block size or cycles per dispatch."""
+    seen = {}
+    variants = {
+        "none": ["drafter.name=none"],
+        "batch": ["decode.batch_size=5", "decode.sync_every=1"],
+        "block": ["drafter.block_size=3"],
+    }
+    for temperature in (0, 0.8):
+        for name, options in variants.items():
+            workdir = f"{name}{temperature}"
+            sampling = [f"decode.temperature={temperature}", "decode.seed=11"]
+            status, _, err = run(f"--workdir={workdir}", *sampling, *options)
+            assert status == 0, err
+            seen[name, temperature] = output_ids(workdir)
+        for name in variants:
+            assert seen[name, temperature] == seen["none", temperature]
+    assert seen["none", 0] != seen["none", 0.8]
+
+
+def test_rerun_skips_what_is_done_and_refuses_another_config(run):
+    assert run("--workdir=w")[0] == 0
+    whole = output_ids("w")
+    lines = read("w/outputs.jsonl").splitlines(keepends=True)
+    with open("w/outputs.jsonl", "w") as file:
+        file.write("".join(lines[:2]) + lines[2][:25])  # killed inside a line
+    status, out, err = run("--workdir=w")
+    assert status == 0, err
+    assert read("w/outputs.jsonl").startswith("".join(lines[:2]))
+    assert output_ids("w") == whole
+    before = read("w/outputs.jsonl")
+    status, out, _ = run("--workdir=w")
+    assert (status, out) == (0, "")
+    assert read("w/outputs.jsonl") == before
+    status, _, err = run("--workdir=w", "decode.seed=5")
+    assert status == 1
+    assert err == (
+        "error: w: belongs to a run of another config (decode.seed: 0 there, 5 here): "
+        "use another --workdir, or delete this one\n"
+    )
+
+
+def test_dry_run_allocates_and_writes_nothing(run):
+    status, out, _ = run("--dry_run", "--workdir=w", "mesh.tensor=1", "decode.batch_size=4")
+    assert status == 0
+    assert "mesh         data 1 × fsdp 1 × tensor 1 = 1 device" in out
+    assert "target weights" in out
+    assert "generate" in out
+    assert not os.path.exists("w")
+
+
+def copy_checkpoint(source, name, **changes):
+    """A copy of a checkpoint with fields of its config.json changed."""
+    shutil.copytree(source, name)
+    config = json.loads(read(f"{name}/config.json"))
+    with open(f"{name}/config.json", "w") as file:
+        json.dump(config | changes, file)
+
+
+def test_drafter_of_another_target(run, models):
+    copy_checkpoint(models / "draft", "d", hidden_size=64, num_target_layers=9)
+    status, _, err = run("drafter.checkpoint=d")
+    assert status == 1
+    assert err == (
+        "error: drafter.checkpoint: trained for another target: hidden size 64 (target: 32), "
+        "number of target layers 9 (target: 2)\n"
+    )
+
+
+def test_target_where_a_drafter_belongs(run, models):
+    status, _, err = run(f"drafter.checkpoint={models / 'target'}")
+    assert status == 1
+    assert "is no 'dflash' drafter (DFlashDraftModel)" in err
+
+
+def test_target_name_in_conflict(run, models):
+    status, _, err = run("target.name=llama3", f"target.checkpoint={models / 'target'}")
+    assert status == 2
+    assert err == (
+        f"error: target.name: 'llama3', but {models / 'target'} holds Qwen3ForCausalLM, which is "
+        "'qwen3'; leave target.name out\n"
+    )
+
+
+def test_block_larger_than_trained(run):
+    status, _, err = run("drafter.block_size=9")
+    assert status == 2
+    assert err == (
+        "error: drafter.block_size: 9 is larger than the block size 8 that the drafter was "
+        "trained with\n"
+    )
+
+
+def test_missing_and_truncated_checkpoints(run, models):
+    status, _, err = run("target.checkpoint=nowhere")
+    assert status == 1
+    assert err == "error: nowhere: no such directory; give an existing directory\n"
+    copy_checkpoint(models / "target", "t")
+    with open("t/model.safetensors", "r+b") as file:
+        file.truncate(5000)
+    status, _, err = run("target.checkpoint=t", "--workdir=w")
+    assert status == 1
+    assert "t/model.safetensors" in err
+    assert err.splitlines()[-1].startswith("error: ")
+    assert read_outputs() == []
+
+
+def test_missing_tensor_is_named(run, models):
+    copy_checkpoint(models / "draft", "d")
+    tensors = load_file("d/model.safetensors")
+    del tensors["layers.0.mlp.up_proj.weight"]
+    save_file(tensors, "d/model.safetensors")
+    status, _, err = run("drafter.checkpoint=d")
+    assert status == 1
+    assert "layers.0.mlp.up_proj.weight" in err
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ('{"prompt_ids": [1]}\n{"prompt_ids": [1,\n', [], "prompts.jsonl:2: "),
+        ('{"prompt_ids": []}\n', [], "prompts.jsonl:1: "),
+        ('{"prompt_ids": [1, 12]}\n', [], "12"),
+        ('{"prompt_ids": [1, 2, 3]}\n', ["decode.max_length=22"], "prompts.jsonl:1: 3 prompt"),
+        ('{"prompt_ids": [1]}\n', ["decode.max_new_tokens=5000"], "made for 512 positions"),
+        ('{"prompt": "text without a tokenizer"}\n', [], "give prompts as prompt_ids"),
+        ('{"prompt_ids": [1]}\n', ["decode.stop_ids=[12]"], "decode.stop_ids: 12 is outside"),
+        ("", [], "prompts.jsonl"),
+    ],
+)
+def test_unusable_prompts(run, tmp_path, prompts, options, message):
+    (tmp_path / "prompts.jsonl").write_text(prompts)
+    status, _, err = run("--workdir=w", *options)
+    assert status == 2
+    assert err.startswith("error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not os.path.exists("w")  # nothing is begun with prompts that will not do
+
+
+def test_workdir_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    status, _, err = run("--workdir=taken/w")
+    assert status == 1
+    assert err == "error: taken/w: cannot be written: Not a directory\n"
+
+
+def environment():
+    return os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+def test_kill_loses_no_finished_prompt(run):
+    """SIGKILL amid a run, then the same command: every prompt once, the same ids."""
+    assert run("--workdir=whole")[0] == 0
+    command = [sys.executable, "-m", "dflash.decode", "c.yml", "--workdir=killed"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    deadline = time.time() + 120
+    path = "killed/outputs.jsonl"
+    while time.time() < deadline and not (os.path.exists(path) and os.path.getsize(path)):
+        assert process.poll() in (None, 0), process.stderr.read().decode()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert run("--workdir=killed")[0] == 0
+    assert output_ids("killed") == output_ids("whole")
+
+
+def test_two_processes_equal_one_and_only_the_first_writes(run):
+    assert run("--workdir=one", "decode.batch_size=2")[0] == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "dflash.decode", "c.yml", "decode.batch_size=2",
+                "mesh.data=2", f"--workdir=two{i}", f"--coordinator_address=127.0.0.1:{port}",
+                "--num_processes=2", f"--process_id={i}",
+            ],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    texts = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert output_ids("two0") == output_ids("one")
+    assert not os.path.exists("two1")
+    assert "⟨" in texts[0][0]
+    assert "⟨" not in texts[1][0]
