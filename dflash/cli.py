@@ -67,24 +67,34 @@ def run(
       description: one or two sentences for `--help`.
       argv: arguments without the program; None for those of the process.
     Raises:
-      SystemExit: always. 0 for success; a UserError's own status, its lines on stderr; 2 for wrong
-        usage; 130 when interrupted; 141 when the reader of stdout has gone.
+      SystemExit: always, with the status of `status_of`; 2 for wrong usage.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    sys.exit(status_of(lambda: _run(main, name, schema, description, argv)))
+
+
+def status_of(work: Callable[[], int | None]) -> int:
+    """Does the work and returns the exit status; errors that a user can act on become lines.
+
+    Returns:
+      What `work` returns, None for 0; a UserError's own status, its lines on stderr; 130 when
+      interrupted; 141 when the reader of stdout has gone.
     """
     try:
-        status = _run(main, name, schema, description, sys.argv[1:] if argv is None else argv)
+        status = work() or 0
         sys.stdout.flush()
     except errors.UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        status = error.exit_status
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        status = _INTERRUPTED
+        return _INTERRUPTED
     except BrokenPipeError:
         # Python flushes stdout once more on its way out; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = _BROKEN_PIPE
-    sys.exit(status)
+        return _BROKEN_PIPE
+    return status
 
 
 def _run(main, name: str, schema: type, description: str, argv: Sequence[str]) -> int:

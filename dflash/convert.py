@@ -11,11 +11,11 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from dflash import errors, registry
+from dflash import cli, errors, registry
 from dflash.common import checkpoint, checkpoint_files
 from dflash.config import schema
 
@@ -29,21 +29,16 @@ USAGE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, or that of the error printed on stderr."""
-    try:
-        values, positional = _parse(sys.argv[1:] if argv is None else argv)
-        if values.help:
-            print(__doc__)
-        else:
-            source, destination = positional
-            print(convert(source, pathlib.Path(destination), to=values.to, dtype=values.dtype))
-    except errors.UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return cli.status_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> None:
+    values, positional = _parse(argv)
+    if values.help:
+        print(__doc__)
+        return
+    source, destination = positional
+    print(convert(source, pathlib.Path(destination), to=values.to, dtype=values.dtype))
 
 
 def convert(
@@ -87,33 +82,13 @@ def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Modul
     """
     import jax.numpy as jnp
 
-    from dflash.common import sharding
+    from dflash.common import assembly, sharding
 
     config = checkpoint.read_config(directory)
-    name, cls = find_class(config, directory)
+    name, cls = assembly.find_class(config, directory, registry.TARGETS | registry.DRAFTERS)
     one_device = sharding.make_sharding(dict.fromkeys(sharding.MESH_AXES, 1), schema.SHARDING_RULES)
     architecture = cls.architecture_from_hf(config)
     return name, cls(architecture, dtype=jnp.dtype(dtype), sharding=one_device)
-
-
-def find_class(config: dict[str, Any], directory: pathlib.Path) -> tuple[str, type]:
-    """Finds the registered class whose `hf_architectures` names what config.json names.
-
-    Raises:
-      CheckpointError: there is none.
-    """
-    stated = config.get("architectures") or []
-    known = []
-    for name, entry in (registry.TARGETS | registry.DRAFTERS).items():
-        cls = registry.load(entry.implementation)
-        names = getattr(cls, "hf_architectures", ())
-        if any(architecture in names for architecture in stated):
-            return name, cls
-        known += names
-    raise errors.CheckpointError(
-        f"{directory / checkpoint_files.CONFIG}: architectures: {stated} is not known, "
-        f"only {', '.join(sorted(known))}"
-    )
 
 
 def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:

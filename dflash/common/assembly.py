@@ -109,6 +109,27 @@ def load_weights(module: nnx.Module, source: Source) -> None:
         parameters.scramble(module, source.seed)
 
 
+def find_class(
+    hf: Mapping[str, Any], directory: pathlib.Path, entries: Mapping[str, registry.Entry]
+) -> tuple[str, type]:
+    """Finds the registered name and class of what a checkpoint's config.json names.
+
+    Raises:
+      CheckpointError: none of the entries has this architecture.
+    """
+    stated = hf.get("architectures") or []
+    known = []
+    for name, entry in entries.items():
+        kind = registry.load(entry.implementation)
+        if set(stated) & set(kind.hf_architectures):
+            return name, kind
+        known += kind.hf_architectures
+    raise errors.CheckpointError(
+        f"{directory / 'config.json'}: architectures: {stated} is not known, "
+        f"only {', '.join(sorted(known))}"
+    )
+
+
 def _find(reference: str, seed: int, download: bool) -> Source:
     remote = reference.startswith(checkpoint.HUB_PREFIX)
     if reference == RANDOM or (remote and not download):
@@ -117,22 +138,15 @@ def _find(reference: str, seed: int, download: bool) -> Source:
     return Source(directory, checkpoint.read_config(directory), seed)
 
 
-def _family(config: TargetConfig, source: Source):
-    """The registered class that a checkpoint's config.json names."""
-    architectures = source.hf.get("architectures") or []
-    for name, entry in registry.TARGETS.items():
-        kind = registry.load(entry.implementation)
-        if set(architectures) & set(kind.hf_architectures):
-            if config.name not in (None, name):
-                raise errors.ConfigError(
-                    f"target.name: {config.name!r}, but {source.directory} holds "
-                    f"{architectures[0]}, which is {name!r}; leave target.name out"
-                )
-            return kind
-    raise errors.CheckpointError(
-        f"{source.directory}: config.json: architectures {architectures} is of no known target "
-        f"family ({', '.join(registry.TARGETS)})"
-    )
+def _family(config: TargetConfig, source: Source) -> type:
+    """The class of the checkpoint's family, which must be the one that the config states."""
+    name, kind = find_class(source.hf, source.directory, registry.TARGETS)
+    if config.name not in (None, name):
+        raise errors.ConfigError(
+            f"target.name: {config.name!r}, but {source.directory} holds "
+            f"{source.hf['architectures'][0]}, which is {name!r}; leave target.name out"
+        )
+    return kind
 
 
 def _check_stated(
