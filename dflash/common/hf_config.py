@@ -82,4 +82,9 @@ def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
     missing = [name for name in fields if name not in rope]
     if missing:
         raise errors.CheckpointError(f"config.json: rope scaling lacks {', '.join(missing)}")
-    return RopeScaling(**{name: rope[name] for name in fields})
+    scaling = RopeScaling(**{name: rope[name] for name in fields})
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise errors.CheckpointError(
+            "config.json: rope scaling: low_freq_factor is not below high_freq_factor"
+        )
+    return scaling

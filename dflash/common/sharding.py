@@ -137,6 +137,13 @@ def make_sharding(
             if axis not in MESH_AXES:
                 near = registry.suggest(axis, MESH_AXES)
                 raise errors.ConfigError(f"sharding_rules.{name}: unknown mesh axis {axis!r}{near}")
+    batch, pages = rules.get("batch"), rules.get("pages")
+    if pages is not None and tuple(pages) != tuple(batch or ()):
+        # Page tables index a device's own pages: a sequence and its pages must live together.
+        raise errors.ConfigError(
+            f"sharding_rules: batch {list(batch or ())} and pages {list(pages)} differ; "
+            "give both the same axes"
+        )
     frozen = tuple(sorted((name, tuple(axes)) for name, axes in rules.items()))
     shape = tuple(axis_sizes[axis] for axis in MESH_AXES)
     # Explicit axes, jax's default, would make every layer spell out the sharding of its outputs.

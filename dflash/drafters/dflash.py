@@ -18,6 +18,8 @@ from dflash.common import hf_config
 from dflash.common.sharding import Sharding
 from dflash.config.schema import DFlashArchitecture, DFlashConfig, TargetArchitecture
 from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters.blocks import block_loss, cut_blocks, sample_anchors, score_blocks
+from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.layers import cache as kv
 from dflash.layers import rotary
@@ -174,6 +176,63 @@ class DFlash(Drafter):
         keys, values = zip(*rows, strict=True)
         return state.write(position, keys, values)
 
+    def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
+        """Paints blocks anchored all over the batch; see `Drafter.loss`.
+
+        Args:
+          anchors: where the blocks begin; None to draw them from `key`.
+        """
+        if anchors is None:
+            anchors = sample_anchors(batch, options.num_anchors, key)
+        blocks = cut_blocks(
+            batch, anchors, block_size=self.block_size, mask_token_id=self.shape.mask_token_id
+        )
+        hidden = self.paint_blocks(batch, blocks, heads, remat=remat)
+        scores = score_blocks(hidden, blocks, batch, heads.unembed, options)
+        return block_loss(scores, blocks, options)
+
+    def paint_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
+        """The block pass over A blocks of R rows per sequence at once: hidden [B, A, R, D].
+
+        Computes in the dtype of this module's weights, whatever that of features and embeddings.
+        """
+        dtype = self.fc.kernel.dtype
+        context = self.hidden_norm(self.fc(batch.features.astype(dtype)))
+        of_context = rotary.angles(batch.positions, self.shape.decoder)
+        shape = blocks.tokens.shape
+        of_blocks = rotary.angles(blocks.positions.reshape(shape[0], -1), self.shape.decoder)
+        x = heads.embed(blocks.tokens.reshape(shape[0], -1)).astype(dtype)
+        for i, layer in enumerate(self.layers):
+
+            def run(x, context, i=i, layer=layer):
+                seen = layer.self_attn.keys_values(context, of_context)
+                return layer(x, of_blocks, self._attend_anchored(i, seen, batch, blocks))[0]
+
+            x = (jax.checkpoint(run) if remat else run)(x, context)
+        return self.norm(x).reshape(*shape, -1)
+
+    def _attend_anchored(self, i: int, seen, batch, blocks):
+        """Attention of layer i of each block over the context before it, and over itself."""
+        view, scale = self.shape.views[i], self.layers[i].self_attn.scale
+        names, _ = kv.batch_axes(blocks.tokens.shape[0], self.sharding)
+        rows, kv_rows = (names, None, None, "heads", None), (names, None, None, "kv_heads", None)
+        stored, per_row = (names, None, "kv_heads", None), (names, None)
+        options = {"scale": scale, "window": view.window, "causal": view.causal}
+        sharded = self.sharding.map(
+            lambda *arrays: (anchored_attention(*arrays, **options),),
+            (rows, kv_rows, kv_rows, stored, stored, per_row, per_row, per_row),
+            (rows,),
+        )
+        fixed = *seen, blocks.anchors.index, blocks.anchors.valid, batch.segment_ids
+
+        def attend(*flat):
+            shape = blocks.tokens.shape
+            split = [array.reshape(*shape, *array.shape[2:]) for array in flat]
+            (attended,) = sharded(*split, *fixed)
+            return attended.reshape(flat[0].shape), None
+
+        return attend
+
     @staticmethod
     def checkpoint_name(path: str) -> str:
         """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
@@ -294,7 +353,7 @@ def _read_views(config, own, num_layers) -> tuple[LayerView, ...]:
         )
     window = config.get("sliding_window")
     if own.get("use_swa"):
-        window = own.get("swa_window_size", window)
+        window = own.get("swa_window_size") or window
         if "sliding_attention" not in types:  # the flag alone: every layer slides
             types = ["sliding_attention"] * num_layers
     known = ("full_attention", "sliding_attention")

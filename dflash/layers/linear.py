@@ -39,6 +39,11 @@ class Linear(nnx.Module):
         """[..., in] -> [..., out]."""
         return x @ widen_late(x, self.kernel[...], self.sharding)
 
+    def attend(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> float32 logits [..., V], for a kernel that is an output head."""
+        kernel = widen_late(hidden, self.kernel[...], self.sharding)
+        return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+
 
 class Embedding(nnx.Module):
     """A token table [V, D]; tied targets use it as their output head too."""

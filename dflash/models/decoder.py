@@ -16,10 +16,12 @@ from flax import nnx
 from dflash import errors
 from dflash.common import hf_config
 from dflash.common.sharding import Sharding
+from dflash.common.train_batch import TrainBatch
 from dflash.config.schema import TargetArchitecture
+from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import paged_attention
 from dflash.layers import cache as kv
-from dflash.layers import rotary
+from dflash.layers import losses, rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.transformer import TransformerLayer
 
@@ -84,21 +86,98 @@ class Decoder(nnx.Module):
           feature_layers: layers whose outputs are tapped, in the order of concatenation.
           tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
         """
+        attends = [
+            self._attend_pages(i, layer.self_attn.scale, cache, positions[:, 0], tree_mask)
+            for i, layer in enumerate(self.layers)
+        ]
+        hidden, features, pages = self._run_layers(tokens, positions, attends, feature_layers)
+        keys, values = zip(*pages, strict=True)
+        cache = dataclasses.replace(cache, keys=keys, values=values)
+        return TargetOutput(hidden, features, cache)
+
+    def forward(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        feature_layers: tuple[int, ...] = (),
+        remat: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs whole packed rows without a cache: for training, and to tap features in bulk.
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, T]; for rotary embedding.
+          segment_ids: int32 [B, T]; rows see earlier rows of their own number. 0 is padding, whose
+            outputs are finite and mean nothing.
+          feature_layers: as in `__call__`.
+          remat: keep one activation per layer for the backward pass, and compute the rest again.
+        Returns:
+          hidden [B, T, D] after the final norm, features [B, T, C·D].
+        """
+        batch, _ = kv.batch_axes(tokens.shape[0], self.sharding)
+        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
+        scale = self.layers[0].self_attn.scale
+        sharded = self.sharding.map(
+            lambda *arrays: (causal_attention(*arrays, scale=scale),),
+            (rows, kv_rows, kv_rows, (batch, None)),
+            (rows,),
+        )
+
+        def attend(queries, keys, values):
+            return (*sharded(queries, keys, values, segment_ids), None)
+
+        attends = [attend] * len(self.layers)
+        hidden, features, _ = self._run_layers(
+            tokens, positions, attends, feature_layers, remat=remat
+        )
+        return hidden, features
+
+    def loss(
+        self, batch: TrainBatch, *, remat: bool = False
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Cross-entropy of each supervised token given those before it in its document.
+
+        Args:
+          batch: its features and hidden states are not read.
+          remat: as in `forward`.
+        Returns:
+          loss float32 [], and metrics, each float32 []: "loss"; "token_accuracy"; "weight", the
+          number of tokens that the loss is a mean over.
+        """
+        hidden, _ = self.forward(batch.tokens, batch.positions, batch.segment_ids, remat=remat)
+        # The last row has nothing to predict; it stays so that rows divide into even chunks.
+        last = jnp.arange(batch.tokens.shape[1]) == batch.tokens.shape[1] - 1
+        labels, mask, segments = (
+            jnp.roll(array, -1, axis=1)
+            for array in (batch.tokens, batch.loss_mask, batch.segment_ids)
+        )
+        counted = (mask != 0) & (segments == batch.segment_ids) & (segments != 0) & ~last
+        scores = losses.score_tokens(hidden, labels, self.unembed)
+        loss = losses.mean_over(scores.objective, counted)
+        metrics = {
+            "loss": loss,
+            "token_accuracy": losses.mean_over(scores.correct, counted),
+            "weight": counted.sum(dtype=jnp.float32),
+        }
+        return loss, metrics
+
+    def _run_layers(self, tokens, positions, attends, feature_layers, *, remat=False):
+        """Hidden states [B, T, D], features [B, T, C·D], and what each layer's attend gave back."""
         cos_sin = rotary.angles(positions, self.arch)
         x = self.embed(tokens)
         tapped = {}
-        pages = []
-        for i, layer in enumerate(self.layers):
-            attend = self._attend_pages(i, layer.self_attn.scale, cache, positions[:, 0], tree_mask)
-            x, layer_pages = layer(x, cos_sin, attend)
-            pages.append(layer_pages)
+        kept = []
+        for i, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
+            call = functools.partial(layer, attend=attend)
+            x, layer_kept = (jax.checkpoint(call) if remat else call)(x, cos_sin)
+            kept.append(layer_kept)
             if i in feature_layers:
                 tapped[i] = x
         none = jnp.zeros((*tokens.shape, 0), x.dtype)
         features = jnp.concatenate([tapped[i] for i in feature_layers] or [none], axis=-1)
-        keys, values = zip(*pages, strict=True)
-        cache = dataclasses.replace(cache, keys=keys, values=values)
-        return TargetOutput(self.norm(x), features, cache)
+        return self.norm(x), features, kept
 
     def _attend_pages(self, i: int, scale: float, cache, start, tree_mask):
         """Attention of layer i over its pages; gives back the pages with the new rows."""
@@ -129,10 +208,7 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """[B, T, D] (after the final norm) -> float32 logits [B, T, V]."""
-        if self.lm_head is None:
-            logits = self.embed_tokens.attend(hidden)
-        else:
-            logits = self.lm_head(hidden).astype(jnp.float32)
+        logits = (self.lm_head or self.embed_tokens).attend(hidden)
         batch, _ = kv.batch_axes(hidden.shape[0], self.sharding)
         return self.sharding.constrain(logits, batch, None, "vocab")
 

@@ -55,6 +55,12 @@ def test_collision():
     )
 
 
+def test_sequences_live_with_their_pages():
+    assert failure(describe, rules=RULES | {"pages": ("fsdp",)}) == (
+        "sharding_rules: batch ['data', 'fsdp'] and pages ['fsdp'] differ; give both the same axes"
+    )
+
+
 def test_unknown_axis():
     assert failure(describe().spec, "vocabulary") == (
         "sharding_rules: no rule for axis 'vocabulary'; did you mean 'vocab'?"

@@ -1,0 +1,127 @@
+"""Tests against vectors of the original PyTorch code; tests/golden/*/README.md describes them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import GOLDEN_CASES, golden, golden_models, make_cache, zeros
+
+from dflash.config.schema import DecodeConfig
+from dflash.drafters.none import NoDrafter
+from dflash.inference import scheduler
+from dflash.inference.engine import Engine
+from dflash.inference.sampling import SamplingParams, SequenceSampler
+
+CYCLES = range(4)
+TOLERANCE = 1e-4  # absolute, of logits and drafter outputs
+FEATURE_TOLERANCE = 2e-5  # relative to the largest entry
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+def test_prompt_logits_and_features(case):
+    vectors, (target, drafter) = golden(case), golden_models(case)
+    ids = jnp.asarray(vectors["input_ids"], jnp.int32)[None]
+
+    @jax.jit
+    def prefill(cache):
+        positions = jnp.arange(ids.shape[1])[None]
+        output = target(ids, positions, cache, feature_layers=drafter.feature_layers)
+        return target.unembed(output.hidden), output.features
+
+    logits, features = prefill(make_cache(target, 1, ids.shape[1]))
+    assert drafter.feature_layers == tuple(vectors["target_layer_ids"])
+    np.testing.assert_allclose(logits[0], vectors["prefill_logits"], rtol=0, atol=TOLERANCE)
+    expected = vectors["prefill_features"]
+    np.testing.assert_allclose(
+        features[0], expected, rtol=0, atol=FEATURE_TOLERANCE * np.abs(expected).max()
+    )
+
+
+@functools.cache
+def run_cycles(case):
+    """Per golden cycle: the drafter's hidden states and its greedy drafts."""
+    vectors, (target, drafter) = golden(case), golden_models(case)
+    output_ids = vectors["output_ids"]
+    state = zeros(drafter.init_state(1, 96))
+    zero = jnp.zeros(1)
+    sampler = SequenceSampler(
+        SamplingParams(jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1)
+    )
+    rows = max(len(vectors[f"cycle{i}_context_feature"]) for i in CYCLES)
+
+    @jax.jit
+    def cycle(state, position, count, features, anchor):
+        tokens = jnp.zeros((1, rows + 1), jnp.int32)
+        state = drafter.observe(state, position, tokens, count, features)
+        position = position + count
+        proposal, _ = drafter.draft(state, anchor, position, sampler, target)
+        return state, drafter.paint(state, anchor, position, target), proposal.tokens
+
+    results = []
+    for i in CYCLES:
+        new, positions = vectors[f"cycle{i}_context_feature"], vectors[f"cycle{i}_position_ids"]
+        padded = np.full((1, rows, new.shape[1]), 100, np.float32)
+        padded[0, : len(new)] = new
+        anchor = positions[len(new)]  # its position: the first after the context
+        state, (hidden, painted), drafts = cycle(
+            state, jnp.array([positions[0]]), jnp.array([len(new)]), padded,
+            jnp.asarray(output_ids[anchor])[None],
+        )  # fmt: skip
+        np.testing.assert_array_equal(painted[0], positions[len(new) :])
+        results.append((anchor, hidden[0], drafts[0]))
+    return results
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+def test_drafter_hidden_states(case):
+    for i, (_, hidden, _) in zip(CYCLES, run_cycles(case), strict=True):
+        expected = golden(case)[f"cycle{i}_draft_hidden"]
+        np.testing.assert_allclose(hidden, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+def test_drafts_agree_with_the_output_as_far_as_they_were_accepted(case):
+    vectors = golden(case)
+    for i, (anchor, _, drafts) in zip(CYCLES, run_cycles(case), strict=True):
+        following = vectors["output_ids"][anchor + 1 :][: len(drafts)]
+        agrees = np.append(np.asarray(drafts[: len(following)]) == following, False)
+        assert np.argmin(agrees) + 1 == vectors["acceptance_lengths"][i]
+
+
+def decode(case, drafter, num_requests=1, **options):
+    """Completions of the case's prompt, decoded well past the golden output's end."""
+    vectors, (target, _) = golden(case), golden_models(case)
+    prompt = tuple(vectors["input_ids"].tolist())
+    new_tokens = len(vectors["output_ids"]) - len(prompt) + 20
+    config = DecodeConfig(**options)
+    engine = Engine(target, drafter, config, max_length=len(prompt) + new_tokens)
+    requests = [scheduler.Request(i, prompt, new_tokens) for i in range(num_requests)]
+    events = list(scheduler.decode(engine, requests))
+    return [event for event in events if isinstance(event, scheduler.Completion)]
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("qwen3_b1", {"sync_every": 1, "page_size": 8, "prefill_chunk": 8}),
+        ("qwen3_v12", {"sync_every": 8, "page_size": 16, "prefill_chunk": 8}),  # in two chunks
+        ("qwen3_v64", {"batch_size": 2, "num_requests": 3}),  # defaults: one page, one chunk
+    ],
+)
+def test_decoding(case, options):
+    vectors = golden(case)
+    expected = vectors["output_ids"][len(vectors["input_ids"]) :].tolist()
+    lengths = vectors["acceptance_lengths"].tolist()
+    for completion in decode(case, golden_models(case)[1], **options):
+        assert list(completion.output_ids[: len(expected)]) == expected
+        assert list(completion.acceptance_lengths[: len(lengths)]) == lengths
+
+
+def test_decoding_without_drafts():
+    vectors = golden("qwen3_v12")
+    expected = vectors["autoregressive_output_ids"][len(vectors["input_ids"]) :].tolist()
+    (completion,) = decode("qwen3_v12", NoDrafter())
+    assert list(completion.output_ids[: len(expected)]) == expected
+    assert set(completion.acceptance_lengths) == {1}

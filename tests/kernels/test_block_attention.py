@@ -1,0 +1,154 @@
+"""Tests of block attention against dense attention in float64."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense import dense_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash.kernels import block_attention as block
+
+SCALE = 0.3
+STALE = 1e6  # what lies past the length: it must never shine through
+
+
+def make_case(
+    lengths, rows, *, capacity=None, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed=0
+):
+    """Random arguments, by name; context past the lengths is stale."""
+    rng = np.random.default_rng(seed)
+    batch, capacity = len(lengths), capacity or max(lengths)
+    past = np.arange(capacity) >= np.asarray(lengths)[:, None]
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    context = (batch, kv_heads, capacity, width)
+    return {
+        "queries": draw(batch, rows, kv_heads * group, width),
+        "keys": draw(batch, rows, kv_heads, width),
+        "values": draw(batch, rows, kv_heads, width),
+        "context_keys": jnp.where(past[:, None, :, None], STALE, draw(*context)).astype(dtype),
+        "context_values": jnp.where(past[:, None, :, None], STALE, draw(*context)).astype(dtype),
+        "length": jnp.asarray(lengths, jnp.int32),
+    }
+
+
+def expected(case, *, window=None, causal=False):
+    """The same by loops: which keys each row sees is spelled out position by position."""
+    outputs = []
+    rows = case["queries"].shape[1]
+    for b, length in enumerate(case["length"].tolist()):
+        keys = np.concatenate([case["context_keys"][b].swapaxes(0, 1)[:length], case["keys"][b]])
+        values = np.concatenate(
+            [case["context_values"][b].swapaxes(0, 1)[:length], case["values"][b]]
+        )
+        visible = np.zeros((rows, length + rows), bool)
+        for row in range(rows):
+            for position in range(length):
+                visible[row, position] = window is None or position >= length - window
+            for other in range(rows):
+                visible[row, length + other] = other <= row or not causal
+        outputs.append(dense_attention(case["queries"][b], keys, values, visible, SCALE))
+    return np.stack(outputs)
+
+
+def check(case, *, tile=8, tolerance=1e-5, unread=slice(0), **view):
+    """Compares; tiles that must not even be read (`unread`) hold NaN, which no mask would stop."""
+    reference = expected(case, **view)
+    for name in ("context_keys", "context_values"):
+        case[name] = case[name].at[:, :, unread].set(jnp.nan)
+    with mock.patch.object(block, "TILE_TOKENS", tile):
+        call = jax.jit(functools.partial(block.block_attention, scale=SCALE, **view))
+        outputs = call(**case)
+    assert outputs.dtype == case["queries"].dtype
+    np.testing.assert_allclose(
+        np.asarray(outputs, np.float64), reference, rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 24), (2, 27), (16, 27)])  # of tiles of 8
+def test_ragged_lengths(rows, capacity):
+    check(make_case([0, 1, 7, 8, 9, 16, 17, 24], rows, capacity=capacity))
+
+
+@pytest.mark.parametrize(
+    ("window", "causal"), [(None, True), (1, False), (3, True), (8, False), (100, False)]
+)
+def test_views(window, causal):
+    check(make_case([0, 2, 9, 21, 23], 4, capacity=23), window=window, causal=causal)
+
+
+def test_tiles_before_every_window_are_not_read():
+    check(make_case([19, 22], 3, capacity=24), window=3, unread=slice(0, 16))
+
+
+def test_tiles_past_every_length_are_not_read():
+    check(make_case([3, 8], 3, capacity=24), unread=slice(8, 24))
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 2), (8, 1)])
+def test_query_heads_share_kv_heads(group, kv_heads):
+    check(make_case([5, 12], 3, capacity=13, group=group, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("tile", [1, 5, 13, 256])
+def test_any_tile_size(tile):
+    check(make_case([0, 5, 13], 3, capacity=13), tile=tile, window=6)
+
+
+def test_no_context_at_all():
+    check(make_case([0, 0], 4, capacity=9), causal=True)
+
+
+def test_bfloat16():
+    case = make_case([0, 7, 30], 5, group=4, width=32, dtype=jnp.bfloat16)
+    check(case, tolerance=2e-2)
+
+
+@functools.cache
+def compiled(window, causal):
+    return jax.jit(
+        functools.partial(block.block_attention, scale=SCALE, window=window, causal=causal)
+    )
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.integers(0, 21), min_size=3, max_size=3),
+    window=st.sampled_from([None, 7]),
+    causal=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_lengths(lengths, window, causal, seed):
+    case = make_case(lengths, 4, capacity=21, seed=seed)
+    with mock.patch.object(block, "TILE_TOKENS", 8):  # read while tracing
+        outputs = compiled(window, causal)(**case)
+    np.testing.assert_allclose(
+        outputs, expected(case, window=window, causal=causal), rtol=1e-5, atol=1e-5
+    )
+
+
+WRONG_SHAPES = {
+    "keys": ((2, 4, 2, 8), "keys is (2, 4, 2, 8), expected (2, 3, 2, 8)"),
+    "values": ((2, 3, 1, 8), "values is (2, 3, 1, 8), expected (2, 3, 2, 8)"),
+    "context_keys": ((2, 2, 9, 4), "context_keys is (2, 2, 9, 4), expected (2, 2, 9, 8)"),
+    "context_values": ((2, 2, 8, 8), "context_values is (2, 2, 8, 8), expected (2, 2, 9, 8)"),
+    "length": ((1,), "length is (1,), expected (2,)"),
+    "queries": ((2, 3, 5, 8), "5 query heads over 2 kv heads"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SHAPES)
+def test_wrong_shapes_are_named(name):
+    case = make_case([5, 7], 3, capacity=9)
+    shape, message = WRONG_SHAPES[name]
+    case[name] = jnp.zeros(shape, case[name].dtype)
+    with pytest.raises(ValueError, match=r"^block_attention: ") as caught:
+        block.block_attention(**case, scale=SCALE)
+    assert str(caught.value) == f"block_attention: {message}"

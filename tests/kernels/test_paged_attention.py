@@ -1,0 +1,267 @@
+"""Tests of paged attention against dense attention over whole sequences in float64."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense import dense_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash.kernels import paged_attention as paged
+
+SCALE = 0.3
+STALE = 1e6  # what slots hold that no sequence has written: it must never shine through
+
+
+@dataclasses.dataclass
+class Case:
+    """Sequences with `start[b]` cached rows and T new ones."""
+
+    arguments: dict[str, jax.Array]
+    expected: np.ndarray
+    page_size: int
+    owned: np.ndarray  # bool [P, S]; slots that the call must write
+
+    def check(self, result, tolerance):
+        outputs, key_pages, value_pages = result
+        assert outputs.dtype == self.arguments["queries"].dtype
+        np.testing.assert_allclose(
+            np.asarray(outputs, np.float64), self.expected, rtol=tolerance, atol=tolerance
+        )
+        for after, name, rows in (
+            (key_pages, "key_pages", "keys"),
+            (value_pages, "value_pages", "values"),
+        ):
+            before = np.asarray(self.arguments[name])
+            np.testing.assert_array_equal(np.asarray(after)[:, ~self.owned], before[:, ~self.owned])
+            written = np.asarray(after)[:, self.pages, self.slots]
+            new = np.asarray(self.arguments[rows]).transpose(2, 0, 1, 3)
+            np.testing.assert_array_equal(written, new)
+
+    @property
+    def pages(self):
+        table = np.asarray(self.arguments["page_table"])
+        return np.take_along_axis(table, self._positions() // self.page_size, axis=1)
+
+    @property
+    def slots(self):
+        return self._positions() % self.page_size
+
+    def _positions(self):
+        length = self.arguments["queries"].shape[1]
+        return np.asarray(self.arguments["start"])[:, None] + np.arange(length)
+
+
+def make_case(
+    starts, length, *, group=2, kv_heads=2, width=8, page_size=4, table_pages=None,
+    tree_mask=None, dtype=jnp.float32, seed=0,
+):  # fmt: skip
+    rng = np.random.default_rng(seed)
+    batch = len(starts)
+    needed = -(-(max(starts) + length) // page_size)
+    table_pages = table_pages or needed
+    num_pages = batch * table_pages + 2  # one scratch page, one that nobody owns
+    table = rng.permutation(np.arange(1, batch * table_pages + 1)).reshape(batch, table_pages)
+    heads = kv_heads * group
+
+    def draw(*shape):
+        return np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float64)
+
+    queries = draw(batch, length, heads, width)
+    keys, values = (draw(batch, max(starts) + length, kv_heads, width) for _ in range(2))
+    key_pages, value_pages = (
+        np.full((kv_heads, num_pages, page_size, width), STALE) for _ in range(2)
+    )
+    owned = np.zeros((num_pages, page_size), bool)
+    expected = np.zeros((batch, length, heads, width))
+    new_keys, new_values = (np.zeros((batch, length, kv_heads, width)) for _ in range(2))
+    for b, start in enumerate(starts):
+        for slot in range(start):
+            page = table[b, slot // page_size]
+            key_pages[:, page, slot % page_size] = keys[b, slot]
+            value_pages[:, page, slot % page_size] = values[b, slot]
+        for slot in range(start, start + length):
+            owned[table[b, slot // page_size], slot % page_size] = True
+        new_keys[b] = keys[b, start : start + length]
+        new_values[b] = values[b, start : start + length]
+        inside = np.tril(np.ones((length, length), bool)) if tree_mask is None else tree_mask[b]
+        visible = np.concatenate([np.ones((length, start), bool), inside], axis=1)
+        expected[b] = dense_attention(
+            queries[b], keys[b, : start + length], values[b, : start + length], visible, SCALE
+        )
+    arguments = {
+        "queries": jnp.asarray(queries, dtype),
+        "keys": jnp.asarray(new_keys, dtype),
+        "values": jnp.asarray(new_values, dtype),
+        "key_pages": jnp.asarray(key_pages, dtype),
+        "value_pages": jnp.asarray(value_pages, dtype),
+        "page_table": jnp.asarray(table, jnp.int32),
+        "start": jnp.asarray(starts, jnp.int32),
+    }
+    if tree_mask is not None:
+        arguments["tree_mask"] = jnp.asarray(tree_mask)
+    return Case(arguments, expected, page_size, owned)
+
+
+def run(case, tile=8):
+    """Compiles and runs; small tiles so that short sequences take several."""
+    with mock.patch.object(paged, "TILE_TOKENS", tile):
+        return jax.jit(functools.partial(paged.paged_attention, scale=SCALE))(**case.arguments)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17])
+def test_ragged_starts_and_page_edges(length):
+    # Page size 4, tile 8: empty, one row, on and around the edges of pages and of tiles.
+    make = make_case([0, 1, 3, 4, 5, 7, 8, 9, 16, 23], length)
+    make.check(run(make), 1e-5)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 1), (4, 2), (8, 2)])
+def test_query_heads_share_kv_heads(group, kv_heads):
+    case = make_case([0, 6, 11], 3, group=group, kv_heads=kv_heads)
+    case.check(run(case), 1e-5)
+
+
+@pytest.mark.parametrize(("tile", "page_size"), [(1, 1), (4, 1), (256, 8), (12, 3), (1, 8)])
+def test_any_page_and_tile_size(tile, page_size):
+    case = make_case([0, 5, 13, 24], 4, page_size=page_size)
+    case.check(run(case, tile), 1e-5)
+
+
+def test_table_longer_than_the_sequences():
+    # Five pages in tiles of two: the last tile reaches past the table.
+    case = make_case([0, 7, 17], 3, table_pages=5)
+    case.check(run(case), 1e-5)
+
+
+def test_all_sequences_empty():
+    case = make_case([0, 0], 5)
+    case.check(run(case), 1e-5)
+
+
+def test_bfloat16():
+    case = make_case([0, 7, 30], 5, group=4, width=32, dtype=jnp.bfloat16)
+    case.check(run(case), 2e-2)
+
+
+def ancestry(parents):
+    """Mask of the tree in which row g + 1 continues row parents[g]: each sees its ancestors."""
+    seen = np.eye(len(parents) + 1, dtype=bool)
+    for draft, parent in enumerate(parents):
+        seen[draft + 1] |= seen[parent]
+    return seen
+
+
+def test_tree_mask_differs_by_sequence():
+    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
+    case = make_case([0, 9, 4], 6, tree_mask=trees)
+    case.check(run(case), 1e-5)
+
+
+compiled = jax.jit(functools.partial(paged.paged_attention, scale=SCALE))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_lengths_and_trees(data):
+    starts = data.draw(st.lists(st.integers(0, 19), min_size=3, max_size=3))
+    parents = [[data.draw(st.integers(0, g)) for g in range(4)] for _ in starts]
+    trees = np.stack([ancestry(tree) for tree in parents])
+    seed = data.draw(st.integers(0, 99))
+    case = make_case(starts, 5, table_pages=6, tree_mask=trees, seed=seed)
+    with mock.patch.object(paged, "TILE_TOKENS", 8):  # read while tracing, once
+        result = compiled(**case.arguments)
+    case.check(result, 1e-5)
+
+
+def test_idle_sequences_touch_scratch_alone():
+    case = make_case([0, 6], 3)
+    case.arguments["page_table"] = case.arguments["page_table"].at[0].set(0)
+    outputs, *pools = run(case)
+    for after, name in zip(pools, ("key_pages", "value_pages"), strict=True):
+        changed = np.any(after != case.arguments[name], axis=(0, 2, 3))
+        mine = set(case.pages[1].tolist())
+        assert set(np.flatnonzero(changed).tolist()) == {0} | mine
+    # Three rows share the scratch page, yet each sequence's own result is right.
+    np.testing.assert_allclose(outputs, case.expected, rtol=1e-5, atol=1e-5)
+
+
+def test_new_rows_become_context():
+    """Two calls of three rows leave and compute what one call of six does."""
+    whole = make_case([2, 7], 6, table_pages=4)
+    everything, *whole_pages = run(whole)
+
+    def part(rows, start, pages):
+        arguments = dict(whole.arguments)
+        for name in ("queries", "keys", "values"):
+            arguments[name] = arguments[name][:, rows]
+        arguments["start"] = arguments["start"] + start
+        arguments["key_pages"], arguments["value_pages"] = pages
+        with mock.patch.object(paged, "TILE_TOKENS", 8):
+            return paged.paged_attention(**arguments, scale=SCALE)
+
+    first, *pages = part(
+        slice(0, 3), 0, (whole.arguments["key_pages"], whole.arguments["value_pages"])
+    )
+    second, *pages = part(slice(3, 6), 3, pages)
+    np.testing.assert_allclose(
+        jnp.concatenate([first, second], axis=1), everything, rtol=1e-5, atol=1e-5
+    )
+    jax.tree.map(np.testing.assert_array_equal, pages, whole_pages)
+
+
+WRONG_SHAPES = {
+    "keys": ((2, 3, 4, 8), "keys is (2, 3, 4, 8), expected (2, 3, 2, 8)"),
+    "values": ((2, 2, 2, 8), "values is (2, 2, 2, 8), expected (2, 3, 2, 8)"),
+    "value_pages": ((2, 8, 4, 4), "value_pages is (2, 8, 4, 4), expected (2, 8, 4, 8)"),
+    "page_table": ((3, 3), "page_table is (3, 3), expected (2, 3)"),
+    "start": ((3,), "start is (3,), expected (2,)"),
+    "tree_mask": ((3, 3), "tree_mask is (3, 3), expected (2, 3, 3)"),
+    "queries": ((2, 3, 3, 8), "queries (2, 3, 3, 8) do not fit key_pages (2, 8, 4, 8)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SHAPES)
+def test_wrong_shapes_are_named(name):
+    case = make_case([5, 7], 3, group=2)
+    shape, message = WRONG_SHAPES[name]
+    case.arguments[name] = jnp.zeros(shape, case.arguments.get(name, jnp.zeros(0, bool)).dtype)
+    with pytest.raises(ValueError, match=r"^paged_attention: ") as caught:
+        run(case)
+    assert str(caught.value) == f"paged_attention: {message}"
+
+
+def test_head_width_must_be_the_cache_s():
+    case = make_case([5, 7], 3)
+    for name in ("queries", "keys", "values"):
+        case.arguments[name] = case.arguments[name][..., :4]
+    with pytest.raises(ValueError, match="do not fit key_pages"):
+        run(case)
+
+
+def test_slot_index():
+    table = jnp.array([[4, 1, 7], [2, 0, 3]])
+    slots = jnp.array([[0, 3, 4], [11, 5, 8]])
+    np.testing.assert_array_equal(
+        paged.slot_index(table, slots, 4), [[16, 19, 4], [3 * 4 + 3, 1, 3 * 4]]
+    )
+
+
+def test_write_slots_casts_to_the_pool():
+    pages = jnp.zeros((1, 2, 2, 1), jnp.bfloat16)
+    rows = jnp.array([1.0, 2.0]).reshape(1, 1, 2, 1)
+    written = paged.write_slots(pages, jnp.array([[3, 0]]), rows)
+    assert written.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(written[0, :, :, 0], [[2, 0], [0, 1]])
+
+
+def test_move_slots_reads_before_it_writes():
+    pages = jnp.arange(2 * 8.0).reshape(2, 2, 4, 1)
+    moved = paged.move_slots(pages, jnp.array([[2, 3, 7]]), jnp.array([[1, 2, 3]]))
+    np.testing.assert_array_equal(moved[0].ravel(), [0, 2, 3, 7, 4, 5, 6, 7])
+    np.testing.assert_array_equal(moved[1].ravel(), [8, 10, 11, 15, 12, 13, 14, 15])

@@ -1,0 +1,148 @@
+"""Tests of the paged and the static cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_sharding, zeros
+
+from dflash.common import sharding as shardings
+from dflash.layers import cache as kv
+
+
+def make_paged(batch=2, pages_per_sequence=3, page_size=4, *, shares=1, sharding=None):
+    """A cache of two layers whose every slot holds a number of its own."""
+    abstract = kv.paged_cache(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=4,
+        batch=batch,
+        pages_per_sequence=pages_per_sequence,
+        num_pages=shares * (batch // shares * pages_per_sequence + 1),
+        page_size=page_size,
+        dtype=jnp.float32,
+        sharding=sharding or make_sharding(),
+    )
+    pools = jax.tree.leaves((abstract.keys, abstract.values))
+    numbers = [
+        jax.device_put(np.arange(pool.size, dtype=np.float32).reshape(pool.shape) + 1e4 * i, place)
+        for i, pool in enumerate(pools)
+        for place in [pool.sharding]
+    ]
+    # Within each share, pages are handed out backwards from the last.
+    local = batch // shares * pages_per_sequence
+    table = np.tile(np.arange(local, 0, -1), shares).reshape(batch, pages_per_sequence)
+    table = jax.device_put(table.astype(np.int32), abstract.page_table.sharding)
+    return kv.PagedCache(tuple(numbers[:2]), tuple(numbers[2:]), table)
+
+
+def rows_of(pages, table, page_base=0):
+    """One sequence's rows [K, slots, H] in order of their slots."""
+    picked = np.asarray(pages)[:, page_base + np.asarray(table)]
+    return picked.reshape(picked.shape[0], -1, picked.shape[-1])
+
+
+def check_compacted(before, after, start, path, shares=1):
+    batch = len(start)
+    per_share = before.keys[0].shape[1] // shares
+    for old, new in zip(
+        jax.tree.leaves((before.keys, before.values)),
+        jax.tree.leaves((after.keys, after.values)),
+        strict=True,
+    ):
+        expected_pool = np.array(old)
+        for b in range(batch):
+            base = b // (batch // shares) * per_share
+            expected = rows_of(old, before.page_table[b], base).copy()
+            for i, row in enumerate(path[b]):
+                expected[:, start[b] + i] = rows_of(old, before.page_table[b], base)[
+                    :, start[b] + row
+                ]
+            np.testing.assert_array_equal(rows_of(new, after.page_table[b], base), expected)
+            paged = expected.reshape(expected.shape[0], -1, old.shape[2], expected.shape[-1])
+            expected_pool[:, base + np.asarray(before.page_table[b])] = paged
+        np.testing.assert_array_equal(new, expected_pool)  # scratch and the rest: as before
+
+
+def test_compact_moves_an_accepted_path():
+    cache = make_paged()
+    start, path = [2, 7], [[0, 2, 4, 4], [0, 1, 3, 4]]
+    after = cache.compact(jnp.array(start), jnp.array(path), make_sharding())
+    check_compacted(cache, after, start, path)
+    # That much by hand: row 2 of sequence 1's tree (slot 9) gets what slot 10 held.
+    np.testing.assert_array_equal(
+        rows_of(after.keys[0], after.page_table[1])[:, 9],
+        rows_of(cache.keys[0], cache.page_table[1])[:, 10],
+    )
+
+
+def test_compact_of_a_chain_changes_nothing():
+    cache = make_paged()
+    path = jnp.broadcast_to(jnp.arange(5), (2, 5))
+    after = cache.compact(jnp.array([0, 6]), path, make_sharding())
+    jax.tree.map(np.testing.assert_array_equal, after, cache)
+
+
+def test_compact_on_eight_devices():
+    sharding = make_sharding(data=2, fsdp=2, tensor=2)
+    cache = make_paged(batch=4, shares=4, sharding=sharding)
+    assert len(cache.keys[0].sharding.device_set) == 8
+    start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
+    compact = jax.jit(lambda *args: cache.compact(*args, sharding))
+    after = compact(jnp.array(start), jnp.array(path))
+    check_compacted(cache, after, start, path, shares=4)
+
+
+def make_static(batch=3, capacity=8, sharding=None):
+    return zeros(
+        kv.static_cache(
+            num_layers=2,
+            num_kv_heads=2,
+            head_dim=4,
+            batch=batch,
+            capacity=capacity,
+            dtype=jnp.bfloat16,
+            sharding=sharding or make_sharding(),
+        )
+    )
+
+
+def test_static_write():
+    position = [0, 3, 5]
+    rng = np.random.default_rng(0)
+    # Multiples of 1/8 survive the cast to bfloat16.
+    rows = [jnp.asarray(rng.integers(-64, 64, (3, 3, 2, 4)) / 8, jnp.float32) for _ in range(4)]
+    before = make_static()
+    after = before.write(jnp.array(position), rows[:2], rows[2:])
+    for i, cache in enumerate((*after.keys, *after.values)):
+        assert cache.dtype == jnp.bfloat16
+        expected = np.zeros((3, 2, 8, 4))
+        for b, begin in enumerate(position):
+            expected[b, :, begin : begin + 3] = rows[i][b].swapaxes(0, 1)
+        np.testing.assert_array_equal(np.asarray(cache, np.float32), expected)
+
+
+def test_static_write_wants_rows_of_every_layer():
+    rows = [jnp.zeros((3, 1, 2, 4))]
+    with pytest.raises(ValueError, match="shorter"):
+        make_static().write(jnp.zeros(3, jnp.int32), rows, rows)
+
+
+def test_caches_lie_where_their_sequences_are():
+    sharding = make_sharding(data=2, fsdp=2, tensor=2)
+    paged, static = make_paged(4, shares=4, sharding=sharding), make_static(4, sharding=sharding)
+    spec = jax.sharding.PartitionSpec
+    assert paged.keys[0].sharding.spec == spec("tensor", ("data", "fsdp"), None, None)
+    assert paged.page_table.sharding.spec == spec(("data", "fsdp"), None)
+    assert static.keys[0].sharding.spec == spec(("data", "fsdp"), "tensor", None, None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [(8, ("batch", "pages")), (4, ("batch", "pages")), (1, (None, None)), (6, (None, None))],
+)
+def test_batches_that_cannot_be_split_stay_whole(batch, expected):
+    sizes = {"data": 2, "fsdp": 2, "tensor": 1}
+    rules = {"batch": ("data", "fsdp")}
+    sharding = shardings.make_sharding(sizes, rules, abstract=True)
+    assert kv.batch_axes(batch, sharding) == expected

@@ -1,0 +1,99 @@
+"""Tests of linear maps, embeddings, norms and the gated mlp."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_sharding
+
+from dflash.common import parameters
+from dflash.layers.linear import Embedding, Linear, RMSNorm
+from dflash.layers.mlp import Mlp
+
+
+def build(kind, *args, dtype=jnp.float32):
+    """A module whose every weight is random, those of norms included."""
+    module = kind(*args, dtype=dtype, sharding=make_sharding())
+    rng = np.random.default_rng(0)
+    values = {
+        path: jnp.asarray(rng.normal(size=param.get_value().shape), dtype)
+        for path, param in parameters.named_parameters(module)
+    }
+    parameters.assign(module, values)
+    return module
+
+
+def draw(*shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(9), shape).astype(dtype)
+
+
+def wide(*arrays):
+    return tuple(np.asarray(array, np.float64) for array in arrays)
+
+
+def test_linear():
+    module = build(Linear, 5, 3, (None, None))
+    x = draw(2, 4, 5)
+    kernel, inputs = wide(module.kernel[...], x)
+    assert kernel.shape == (5, 3)
+    np.testing.assert_allclose(module(x), inputs @ kernel, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_of_bfloat16_rounds_once():
+    module = build(Linear, 64, 3, (None, None), dtype=jnp.bfloat16)
+    x = draw(2, 64, dtype=jnp.bfloat16)
+    kernel, inputs = wide(module.kernel[...], x)
+    result = jax.jit(module)(x)
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_allclose(*wide(result), inputs @ kernel, rtol=2**-8, atol=1e-5)
+
+
+def test_embedding_and_its_head():
+    module = build(Embedding, 7, 4)
+    tokens = jnp.array([[6, 0], [3, 3]])
+    (table,) = wide(module.embedding[...])
+    np.testing.assert_allclose(module(tokens), table[np.asarray(tokens)])
+    hidden = draw(2, 2, 4)
+    np.testing.assert_allclose(
+        module.attend(hidden), wide(hidden)[0] @ table.T, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_logits_of_bfloat16_are_float32():
+    module = build(Embedding, 64, 32, dtype=jnp.bfloat16)
+    hidden = draw(1, 3, 32, dtype=jnp.bfloat16)
+    logits = module.attend(hidden)
+    assert logits.dtype == jnp.float32
+    inputs, table = wide(hidden, module.embedding[...])
+    # Far closer than bfloat16 could be: nothing was rounded on the way.
+    np.testing.assert_allclose(logits, inputs @ table.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm(eps):
+    module = build(RMSNorm, 6, eps)
+    x = draw(2, 3, 6)
+    inputs, scale = wide(x, module.scale[...])
+    expected = scale * inputs / np.sqrt((inputs**2).mean(-1, keepdims=True) + eps)
+    np.testing.assert_allclose(module(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rms_norm_of_bfloat16_is_computed_in_float32():
+    module = build(RMSNorm, 512, 1e-6, dtype=jnp.bfloat16)
+    x = 100 * draw(4, 512, dtype=jnp.bfloat16)
+    inputs, scale = wide(x, module.scale[...])
+    expected = scale * inputs / np.sqrt((inputs**2).mean(-1, keepdims=True) + 1e-6)
+    normed = module(x)
+    assert normed.dtype == jnp.bfloat16
+    np.testing.assert_allclose(*wide(normed), expected, rtol=2**-7)  # two roundings
+
+
+def test_mlp():
+    module = build(Mlp, 5, 7)
+    x = draw(2, 3, 5)
+    inputs, gate, up, down = wide(
+        x, *(getattr(module, f"{name}_proj").kernel[...] for name in ("gate", "up", "down"))
+    )
+    gated = inputs @ gate
+    expected = (gated / (1 + np.exp(-gated)) * (inputs @ up)) @ down
+    np.testing.assert_allclose(module(x), expected, rtol=1e-4, atol=1e-4)

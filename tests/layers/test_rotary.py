@@ -1,0 +1,84 @@
+"""Tests of rotary position embedding."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import import_transformers, make_architecture
+
+from dflash.config.schema import RopeScaling
+from dflash.layers import rotary
+
+LLAMA31 = RopeScaling(8.0, 1.0, 4.0, 8192)
+LLAMA32 = RopeScaling(32.0, 1.0, 4.0, 8192)
+
+
+def hf_config(scaling, head_dim=64, theta=5e5):
+    _, transformers = import_transformers()
+    rope = {"rope_type": "default", "rope_theta": theta}
+    if scaling is not None:
+        rope |= vars(scaling) | {"rope_type": "llama3"}
+    return transformers.LlamaConfig(
+        head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope
+    )
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA31, LLAMA32])
+def test_frequencies_are_transformers(scaling):
+    config = hf_config(scaling)
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
+    np.testing.assert_allclose(rotary.frequencies(64, 5e5, scaling), expected, rtol=1e-6)
+
+
+def test_llama3_scaling_slows_long_wavelengths_only():
+    plain, scaled = rotary.frequencies(128, 5e5), rotary.frequencies(128, 5e5, LLAMA31)
+    wavelengths = 2 * np.pi / plain
+    np.testing.assert_array_equal(scaled[wavelengths < 8192 / 4], plain[wavelengths < 8192 / 4])
+    long = wavelengths > 8192
+    np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-6)
+    between = ~long & (wavelengths > 8192 / 4)
+    assert between.any()
+    assert np.all(scaled[between] < plain[between])
+    assert np.all(scaled[between] > plain[between] / 8)
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA31])
+def test_rotation_is_transformers(scaling):
+    torch, _ = import_transformers()
+    from transformers.models.llama import modeling_llama
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 5, 3, 64)).astype(np.float32)
+    positions = np.array([[0, 1, 2, 3, 4], [7, 100, 1000, 2047, 4095]])
+    cos, sin = modeling_llama.LlamaRotaryEmbedding(hf_config(scaling))(
+        torch.from_numpy(x), torch.from_numpy(positions)
+    )
+    heads_first = torch.from_numpy(x).transpose(1, 2)
+    expected, _ = modeling_llama.apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
+    arch = make_architecture(head_dim=64, rope_theta=5e5, rope_scaling=scaling)
+    rotated = rotary.rotate(jnp.asarray(x), rotary.angles(jnp.asarray(positions), arch))
+    np.testing.assert_allclose(rotated, expected.transpose(1, 2).numpy(), atol=1e-3, rtol=1e-3)
+
+
+def test_rotation_turns_pairs_in_the_complex_plane():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 3, 2, 8))
+    positions = jnp.array([[0, 5, 11]])
+    freqs = 1e4 ** (-np.arange(4) / 4)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(
+        1j * np.asarray(positions)[..., None, None] * freqs
+    )
+    arch = make_architecture(head_dim=8, rope_theta=1e4)
+    rotated = rotary.rotate(jnp.asarray(x, jnp.float32), rotary.angles(positions, arch))
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(rotated, expected, atol=1e-5)
+
+
+def test_bfloat16_is_rotated_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 1, 64)), jnp.bfloat16)
+    cos_sin = rotary.angles(jnp.array([[4093]]), make_architecture(head_dim=64))
+    rotated = rotary.rotate(x, cos_sin)
+    assert rotated.dtype == jnp.bfloat16
+    wide = rotary.rotate(x.astype(jnp.float32), cos_sin)
+    np.testing.assert_array_equal(rotated, wide.astype(jnp.bfloat16))

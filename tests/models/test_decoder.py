@@ -1,0 +1,301 @@
+"""Tests of targets: transformers computes the same, and what a tree or a mesh must not change."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    import_transformers,
+    load,
+    make_architecture,
+    make_cache,
+    make_sharding,
+    make_target,
+    move,
+    zeros,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash import errors, registry
+from dflash.common import parameters
+from dflash.config.schema import RopeScaling
+from dflash.inference import tree as trees
+from dflash.models.llama3 import Llama3
+from dflash.models.qwen3 import Qwen3
+
+FAMILIES = {name: registry.load(entry.implementation) for name, entry in registry.TARGETS.items()}
+SHAPE = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,  # transformers norms what it shows of the last one
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+# Scaled so early that even the tests' short sequences feel it.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CHECKPOINTS = {
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 tied, one kv head": (
+        "Qwen3",
+        {"head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "llama3 scaled": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama3 scaled and tied, a kv head each": (
+        "Llama",
+        {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+}
+EIGHT = make_sharding(data=2, fsdp=2, tensor=2)
+LENGTHS = [5, 17, 33, 1]
+FIRST_CHUNK = [2, 16, 7, 1]  # rows of each sequence in the first of two calls
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def pair(request, tmp_path_factory):
+    """A random model of transformers, and ours with the weights that it saved."""
+    torch, transformers = import_transformers()
+    family, options = CHECKPOINTS[request.param]
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | options), eos_token_id=[3, 7])
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            mean, std = (1.0, 0.3) if "norm" in name else (0.0, 0.2)
+            parameter.normal_(mean, std)
+    directory = tmp_path_factory.mktemp("checkpoint")
+    theirs.save_pretrained(directory)
+    return theirs, load({"Qwen3": Qwen3, "Llama": Llama3}[family], directory)
+
+
+def draw_tokens(lengths=LENGTHS, vocab=48):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab, length) for length in lengths]
+
+
+def step(target, tokens, start, cache, *, feature_layers=()):
+    """One jitted call; returns hidden states, features, logits and the cache."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.asarray(start)[:, None] + jnp.arange(tokens.shape[1])
+    return compiled(target, feature_layers)(tokens, positions, cache)
+
+
+@functools.cache
+def compiled(target, feature_layers):
+    @jax.jit
+    def call(tokens, positions, cache):
+        output = target(tokens, positions, cache, feature_layers=feature_layers)
+        return output.hidden, output.features, target.unembed(output.hidden), output.cache
+
+    return call
+
+
+def pad(sequences):
+    """Sequences as one array; what follows a shorter one is arbitrary."""
+    width = max(map(len, sequences))
+    return np.stack([np.pad(tokens, (0, width - len(tokens)), mode="wrap") for tokens in sequences])
+
+
+def reference(theirs, tokens, layers):
+    """Logits and features of one sequence, by transformers, on its own."""
+    torch, _ = import_transformers()
+    with torch.no_grad():
+        output = theirs(torch.from_numpy(tokens)[None], output_hidden_states=True)
+    features = torch.cat([output.hidden_states[i + 1][0] for i in layers], dim=-1)
+    return output.logits[0].numpy(), features.numpy()
+
+
+def check_rows(ours, expected, rows):
+    for mine, theirs, count in zip(ours, expected, rows, strict=True):
+        np.testing.assert_allclose(mine[:count], theirs[:count], rtol=0, atol=1e-4)
+
+
+def test_ragged_batch_in_one_call(pair):
+    theirs, ours = pair
+    tokens, layers = draw_tokens(), (1, 0)  # in the order asked for, not that of depth
+    cache = make_cache(ours, len(tokens), max(LENGTHS))
+    _, features, logits, _ = step(
+        ours, pad(tokens), [0] * len(tokens), cache, feature_layers=layers
+    )
+    expected_logits, expected_features = zip(
+        *(reference(theirs, each, layers) for each in tokens), strict=True
+    )
+    assert logits.dtype == jnp.float32
+    assert max(np.abs(each).max() for each in expected_logits) > 1  # worth comparing
+    check_rows(logits, expected_logits, LENGTHS)
+    check_rows(features, expected_features, LENGTHS)
+
+
+def test_ragged_batch_in_two_calls(pair):
+    """The second call overwrites the padding that the first left behind each sequence."""
+    theirs, ours = pair
+    tokens = draw_tokens()
+    head = [each[:count] for each, count in zip(tokens, FIRST_CHUNK, strict=True)]
+    rest = [each[count:] for each, count in zip(tokens, FIRST_CHUNK, strict=True)]
+    rest[-1] = tokens[-1]  # this sequence is over: its rows are not looked at
+    cache = make_cache(ours, len(tokens), max(LENGTHS) + max(map(len, rest)))
+    _, _, first, cache = step(ours, pad(head), [0] * len(tokens), cache)
+    _, _, second, _ = step(ours, pad(rest), FIRST_CHUNK, cache)
+    expected = [reference(theirs, each, (0,))[0] for each in tokens]
+    check_rows(first, expected, FIRST_CHUNK)
+    remaining = [length - count for length, count in zip(LENGTHS, FIRST_CHUNK, strict=True)]
+    check_rows(
+        second,
+        [each[count:] for each, count in zip(expected, FIRST_CHUNK, strict=True)],
+        remaining,
+    )
+
+
+def test_parameters_carry_the_names_of_transformers(pair):
+    theirs, ours = pair
+    names = {ours.checkpoint_name(path) for path, _ in parameters.named_parameters(ours)}
+    assert names == set(theirs.state_dict()) - set(ours.ignored_checkpoint_names)
+
+
+def test_transformers_reads_our_config(pair):
+    theirs, ours = pair
+    config = type(theirs.config).from_dict(type(ours).config_to_hf(ours.arch))
+    assert type(ours).architecture_from_hf(config.to_dict()) == ours.arch
+    for name in (*SHAPE, "head_dim", "rms_norm_eps", "tie_word_embeddings", "eos_token_id"):
+        assert getattr(config, name) == getattr(theirs.config, name), name
+    assert dict(config.rope_parameters) == dict(theirs.config.rope_parameters)
+
+
+positive = st.integers(1, 2**20)
+scalings = st.builds(
+    RopeScaling,
+    factor=st.floats(1, 64),
+    low_freq_factor=st.floats(0, 4),
+    high_freq_factor=st.floats(5, 9),
+    original_max_position_embeddings=positive,
+)
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(
+    name=st.sampled_from(sorted(FAMILIES)),
+    scaling=st.none() | scalings,
+    tied=st.booleans(),
+    eos=st.lists(st.integers(0, 47), max_size=3).map(tuple),
+    theta=st.floats(1, 1e8),
+    eps=st.floats(0, 1e-2),
+    sizes=st.fixed_dictionaries(
+        dict.fromkeys(("vocab_size", "hidden_size", "head_dim", "num_key_value_heads"), positive)
+    ),
+)
+def test_config_round_trip(name, scaling, tied, eos, theta, eps, sizes):
+    arch = make_architecture(
+        rope_scaling=scaling,
+        tie_word_embeddings=tied,
+        eos_token_id=eos,
+        rope_theta=theta,
+        rms_norm_eps=eps,
+        **sizes,
+    )
+    config = FAMILIES[name].config_to_hf(arch)
+    assert FAMILIES[name].architecture_from_hf(config) == arch
+    assert config["architectures"] == list(FAMILIES[name].hf_architectures)
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "use_sliding_window"])
+def test_unsupported_options_are_refused(key):
+    config = Qwen3.config_to_hf(make_architecture()) | {key: True}
+    with pytest.raises(errors.CheckpointError) as caught:
+        Qwen3.architecture_from_hf(config)
+    assert str(caught.value) == f"config.json: {key}: true is not supported"
+
+
+def test_no_features_unless_asked_for():
+    target = make_target()
+    _, features, _, _ = step(target, [[1, 2]], [0], make_cache(target, 1, 8))
+    assert features.shape == (1, 2, 0)
+
+
+# A tree of two branches and a twig; row r + 1 continues row PARENTS[r].
+PARENTS = [0, 0, 1, 2, 4, 2]
+PATHS = [[0, 1, 3], [0, 2, 4, 5], [0, 2, 6]]
+PREFIX = [11, 4, 30, 7, 19]
+ROWS = [8, 21, 22, 23, 24, 25, 26]
+
+
+def run_chain(target, tokens):
+    hidden, features, _, _ = step(
+        target, [tokens], [0], make_cache(target, 1, 24), feature_layers=(0, 1)
+    )
+    return hidden[0], features[0]
+
+
+@pytest.fixture(scope="module")
+def tree_run():
+    """A tree verified after a prefix: the target, the mask, the outputs and the cache."""
+    target, tree = make_target(), trees.from_parents(jnp.array([PARENTS]))
+    _, _, _, cache = step(target, [PREFIX], [0], make_cache(target, 1, 24))
+    output = jax.jit(
+        lambda rows, positions, cache: target(
+            rows, positions, cache, feature_layers=(0, 1), tree_mask=tree.ancestry
+        )
+    )(jnp.array([ROWS]), len(PREFIX) + tree.depth, cache)
+    return target, output
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_path_of_a_tree_is_a_chain(tree_run, path):
+    target, output = tree_run
+    hidden, features = run_chain(target, PREFIX + [ROWS[row] for row in path])
+    rows = np.array(path)
+    np.testing.assert_allclose(output.hidden[0, rows], hidden[len(PREFIX) :], atol=1e-5)
+    np.testing.assert_allclose(output.features[0, rows], features[len(PREFIX) :], atol=1e-4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_decoding_goes_on_after_an_accepted_path(tree_run, path):
+    target, output = tree_run
+    padded = jnp.array([path + [path[-1]] * (len(ROWS) - len(path))])
+    cache = output.cache.compact(jnp.array([len(PREFIX)]), padded, target.sharding)
+    tokens = PREFIX + [ROWS[row] for row in path]
+    hidden, _, _, _ = step(target, [[40]], [len(tokens)], cache)
+    np.testing.assert_allclose(hidden[0, 0], run_chain(target, [*tokens, 40])[0][-1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tied"),
+    [(4, False), (1, True)],  # one sequence cannot be split: all replicas run it
+)
+def test_eight_devices_equal_one(batch, tied):
+    target = make_target(num_hidden_layers=2, tie_word_embeddings=tied)
+    spread = move(target, Qwen3(target.arch, dtype=jnp.float32, sharding=EIGHT))
+    tokens = np.stack(draw_tokens([10] * batch))
+    results = []
+    for model in (target, spread):
+        cache = whole_cache(model) if batch == 1 else make_cache(model, batch, 16)
+        # Two calls of one shape: the second reads what the first wrote.
+        *_, cache = step(model, tokens[:, :5], [0] * batch, cache, feature_layers=(1, 0))
+        results.append(step(model, tokens[:, 5:], [5] * batch, cache, feature_layers=(1, 0))[:3])
+    for one, eight in zip(*results, strict=True):
+        assert len(eight.sharding.device_set) == 8
+        np.testing.assert_allclose(eight, one, rtol=1e-4, atol=1e-4)
+
+
+def whole_cache(target):
+    """The cache of one sequence, which every data replica holds whole."""
+    abstract = target.new_cache(batch=1, pages_per_sequence=2, num_pages=3, page_size=8)
+    table = jax.device_put(np.array([[2, 1]], np.int32), abstract.page_table.sharding)
+    return dataclasses.replace(zeros(abstract), page_table=table)
+
+
+def test_modules_are_born_abstract():
+    arch = dataclasses.replace(make_architecture(), vocab_size=10**9, hidden_size=10**6)
+    target = Qwen3(arch, dtype=jnp.bfloat16, sharding=make_sharding())
+    assert parameters.count(target) > 10**15
