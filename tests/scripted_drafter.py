@@ -85,7 +85,9 @@ class ScriptedDrafter(Drafter):
         rows = (batch, max_length + self.block_size)
         whole = sharding(*ONE_DEVICE).abstract
         return {
+            "count": whole((batch,), (None,), jnp.int32),
             "tokens": whole(rows, (None, None), jnp.int32),
+            "following": whole(rows, (None, None), jnp.int32),
             "features": whole((*rows, width), (None, None, None), jnp.float32),
         }
 
@@ -102,7 +104,8 @@ class ScriptedDrafter(Drafter):
         offsets = jnp.take_along_axis(self.offsets[...][position], parents, axis=1)
         tokens = (right + self.rank[...][position] - offsets) % VOCAB
         # What a drafter with a wrong memory drafts is wrong too.
-        tokens = jnp.where(same.any(axis=1, keepdims=True), tokens, (right + VOCAB // 2) % VOCAB)
+        remembers = same.any(axis=1) & (state["count"] == position)
+        tokens = jnp.where(remembers[:, None], tokens, (right + VOCAB // 2) % VOCAB)
         return Proposal(tokens, parents if self.tree else None), state
 
     def observe(self, state, position, tokens, num_committed, features):
@@ -111,6 +114,8 @@ class ScriptedDrafter(Drafter):
         at = jnp.where(rows < num_committed[:, None], position[:, None] + rows, 1 << 20)
         batch = jnp.arange(at.shape[0])[:, None]
         return {
+            "count": state["count"] + num_committed,
             "tokens": state["tokens"].at[batch, at].set(tokens[:, :-1], mode="drop"),
+            "following": state["following"].at[batch, at].set(tokens[:, 1:], mode="drop"),
             "features": state["features"].at[batch, at].set(features, mode="drop"),
         }

@@ -170,8 +170,8 @@ def _plain_engine() -> Engine:
 
 
 @functools.cache
-def _plain_outputs(prompts, num_tokens, temperature, seed, first_index):
-    run = resampled(_plain_engine(), temperature=temperature, seed=seed)
+def _plain_outputs(prompts, num_tokens, first_index, **sampling):
+    run = resampled(_plain_engine(), **sampling)
     return [one.output_ids for one in decode(run, prompts, num_tokens, first_index)]
 
 
@@ -179,14 +179,13 @@ def expected(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     *,
-    temperature: float,
-    seed: int = 0,
     first_index: int = 0,
     stop_ids: Sequence[int] = (),
+    **sampling,
 ) -> list[tuple[tuple[int, ...], str]]:
     """Output ids and finish reasons as plain decoding has them, cut at limits and stop tokens."""
     results = []
-    whole = _plain_outputs(tuple(prompts), 32, temperature, seed, first_index)
+    whole = _plain_outputs(tuple(prompts), 32, first_index, **sampling)
     for ids, limit in zip(whole, limits, strict=True):
         ids = ids[:limit]
         stops = [i for i, token in enumerate(ids) if token in stop_ids]

@@ -93,7 +93,13 @@ class Engine:
         Args:
           prompt: token ids, at least one.
           index: number of the sequence in its run; with the seed it fixes the sequence's noise.
+        Raises:
+          ValueError: the prompt is empty, or leaves no room for a new token.
         """
+        if not 0 < len(prompt) < self.layout.max_length:
+            raise ValueError(
+                f"prompt of {len(prompt)} tokens, expected 1 to {self.layout.max_length - 1}"
+            )
         bucket = self.layout.bucket(len(prompt))
         chunk = self.layout.chunk(bucket)
         config = self._config
@@ -124,7 +130,16 @@ class Engine:
         """Puts a prefilled sequence into a slot; it ends at `limit` tokens, prompt included.
 
         Consumes `state` (its buffers are donated).
+
+        Raises:
+          ValueError: the slot has not the pages that `limit` tokens take, or too many.
         """
+        needed, most = self.layout.pages_for(limit), self.layout.pages_per_sequence
+        if not needed <= len(slot.pages) <= most:
+            raise ValueError(
+                f"slot {slot.index} has {len(slot.pages)} pages; {limit} tokens take {needed}, "
+                f"a sequence at most {most}"
+            )
         table = np.zeros(self.layout.pages_per_sequence, np.int32)
         table[: len(slot.pages)] = slot.pages
         # The bucket's padding may fill more pages than the sequence owns: those go to scratch.

@@ -10,8 +10,10 @@ from typing import TextIO
 from dflash import errors
 from dflash.common import assembly, prompts, sharding, tokenizer
 from dflash.common.assembly import Source
+from dflash.common.chat_template import Messages
 from dflash.common.prompts import Prompt
-from dflash.config.schema import DecodeRun
+from dflash.config.schema import DecodeRun, PromptsConfig
+from dflash.data import datasets
 from dflash.drafters.base import Drafter
 from dflash.inference import plan, scheduler
 from dflash.inference.engine import Engine
@@ -106,7 +108,13 @@ def prepare(config: DecodeRun, *, stdin: TextIO, dry: bool = False) -> Job:
         longest = config.decode.prefill_chunk + config.decode.max_new_tokens
         return dataclasses.replace(job, max_length=config.decode.max_length or longest)
     vocab_size = target.arch.vocab_size
-    found = prompts.read_prompts(config.prompts, words, vocab_size=vocab_size, stdin=stdin)
+    found = prompts.read_prompts(
+        config.prompts,
+        words,
+        vocab_size=vocab_size,
+        stdin=stdin,
+        conversations=_conversations(config.prompts),
+    )
     longest = scheduler.max_length(job.requests(found))
     job = dataclasses.replace(
         job, prompts=tuple(found), max_length=config.decode.max_length or longest
@@ -116,9 +124,16 @@ def prepare(config: DecodeRun, *, stdin: TextIO, dry: bool = False) -> Job:
 
 
 def _prompts_are_known(config: DecodeRun, source: Source) -> bool:
-    from_stdin = not config.prompts.text and config.prompts.file is None
+    named = config.prompts
+    from_stdin = not named.text and named.file is None and named.dataset is None
     without_tokenizer = source.directory is None and config.target.checkpoint != assembly.RANDOM
     return not from_stdin and not without_tokenizer
+
+
+def _conversations(config: PromptsConfig) -> list[Messages]:
+    if config.dataset is None:
+        return []
+    return datasets.task_prompts(config.dataset, config.split, config.limit)
 
 
 def _request(prompt: Prompt, config: DecodeRun) -> Request:

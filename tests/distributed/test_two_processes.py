@@ -1,0 +1,59 @@
+"""Two processes that decode together, over loopback, give what one gives."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+from tiny_models import expected, random_prompts
+
+from dflash import registry
+
+WORKER = pathlib.Path(__file__).with_name("decode_worker.py")
+TIMEOUT_S = 300
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def run_workers(count: int, task: dict) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of each."""
+    address = f"localhost:{free_port()}"
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), address, str(count), str(i), json.dumps(task)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        for i in range(count)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=TIMEOUT_S) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [(w.returncode, *output) for w, output in zip(workers, outputs, strict=True)]
+
+
+def test_two_processes_decode_as_one():
+    prompts, limits = random_prompts([1, 35, 9, 4]), [12, 9, 15, 1]
+    options = {"temperature": 0.8, "seed": 2}
+    names = sorted(registry.DRAFTERS)
+    task = {
+        "drafters": names,
+        "mesh": (2, 1, 2),
+        "prompts": prompts,
+        "limits": limits,
+        "options": options,
+    }
+    wanted = [list(ids) for ids, _ in expected(prompts, limits, **options)]
+    for status, out, err in run_workers(2, task):
+        assert status == 0, err
+        assert json.loads(out.splitlines()[-1]) == dict.fromkeys(names, wanted)

@@ -1,0 +1,136 @@
+"""Tests of the cycle through the engine, with drafts that are known to be right or wrong."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_drafter import Script, ScriptedDrafter
+from tiny_models import decode, engine, expected, random_prompts, redrafted, resampled
+
+from dflash.inference.engine import Engine, Slot
+from dflash.inference.pages import PagePool
+
+LENGTH = 96  # positions that a script covers
+PROMPTS = random_prompts([1, 16, 9, 17, 5, 2])
+LIMITS = [20, 9, 1, 18, 2, 23]
+indices = st.integers(0, 2**31 - 100)
+few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+
+
+@functools.cache
+def scripted_engine(block_size: int, tree: bool, batch_size: int, stop_ids=()) -> Engine:
+    blank = ScriptedDrafter(Script.chain(LENGTH, block_size - 1, True), [()] * 6, tree=tree)
+    return engine(blank, batch_size=batch_size, sync_every=3, max_length=40, stop_ids=stop_ids)
+
+
+def check(base: Engine, script: Script, *, temperature: float, index: int) -> None:
+    """Decodes and compares tokens and acceptance lengths with what must come."""
+    how = {"temperature": temperature, "first_index": index}
+    whole = expected(PROMPTS, [32] * len(PROMPTS), **how)
+    texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, whole, strict=True)]
+    tree = base._abstract_drafter.tree
+    run = resampled(base, temperature=temperature)
+    done = decode(redrafted(run, ScriptedDrafter(script, texts, tree=tree)), PROMPTS, LIMITS, index)
+    wanted = expected(PROMPTS, LIMITS, stop_ids=base.stop_ids, **how)
+    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    for prompt, one in zip(PROMPTS, done, strict=True):
+        lengths = script.acceptance_lengths(len(prompt), len(one.output_ids))
+        assert one.acceptance_lengths == lengths, one.index
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("block_size", "batch_size"), [(2, 3), (16, 1)])
+def test_drafts_always_right(block_size, batch_size, temperature):
+    base = scripted_engine(block_size, False, batch_size)
+    script = Script.chain(LENGTH, block_size - 1, False)
+    check(base, script, temperature=temperature, index=100)
+    whole_blocks = script.acceptance_lengths(1, 20)[:-1]
+    assert set(whole_blocks) == {block_size}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("block_size", "batch_size"), [(2, 3), (16, 1)])
+def test_drafts_always_wrong(block_size, batch_size, temperature):
+    base = scripted_engine(block_size, False, batch_size)
+    script = Script.chain(LENGTH, block_size - 1, True)
+    check(base, script, temperature=temperature, index=200)
+    assert set(script.acceptance_lengths(1, 20)) == {1}
+
+
+@few
+@given(index=indices, rate=st.floats(0.0, 1.0), temperature=st.sampled_from([0.0, 0.8]))
+def test_chains_right_here_and_wrong_there(index, rate, temperature):
+    wrong = np.random.default_rng(index).random((LENGTH, 5)) < rate
+    base = scripted_engine(5, False, 3)
+    check(base, Script.chain(LENGTH, 4, wrong), temperature=temperature, index=index)
+
+
+@few
+@given(index=indices, temperature=st.sampled_from([0.0, 0.8]))
+@pytest.mark.parametrize(("block_size", "batch_size"), [(8, 3), (5, 1)])
+def test_random_trees(block_size, batch_size, index, temperature):
+    script = Script.random_tree(LENGTH, block_size - 1, np.random.default_rng(index))
+    base = scripted_engine(block_size, True, batch_size)
+    check(base, script, temperature=temperature, index=index)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_stop_token_inside_an_accepted_tree_path_ends_the_sequence(temperature):
+    base = scripted_engine(8, True, 3, stop_ids=(1, 7))
+    script = Script.chain(LENGTH, 7, False)
+    check(base, script, temperature=temperature, index=300)
+    how = {"temperature": temperature, "first_index": 300, "stop_ids": base.stop_ids}
+    stops = [len(ids) for ids, reason in expected(PROMPTS, LIMITS, **how) if reason == "stop"]
+    assert any(length % 8 > 1 for length in stops), "no stop fell inside a block"
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree):
+    """After every dispatch: what a fresh prefill of the committed tokens would hold."""
+    block_size = 8 if tree else 5
+    base = resampled(scripted_engine(block_size, tree, 3), temperature=0.8)
+    rng = np.random.default_rng(5)
+    script = Script.random_tree(LENGTH, block_size - 1, rng)
+    if not tree:
+        script = Script.chain(LENGTH, block_size - 1, rng.random((LENGTH, block_size)) < 0.3)
+    prompts = PROMPTS[1:4]
+    outputs = expected(prompts, [20] * 3, temperature=0.8)
+    texts = [(*prompt, *ids) for prompt, (ids, _) in zip(prompts, outputs, strict=True)]
+    run = redrafted(base, ScriptedDrafter(script, [*texts, (), (), ()], tree=tree))
+
+    pool = PagePool(1, run.layout.pages_per_share)
+    state = run.new_state()
+    for i, prompt in enumerate(prompts):
+        slot = Slot(i, pool.take(0, run.layout.pages_for(len(prompt) + 20)))
+        state = run.insert(state, run.prefill(prompt, i), slot, len(prompt) + 20)
+    fresh = [run.prefill(text, i) for i, text in enumerate(texts)]
+    dispatches = 0
+    while bool(state.active.any()):
+        state, _ = run.generate(state)
+        dispatches += 1
+        for i, text in enumerate(texts):
+            held = int(state.length[i]) - 1
+            assert int(state.drafter["count"][i]) == held
+            np.testing.assert_array_equal(state.drafter["tokens"][i, :held], text[:held])
+            np.testing.assert_array_equal(state.drafter["following"][i, :held], text[1 : held + 1])
+            features = fresh[i].drafter["features"][0, :held]
+            np.testing.assert_allclose(state.drafter["features"][i, :held], features, atol=1e-4)
+            assert int(state.anchor[i]) == text[held]
+            for rows, wanted in zip(
+                jax.tree.leaves((state.cache.keys, state.cache.values)),
+                jax.tree.leaves((fresh[i].cache.keys, fresh[i].cache.values)),
+                strict=True,
+            ):
+                held_rows = cached_rows(rows, state.cache.page_table[i], held)
+                fresh_rows = cached_rows(wanted, fresh[i].cache.page_table[0], held)
+                np.testing.assert_allclose(held_rows, fresh_rows, atol=1e-4)
+    assert dispatches > 2
+
+
+def cached_rows(pages, table, count: int) -> np.ndarray:
+    """Rows 0 … count - 1 of one sequence, [K, count, H]."""
+    pages, table = np.asarray(pages), np.asarray(table)
+    return pages[:, table].reshape(pages.shape[0], -1, pages.shape[-1])[:, :count]

@@ -1,0 +1,174 @@
+"""Tests of sampling: filters against numpy, noise that belongs to positions, distributions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash.inference import sampling
+from dflash.inference.sampling import SamplingParams, SequenceSampler
+
+VOCAB = 11
+few = settings(deadline=None, derandomize=True, database=None)
+logit_rows = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB, unique=True)
+options = st.tuples(
+    st.sampled_from([0.0, 0.3, 0.8, 1.0, 2.5]),
+    st.integers(0, VOCAB + 2),
+    st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99, 1.0]),
+)
+sample = jax.jit(sampling.sample, static_argnums=3)
+probabilities = jax.jit(sampling.probabilities)
+
+
+def make_params(*rows: tuple[float, int, float], seed: int = 0) -> SamplingParams:
+    """One sequence per (temperature, top_k, top_p)."""
+    temperature, top_k, top_p = zip(*rows, strict=True)
+    keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"), len(rows))
+    return SamplingParams(
+        jax.random.key_data(keys),
+        jnp.array(temperature, jnp.float32),
+        jnp.array(top_k, jnp.int32),
+        jnp.array(top_p, jnp.float32),
+    )
+
+
+def reference_probabilities(logits, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Temperature, then top-k, then top-p, a token at a time."""
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    weights = np.exp((logits - logits.max()) / np.float64(temperature))
+    order = np.argsort(-logits)[: top_k or len(logits)]
+    kept, mass = [], 0.0
+    for token in order:
+        if kept and mass >= top_p:
+            break
+        kept.append(token)
+        mass += weights[token] / weights[order].sum()
+    probs = np.zeros(len(logits))
+    probs[kept] = weights[kept] / weights[kept].sum()
+    return probs
+
+
+@few
+@given(st.lists(logit_rows, min_size=4, max_size=4), st.tuples(options, options))
+def test_filters_against_numpy(rows, chosen):
+    logits = np.array(rows, np.float32).reshape(2, 2, VOCAB) / 20
+    probs = probabilities(logits, make_params(*chosen))
+    for b in range(2):
+        for t in range(2):
+            wanted = reference_probabilities(logits[b, t].astype(np.float64), *chosen[b])
+            np.testing.assert_allclose(probs[b, t], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "kept"),
+    [
+        ((1.0, 0, 0.5), 2),  # 0.4 does not reach 0.5; the token that crosses it stays
+        ((1.0, 2, 0.5), 1),  # of the two that top-k leaves, the first has more than a half
+        ((3.0, 2, 0.5), 1),
+        ((3.0, 0, 0.5), 2),
+        ((1.0, 3, 1.0), 3),
+        ((1.0, 0, 0.0), 1),
+        ((1.0, 9, 0.95), 4),
+    ],
+)
+def test_top_k_comes_before_top_p(option, kept):
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))[None, None]
+    assert jnp.count_nonzero(probabilities(logits, make_params(option))) == kept
+
+
+def test_neighbours_do_not_change_what_a_sequence_may_draw():
+    """The filters run for a whole batch as soon as one sequence asks for them."""
+    logits = jnp.linspace(0.0, 40.0, 300)[None, None]
+    alone = sampling.filter_logits(logits, make_params((1.0, 0, 1.0)))
+    both = jnp.tile(logits, (2, 1, 1))
+    beside = sampling.filter_logits(both, make_params((1.0, 0, 1.0), (1.0, 5, 0.9)))
+    np.testing.assert_array_equal(alone[0], beside[0])
+    assert np.isfinite(beside[1]).sum() == 5
+
+
+@few
+@given(logit_rows, st.integers(0, 10_000), st.integers(0, 100))
+def test_greedy_takes_the_largest_logit(row, position, seed):
+    logits = np.array(row, np.float32).reshape(1, 1, VOCAB)
+    position = np.array([[position]], np.int32)
+    token = sample(logits, position, make_params((0.0, 0, 1.0), seed=seed), sampling.COUPLED)
+    assert token[0, 0] == np.argmax(row)
+
+
+def test_greedy_rows_stay_greedy_beside_sampled_ones():
+    logits = jax.random.normal(jax.random.key(0), (2, 50, VOCAB))
+    positions = jnp.tile(jnp.arange(50), (2, 1))
+    tokens = sample(logits, positions, make_params((0.0, 0, 1.0), (1.0, 0, 1.0)), sampling.COUPLED)
+    np.testing.assert_array_equal(tokens[0], jnp.argmax(logits[0], axis=-1))
+    assert (tokens[1] != jnp.argmax(logits[1], axis=-1)).any()
+
+
+def test_noise_belongs_to_seed_position_and_stream_alone():
+    logits = jax.random.normal(jax.random.key(0), (1, 1, VOCAB))
+    params = make_params((1.0, 0, 1.0))
+
+    def draw(positions, batch_params=params, stream=sampling.COUPLED):
+        positions = jnp.array(positions, jnp.int32)
+        return np.asarray(
+            sample(
+                jnp.broadcast_to(logits, (*positions.shape, VOCAB)), positions, batch_params, stream
+            )
+        )
+
+    line = draw([list(range(200))])[0]
+    # The same whatever the block, and whoever else is in the batch.
+    np.testing.assert_array_equal(draw([list(range(63, 70))])[0], line[63:70])
+    np.testing.assert_array_equal(draw([[150], [150]], make_two(params))[0], line[150:151])
+    # A tree has siblings at one position.
+    assert set(draw([[7, 7, 7]])[0]) == {line[7]}
+    # Anything else is other noise.
+    other_seed = dataclasses.replace(params, seed=params.seed + 1)
+    for other in (
+        draw([list(range(200))], other_seed)[0],
+        draw([list(range(200, 400))])[0],
+        *(draw([list(range(200))], stream=stream)[0] for stream in (1, 2, 3)),
+    ):
+        assert 0.5 < np.mean(other != line) < 1.0
+
+
+def make_two(params: SamplingParams) -> SamplingParams:
+    """A batch of the sequence and another one."""
+    other = dataclasses.replace(params, seed=params.seed + 5, top_k=params.top_k + 3)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), params, other)
+
+
+@pytest.mark.parametrize("stream", [sampling.COUPLED, sampling.DRAFT])
+@pytest.mark.parametrize("option", [(1.0, 0, 1.0), (0.7, 6, 1.0), (1.3, 0, 0.8), (0.8, 8, 0.9)])
+def test_samples_follow_the_distribution(option, stream):
+    count = 20_000
+    logits = np.random.default_rng(3).normal(size=VOCAB).astype(np.float32)
+    positions = np.arange(count, dtype=np.int32)[None]
+    rows = np.broadcast_to(logits, (1, count, VOCAB))
+    tokens = sample(rows, positions, make_params(option), stream)
+    probs = reference_probabilities(logits.astype(np.float64), *option)
+    counts = np.bincount(np.asarray(tokens)[0], minlength=VOCAB)
+    assert counts[probs == 0].sum() == 0
+    kept = probs > 0
+    assert scipy.stats.chisquare(counts[kept], count * probs[kept]).pvalue > 1e-3
+    # The same counts must speak against another temperature, or the test is blind.
+    flatter = probs**0.8 / (probs**0.8).sum()
+    assert scipy.stats.chisquare(counts[kept], count * flatter[kept]).pvalue < 1e-6
+
+
+def test_a_draft_comes_with_the_probabilities_it_was_drawn_with():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, VOCAB))
+    positions = jnp.tile(jnp.arange(3), (2, 1))
+    params = make_params((0.0, 0, 1.0), (0.8, 4, 0.9))
+    propose = jax.jit(lambda *args: SequenceSampler(params, with_probs=True).propose(*args))
+    tokens, probs = propose(logits, positions)
+    np.testing.assert_allclose(probs, probabilities(logits, params), atol=1e-6)
+    assert (jnp.take_along_axis(probs, tokens[..., None], axis=-1) > 0).all()
+    coupled, nothing = SequenceSampler(params).propose(logits, positions)
+    assert nothing is None
+    np.testing.assert_array_equal(coupled, sample(logits, positions, params, sampling.COUPLED))
