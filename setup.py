@@ -25,8 +25,10 @@ REQUIRES = [
     "absl-py>=2.1",
     "flax>=0.12",
     "jax>=0.10",
+    "jinja2>=3.1",  # chat templates, those of the embedded models included
     "ml-collections>=1.0",
     "numpy>=2.0",
+    "optax>=0.2.6",
     "orbax-checkpoint>=0.11",
     "pyyaml>=6.0",
     "rich>=13.7",  # progress bars and tables; flax needs it anyway
@@ -34,6 +36,7 @@ REQUIRES = [
     "sentencepiece>=0.2",
     # Neither its import nor reading array_record files needs TensorFlow, so that is not listed.
     "tensorflow-datasets>=4.9.8",
+    "tensorboardX>=2.6",  # writes TensorBoard's files; small, and needs no TensorFlow either
 ]
 
 EXTRAS = {
@@ -46,8 +49,8 @@ EXTRAS = {
         "setuptools>=70.1",  # a test builds a wheel; Python 3.12 environments come without it
     ],
     "tpu": ["jax[tpu]>=0.10"],
-    # Tokenizers, chat templates and downloads; transformers itself is only a reference for tests.
-    "hf": ["huggingface_hub>=0.30", "jinja2>=3.1", "tokenizers>=0.21"],
+    # Tokenizers and downloads; transformers itself is only a reference for tests.
+    "hf": ["huggingface_hub>=0.30", "tokenizers>=0.21"],
     "parity": [
         # The tests need a CPU build and nothing new. With the upper bound, a CPU wheel of 2.13 in
         # the user's index or wheel directory wins over newer CUDA builds on PyPI; to be sure of

@@ -1,7 +1,8 @@
 """Names that a config may choose, and where their code lives.
 
-A name picks two things: the class that runs, and the schema of its config group. Both are kept as
-"module:Class" and imported on demand, so that reading a config never imports jax.
+A target's or drafter's name picks two things: the class that runs, and the schema of its config
+group. Both are kept as "module:Class" and imported on demand, so that reading a config never
+imports jax.
 """
 
 import dataclasses
@@ -29,6 +30,14 @@ TARGETS: Mapping[str, Entry] = {
 DRAFTERS: Mapping[str, Entry] = {
     "none": Entry("dflash.drafters.none:NoDrafter", "dflash.config.schema:DrafterConfig"),
     "dflash": Entry("dflash.drafters.dflash:DFlash", "dflash.config.schema:DFlashConfig"),
+}
+
+# Data sets have no schema of their own: what they need stands in dflash/config/data_schema.py.
+DATASETS: Mapping[str, str] = {
+    "math": "dflash.data.datasets:Math",
+    "code": "dflash.data.datasets:Code",
+    "chat": "dflash.data.datasets:Chat",
+    "jsonl": "dflash.data.datasets:Jsonl",
 }
 
 

@@ -10,26 +10,25 @@ print(decoder.flush())
 """
 
 import abc
-import datetime
-import json
+import hashlib
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from dflash import errors
-
-Messages = Sequence[Mapping[str, Any]]
+from dflash.common import chat_template
+from dflash.common.chat_template import Messages
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
-_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_SPACE_SIGN = "\u2581"  # what sentencepiece writes for a space
 
 
 class Tokenizer(abc.ABC):
     """What encoding prompts and showing answers needs."""
 
     vocab_size: int  # tokens it knows; a model's vocabulary is often padded beyond
+    fingerprint: str  # equal for tokenizers that turn the same text into the same ids
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -38,7 +37,6 @@ class Tokenizer(abc.ABC):
         Special tokens spelled out in the text are read as such.
         """
 
-    @abc.abstractmethod
     def encode_chat(self, messages: Messages) -> list[int]:
         """Ids of a conversation in the checkpoint's chat template, up to where the answer begins.
 
@@ -47,6 +45,15 @@ class Tokenizer(abc.ABC):
         Raises:
           InputError: there is no chat template, or it cannot render these messages.
         """
+        return self.encode_rendered(self.render_chat(messages))
+
+    @abc.abstractmethod
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """A conversation in the chat template; without generation prompt it ends as it stands."""
+
+    @abc.abstractmethod
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what `render_chat` wrote, or of a piece of it: nothing is added at its ends."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -80,19 +87,26 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
-            raise errors.InputError(f"{file}: damaged ({_first_line(error)})") from error
+            raise errors.InputError(
+                f"{file}: damaged ({chat_template.first_line(error)})"
+            ) from error
         # Some files ask for every text to be cut or filled to a training length.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template = ChatTemplate(directory, _special_tokens(directory))
+        self._template = chat_template.ChatTemplate(
+            directory, chat_template.special_tokens(directory)
+        )
+        self.fingerprint = _fingerprint(directory)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def encode_rendered(self, text: str) -> list[int]:
         # The template writes the beginning-of-sequence token itself; it must not come twice.
-        text = self._template.render(messages)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -122,18 +136,34 @@ class SentencePieceTokenizer(Tokenizer):
             ]
             if token >= 0
         }
-        self._template = ChatTemplate(directory, special | _special_tokens(directory))
-        self._add_bos = bool(_tokenizer_config(directory).get("add_bos_token", False))
-        # sentencepiece itself reads control pieces in a text, such as </s>, as plain characters.
+        self._template = chat_template.ChatTemplate(
+            directory, special | chat_template.special_tokens(directory)
+        )
+        self.fingerprint = _fingerprint(directory)
+        self._add_bos = bool(chat_template.tokenizer_config(directory).get("add_bos_token", False))
+        # sentencepiece itself reads control pieces in a text, such as </s>, as plain characters,
+        # and its sign for a space as a space: where there are pieces for bytes, those spell it.
         pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size) if self._is_control(i)]
-        self._control = re.compile("|".join(map(re.escape, pieces)) or "(?!)")
+        self._apart = {piece: [self._model.piece_to_id(piece)] for piece in pieces}
+        space = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SIGN.encode()]
+        if all(map(self._model.is_byte, space)):
+            self._apart[_SPACE_SIGN] = space
+        self._apart_pattern = re.compile("|".join(map(re.escape, self._apart)) or "(?!)")
 
     def encode(self, text: str) -> list[int]:
         bos = [self._model.bos_id()] if self._add_bos and self._model.bos_id() >= 0 else []
-        return bos + self._encode(text)
+        return bos + self.encode_rendered(text)
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        return self._encode(self._template.render(messages))
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        ids, start = [], 0
+        for match in self._apart_pattern.finditer(text):
+            ids += self._model.encode(text[start : match.start()])
+            ids += self._apart[match.group()]
+            start = match.end()
+        return ids + self._model.encode(text[start:])
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [i for i in ids if 0 <= i < self.vocab_size and not self._is_control(i)]
@@ -142,26 +172,22 @@ class SentencePieceTokenizer(Tokenizer):
     def _is_control(self, token: int) -> bool:
         return self._model.is_control(token)
 
-    def _encode(self, text: str) -> list[int]:
-        ids, start = [], 0
-        for match in self._control.finditer(text):
-            ids += self._model.encode(text[start : match.start()])
-            ids.append(self._model.piece_to_id(match.group()))
-            start = match.end()
-        return ids + self._model.encode(text[start:])
-
 
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids, for random weights, which have no tokenizer; 256 shows as ⟨256⟩."""
 
     vocab_size = 256
+    fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         # Random weights have no chat template either: the contents, a line each.
-        return self.encode("".join(f"{message['content']}\n" for message in messages))
+        return "".join(f"{message['content']}\n" for message in messages)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         encoded = b"".join(
@@ -174,18 +200,22 @@ class NoTokenizer(Tokenizer):
     """Of a checkpoint without one: takes no text, and shows id 7 as ⟨7⟩."""
 
     vocab_size = 0
+    fingerprint = ""
 
     def __init__(self, directory: pathlib.Path):
-        self._directory = directory
-
-    def encode(self, text: str) -> list[int]:
-        raise errors.InputError(
-            f"{self._directory}: no tokenizer ({TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}); "
+        self._complaint = (
+            f"{directory}: no tokenizer ({TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}); "
             "give prompts as prompt_ids"
         )
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        return self.encode("")
+    def encode(self, text: str) -> list[int]:
+        raise errors.InputError(self._complaint)
+
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        raise errors.InputError(self._complaint)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        raise errors.InputError(self._complaint)
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(f"⟨{token}⟩" for token in ids)
@@ -243,125 +273,12 @@ class IncrementalDecoder:
         return new
 
 
-class ChatTemplate:
-    """A checkpoint's Jinja template: chat_template.jinja, else in tokenizer_config.json."""
-
-    def __init__(self, directory: pathlib.Path, special_tokens: Mapping[str, str]):
-        self._directory = directory
-        self._special_tokens = dict(special_tokens)
-
-    def render(self, messages: Messages) -> str:
-        """The conversation as text, up to where the answer begins.
-
-        Raises:
-          InputError: there is no template, jinja2 is absent, or the template refuses.
-        """
-        source, text = self._read()
-        try:
-            import jinja2
-        except ImportError as error:
-            raise errors.InputError(
-                f"{source}: chat templates need jinja2; pip install 'dflash[hf]'"
-            ) from error
-        try:
-            template = _environment().from_string(text)
-            return template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
-        except jinja2.TemplateError as error:
-            reason = _first_line(error)
-            raise errors.InputError(f"{source}: chat template fails: {reason}") from error
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {_first_line(error)}"
-            raise errors.InputError(f"{source}: chat template fails: {reason}") from error
-
-    def _read(self) -> tuple[pathlib.Path, str]:
-        path = self._directory / "chat_template.jinja"
-        if path.exists():
-            return path, path.read_text(encoding="utf-8")
-        path = self._directory / "tokenizer_config.json"
-        template = _tokenizer_config(self._directory).get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default")
-        if not isinstance(template, str):
-            raise errors.InputError(
-                f"{self._directory}: no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json); give plain text prompts or prompt_ids"
-            )
-        return path, template
-
-
-def _environment():
-    """The names and settings that templates on the Hugging Face hub are written for.
-
-    Templates are other people's code: they run in jinja2's sandbox.
-    Source: transformers, `utils/chat_template_utils.py`.
-    """
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks the answer for training; here its body is all that counts."""
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        # jinja2's own filter escapes <, > and & for HTML.
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def _special_tokens(directory: pathlib.Path) -> dict[str, str]:
-    """Spelling of bos_token, eos_token and so on, which templates refer to."""
-    config = _read_json(directory / "special_tokens_map.json") | _tokenizer_config(directory)
-    tokens = {}
-    for name in _SPECIAL_NAMES:
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            tokens[name] = token
-    return tokens
-
-
-def _tokenizer_config(directory: pathlib.Path) -> dict[str, Any]:
-    return _read_json(directory / "tokenizer_config.json")
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise errors.InputError(f"{path}: not valid JSON") from error
-    if not isinstance(content, dict):
-        raise errors.InputError(f"{path}: expected a JSON object")
-    return content
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _fingerprint(directory: pathlib.Path) -> str:
+    """A hash of the files that say how text becomes ids."""
+    digest = hashlib.sha256()
+    patterns = ("tokenizer*", "special_tokens_map.json", "chat_template*")
+    paths = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    for path in sorted(paths):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash import errors
+from dflash.common import chat_template
 from dflash.common import tokenizer as tokenization
 
 TEXTS = [
@@ -285,7 +286,7 @@ def test_named_templates(tmp_path):
 )
 def test_what_templates_may_use(tmp_path, template, expected):
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert tokenization.ChatTemplate(tmp_path, {}).render(MESSAGES) == expected
+    assert chat_template.ChatTemplate(tmp_path, {}).render(MESSAGES) == expected
 
 
 @pytest.mark.parametrize(
@@ -300,7 +301,7 @@ def test_what_templates_may_use(tmp_path, template, expected):
 def test_template_that_fails(tmp_path, template, reason):
     path = tmp_path / "chat_template.jinja"
     path.write_text(template)
-    assert failure(tokenization.ChatTemplate(tmp_path, {}).render, MESSAGES) == (
+    assert failure(chat_template.ChatTemplate(tmp_path, {}).render, MESSAGES) == (
         f"{path}: chat template fails: {reason}"
     )
 
@@ -375,38 +376,20 @@ def test_damaged_tokenizer_config(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("library", "file", "message"),
-    [
-        (
-            "tokenizers",
-            "tokenizer.json",
-            "needs tokenizers; pip install 'dflash[hf]', or give prompts as prompt_ids",
-        ),
-        (
-            "jinja2",
-            "chat_template.jinja",
-            "chat templates need jinja2; pip install 'dflash[hf]'",
-        ),
-    ],
-)
-def test_absent_libraries(tmp_path, monkeypatch, library, file, message):
-    (tmp_path / file).write_text("{}")
+def test_absent_library(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
     original = builtins.__import__
 
     def absent(name, *args, **kwargs):
-        if name == library:
+        if name == "tokenizers":
             raise ImportError(name)
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-
-    def use():
-        if library == "jinja2":
-            return tokenization.ChatTemplate(tmp_path, {}).render(MESSAGES)
-        return tokenization.load_tokenizer(tmp_path)
-
-    assert failure(use) == f"{tmp_path / file}: {message}"
+    assert failure(tokenization.load_tokenizer, tmp_path) == (
+        f"{tmp_path / 'tokenizer.json'}: needs tokenizers; pip install 'dflash[hf]', "
+        "or give prompts as prompt_ids"
+    )
 
 
 def test_ids_equal_those_of_transformers(tmp_path):

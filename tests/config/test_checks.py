@@ -1,9 +1,11 @@
+import dataclasses
 import textwrap
 
 import pytest
 
 from dflash import errors
 from dflash.config import loader
+from dflash.config.data_schema import DataConfig
 
 CONFIG = """\
 target:
@@ -70,6 +72,13 @@ def load(tmp_path, monkeypatch):
         ("decode.prefill_chunk=100", "decode.prefill_chunk: expected a power of two, got 100"),
         ("prompts.text=a prompts.file=b",
          "prompts.file: excludes prompts.text; give one of the two"),
+        ("prompts.text=a prompts.dataset=math",
+         "prompts.dataset: excludes prompts.text; give one of the two"),
+        ("prompts.file=a prompts.dataset=math",
+         "prompts.dataset: excludes prompts.file; give one of the two"),
+        ("prompts.dataset=mth", "prompts.dataset: unknown data set 'mth'; did you mean 'math'?"),
+        ("prompts.dataset=jsonl",
+         "prompts.dataset: has no prompts of its own; name the file by prompts.file"),
         ("sharding_rules.vocb=[]", "sharding_rules.vocb: unknown axis 'vocb'; "
          "did you mean 'vocab'?"),
         ("sharding_rules.vocab=[tensr]", "sharding_rules.vocab: unknown mesh axis 'tensr'; "
@@ -105,6 +114,7 @@ def test_a_misfit_is_one_line(load, overrides, expected):
         "target.checkpoint=somewhere target.architecture=null decode.stop_ids=[64]",
         "prompts.file=b",
         "prompts.text=a",
+        "prompts.dataset=math prompts.split=train prompts.limit=3",
     ],
 )
 def test_what_fits_is_accepted(load, overrides):
@@ -128,3 +138,51 @@ def test_misfits_are_reported_together(load):
             "drafter.block_size=99",
         )
     assert len(caught.value.problems) == 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """A run that has data."""
+
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", "data.mixture: required: a share for each data set, such as {math: 1.0}; or "
+         "data.files"),
+        ("data.mixture={math:0}", "data.mixture: required: a share for each data set, such as "
+         "{math: 1.0}; or data.files"),
+        ("data.mixture={mth:1}",
+         "data.mixture.mth: unknown data set 'mth'; did you mean 'math'?"),
+        ("data.mixture={math:-1}",
+         "data.mixture.math: expected a number >= 0, got -1"),
+        ("data.mixture={math:1} data.files=a.jsonl", "data.files: belongs to the data set jsonl, "
+         "which data.mixture has no share for"),
+        ("data.mixture={jsonl:1}",
+         "data.files: required by the data set jsonl of data.mixture"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be(tmp_path, overrides, expected):
+    path = tmp_path / "c.yml"
+    path.write_text("data: {}\n")
+    overrides = [override.replace(":", ": ") for override in overrides.split()]
+    with pytest.raises(errors.ConfigError) as caught:
+        loader.load(path, overrides, Learning)
+    assert caught.value.problems[0].endswith(f": {expected}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shares"),
+    [
+        ("data.files=a.jsonl", {"jsonl": 1.0}),
+        ("data.files=[a.jsonl] data.mixture.jsonl=2 data.mixture.math=1",
+         {"jsonl": 2.0, "math": 1.0}),
+        ("data.mixture.math=1 data.mixture.chat=0", {"math": 1.0}),
+    ],
+)  # fmt: skip
+def test_shares_of_data(tmp_path, overrides, shares):
+    path = tmp_path / "c.yml"
+    path.write_text("data: {}\n")
+    assert loader.load(path, overrides.split(), Learning).data.shares == shares

@@ -1,0 +1,130 @@
+"""Lines of JSONL files and what stands in them: reading, checking, and complaints about them."""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dflash import errors
+
+MAX_PROBLEMS_SHOWN = 10
+MAX_QUOTED_CHARACTERS = 60
+
+
+def entries(file: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
+    """Yields each line's place, such as "a.jsonl:7", and a call that reads it as an object.
+
+    Reading waits for the call, so that one bad line does not hide the next.
+
+    Raises:
+      InputError: the file cannot be read; or by the call: the line is no JSON object.
+    """
+    try:
+        with pathlib.Path(file).expanduser().open("rb") as lines:
+            for number, line in numbered_lines(lines):
+                yield f"{file}:{number}", lambda line=line: parse_json(decode(line))
+    except OSError as error:
+        raise errors.InputError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def numbered_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not blank, without their ends, each with its number from 1."""
+    for number, line in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")  # some editors begin UTF-8 files with a mark
+        if line.strip():
+            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def decode(line: bytes) -> str:
+    """A line as text; InputError says where it is not UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
+        raise errors.InputError(message) from error
+
+
+def parse_json(line: str) -> Mapping[str, Any]:
+    """Reads one line of a JSONL file as an object.
+
+    Raises:
+      InputError: the line is something else.
+    """
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise errors.InputError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; deep nesting
+        raise errors.InputError(f"not usable JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise errors.InputError(f"expected a JSON object, not {quote(fields)}")
+    return fields
+
+
+def check_text(value: Any, what: str = "prompt") -> str:
+    """A field as text that is not empty; `what` names the field in complaints."""
+    if not isinstance(value, str):
+        raise errors.InputError(f"{what}: expected a string, not {quote(value)}")
+    if not value:
+        raise errors.InputError(f"empty {what}")
+    return check_unicode(value, what)
+
+
+def check_unicode(text: str, where: str) -> str:
+    """Rejects half surrogate pairs: JSON can spell them, but no tokenizer or file takes them."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(text[error.start]):04x}"
+        raise errors.InputError(f"{where}: {code} is half a character") from error
+    return text
+
+
+def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """A field as messages, at least one, each with a role and a content."""
+    if not isinstance(value, list):
+        raise errors.InputError(f"messages: expected a list, not {quote(value)}")
+    if not value:
+        raise errors.InputError("empty prompt: no messages")
+    for place, message in enumerate(value):
+        where = f"messages[{place}]"
+        if not isinstance(message, dict):
+            raise errors.InputError(f"{where}: expected an object, not {quote(message)}")
+        for key in ("role", "content"):
+            if key not in message:
+                raise errors.InputError(f"{where}: no {key}")
+            if not isinstance(message[key], str):
+                quoted = quote(message[key])
+                raise errors.InputError(f"{where}.{key}: expected a string, not {quoted}")
+            check_unicode(message[key], f"{where}.{key}")
+    return tuple(value)
+
+
+def check_ids(value: Any, what: str = "prompt_ids") -> tuple[int, ...]:
+    """A field as token ids, at least one; `what` names the field in complaints."""
+    if not isinstance(value, list):
+        raise errors.InputError(f"{what}: expected a list, not {quote(value)}")
+    if not value:
+        raise errors.InputError(f"empty {what.removesuffix('_ids')}: no {what}")
+    for place, item in enumerate(value):
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise errors.InputError(f"{what}[{place}]: expected an integer, not {quote(item)}")
+    return tuple(value)
+
+
+def quote(value: Any) -> str:
+    """The beginning of a value as JSON."""
+    text = json.dumps(value)
+    if len(text) > MAX_QUOTED_CHARACTERS:
+        return f"{text[:MAX_QUOTED_CHARACTERS]}…"
+    return text
+
+
+def summarize(name: str, problems: Sequence[str], what: str = "prompts") -> str:
+    """Joins problems, one a line; those beyond the first ten are only counted."""
+    lines = list(problems[:MAX_PROBLEMS_SHOWN])
+    if len(problems) > len(lines):
+        more = len(problems) - len(lines)
+        lines.append(f"{name}: {more} more unusable {what} ({len(problems)} in all)")
+    return "\n".join(lines)

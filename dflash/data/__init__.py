@@ -1,0 +1,1 @@
+"""Data sets: corpora and users' files, their storage, tokenizer training, encoding, batches."""

@@ -1,0 +1,203 @@
+"""Endless batches of packed rows: mixed by share, shuffled, divided among processes, resumable.
+
+Which row comes when follows from the seed and from how many rows each corpus has given so far. So
+going on after an interruption costs nothing, and the batches of all processes together do not
+depend on how many there are.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash import errors
+from dflash.common.tokenizer import Tokenizer
+from dflash.config.data_schema import DataConfig
+from dflash.data import datasets, encoding, packing, store
+from dflash.data.encoding import Corpus
+from dflash.data.example import Split
+
+
+class Batches:
+    """An iterator over one process's rows of every batch, without end.
+
+    A batch is a dict of arrays [rows of this process, length]; see `packing.Rows`. Each corpus has
+    epochs of its own: all its rows, in an order that is another one every time.
+
+    Attributes:
+      num_rows: of all corpora together, once through each.
+      num_tokens: in those rows, without padding.
+      cut: documents that were longer than a row.
+      left_out: documents without anything to learn within a row.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        shares: Sequence[float],
+        *,
+        length: int,
+        batch_size: int,
+        seed: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+        state: Mapping[str, Any] | None = None,
+    ):
+        """Packs the corpora; `batches` opens them first.
+
+        Args:
+          corpora: at least one.
+          shares: of the rows, for each corpus; they need not add up to 1.
+          length: tokens in a row.
+          batch_size: rows in a batch, of all processes together.
+          seed: of the order.
+          process_index: which part of every batch is wanted.
+          process_count: how many parts there are.
+          state: where to go on, as `state()` told; None for the beginning.
+        Raises:
+          InputError: there is less than one batch, or `state` belongs to other data.
+          ConfigError: a batch cannot be divided among the processes.
+        """
+        if batch_size % process_count:
+            raise errors.ConfigError(
+                f"a batch of {batch_size} rows does not divide among {process_count} processes"
+            )
+        packings = [packing.pack(corpus, length, seed) for corpus in corpora]
+        _check_sizes(corpora, packings, length, batch_size)
+        self.num_rows = sum(map(len, packings))
+        self.num_tokens = sum(map(_count_tokens, corpora, packings))
+        self.cut = sum(packed.cut for packed in packings)
+        self.left_out = sum(packed.left_out for packed in packings)
+        facts = [corpus.fingerprint for corpus in corpora], list(shares), length, batch_size, seed
+        self._data = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        self._sources = [
+            _Shuffled(packing.Rows(corpus, packed), (seed, place))
+            for place, (corpus, packed) in enumerate(zip(corpora, packings, strict=True))
+        ]
+        self._shares = np.array(shares, np.float64) / sum(shares)
+        self._counts = [0] * len(self._sources)  # rows that each source has given
+        self._batch_size = batch_size
+        share = batch_size // process_count
+        self._mine = slice(process_index * share, (process_index + 1) * share)
+        if state is not None:
+            self._go_to(state)
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        places = [self._next_place() for _ in range(self._batch_size)][self._mine]
+        rows = [self._sources[source][number] for source, number in places]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def state(self) -> dict[str, Any]:
+        """Where the next batch begins, as JSON has it: {"rows": [12, 4], "data": "…"}."""
+        return {"rows": list(self._counts), "data": self._data}
+
+    def _next_place(self) -> tuple[int, int]:
+        """(source, number) of the next row: of the source that is furthest behind its share."""
+        due = self._shares * (sum(self._counts) + 1) - self._counts
+        source = int(np.argmax(due))
+        self._counts[source] += 1
+        return source, self._counts[source] - 1
+
+    def _go_to(self, state: Mapping[str, Any]) -> None:
+        if state.get("data") != self._data:
+            raise errors.InputError(
+                "the data, their shares, length, batch size or seed are not those of the "
+                "checkpoint, so its place in them means nothing"
+            )
+        self._counts = list(state["rows"])
+
+
+class _Shuffled:
+    """Rows without end: all of them in every epoch, each time in an order of its own."""
+
+    def __init__(self, rows: packing.Rows, seed: tuple[int, ...]):
+        self._rows, self._seed = rows, seed
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        epoch, place = divmod(number, len(self._rows))
+        if epoch != self._epoch:
+            generator = np.random.default_rng((*self._seed, epoch))
+            self._epoch, self._order = epoch, generator.permutation(len(self._rows))
+        return self._rows[self._order[place]]
+
+
+def batches(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    split: Split = "train",
+    vocab_size: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+    state: Mapping[str, Any] | None = None,
+) -> Batches:
+    """Opens, encodes and packs a run's data sets; see `Batches`.
+
+    What has been done before is read from `config.data_dir`.
+
+    Args:
+      config: what to read.
+      tokenizer: of the model that is to learn.
+      batch_size: rows in a batch, of all processes together.
+      split: of every data set.
+      vocab_size: of the model, to check ids against; None for no check.
+      process_index: which part of every batch is wanted.
+      process_count: how many parts there are.
+      state: where to go on, as `Batches.state` told; None for the beginning.
+    Raises:
+      InputError: data are malformed (with file and line), empty, or less than one batch; or
+        `state` belongs to other data.
+      ConfigError: there is no such data set, the tokenizer exceeds the vocabulary, or a batch
+        cannot be divided among the processes.
+    """
+    if vocab_size is not None:
+        encoding.check_vocabulary(tokenizer, vocab_size)
+    directory = store.data_directory(config.data_dir)
+    corpora = [
+        encoding.open_corpus(datasets.find(name, config), split, tokenizer, directory)
+        for name in config.shares
+    ]
+    for corpus in corpora:
+        if vocab_size is not None and corpus.max_id >= vocab_size:
+            raise errors.InputError(
+                f"{corpus.name}: token id {corpus.max_id} is out of the model's vocabulary "
+                f"(size {vocab_size})"
+            )
+    return Batches(
+        corpora,
+        list(config.shares.values()),
+        length=config.length,
+        batch_size=batch_size,
+        seed=config.seed,
+        process_index=process_index,
+        process_count=process_count,
+        state=state,
+    )
+
+
+def _check_sizes(corpora, packings, length: int, batch_size: int) -> None:
+    for corpus, packed in zip(corpora, packings, strict=True):
+        if not len(packed):
+            raise errors.InputError(
+                f"{corpus.name}: nothing to learn within {length} tokens of any of its "
+                f"{len(corpus)} documents"
+            )
+    total = sum(map(len, packings))
+    if total < batch_size:
+        names = ", ".join(corpus.name for corpus in corpora)
+        rows = f"{total} {'row' if total == 1 else 'rows'}"
+        raise errors.InputError(
+            f"{names}: {rows} of {length} tokens in all, but a batch has {batch_size}: give more "
+            "data, a smaller batch, or a smaller data.length"
+        )
+
+
+def _count_tokens(corpus: Corpus, packed: packing.Packing) -> int:
+    sizes = np.minimum(np.diff(corpus.offsets), packed.length)
+    return int(sizes[packed.documents].sum())

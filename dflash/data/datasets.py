@@ -1,0 +1,157 @@
+"""The data sets by name: what their contents depend on, and their examples, split by split.
+
+A new one is a class here or anywhere, and a line in dflash/registry.py.
+"""
+
+import abc
+import functools
+import hashlib
+import itertools
+import platform
+from collections.abc import Iterator
+from typing import ClassVar
+
+from dflash import errors, registry
+from dflash.common.chat_template import Messages
+from dflash.config.data_schema import DataConfig
+from dflash.data import chat, code, files
+from dflash.data.example import SPLITS, Example, Split, shuffled
+from dflash.data.word_problems import problems
+
+
+class Dataset(abc.ABC):
+    """Examples that are equal whenever name, version, variant and split are.
+
+    Attributes:
+      name: as in the registry.
+      version: to be raised when the examples change.
+      variant: the rest that they depend on, fit for a directory's name.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[str] = "1.0.0"
+
+    def __init__(self, config: DataConfig):
+        self._config = config
+
+    @property
+    @abc.abstractmethod
+    def variant(self) -> str: ...
+
+    @abc.abstractmethod
+    def examples(self, split: Split) -> Iterator[Example]:
+        """Yields every example of a split, in a fixed order."""
+
+    def sample(self, split: Split, limit: int | None = None) -> list[Example]:
+        """Up to `limit` examples from all over a split, always the same ones."""
+        return shuffled(list(self.examples(split)))[:limit]
+
+
+class Math(Dataset):
+    """Generated word problems; see `word_problems`."""
+
+    name = problems.TASK
+
+    @property
+    def variant(self) -> str:
+        return f"n{self._config.math_examples}"
+
+    def examples(self, split: Split) -> Iterator[Example]:
+        return problems.examples(split, self._count(split))
+
+    def sample(self, split: Split, limit: int | None = None) -> list[Example]:
+        return list(problems.examples(split, limit or self._count(split)))
+
+    def _count(self, split: Split) -> int:
+        return self._config.math_examples if split == "train" else problems.HELD_OUT_EXAMPLES
+
+
+class _Library(Dataset):
+    """From the standard library of the Python that runs, of which no two versions are equal."""
+
+    @property
+    def variant(self) -> str:
+        return f"python{platform.python_version()}"
+
+
+class Code(_Library):
+    """Functions to complete; see `code`."""
+
+    name = code.TASK
+
+    def examples(self, split: Split) -> Iterator[Example]:
+        return code.examples(split)
+
+
+class Chat(_Library):
+    """Questions about the library; see `chat`."""
+
+    name = chat.TASK
+
+    def examples(self, split: Split) -> Iterator[Example]:
+        return chat.examples(split)
+
+
+class Jsonl(Dataset):
+    """The user's own files; see `files`."""
+
+    name = files.TASK
+
+    @functools.cached_property
+    def variant(self) -> str:
+        digest = hashlib.sha256(f"{self._config.held_out_percent}".encode())
+        for file in self._config.files:
+            digest.update(files.content_hash(file))
+        return digest.hexdigest()[:16]
+
+    def examples(self, split: Split) -> Iterator[Example]:
+        return files.examples(self._config.files, split, self._config.held_out_percent)
+
+
+def find(name: str, config: DataConfig) -> Dataset:
+    """Builds a data set by its name.
+
+    Raises:
+      ConfigError: there is none of this name; the message offers the nearest one.
+    """
+    if name not in registry.DATASETS:
+        near = registry.suggest(name, registry.DATASETS)
+        raise errors.ConfigError(f"unknown data set {name!r}{near}")
+    return registry.load(registry.DATASETS[name])(config)
+
+
+def task_examples(name: str, split: Split = "test", limit: int | None = None) -> list[Example]:
+    """Examples to measure a model by, always the same; nothing is stored.
+
+    Args:
+      name: of a data set, other than jsonl.
+      split: see `SPLITS`.
+      limit: how many; None for all.
+    Raises:
+      ConfigError: no such data set.
+      ValueError: no such split.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"no split {split!r}, only {', '.join(SPLITS)}")
+    return find(name, DataConfig()).sample(split, limit)
+
+
+def task_prompts(name: str, split: Split = "test", limit: int | None = None) -> list[Messages]:
+    """The questions of `task_examples`, without the answers."""
+    return [example.prompt for example in task_examples(name, split, limit)]
+
+
+def mixed_prompts(
+    config: DataConfig, split: Split = "validation", limit: int = 12
+) -> dict[str, list[Messages]]:
+    """Questions of a run's own data sets, about `limit` in all, by data set.
+
+    Examples that are token ids, not messages, have no question to ask anew and are left out.
+    """
+    names = list(config.shares)
+    found = {}
+    for name, rest in zip(names, itertools.count(), strict=False):
+        share = limit // len(names) + (rest < limit % len(names))
+        sample = find(name, config).sample(split, share) if share else []
+        found[name] = [example.prompt for example in sample if example.messages]
+    return found

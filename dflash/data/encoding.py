@@ -1,0 +1,209 @@
+"""Conversations as token ids, with marks on what is to be learned; kept on disk once made.
+
+A document is a uint32 array of ids; the highest bit marks a supervised token, one that a model is
+to predict: the tokens of answers, the end token included. A corpus is its documents end to end.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from dflash import errors
+from dflash.common.chat_template import Messages
+from dflash.common.tokenizer import Tokenizer
+from dflash.data import store
+from dflash.data.datasets import Dataset
+from dflash.data.example import Example, Split
+
+SUPERVISED = np.uint32(2**31)
+VERSION = 1  # to be raised when the same examples come out as other ids or marks
+_CHUNK_DOCUMENTS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Encoded documents.
+
+    Attributes:
+      name: for complaints, such as "math/train".
+      fingerprint: equal for equal contents.
+      tokens: uint32 [total]; all documents, marks included; usually mapped from disk.
+      offsets: int64 [documents + 1]; where each document begins, and the end.
+      max_id: the largest token id.
+    """
+
+    name: str
+    fingerprint: str
+    tokens: np.ndarray
+    offsets: np.ndarray
+    max_id: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def document(self, index: int) -> np.ndarray:
+        """uint32 [length]: one document, marks included."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Makes sure that every id of a tokenizer is in a model's vocabulary.
+
+    Raises:
+      ConfigError: the tokenizer is the larger one.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise errors.ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is "
+            f"{vocab_size}: give the model at least as many"
+        )
+
+
+def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yields an example as documents: uint32 [length], with marks; usually it is one.
+
+    Questions are encoded just as for decoding, and answers apart from them, as decoding makes them.
+    Some chat templates render earlier answers otherwise than the last one; each answer then is the
+    end of a document of its own, so that what is learned is what decoding sees.
+
+    Raises:
+      InputError: the tokenizer has no chat template, or it cannot render the messages.
+    """
+    if example.output_ids:
+        prompt, output = (
+            np.array(ids, np.uint32) for ids in (example.prompt_ids, example.output_ids)
+        )
+        yield _anchored(np.concatenate([prompt, output | SUPERVISED]))
+        return
+    for segments in _segments(example.messages, tokenizer):
+        pieces = []
+        for text, supervised in segments:
+            ids = np.array(tokenizer.encode_rendered(text), np.uint32)
+            pieces.append(ids | SUPERVISED if supervised else ids)
+        yield _anchored(np.concatenate(pieces))
+
+
+def open_corpus(
+    dataset: Dataset, split: Split, tokenizer: Tokenizer, directory: pathlib.Path
+) -> Corpus:
+    """A split of a data set, encoded; from disk where that has been done before.
+
+    Args:
+      dataset: to encode.
+      split: of it.
+      tokenizer: of the model that is to learn.
+      directory: where data sets are kept.
+    Raises:
+      InputError: the data or the directory are unusable, or the split is empty.
+    """
+    content = f"{dataset.name} {dataset.version} {dataset.variant} {split}"
+    key = f"{content} {VERSION} {tokenizer.fingerprint}"
+    fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
+    name = f"{dataset.name}/{split}"
+    path = directory / "encoded" / f"{dataset.name}-{split}-{fingerprint}"
+    if not path.exists():
+        examples = store.open_split(dataset, split, directory)
+        with store.locked(directory):
+            if not path.exists():
+                print(f"data: encoding {name}: {len(examples)} examples, once", file=sys.stderr)
+                _write(path, (part for example in examples for part in encode(example, tokenizer)))
+    facts = json.loads((path / "facts.json").read_text())
+    return Corpus(
+        name=name,
+        fingerprint=fingerprint,
+        tokens=np.load(path / "tokens.npy", mmap_mode="r"),
+        offsets=np.load(path / "offsets.npy"),
+        max_id=facts["max_id"],
+    )
+
+
+def join(name: str, documents: Sequence[np.ndarray]) -> Corpus:
+    """A corpus in memory."""
+    lengths = [len(document) for document in documents]
+    tokens = np.concatenate([np.zeros(0, np.uint32), *documents])
+    fingerprint = hashlib.sha256(tokens.tobytes() + repr(lengths).encode()).hexdigest()[:16]
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    return Corpus(name, fingerprint, tokens, offsets, _max_id(tokens))
+
+
+def _max_id(tokens: np.ndarray) -> int:
+    return int((tokens & ~SUPERVISED).max(initial=0))
+
+
+def _write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
+    """Writes a corpus; `path` appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    lengths, chunk, max_id = [], [], 0
+    with (partial / "tokens.raw").open("wb") as raw:
+
+        def flush() -> None:
+            nonlocal max_id
+            tokens = np.concatenate([np.zeros(0, np.uint32), *chunk])
+            max_id = max(max_id, _max_id(tokens))
+            raw.write(tokens.tobytes())
+            chunk.clear()
+
+        for document in documents:
+            lengths.append(len(document))
+            chunk.append(document)
+            if len(chunk) == _CHUNK_DOCUMENTS:
+                flush()
+        flush()
+    _add_header(partial, sum(lengths))
+    np.save(partial / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+    (partial / "facts.json").write_text(json.dumps({"max_id": max_id}))
+    partial.rename(path)
+
+
+def _add_header(directory: pathlib.Path, total: int) -> None:
+    """Turns tokens.raw into tokens.npy, whose header needs the length first."""
+    raw, whole = directory / "tokens.raw", directory / "tokens.npy"
+    with whole.open("wb") as to, raw.open("rb") as content:
+        header = {"descr": "<u4", "fortran_order": False, "shape": (total,)}
+        np.lib.format.write_array_header_1_0(to, header)
+        shutil.copyfileobj(content, to)
+        to.flush()
+        os.fsync(to.fileno())
+    raw.unlink()
+
+
+def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
+    """Yields documents as pieces of rendered text, each with whether it is to be learned."""
+    document: list[tuple[str, bool]] = []
+    so_far = ""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index == 0:
+            continue
+        question = tokenizer.render_chat(messages[:index])
+        whole = tokenizer.render_chat(messages[: index + 1], add_generation_prompt=False)
+        if not whole.startswith(question):
+            question = _common_start(question, whole)
+        if document and not question.startswith(so_far):
+            yield document
+            document, so_far = [], ""
+        # What a template puts after the end token, a line break, is no part of the answer.
+        answer = whole[len(question) :].rstrip("\n")
+        document += [(question[len(so_far) :], False), (answer, True)]
+        so_far = question + answer
+    if document:
+        yield document
+
+
+def _anchored(document: np.ndarray) -> np.ndarray:
+    document[:1] &= ~SUPERVISED  # nothing precedes the first token, so nothing predicts it
+    return document
+
+
+def _common_start(one: str, other: str) -> str:
+    pairs = zip(one, other, strict=False)
+    return one[: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))]

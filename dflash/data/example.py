@@ -1,0 +1,66 @@
+"""One conversation to learn from, and which split its source belongs to."""
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+HELD_OUT_PERCENT = 5  # of the sources, for validation and again for test
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A conversation whose last message is the assistant's, or the token ids of one.
+
+    Attributes:
+      task: the data set, such as "math".
+      source: what splits are made by, such as a module's name; no source is in two splits.
+      messages: each with "role" and "content"; empty where ids are given.
+      prompt_ids: as a model read them; empty where messages are given.
+      output_ids: as a model wrote them, the end token included.
+    """
+
+    task: str
+    source: str
+    messages: tuple[Mapping[str, str], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+
+    @property
+    def prompt(self) -> tuple[Mapping[str, str], ...]:
+        """The messages before the last answer."""
+        return self.messages[:-1]
+
+    @property
+    def response(self) -> str:
+        """The last answer."""
+        return self.messages[-1]["content"]
+
+
+def pair(task: str, source: str, prompt: str, response: str) -> Example:
+    """An example of one question and its answer."""
+    messages = {"role": "user", "content": prompt}, {"role": "assistant", "content": response}
+    return Example(task, source, messages)
+
+
+def split_of(source: str, held_out_percent: float = HELD_OUT_PERCENT) -> Split:
+    """The split that a source belongs to, by a hash of its name alone."""
+    place = stable_hash(source) / 2**64 * 100
+    if place < held_out_percent:
+        return "test"
+    return "validation" if place < 2 * held_out_percent else "train"
+
+
+def stable_hash(text: str) -> int:
+    """64 bits of a text, equal on every machine and in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def shuffled(examples: Sequence[Example], seed: int = 0) -> list[Example]:
+    """The examples in an order that depends on their number and the seed only."""
+    order = list(examples)
+    random.Random(seed).shuffle(order)
+    return order

@@ -1,0 +1,101 @@
+"""The data set `jsonl`: the user's own conversations, one JSON object a line.
+
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
+    {"prompt": "…", "response": "…"}            the same, for one question and its answer
+    {"prompt_ids": [1, 2], "output_ids": [3]}   token ids: outputs.jsonl of a decode run as it is
+
+What is held out is whole questions: a hash of everything before the last answer decides, so two
+answers to one question are always in the same split.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dflash import errors
+from dflash.common import jsonl
+from dflash.data.example import Example, Split, pair, split_of
+
+TASK = "jsonl"
+_KINDS = "messages, prompt and response, or prompt_ids and output_ids"
+
+
+def examples(
+    files: Sequence[str], split: Split | None = None, held_out_percent: float = 1.0
+) -> Iterator[Example]:
+    """Yields the examples of a split, file after file, line after line.
+
+    Args:
+      files: to read.
+      split: None for all.
+      held_out_percent: of the questions, for validation and again for test.
+    Raises:
+      InputError: a file is empty, or some lines are unusable: the first ten of these are named,
+        one line each, and the rest counted.
+    """
+    for file in files:
+        problems: list[str] = []
+        empty = True
+        for place, read in jsonl.entries(file):
+            empty = False
+            try:
+                example = _example(read())
+            except errors.InputError as error:
+                problems.append(f"{place}: {error}")
+            else:
+                wanted = split is None or split_of(example.source, held_out_percent) == split
+                if wanted and not problems:
+                    yield example
+        if problems:
+            raise errors.InputError(jsonl.summarize(file, problems, "lines"))
+        if empty:
+            raise errors.InputError(f"{file}: empty: no conversations in it")
+
+
+def content_hash(file: str) -> bytes:
+    """SHA-256 of a file.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    try:
+        with pathlib.Path(file).expanduser().open("rb") as content:
+            return hashlib.file_digest(content, "sha256").digest()
+    except OSError as error:
+        raise errors.InputError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _example(fields: Mapping[str, Any]) -> Example:
+    """One line's example.
+
+    Raises:
+      InputError: the line is unusable.
+    """
+    if "output_ids" in fields:
+        prompt = jsonl.check_ids(fields.get("prompt_ids"))
+        output = jsonl.check_ids(fields["output_ids"], "output_ids")
+        negative = [token for token in (*prompt, *output) if not 0 <= token < 2**31]
+        if negative:
+            raise errors.InputError(f"token id {negative[0]} is out of every vocabulary")
+        return Example(TASK, _source(prompt), prompt_ids=prompt, output_ids=output)
+    if "messages" in fields:
+        given = jsonl.check_messages(fields["messages"])
+        messages = tuple({key: message[key] for key in ("role", "content")} for message in given)
+        if messages[-1]["role"] != "assistant" or len(messages) < 2:
+            raise errors.InputError("messages: expected a question, and an answer at the end")
+        if not messages[-1]["content"]:
+            raise errors.InputError("messages: the answer is empty")
+        return Example(TASK, _source(messages[:-1]), messages)
+    if "prompt" in fields and "response" in fields:
+        prompt = jsonl.check_text(fields["prompt"])
+        response = jsonl.check_text(fields["response"], "response")
+        return pair(TASK, _source([{"role": "user", "content": prompt}]), prompt, response)
+    found = ", ".join(map(repr, list(fields)[:5])) or "nothing"
+    raise errors.InputError(f"expected {_KINDS}; found {found}")
+
+
+def _source(question: Any) -> str:
+    canonical = json.dumps(question, sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,0 +1,110 @@
+"""Trains a sentencepiece tokenizer that spells any text back exactly, and lays out its files."""
+
+import io
+import pathlib
+from collections.abc import Iterable, Iterator
+
+from dflash import errors
+from dflash.common import checkpoint_files
+from dflash.common.tokenizer import SENTENCEPIECE_MODEL
+from dflash.data.example import Example
+
+# Ids 0 to 6, in this order. Masked slots of a drafter read MASK; nothing else ever does.
+UNKNOWN, PAD, END = "<unk>", "<|pad|>", "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+MASK = "<|mask|>"
+NUM_INDENTS = 6
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role not in ('system', 'user', 'assistant') -%}
+{{- raise_exception('unknown role ' ~ message.role) -}}
+{%- endif -%}
+{{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "LlamaTokenizer",
+    "add_bos_token": False,
+    "add_eos_token": False,
+    "eos_token": END,
+    "pad_token": PAD,
+    "unk_token": UNKNOWN,
+    "legacy": False,
+    "clean_up_tokenization_spaces": False,
+}
+
+
+def texts(examples: Iterable[Example], max_characters: int) -> Iterator[str]:
+    """Yields the messages of examples until there are enough characters."""
+    total = 0
+    for example in examples:
+        for message in example.messages:
+            yield message["content"]
+            total += len(message["content"])
+        if total >= max_characters:
+            return
+
+
+def train(sentences: Iterable[str], *, vocab_size: int, num_threads: int = 1) -> bytes:
+    """Trains byte-pair pieces; the same sentences give the same bytes.
+
+    Spaces are pieces like any others, digits stand alone, a line break takes the spaces that indent
+    the next line with it, and characters outside the vocabulary are spelled by their bytes.
+
+    Args:
+      sentences: each a whole text; none spans two.
+      vocab_size: pieces, special ones and the 256 bytes included.
+      num_threads: to train with.
+    Returns:
+      The contents of tokenizer.model.
+    Raises:
+      InputError: the texts do not make so many pieces.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    # Spelled with sentencepiece's sign for a space.
+    indents = ["\n" + "\u2581" * (4 * depth) for depth in range(NUM_INDENTS)]
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            num_threads=num_threads,
+            minloglevel=2,
+            # Nothing of a text is changed or lost.
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            character_coverage=0.9998,
+            max_sentence_length=2**20,
+            split_digits=True,
+            user_defined_symbols=[*indents, "\n\n"],
+            unk_piece=UNKNOWN,
+            pad_id=1,
+            pad_piece=PAD,
+            eos_id=2,
+            eos_piece=END,
+            bos_id=-1,
+            control_symbols=[*ROLES, MASK],
+        )
+    except (RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise errors.InputError(f"vocab_size={vocab_size}: {reason}") from error
+    return model.getvalue()
+
+
+def write(model: bytes, destination: pathlib.Path) -> None:
+    """Writes tokenizer.model, tokenizer_config.json and chat_template.jinja.
+
+    Raises:
+      CheckpointError: `destination` is neither absent nor an empty directory, or not writable.
+    """
+    with checkpoint_files.staged(destination) as directory:
+        (directory / SENTENCEPIECE_MODEL).write_bytes(model)
+        checkpoint_files.write_json(directory / "tokenizer_config.json", TOKENIZER_CONFIG)
+        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

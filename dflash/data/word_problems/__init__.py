@@ -1,0 +1,1 @@
+"""Generated multi-step word problems."""

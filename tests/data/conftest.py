@@ -1,0 +1,30 @@
+"""A small tokenizer that the tests of data share."""
+
+import pytest
+
+from dflash.common import tokenizer
+from dflash.data import code, tokenizer_training
+from dflash.data.word_problems import problems
+
+
+@pytest.fixture(scope="session")
+def sentences():
+    examples = [*problems.examples("train", 300), *list(code.examples("validation"))[:60]]
+    return [message["content"] for example in examples for message in example.messages]
+
+
+@pytest.fixture(scope="session")
+def model_bytes(sentences):
+    return tokenizer_training.train(sentences, vocab_size=600)
+
+
+@pytest.fixture(scope="session")
+def words_directory(model_bytes, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("words") / "tokenizer"
+    tokenizer_training.write(model_bytes, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def words(words_directory):
+    return tokenizer.load_tokenizer(words_directory)

@@ -1,0 +1,238 @@
+"""Tests of packing, and of the batches that come of it."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash import errors
+from dflash.common.tokenizer import ByteTokenizer
+from dflash.config.data_schema import DataConfig
+from dflash.data import batches, encoding, packing
+
+LENGTH = 16
+# Documents as (unsupervised, supervised) numbers of tokens.
+DOCUMENTS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=40
+).filter(lambda shapes: any(asked < LENGTH and answered for asked, answered in shapes))
+
+
+def make_corpus(shapes, first_id=1):
+    """Every token has an id of its own."""
+    ids = itertools.count(first_id)
+    documents = []
+    for asked, answered in shapes:
+        document = np.array([next(ids) for _ in range(asked + answered)], np.uint32)
+        document[asked:] |= encoding.SUPERVISED
+        documents.append(document)
+    return encoding.join("toy", documents)
+
+
+def supervised_ids(rows):
+    return [
+        int(token)
+        for row in rows
+        for token in np.asarray(row["tokens"])[np.asarray(row["loss_mask"]) > 0]
+    ]
+
+
+def reachable(corpus):
+    """Supervised ids within the length of a row."""
+    found = []
+    for index in range(len(corpus)):
+        document = corpus.document(index)[:LENGTH]
+        found += (document[document >= encoding.SUPERVISED] & ~encoding.SUPERVISED).tolist()
+    return found
+
+
+@given(DOCUMENTS, st.integers(0, 5))
+@settings(max_examples=150, deadline=None)
+def test_rows_hold_every_document_once(shapes, seed):
+    corpus = make_corpus(shapes)
+    packed = packing.pack(corpus, LENGTH, seed)
+    rows = packing.Rows(corpus, packed)
+    by_row = [rows[index] for index in range(len(rows))]
+    assert sorted(supervised_ids(by_row)) == sorted(reachable(corpus))
+    useful = [corpus.document(i) for i in packed.documents]
+    assert packed.left_out == len(corpus) - len(useful)
+    assert packed.cut == sum(len(document) > LENGTH for document in useful)
+    whole = collections.Counter(tuple((d & ~encoding.SUPERVISED)[:LENGTH]) for d in useful)
+    seen = collections.Counter()
+    for row in by_row:
+        assert {name: (array.dtype, array.shape) for name, array in row.items()} == {
+            "tokens": (np.int32, (LENGTH,)),
+            "positions": (np.int32, (LENGTH,)),
+            "segment_ids": (np.int32, (LENGTH,)),
+            "loss_mask": (np.float32, (LENGTH,)),
+        }
+        segments = row["segment_ids"]
+        count = segments.max()
+        assert set(segments) - {0} == set(range(1, count + 1))
+        filled = int((segments > 0).sum())
+        assert (np.diff(segments[:filled]) >= 0).all()
+        for name in ("tokens", "positions", "loss_mask"):
+            assert not row[name][filled:].any()
+        for segment in range(1, count + 1):
+            here = segments == segment
+            assert row["positions"][here].tolist() == list(range(here.sum()))
+            assert row["loss_mask"][here][0] == 0
+            seen[tuple(row["tokens"][here])] += 1
+    assert seen == whole
+
+
+@given(DOCUMENTS)
+@settings(max_examples=100, deadline=None)
+def test_rows_are_filled_well(shapes):
+    """Best fit, longest first, never needs more than 11/9 of the best possible, and one row."""
+    corpus = make_corpus(shapes)
+    packed = packing.pack(corpus, LENGTH)
+    sizes = np.minimum(np.diff(corpus.offsets), LENGTH)[packed.documents]
+    least = -(-int(sizes.sum()) // LENGTH)
+    more_than_half = int((sizes > LENGTH // 2).sum())
+    assert len(packed) >= max(least, more_than_half)
+    rooms = [LENGTH - sizes[a:b].sum() for a, b in itertools.pairwise(packed.offsets)]
+    # Two rows that would fit into one are a mistake.
+    used = sorted(LENGTH - room for room in rooms)
+    assert len(used) < 2 or used[0] + used[1] > LENGTH
+
+
+def open_batches(corpora, shares=None, **options):
+    values = {"length": LENGTH, "batch_size": 4, "seed": 3} | options
+    return batches.Batches(corpora, shares or [1.0] * len(corpora), **values)
+
+
+SMALL = make_corpus([(2, 3), (1, 9), (5, 5), (3, 4), (9, 7), (2, 14), (20, 4), (1, 13), (6, 9)] * 5)
+OTHER = make_corpus([(2, 12), (1, 15), (3, 9), (4, 12)] * 3, first_id=10_000)
+
+
+def take_rows(source, count):
+    """The first `count` rows of a source of batches."""
+    rows = []
+    while len(rows) < count:
+        batch = next(source)
+        names = list(batch)
+        rows += [dict(zip(names, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    return rows[:count]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_an_epoch_has_every_supervised_token_once(processes):
+    sources = [
+        open_batches([SMALL], process_index=index, process_count=processes)
+        for index in range(processes)
+    ]
+    rows = []
+    num_rows = sources[0].num_rows
+    while len(rows) < 2 * num_rows:  # batches go on from one epoch into the next
+        for source in sources:
+            rows += take_rows(source, 4 // processes)
+    first, second = rows[:num_rows], rows[num_rows : 2 * num_rows]
+    expected = sorted(reachable(SMALL))
+    assert sorted(supervised_ids(first)) == expected
+    assert sorted(supervised_ids(second)) == expected
+    assert supervised_ids(first) != supervised_ids(second)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_batches_do_not_depend_on_the_number_of_processes(processes):
+    whole = open_batches([SMALL, OTHER])
+    parts = [
+        open_batches([SMALL, OTHER], process_index=index, process_count=processes)
+        for index in range(processes)
+    ]
+    for _ in range(20):
+        batch, pieces = next(whole), [next(part) for part in parts]
+        for name, array in batch.items():
+            assert np.array_equal(array, np.concatenate([piece[name] for piece in pieces]))
+
+
+@given(st.integers(0, 60), st.integers(0, 3), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
+@settings(max_examples=40, deadline=None)
+def test_resuming_continues_identically(steps, seed, before, after):
+    """Even on another number of processes."""
+    first = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, process_count=before)
+    for _ in range(steps):
+        next(first)
+    state = json.loads(json.dumps(first.state()))
+    assert sum(state["rows"]) == 4 * steps
+    straight = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, process_count=after)
+    for _ in range(steps):
+        next(straight)
+    resumed = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, process_count=after, state=state)
+    assert resumed.state() == state
+    for _ in range(3):
+        one, other = next(straight), next(resumed)
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+    assert resumed.state() == straight.state()
+
+
+def test_shares_are_kept():
+    source = open_batches([SMALL, OTHER], [3.0, 1.0])
+    rows = take_rows(source, 400)
+    others = sum(row["tokens"].max() >= 10_000 for row in rows)
+    assert others == 100
+
+
+def test_the_seed_changes_the_order():
+    one, other = next(open_batches([SMALL], seed=1)), next(open_batches([SMALL], seed=2))
+    assert not np.array_equal(one["tokens"], other["tokens"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 4}, {"batch_size": 8}, {"length": 17}, {"corpora": [OTHER]}, {"shares": [2.0]}],
+)
+def test_a_state_of_other_data_is_refused(change):
+    values = {"corpora": [SMALL], "shares": [1.0]}
+    state = open_batches(**values).state()
+    with pytest.raises(errors.InputError, match="not those of the checkpoint"):
+        open_batches(**(values | change), state=state)
+
+
+def test_less_than_a_batch_is_one_line():
+    with pytest.raises(errors.InputError) as caught:
+        open_batches([make_corpus([(2, 12), (2, 12), (2, 12)])])
+    assert str(caught.value) == (
+        "toy: 3 rows of 16 tokens in all, but a batch has 4: give more data, a smaller batch, or a "
+        "smaller data.length"
+    )
+
+
+def test_nothing_to_learn_is_one_line():
+    with pytest.raises(errors.InputError) as caught:
+        open_batches([make_corpus([(16, 3), (5, 0)])])
+    assert str(caught.value) == "toy: nothing to learn within 16 tokens of any of its 2 documents"
+
+
+def test_processes_must_divide_a_batch():
+    with pytest.raises(errors.ConfigError, match="4 rows does not divide among 3 processes"):
+        open_batches([SMALL], process_count=3)
+
+
+def test_from_a_config(tmp_path):
+    config = DataConfig(
+        mixture={"math": 1.0}, math_examples=40, length=256, data_dir=str(tmp_path / "data")
+    )
+    source = batches.batches(config, ByteTokenizer(), batch_size=4, vocab_size=256)
+    batch = next(source)
+    assert batch["tokens"].shape == (4, 256)
+    assert source.num_tokens <= source.num_rows * 256
+    held_out = batches.batches(config, ByteTokenizer(), batch_size=4, split="validation")
+    assert not np.array_equal(next(held_out)["tokens"], batch["tokens"])
+    with pytest.raises(errors.ConfigError, match="the tokenizer has 256 tokens"):
+        batches.batches(config, ByteTokenizer(), batch_size=4, vocab_size=255)
+
+
+def test_ids_beyond_the_vocabulary_are_found(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt_ids": [1], "output_ids": [300]}\n')
+    config = DataConfig(files=(str(path),), data_dir=str(tmp_path / "data"), held_out_percent=0)
+    with pytest.raises(errors.InputError) as caught:
+        batches.batches(config, ByteTokenizer(), batch_size=1, vocab_size=256)
+    assert str(caught.value) == (
+        "jsonl/train: token id 300 is out of the model's vocabulary (size 256)"
+    )

@@ -1,0 +1,142 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from dflash import errors
+from dflash.common import tokenizer
+from dflash.config.data_schema import DataConfig
+from dflash.data import datasets, encoding
+from dflash.data.example import Example, pair
+from dflash.data.word_problems import problems
+
+USER, BOT = "user", "assistant"
+
+
+def make(*turns) -> Example:
+    return Example("t", "s", tuple({"role": role, "content": text} for role, text in turns))
+
+
+def parts(words, document):
+    """A document as (text with control pieces, supervised) runs."""
+    marks = document >= encoding.SUPERVISED
+    ids = (document & ~encoding.SUPERVISED).tolist()
+    edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)]
+
+    def spell(some):
+        return "".join(
+            words._model.id_to_piece(i) if words._is_control(i) else words.decode([i]) for i in some
+        )
+
+    return [(spell(ids[start:end]), bool(marks[start])) for start, end in itertools.pairwise(edges)]
+
+
+def test_only_answers_and_their_ends_are_learned(words):
+    (document,) = encoding.encode(
+        make(("system", "Brief."), (USER, "a?"), (BOT, "  b\n"), (USER, "c?"), (BOT, "d")), words
+    )
+    assert parts(words, document) == [
+        ("<|system|>Brief.<|end|><|user|>a?<|end|><|assistant|>", False),
+        ("  b\n<|end|>", True),
+        ("<|user|>c?<|end|><|assistant|>", False),
+        ("d<|end|>", True),
+    ]
+
+
+def test_the_question_is_encoded_as_for_decoding(words):
+    for example in problems.examples("train", 20):
+        (document,) = encoding.encode(example, words)
+        marks = document >= encoding.SUPERVISED
+        ids = document & ~encoding.SUPERVISED
+        assert ids[~marks].tolist() == words.encode_chat(example.prompt)
+        assert words.decode(ids[marks].tolist()) == example.response
+        assert ids[-1] == 2
+
+
+def test_ids_are_taken_as_they_are(words):
+    example = Example("t", "s", prompt_ids=(5, 6), output_ids=(7, 2))
+    (document,) = encoding.encode(example, words)
+    assert (document & ~encoding.SUPERVISED).tolist() == [5, 6, 7, 2]
+    assert (document >= encoding.SUPERVISED).tolist() == [False, False, True, True]
+
+
+def with_template(words_directory, tmp_path, template):
+    for path in words_directory.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return tokenizer.load_tokenizer(tmp_path)
+
+
+def test_templates_that_rewrite_earlier_answers(words, words_directory, tmp_path):
+    """As some do that show the reasoning of the last answer only."""
+    words = with_template(
+        words_directory, tmp_path,
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if loop.last and m.role == 'assistant' %}[thought]{% endif %}{{ m.content }}<|end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    )  # fmt: skip
+    one, two = encoding.encode(make((USER, "a"), (BOT, "b"), (USER, "c"), (BOT, "d")), words)
+    assert parts(words, one) == [
+        ("<|user|>a<|end|>\n<|assistant|>", False),
+        ("[thought]b<|end|>", True),
+    ]
+    assert parts(words, two) == [
+        ("<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>c<|end|>\n<|assistant|>", False),
+        ("[thought]d<|end|>", True),
+    ]
+
+
+def test_templates_that_open_the_answer(words, words_directory, tmp_path):
+    """A generation prompt that a finished answer does not repeat is no part of what is learned."""
+    words = with_template(
+        words_directory, tmp_path,
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>[open]{% endif %}",
+    )  # fmt: skip
+    (document,) = encoding.encode(make((USER, "a"), (BOT, "b"), (USER, "c"), (BOT, "d")), words)
+    assert parts(words, document) == [
+        ("<|user|>a<|end|>\n<|assistant|>", False),
+        ("b<|end|>", True),
+        ("\n<|user|>c<|end|>\n<|assistant|>", False),
+        ("d<|end|>", True),
+    ]
+
+
+def test_the_first_token_is_never_learned():
+    (document,) = encoding.encode(pair("t", "s", "", "ab"), tokenizer.ByteTokenizer())
+    assert (document >= encoding.SUPERVISED).tolist() == [False, True, True]
+    (document,) = encoding.encode(
+        Example("t", "s", prompt_ids=(), output_ids=(4, 5)), tokenizer.ByteTokenizer()
+    )
+    assert (document >= encoding.SUPERVISED).tolist() == [False, True]
+
+
+def test_a_corpus_on_disk(words, tmp_path, capsys):
+    dataset = datasets.find("math", DataConfig(math_examples=30))
+    corpus = encoding.open_corpus(dataset, "train", words, tmp_path)
+    assert len(corpus) == 30
+    expected = sorted(
+        document.tolist()
+        for example in dataset.examples("train")
+        for document in encoding.encode(example, words)
+    )
+    assert sorted(corpus.document(i).tolist() for i in range(30)) == expected
+    largest = max(token & 0x7FFFFFFF for document in expected for token in document)
+    assert corpus.max_id == largest < 600
+    assert "encoding math/train" in capsys.readouterr().err
+    again = encoding.open_corpus(dataset, "train", words, tmp_path)
+    assert "encoding" not in capsys.readouterr().err
+    assert again.fingerprint == corpus.fingerprint
+    assert again.tokens.tolist() == corpus.tokens.tolist()
+    other = encoding.open_corpus(dataset, "train", tokenizer.ByteTokenizer(), tmp_path)
+    assert other.fingerprint != corpus.fingerprint
+
+
+def test_vocabularies_must_fit(words):
+    encoding.check_vocabulary(words, 600)
+    with pytest.raises(errors.ConfigError) as caught:
+        encoding.check_vocabulary(words, 599)
+    assert str(caught.value) == (
+        "the tokenizer has 600 tokens, but the model's vocab_size is 599: give the model at least "
+        "as many"
+    )

@@ -1,0 +1,94 @@
+import json
+
+import pytest
+
+from dflash import errors
+from dflash.data import files
+from dflash.data.example import SPLITS
+
+QUESTION = {"role": "user", "content": "Why?"}
+ANSWER = {"role": "assistant", "content": "Because."}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_lines(*lines, name="a.jsonl"):
+        path = tmp_path / name
+        texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+        path.write_text("".join(f"{text}\n" for text in texts))
+        return str(path)
+
+    return write_lines
+
+
+def failure(*paths):
+    with pytest.raises(errors.InputError) as caught:
+        list(files.examples(paths))
+    return str(caught.value)
+
+
+def test_kinds(write):
+    path = write(
+        {"messages": [QUESTION, ANSWER], "id": 7},
+        "",
+        {"prompt": "Why?", "response": "Because."},
+        {"index": 0, "prompt": "Why?", "prompt_ids": [1, 2], "output_ids": [3], "text": "x"},
+    )
+    one, two, three = files.examples([path])
+    assert one.messages == two.messages == (QUESTION, ANSWER)
+    assert one.source == two.source
+    assert (three.prompt_ids, three.output_ids, three.messages) == ((1, 2), (3,), ())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON: Expecting property name enclosed in double quotes at column 2"),
+        ("[]", "expected a JSON object, not []"),
+        ({}, "expected messages, prompt and response, or prompt_ids and output_ids; found nothing"),
+        ({"prompt": "a"},
+         "expected messages, prompt and response, or prompt_ids and output_ids; found 'prompt'"),
+        ({"prompt": "a", "response": ""}, "empty response"),
+        ({"prompt": "", "response": "a"}, "empty prompt"),
+        ({"prompt": "a", "response": 1}, "response: expected a string, not 1"),
+        ({"messages": [QUESTION]}, "messages: expected a question, and an answer at the end"),
+        ({"messages": [ANSWER]}, "messages: expected a question, and an answer at the end"),
+        ({"messages": [QUESTION, {**ANSWER, "content": ""}]}, "messages: the answer is empty"),
+        ({"messages": [{"role": "user"}]}, "messages[0]: no content"),
+        ({"output_ids": [1]}, "prompt_ids: expected a list, not null"),
+        ({"prompt_ids": [1], "output_ids": []}, "empty output: no output_ids"),
+        ({"prompt_ids": [1], "output_ids": ["a"]},
+         'output_ids[0]: expected an integer, not "a"'),
+        ({"prompt_ids": [1], "output_ids": [-1]}, "token id -1 is out of every vocabulary"),
+        ({"prompt": "a", "response": "\ud800"}, "response: \\ud800 is half a character"),
+    ],
+)  # fmt: skip
+def test_malformed(write, line, message):
+    path = write({"prompt": "a", "response": "b"}, "", line)
+    assert failure(path) == f"{path}:3: {message}"
+
+
+def test_many_problems_are_counted(write):
+    path = write(*["{}"] * 12)
+    lines = failure(path).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == f"{path}: 2 more unusable lines (12 in all)"
+
+
+def test_empty(write, tmp_path):
+    path = write("", " ")
+    assert failure(path) == f"{path}: empty: no conversations in it"
+    absent = str(tmp_path / "none.jsonl")
+    assert failure(absent) == f"{absent}: cannot be read: No such file or directory"
+
+
+def test_questions_are_held_out_whole(write):
+    lines = [{"prompt": f"q{i % 500}", "response": f"a{i}"} for i in range(1000)]
+    path = write(*lines)
+    found = {split: list(files.examples([path], split, 10.0)) for split in SPLITS}
+    assert sum(map(len, found.values())) == 1000
+    assert 20 < len(found["test"]) < 200
+    assert 20 < len(found["validation"]) < 200
+    questions = {split: {one.prompt[0]["content"] for one in found[split]} for split in SPLITS}
+    assert not questions["train"] & (questions["test"] | questions["validation"])
+    assert len(list(files.examples([path], "train", 0.0))) == 1000

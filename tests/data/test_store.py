@@ -1,0 +1,114 @@
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from dflash import errors
+from dflash.config.data_schema import DataConfig
+from dflash.data import datasets, store
+from dflash.data.example import SPLITS
+
+
+def test_math_comes_back_as_it_went(tmp_path):
+    dataset = datasets.find("math", DataConfig(mixture={"math": 1.0}, math_examples=50))
+    for split in ("train", "test"):
+        stored = store.open_split(dataset, split, tmp_path)
+        made = list(dataset.examples(split))
+        assert len(stored) == len(made)
+        assert sorted(map(repr, stored)) == sorted(map(repr, made))
+    files = sorted(path.name for path in (tmp_path / "math" / "n50" / "1.0.0").iterdir())
+    assert "math-train.array_record-00000-of-00001" in files
+    with pytest.raises(IndexError):
+        stored[len(stored)]
+
+
+def test_jsonl_follows_its_files(tmp_path):
+    path = tmp_path / "a.jsonl"
+    config = DataConfig(files=(str(path),))
+
+    def read():
+        return list(store.open_split(datasets.find("jsonl", config), "train", tmp_path / "data"))
+
+    path.write_text(json.dumps({"prompt": "é\n  x", "response": "▁"}) + "\n")
+    (one,) = read()
+    assert [message["content"] for message in one.messages] == ["é\n  x", "▁"]
+    path.write_text(json.dumps({"prompt_ids": [1, 70000], "output_ids": [3]}) + "\n")
+    (two,) = read()
+    assert (two.prompt_ids, two.output_ids, two.messages) == ((1, 70000), (3,), ())
+
+
+def test_bad_lines_leave_nothing_behind(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n{"prompt": 3, "response": "b"}\n')
+    dataset = datasets.find("jsonl", DataConfig(files=(str(path),)))
+    for _ in range(2):
+        with pytest.raises(errors.InputError) as caught:
+            store.open_split(dataset, "train", tmp_path / "data")
+        assert str(caught.value) == f"{path}:2: prompt: expected a string, not 3"
+
+
+def test_an_empty_split_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n')
+    dataset = datasets.find("jsonl", DataConfig(files=(str(path),), held_out_percent=0.0))
+    with pytest.raises(errors.InputError, match="data set jsonl: no examples in its split test"):
+        store.open_split(dataset, "test", tmp_path / "data")
+
+
+def test_an_unwritable_directory_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    dataset = datasets.find("math", DataConfig(math_examples=1))
+    with pytest.raises(errors.InputError) as caught:
+        store.open_split(dataset, "test", tmp_path / "file")
+    assert str(caught.value) == f"{tmp_path / 'file'}: cannot be written: File exists"
+
+
+def test_where_data_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.data_directory(None) == tmp_path / "dflash" / "datasets"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store.data_directory(None) == tmp_path / ".cache" / "dflash" / "datasets"
+    monkeypatch.chdir(tmp_path)
+    assert store.data_directory("here") == tmp_path / "here"
+
+
+def test_two_processes_make_the_data_once_and_need_no_tensorflow(tmp_path):
+    code = f"""
+        import pathlib, sys
+        from dflash.config.data_schema import DataConfig
+        from dflash.data import datasets, store
+        dataset = datasets.find("math", DataConfig(math_examples=200))
+        print(len(store.open_split(dataset, "train", pathlib.Path({str(tmp_path)!r}))))
+        print("tensorflow" in sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in running]
+    assert [out.split() for out, _ in outputs] == [["200", "False"]] * 2, outputs
+    assert sum("data: making math" in err for _, err in outputs) == 1
+
+
+def test_tasks_are_samples_of_held_out_data():
+    for name in ("math", "code", "chat"):
+        examples = datasets.task_examples(name, "test", 5)
+        assert len(examples) == 5
+        assert examples == datasets.task_examples(name, "test", 5)
+        assert len({example.source for example in examples}) > 1
+        assert datasets.task_prompts(name, "test", 5) == [one.prompt for one in examples]
+        assert all(one.prompt[-1]["role"] == "user" and one.response for one in examples)
+    assert len(datasets.task_examples("math", "test")) == 1000
+    with pytest.raises(errors.ConfigError, match="unknown data set 'mth'; did you mean 'math'"):
+        datasets.task_prompts("mth")
+    with pytest.raises(ValueError, match="no split 'dev'"):
+        datasets.task_prompts("math", "dev")
+    assert "train" in SPLITS
+
+
+def test_mixed_prompts_are_shared_out():
+    config = DataConfig(mixture={"math": 3.0, "chat": 1.0, "code": 0.0})
+    found = datasets.mixed_prompts(config, "validation", 5)
+    assert {name: len(prompts) for name, prompts in found.items()} == {"math": 3, "chat": 2}

@@ -1,0 +1,129 @@
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import dflash.train_tokenizer as command
+from dflash import errors
+from dflash.common import tokenizer as tokenizers
+from dflash.data import code, tokenizer_training
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "x = 12?\n"},
+    {"role": "assistant", "content": "    return 12"},
+    {"role": "user", "content": "é▁ \t"},
+]
+INDENTED = st.lists(
+    st.tuples(st.integers(0, 30), st.text(max_size=8), st.sampled_from(["\n", "\r\n", "\n\n"]))
+).map(lambda lines: "".join(" " * indent + text + end for indent, text, end in lines))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(), INDENTED))
+@example("def f(x):\n    if x:\n        return 1000\n\n\n\tpass  \n")
+@example(" ")
+@example("▁ ▁▁ a▁")
+@example("\x00\n \ufeff\u2028\U0001f600e\u0301")
+@example("<unk> ⁇ <0x41>")
+@example("\n                                 deep")
+def test_any_text_is_spelled_back(words, text):
+    # Control pieces spelled in a text are read as such, so they are not shown again.
+    assert not any(piece in text for piece in (*tokenizer_training.ROLES, "<|end|>"))
+    ids = words.encode(text)
+    assert words.decode(ids) == text
+    assert tokenizers.IncrementalDecoder(words).push(ids) == text or "\ufffd" in text
+    assert all(0 <= token < words.vocab_size for token in ids)
+
+
+def test_code_is_spelled_back(words):
+    for one in list(code.examples("validation"))[:100]:
+        for message in one.messages:
+            assert words.decode(words.encode(message["content"])) == message["content"]
+
+
+def test_pieces(words):
+    model = words._model
+    expected = ["<unk>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    assert [model.id_to_piece(i) for i in range(7)] == [*expected, "<|mask|>"]
+    assert model.eos_id() == 2
+    assert words.vocab_size == 600
+    digits = words.encode("2024")
+    assert len(digits) in (4, 5)
+    assert len(words.encode("\n        ")) == 1
+
+
+def test_chat(words):
+    ids = words.encode_chat(CONVERSATION)
+    names = [words._model.id_to_piece(i) for i in ids if words._is_control(i)]
+    assert names == [
+        "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|user|>",
+        "<|end|>", "<|assistant|>",
+    ]  # fmt: skip
+    assert words.decode(ids) == "".join(message["content"] for message in CONVERSATION)
+    with pytest.raises(errors.InputError, match="unknown role tool"):
+        words.encode_chat([{"role": "tool", "content": "x"}])
+
+
+def test_same_data_same_bytes(sentences, model_bytes):
+    again = tokenizer_training.train(sentences, vocab_size=600)
+    assert hashlib.sha256(again).digest() == hashlib.sha256(model_bytes).digest()
+
+
+def test_too_little_text():
+    with pytest.raises(errors.InputError, match=r"vocab_size=4096: .*too high"):
+        tokenizer_training.train(["a b c"], vocab_size=4096)
+
+
+def run(capsys, *argv):
+    status = command.main([str(argument) for argument in argv])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_command(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    lines = ({"prompt": f"Word{i} or {i * i}?", "response": f"Take w{i}x."} for i in range(400))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    destination = tmp_path / "words"
+    arguments = "--datasets=math", f"--files={file}", "--vocab_size=500", "--megabytes=0.02"
+    status, out, err = run(capsys, destination, *arguments)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{destination}: 500 pieces from 0.0 M characters of math, jsonl, in ")
+    assert sorted(path.name for path in destination.iterdir()) == [
+        "chat_template.jinja", "tokenizer.model", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert tokenizers.load_tokenizer(destination).vocab_size == 500
+    status, _, err = run(capsys, destination, *arguments)
+    assert status == 1
+    assert "already exists" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "expected DESTINATION, not 0 arguments"),
+        (["x", "--vocab_size=2"], "flag --vocab_size=2: 2 is not integer >= 300"),
+        (["x", "--datasets=maths"], "unknown data set 'maths'; did you mean 'math'?"),
+        (["x", "--datasets="], "no text to train on: name data sets or files"),
+        (["x", "--datasets=", "--files=none.jsonl"], "none.jsonl: cannot be read"),
+    ],
+)
+def test_wrong_usage(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert len(err.splitlines()) == 1
+
+
+def test_help():
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash.train_tokenizer", "--help"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "python -m dflash.train_tokenizer DESTINATION" in done.stdout
