@@ -17,7 +17,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 class ChatTemplate:
     """A checkpoint's Jinja template: chat_template.jinja, else in tokenizer_config.json."""
 
-    def __init__(self, directory: pathlib.Path, special_tokens: Mapping[str, str]):
+    def __init__(self, directory: pathlib.Path, special_tokens: Mapping[str, Any]):
         self._directory = directory
         self._special_tokens = dict(special_tokens)
         self._compiled = None

@@ -13,7 +13,8 @@ import abc
 import hashlib
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from dflash import errors
 from dflash.common import chat_template
@@ -60,23 +61,26 @@ class Tokenizer(abc.ABC):
         """Text of ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
 
 
-def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
+def load_tokenizer(directory: pathlib.Path, **template_variables: Any) -> Tokenizer:
     """Loads the tokenizer of a checkpoint; without one, token ids can still be decoded.
 
+    Args:
+      directory: of the checkpoint.
+      **template_variables: what the chat template may ask for, such as `enable_thinking`.
     Raises:
       InputError: it is damaged, or a library for it is absent.
     """
     if (directory / TOKENIZER_JSON).exists():
-        return HuggingFaceTokenizer(directory)
+        return HuggingFaceTokenizer(directory, template_variables)
     if (directory / SENTENCEPIECE_MODEL).exists():
-        return SentencePieceTokenizer(directory)
+        return SentencePieceTokenizer(directory, template_variables)
     return NoTokenizer(directory)
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """tokenizer.json, by the `tokenizers` library."""
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any]):
         file = directory / TOKENIZER_JSON
         try:
             import tokenizers
@@ -94,7 +98,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = chat_template.ChatTemplate(
-            directory, chat_template.special_tokens(directory)
+            directory, chat_template.special_tokens(directory) | variables
         )
         self.fingerprint = _fingerprint(directory)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -119,7 +123,7 @@ class SentencePieceTokenizer(Tokenizer):
     Prompts get a beginning-of-sequence id where tokenizer_config.json says `add_bos_token: true`.
     """
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any]):
         import sentencepiece
 
         file = directory / SENTENCEPIECE_MODEL
@@ -137,7 +141,7 @@ class SentencePieceTokenizer(Tokenizer):
             if token >= 0
         }
         self._template = chat_template.ChatTemplate(
-            directory, special | chat_template.special_tokens(directory)
+            directory, special | chat_template.special_tokens(directory) | variables
         )
         self.fingerprint = _fingerprint(directory)
         self._add_bos = bool(chat_template.tokenizer_config(directory).get("add_bos_token", False))

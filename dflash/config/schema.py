@@ -112,6 +112,9 @@ class PromptsConfig:
     text: tuple[str, ...] = ()
     file: str | None = None
     chat: bool = False  # wrap text prompts as one user message in the checkpoint's chat template
+    thinking: bool = (
+        False  # ask the template for reasoning first; drafters are mostly trained without
+    )
     dataset: str | None = None  # a data set of dflash/registry.py, such as math
     split: Literal["train", "validation", "test"] = "test"  # of the data set
     limit: int | None = option(None, minimum=1)  # how many of the data set; None: all

@@ -100,7 +100,9 @@ def prepare(config: DecodeRun, *, stdin: TextIO, dry: bool = False) -> Job:
     drafter = assembly.build_drafter(config.drafter, drafter_source, target.arch, **build)
     words = tokenizer.ByteTokenizer()
     if target_source.directory is not None:
-        words = tokenizer.load_tokenizer(target_source.directory)
+        words = tokenizer.load_tokenizer(
+            target_source.directory, enable_thinking=config.prompts.thinking
+        )
     job = Job(
         config, target, drafter, target_source, drafter_source, words, prompts=(), max_length=0
     )

@@ -408,3 +408,15 @@ def test_ids_equal_those_of_transformers(tmp_path):
     chat = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert ours._template.render(MESSAGES) == chat
     assert ours.encode_chat(MESSAGES) == theirs(chat, add_special_tokens=False)["input_ids"]
+
+
+def test_template_variables_reach_the_template(tmp_path):
+    """Reasoning models' templates ask for `enable_thinking`; unset, it is undefined."""
+    train_byte_level(tmp_path)
+    template = "{% if enable_thinking is defined %}{{ enable_thinking }}{% else %}unset{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    texts = [
+        tokenization.load_tokenizer(tmp_path, **variables).render_chat(MESSAGES)
+        for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
+    ]
+    assert texts == ["unset", "False", "True"]
