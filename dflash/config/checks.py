@@ -17,6 +17,7 @@ from dflash.config import schema
 Problem = tuple[tuple[str, ...], str]
 
 _RANDOM = "random"
+_FILES = "jsonl"  # the data set that is made from the user's files
 _MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig))
 
 
@@ -114,8 +115,38 @@ def _lengths(config: Any) -> Iterator[Problem]:
 
 
 def _prompts(config: Any) -> Iterator[Problem]:
-    if config.prompts.text and config.prompts.file is not None:
+    prompts = config.prompts
+    if prompts.text and prompts.file is not None:
         yield ("prompts.file", "prompts.text"), "excludes prompts.text; give one of the two"
+    if prompts.dataset is None:
+        return
+    for other in ("text", "file"):
+        if getattr(prompts, other):
+            keys = "prompts.dataset", f"prompts.{other}"
+            yield keys, f"excludes prompts.{other}; give one of the two"
+    if prompts.dataset == _FILES:
+        yield ("prompts.dataset",), "has no prompts of its own; name the file by prompts.file"
+    elif prompts.dataset not in registry.DATASETS:
+        near = registry.suggest(prompts.dataset, set(registry.DATASETS) - {_FILES})
+        yield ("prompts.dataset",), f"unknown data set {prompts.dataset!r}{near}"
+
+
+def _data(config: Any) -> Iterator[Problem]:
+    data = config.data
+    for name in data.mixture:
+        if name not in registry.DATASETS:
+            near = registry.suggest(name, registry.DATASETS)
+            yield (f"data.mixture.{name}", "data.mixture"), f"unknown data set {name!r}{near}"
+    if not data.shares:
+        yield (
+            ("data.mixture", "data.files"),
+            "required: a share for each data set, such as {math: 1.0}; or data.files",
+        )
+    elif data.files and _FILES not in data.shares:
+        keys = "data.files", "data.mixture"
+        yield keys, f"belongs to the data set {_FILES}, which data.mixture has no share for"
+    elif _FILES in data.shares and not data.files:
+        yield ("data.files", "data.mixture"), f"required by the data set {_FILES} of data.mixture"
 
 
 def _sharding_rules(config: Any) -> Iterator[Problem]:
@@ -144,6 +175,22 @@ def _batch(config: Any) -> Iterator[Problem]:
         yield keys, f"{size} does not divide over {product} = {pieces} devices"
 
 
+def _course(config: Any) -> Iterator[Problem]:
+    """How long a training run is, and how its batches divide."""
+    train, pieces = config.train, config.optimizer.accumulate_steps
+    if (train.steps is None) == (train.epochs is None):
+        yield ("train.steps", "train.epochs"), "give one of train.steps and train.epochs"
+    axes = [axis for axis in config.sharding_rules.get("batch", ()) if axis in _MESH_AXES]
+    devices = math.prod(getattr(config.mesh, axis) for axis in axes)
+    if train.batch_size % (pieces * devices):
+        keys = "train.batch_size", "optimizer.accumulate_steps", *(f"mesh.{axis}" for axis in axes)
+        message = (
+            f"{train.batch_size} does not divide into optimizer.accumulate_steps={pieces} pieces "
+            f"over {devices} device{'s' if devices > 1 else ''}"
+        )
+        yield keys, message
+
+
 def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Problem]:
     shape = config.target.architecture
     outside = [token for token in ids if shape is not None and token >= shape.vocab_size]
@@ -170,6 +217,8 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("target", "decode"), _stop_ids),
     (("decode",), _lengths),
     (("prompts",), _prompts),
+    (("data",), _data),
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),
+    (("train", "optimizer", "mesh", "sharding_rules"), _course),
 )

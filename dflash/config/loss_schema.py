@@ -15,7 +15,7 @@ class LossConfig:
     name: Literal["cross_entropy", "dpace", "kl"] = "cross_entropy"
     # Slots over which the weight falls by e. None: after the block size; 0: equal weights.
     gamma: float | None = option(None, minimum=0.0)
-    alpha: float = option(0.5, minimum=0.0, maximum=1.0)  # of dpace: floor under a slot's acceptance
+    alpha: float = option(0.5, minimum=0.0, maximum=1.0)  # of dpace: floor under a slot's survival
     kl_weight: float = option(1.0, minimum=0.0, maximum=1.0)  # of kl: the rest is cross-entropy
     num_anchors: int = option(512, minimum=1)  # blocks per sequence
 

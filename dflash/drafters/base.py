@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.common.sharding import Sharding
+from dflash.common.train_batch import TrainBatch
+from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import DrafterConfig, TargetArchitecture
 
 
@@ -143,6 +145,32 @@ class Drafter(nnx.Module):
           the state, covering the positions before position + num_committed.
         """
         raise TypeError(f"{type(self).__name__} must define observe")
+
+    def loss(
+        self,
+        batch: TrainBatch,
+        heads: Heads,
+        key: jax.Array,
+        options: LossConfig,
+        *,
+        remat: bool = False,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """What training minimises; gradients are taken with respect to the drafter alone.
+
+        Args:
+          batch: packed rows, with the features of `feature_layers`.
+          heads: the target's embedding and output head; frozen.
+          key: of whatever is drawn at random.
+          options: of the loss.
+          remat: compute activations again in the backward pass rather than keep them.
+        Returns:
+          loss float32 [], and metrics, each float32 []. Among them "acceptance_length", the mean
+          number of tokens that a cycle would commit, and "weight", what the loss is divided by: by
+          it, pieces of a batch are joined.
+        Raises:
+          ValueError: the batch lacks what the loss asks for.
+        """
+        raise TypeError(f"{type(self).__name__} has nothing to train")
 
     def insert(self, state: Any, prefix: Any, slot: jax.Array) -> Any:
         """Puts the state of one prefilled sequence into slot `slot` of the batch's state.

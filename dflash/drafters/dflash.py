@@ -198,8 +198,8 @@ class DFlash(Drafter):
         """
         dtype = self.fc.kernel.dtype
         context = self.hidden_norm(self.fc(batch.features.astype(dtype)))
-        of_context = rotary.angles(batch.positions, self.shape.decoder)
         shape = blocks.tokens.shape
+        of_context = rotary.angles(batch.positions, self.shape.decoder)
         of_blocks = rotary.angles(blocks.positions.reshape(shape[0], -1), self.shape.decoder)
         x = heads.embed(blocks.tokens.reshape(shape[0], -1)).astype(dtype)
         for i, layer in enumerate(self.layers):

@@ -9,9 +9,9 @@ from dflash.kernels import online_softmax
 
 # Queries per step. Scores exist for one step at a time, forward and backward, and a step looks at
 # no key after its last query. A CPU is fastest when a step's scores stay in its cache.
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 64
 # Steps are unrolled, each with its own number of keys. Longer sequences take longer steps.
-MAX_CHUNKS = 32
+MAX_CHUNKS = 12
 
 
 def causal_attention(

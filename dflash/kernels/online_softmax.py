@@ -64,7 +64,8 @@ def attend(
     """
     scores = scale * jnp.einsum("kbrh,kbsh->kbrs", queries, keys, preferred_element_type="float32")
     scores = jnp.where(visible, scores, MASKED)
-    peak = scores.max(axis=-1, keepdims=True)
+    # The peak cancels out: it scales sums and weights alike, so it has no gradient to carry.
+    peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     # A row that sees nothing here has peak = MASKED; its weights must be zero, not one.
     weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
     weighted = jnp.einsum(

@@ -2,11 +2,20 @@
 
 import pytest
 
-from dflash.config import layers, loader, schema, strict_yaml
+from dflash.config import (
+    data_schema,
+    layers,
+    loader,
+    loss_schema,
+    schema,
+    strict_yaml,
+    train_schema,
+)
 
 CONFIGS = layers.package_configs()
 RUNNABLE = sorted(CONFIGS.glob("*.yml"))
 BASES = sorted([*CONFIGS.glob("models/*.yml"), *CONFIGS.glob("drafters/*.yml")])
+TRAINING = sorted(CONFIGS.glob("train/*.yml"))
 PAIRS = [CONFIGS / f"{name}_dflash.yml" for name in ("qwen3_4b", "qwen3_8b", "llama3_1_8b")]
 
 
@@ -16,6 +25,28 @@ def test_a_runnable_config_loads_from_anywhere(path, tmp_path, monkeypatch):
     config = loader.load(f"configs/{path.name}")
     assert config.target.checkpoint
     assert config.prompts.text
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_a_training_config_loads_from_anywhere(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = loader.load(f"configs/train/{path.name}", schema=train_schema.TrainRun)
+    assert config.target.checkpoint
+    assert config.data.shares
+    header = path.read_text(encoding="utf-8")
+    assert f"python -m dflash.train configs/train/{path.name}" in header
+    assert "Needs:" in header
+
+
+def test_the_4b_drafter_is_trained_by_the_published_recipe():
+    config = loader.load("configs/train/qwen3_4b_dflash.yml", schema=train_schema.TrainRun)
+    shape, optimizer, loss = config.drafter.architecture, config.optimizer, config.loss
+    assert (shape.num_hidden_layers, shape.block_size) == (5, 16)
+    assert (config.train.epochs, config.data.length) == (6, 3072)
+    assert (loss.name, loss.num_anchors, loss.gamma) == ("cross_entropy", 512, None)  # None: 7
+    assert (optimizer.name, optimizer.learning_rate) == ("adamw", 6e-4)
+    assert (optimizer.schedule, optimizer.warmup_fraction) == ("cosine", 0.04)
+    assert optimizer.clip_norm == 1.0
 
 
 @pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
@@ -77,7 +108,7 @@ def test_the_drafter_taps_are_spread_as_they_were_in_training(name, block_size):
     assert (drafter.num_hidden_layers, drafter.block_size) == (5, block_size)
 
 
-@pytest.mark.parametrize("path", [*RUNNABLE, *BASES], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*RUNNABLE, *BASES, *TRAINING], ids=lambda path: path.stem)
 def test_a_file_holds_only_what_differs_from_the_defaults(path):
     """A default has one home; stated twice, the copies drift apart."""
     node, _ = strict_yaml.parse(path.read_text(encoding="utf-8"), path.name)
@@ -87,6 +118,12 @@ def test_a_file_holds_only_what_differs_from_the_defaults(path):
         ("decode",): schema.DecodeConfig,
         ("mesh",): schema.MeshConfig,
         ("prompts",): schema.PromptsConfig,
+        ("data",): data_schema.DataConfig,
+        ("loss",): loss_schema.LossConfig,
+        ("optimizer",): loss_schema.OptimizerConfig,
+        ("train",): train_schema.TrainConfig,
+        ("evaluation",): train_schema.EvaluationConfig,
+        ("evaluation", "decode"): schema.DecodeConfig,
     }
     for keys, cls in groups.items():
         inner = node

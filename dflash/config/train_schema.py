@@ -1,0 +1,81 @@
+"""Everything that a training config may hold, and which of it may change when a run goes on."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from dflash.config import schema
+from dflash.config.data_schema import DataConfig
+from dflash.config.loss_schema import LossConfig, OptimizerConfig
+from dflash.config.schema import option
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The course of a run: how long, in what precision, and how often it looks up."""
+
+    steps: int | None = option(None, minimum=1)  # None: as `epochs` says
+    epochs: float | None = option(None, minimum=0.0)  # passes over the training data
+    batch_size: int = option(8, minimum=1)  # packed rows per step, of all devices together
+    seed: int = option(0, minimum=0, maximum=2**32 - 1)  # of fresh weights and of anchors
+    dtype: schema.DType = "bfloat16"  # of the computation; the weights under training are float32
+    remat: bool = False  # compute activations again in the backward pass rather than keep them
+    # online: the target runs in every step; cached: once over the data, its features go to disk.
+    features: Literal["online", "cached"] = "online"
+    feature_cache: str | None = None  # None: features/ in the work directory
+    log_every: int = option(10, minimum=1)  # steps
+    checkpoint_every: int = option(500, minimum=1)  # steps
+    keep_last: int = option(2, minimum=1)  # checkpoints, beside the best
+    export_dtype: schema.DType = "bfloat16"  # of the weights in hf/
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """What the run is judged by: the loss on held-out text, and τ in the decode engine itself."""
+
+    every: int = option(1000, minimum=1)  # steps
+    batches: int = option(4, minimum=0)  # of held-out text; 0: no held-out loss
+    prompts: int = option(12, minimum=0)  # held-out prompts to decode; 0: no τ
+    prompts_file: str | None = None  # JSONL, as prompts.file; None: the data's own
+    decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRun:
+    """Everything that `python -m dflash.train` reads from its config.
+
+    A checkpoint of what is trained says where its weights start; `random` is from scratch.
+    """
+
+    task: Literal["drafter", "target"] = "drafter"  # which of the two learns
+    target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
+    drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
+    tokenizer: str | None = None  # a directory; None: the target's
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    mesh: schema.MeshConfig = dataclasses.field(default_factory=schema.MeshConfig)
+    sharding_rules: Mapping[str, tuple[str, ...]] = option(schema.SHARDING_RULES)
+
+
+# Keys, or groups of them, that a continued run may change: they say where it runs and how often it
+# looks up, not what it learns. Everything else must stay as it was. (Another mesh or remat changes
+# the order of sums, so the result is then the same up to rounding, not bit for bit.)
+FREE_KEYS = (
+    "mesh",
+    "sharding_rules",
+    "train.remat",
+    "train.feature_cache",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.keep_last",
+    "train.export_dtype",
+    "evaluation",
+)
+
+
+def is_free(key: str) -> bool:
+    """Whether a continued run may change the dotted `key`."""
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)

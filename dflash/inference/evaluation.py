@@ -1,0 +1,94 @@
+"""Acceptance length of a drafter that keeps changing, measured through the engine itself."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+
+from dflash.config.schema import DecodeConfig
+from dflash.drafters.base import Drafter
+from dflash.inference import scheduler
+from dflash.inference.engine import Engine
+from dflash.inference.scheduler import Completion, Request
+from dflash.models.decoder import Decoder
+
+
+class DraftingTest:
+    """Decodes the same prompts with ever new weights; programs are compiled once.
+
+    Usage:
+      test = DraftingTest(target, drafter, config, {"math": [ids, ...]})
+      test(params)  # {"tau": 4.2, "tau/math": 4.2}
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafter,
+        config: DecodeConfig,
+        prompts: Mapping[str, Sequence[Sequence[int]]],
+        *,
+        stop_ids: Sequence[int],
+    ):
+        """Builds the requests; nothing is compiled yet.
+
+        Args:
+          target: with its weights.
+          drafter: of the target's dtype; may be abstract.
+          config: how to decode.
+          prompts: token ids by the name of their source.
+          stop_ids: tokens that end a sequence.
+        """
+        self._target, self._drafter, self._config = target, drafter, config
+        self._stop_ids = stop_ids
+        pairs = [(name, tuple(ids)) for name, some in prompts.items() for ids in some]
+        self._sources = [name for name, _ in pairs]
+        self._requests = [
+            Request(index, ids, config.max_new_tokens) for index, (_, ids) in enumerate(pairs)
+        ]
+        longest = config.max_length or scheduler.max_length(self._requests)
+        for request in self._requests:
+            scheduler.check_request(request, longest, target.arch.vocab_size)
+        self._max_length = longest
+        self._engine: _Renewable | None = None
+
+    def __call__(self, params: Any) -> dict[str, float]:
+        """Decodes all prompts with the drafter's parameters `params`.
+
+        Returns:
+          "tau", tokens per cycle over all cycles, and "tau/NAME" of each source; nothing if every
+          prompt ended at its first token.
+        """
+        if self._engine is None:
+            nnx.update(self._drafter, params)
+            self._engine = _Renewable(
+                self._target,
+                self._drafter,
+                self._config,
+                max_length=self._max_length,
+                stop_ids=self._stop_ids,
+            )
+        self._engine.renew(params)
+        events = scheduler.decode(self._engine, self._requests)
+        done = [event for event in events if isinstance(event, Completion)]
+        return self._measure(done)
+
+    def _measure(self, done: Sequence[Completion]) -> dict[str, float]:
+        lengths: dict[str, list[int]] = {name: [] for name in self._sources}
+        for completion in done:
+            lengths[self._sources[completion.index]] += completion.acceptance_lengths
+        everything = [length for some in lengths.values() for length in some]
+        if not everything:
+            return {}
+        by_source = {name: statistics.fmean(some) for name, some in lengths.items() if some}
+        metrics = {"tau": statistics.fmean(everything)}
+        return metrics | {f"tau/{name}": value for name, value in by_source.items()}
+
+
+class _Renewable(Engine):
+    """An engine whose drafter's weights may change between requests."""
+
+    def renew(self, params: Any) -> None:
+        """Takes new weights, of the shapes and places of those before."""
+        self._drafter_params = params

@@ -1,0 +1,216 @@
+"""Losses over a vocabulary, in chunks of rows: [rows, V] logits are never whole in memory.
+
+Logits are reduced along the vocabulary by sums, maxima and comparisons only, so a vocabulary that
+is split over devices stays split.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash.config.loss_schema import LossConfig
+
+# Positions of each sequence per step.
+CHUNK_TOKENS = 128
+
+# Block sizes, and the gamma that the DFlash paper trains them with.
+_PAPER_BLOCK_SIZES, _PAPER_GAMMAS = (8, 10, 16), (4.0, 5.0, 7.0)
+
+Unembed = Callable[[jax.Array], jax.Array]
+
+
+class TokenScores(NamedTuple):
+    """What became of each predicted token.
+
+    Attributes:
+      objective: float32 [B, M]; to be minimised. Alone carries gradients if the head is frozen.
+      nll: float32 [B, M]; -log of the label's probability.
+      correct: bool [B, M]; the label is the most probable token, the first of them in a tie.
+    """
+
+    objective: jax.Array
+    nll: jax.Array
+    correct: jax.Array
+
+
+def score_tokens(
+    hidden: jax.Array,
+    labels: jax.Array,
+    unembed: Unembed,
+    *,
+    target_hidden: jax.Array | None = None,
+    kl_weight: float = 0.0,
+    frozen_head: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> TokenScores:
+    """Compares the distributions that hidden states stand for with labels, or with the target's.
+
+    The objective is (1 - kl_weight) · nll + kl_weight · KL(target ‖ drafter).
+
+    Args:
+      hidden: [B, M, D]; after the final norm.
+      labels: int32 [B, M].
+      unembed: [B, m, D] -> float32 logits [B, m, V].
+      target_hidden: [B, M, D]; makes the target's logits, and gets no gradient.
+      kl_weight: share of the divergence in the objective.
+      frozen_head: nothing inside `unembed` is trained. Gradients of a row are then worked out with
+        its loss, and no logits are computed twice.
+      chunk_tokens: positions of each sequence per step.
+    Raises:
+      ValueError: a divergence is wanted, but the target's hidden states are not given.
+    """
+    if kl_weight and target_hidden is None:
+        raise ValueError("score_tokens: kl_weight asks for target_hidden")
+    length = labels.shape[1]
+    chunks = -(-length // chunk_tokens)
+    rows = (hidden, labels, target_hidden if kl_weight else None)
+
+    def score(hidden, labels, target_hidden):
+        return _score_chunk(hidden, labels, target_hidden, unembed, kl_weight)
+
+    if frozen_head:
+        pulled = jax.lax.map(lambda arrays: _score_and_pull(score, *arrays), _split(rows, chunks))
+        scores, slopes = _join(pulled, length)
+        # Worth nothing, but its gradient is the slopes.
+        wide = hidden.astype(jnp.float32)
+        lever = jnp.sum(slopes.astype(jnp.float32) * (wide - jax.lax.stop_gradient(wide)), axis=-1)
+        return scores._replace(objective=scores.objective + lever)
+    scored = jax.lax.map(lambda arrays: jax.checkpoint(score)(*arrays), _split(rows, chunks))
+    return _join(scored, length)
+
+
+def mean_over(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Weighted mean, float32 []; zero where all weights are."""
+    total = weights.sum(dtype=jnp.float32)
+    return jnp.sum(values * weights, dtype=jnp.float32) / jnp.where(total == 0, 1, total)
+
+
+def block_weights(
+    nll: jax.Array, counted: jax.Array, options: LossConfig
+) -> tuple[jax.Array, jax.Array]:
+    """What each drafted slot counts in the loss, and what the weighted sum is divided by.
+
+    Args:
+      nll: float32 [B, A, G]; of slots 1 … G of each block.
+      counted: bool [B, A, G]; slots that have a label.
+      options: the rule, and its parameters.
+    Returns:
+      weights float32 [B, A, G], without gradient, and a divisor float32 [].
+    """
+    if options.name == "dpace":
+        return dpace_weights(nll, counted, options.alpha), jnp.float32(nll.shape[0])
+    gamma = derived_gamma(nll.shape[-1] + 1) if options.gamma is None else options.gamma
+    weights = counted * decay_weights(nll.shape[-1], gamma)
+    total = weights.sum()
+    return weights, jnp.where(total == 0, 1, total)
+
+
+def decay_weights(num_slots: int, gamma: float) -> np.ndarray:
+    """exp(-(k - 1) / gamma) for slots k = 1 … num_slots, float32; ones if gamma is 0.
+
+    Source: arXiv 2602.06036.
+    """
+    slots = np.arange(num_slots)
+    return np.exp(-slots / gamma if gamma else 0.0 * slots).astype(np.float32)
+
+
+def derived_gamma(block_size: int) -> float:
+    """The paper's 4, 5 and 7 for blocks of 8, 10 and 16; straight lines between and beyond."""
+    sizes, gammas = _PAPER_BLOCK_SIZES, _PAPER_GAMMAS
+    if block_size < sizes[0]:
+        return gammas[0] * block_size / sizes[0]
+    slope = (gammas[-1] - gammas[-2]) / (sizes[-1] - sizes[-2])
+    return float(np.interp(block_size, sizes, gammas) + slope * max(block_size - sizes[-1], 0))
+
+
+def dpace_weights(nll: jax.Array, counted: jax.Array, alpha: float) -> jax.Array:
+    """Weights each slot by the expected run of accepted slots that passes through it.
+
+    With p = exp(-nll) a slot survives with q = (1 - alpha) p + alpha, a block up to slot k with
+    C_k = q_1 · … · q_k, and slot k weighs Σ_{m ≥ k} C_m. Slots without a label survive and weigh
+    nothing.
+
+    Args:
+      nll: float32 [..., G].
+      counted: bool [..., G].
+      alpha: floor under a slot's chance of survival.
+    Returns:
+      float32 [..., G], without gradient.
+    Source: arXiv 2605.18810.
+    """
+    chance = (1 - alpha) * jnp.exp(-jax.lax.stop_gradient(nll)) + alpha
+    reached = jnp.cumprod(jnp.where(counted, chance, 1.0), axis=-1) * counted
+    return counted * jnp.flip(jnp.cumsum(jnp.flip(reached, -1), axis=-1), -1)
+
+
+def acceptance_lengths(correct: jax.Array, counted: jax.Array) -> jax.Array:
+    """Tokens that a cycle would commit with each block: its run of correct slots, and one more.
+
+    Args:
+      correct: bool [..., G].
+      counted: bool [..., G]; a slot without a label ends the run.
+    Returns:
+      int32 [...], in [1, G + 1].
+    """
+    return 1 + jnp.cumprod((correct & counted).astype(jnp.int32), axis=-1).sum(axis=-1)
+
+
+def _score_chunk(hidden, labels, target_hidden, unembed, kl_weight) -> TokenScores:
+    logits = unembed(hidden)
+    vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    labels = labels[..., None]
+    of_label = jnp.sum(jnp.where(vocab == labels, logits, 0), axis=-1)
+    peak = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    total = jnp.sum(jnp.exp(logits - peak), axis=-1)
+    nll = jnp.log(total) + peak[..., 0] - of_label
+    # An argmax along a split vocabulary would gather it.
+    rivals = (logits == peak) & (vocab < labels)
+    correct = (of_label == peak[..., 0]) & ~rivals.any(axis=-1)
+    objective = nll
+    if kl_weight:
+        target = jax.nn.log_softmax(jax.lax.stop_gradient(unembed(target_hidden)))
+        ours = logits - peak - jnp.log(total)[..., None]
+        divergence = jnp.sum(jnp.exp(target) * (target - ours), axis=-1)
+        objective = (1 - kl_weight) * nll + kl_weight * divergence
+    return TokenScores(objective, nll, correct)
+
+
+def _score_and_pull(score, hidden, *rest):
+    """Scores, and the gradient of each row's objective by its own hidden state [B, m, D].
+
+    Neither carries a gradient of its own.
+    """
+
+    def objective(hidden):
+        scores = score(hidden, *rest)
+        return scores.objective, scores
+
+    value, pull, scores = jax.vjp(objective, hidden, has_aux=True)
+    (slopes,) = pull(jnp.ones_like(value))
+    return jax.lax.stop_gradient((scores, slopes))
+
+
+def _split(arrays, chunks: int):
+    """[B, M, ...] -> [chunks, B, m, ...], filled up with zeros."""
+
+    def split(array):
+        length = array.shape[1]
+        step = -(-length // chunks)
+        padding = [(0, 0), (0, chunks * step - length)] + [(0, 0)] * (array.ndim - 2)
+        padded = jnp.pad(array, padding)
+        return padded.reshape(array.shape[0], chunks, step, *array.shape[2:]).swapaxes(0, 1)
+
+    return jax.tree.map(split, arrays)
+
+
+def _join(arrays, length: int):
+    """The inverse of `_split`."""
+
+    def join(array):
+        joined = array.swapaxes(0, 1)
+        return joined.reshape(joined.shape[0], -1, *array.shape[3:])[:, :length]
+
+    return jax.tree.map(join, arrays)

@@ -1,0 +1,65 @@
+"""What a run is judged by: the loss on held-out text and, where something drafts, τ."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from dflash.training import state as states
+from dflash.training import step as steps_lib
+from dflash.training.job import Job
+from dflash.training.state import Params
+
+# Params of the learner, in the compute dtype -> metrics, "tau" among them. Injected, because the
+# decode engine is not for this package to know.
+DraftingTest = Callable[[Params], Mapping[str, float]]
+
+
+class Evaluation:
+    """Params -> metrics on what is held out; programs are made once."""
+
+    def __init__(self, job: Job, frozen: Params, drafting_test: DraftingTest | None):
+        self._job, self._frozen, self._drafting_test = job, frozen, drafting_test
+        # Read before the first step: what is wrong with the data is then wrong at once.
+        self._rows, self._held_out = _held_out_batches(job)
+        self._step = steps_lib.make_evaluation_step(
+            job.task.loss, dtype=job.task.dtype, sharding=job.sharding
+        )
+
+    def __call__(self, params: Params) -> dict[str, float]:
+        metrics = self._held_out_loss(params) if self._held_out else {}
+        if self._drafting_test is not None:
+            metrics |= self._drafting_test(states.cast(params, self._job.task.dtype))
+        return metrics
+
+    def _held_out_loss(self, params: Params) -> dict[str, float]:
+        """Over the same batches, with the same random draws, every time."""
+        job = self._job
+        totals: dict[str, float] = {}
+        seen = 0.0
+        for number, arrays in enumerate(self._held_out):
+            batch = steps_lib.place(arrays, job.sharding, self._rows)
+            key = jax.random.fold_in(states.step_key_base(0), number)
+            values = jax.device_get(self._step(params, self._frozen, batch, key))
+            weight = float(values.pop(steps_lib.WEIGHT))
+            seen += weight
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0.0) + weight * float(value)
+        return {name: total / max(seen, 1e-9) for name, total in totals.items()}
+
+
+def _held_out_batches(job: Job) -> tuple[int, list[dict[str, np.ndarray]]]:
+    """Batches of held-out text, and their rows: as many as in training, or as many as there are."""
+    wanted = job.config.evaluation.batches
+    if not wanted:
+        return 0, []
+    least = job.sharding.size("batch")
+    source = job.batches("validation", batch_size=least)
+    rows = job.config.train.batch_size // job.config.optimizer.accumulate_steps
+    parts = min(rows, source.num_rows) // least
+
+    def read():
+        pieces = [next(source) for _ in range(parts)]
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    return parts * least, [read() for _ in range(wanted)]

@@ -1,0 +1,158 @@
+"""A training run before it starts: models built, data found, everything checked, nothing filled."""
+
+import dataclasses
+import math
+import pathlib
+from typing import Any
+
+import optax
+
+from dflash import errors
+from dflash.common import prompts, tokenizer
+from dflash.common import sharding as shardings
+from dflash.common.sharding import Sharding
+from dflash.common.tokenizer import Tokenizer
+from dflash.config.schema import PromptsConfig
+from dflash.config.train_schema import TrainRun
+from dflash.data import batches, datasets
+from dflash.data.batches import Batches
+from dflash.data.example import Split
+from dflash.training import plan, tasks
+from dflash.training import step as steps_lib
+from dflash.training.optimizer import make_optimizer, make_schedule
+from dflash.training.tasks import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a run is about.
+
+    Attributes:
+      config: of the run.
+      sharding: where everything lives.
+      task: what learns, and how; its models are abstract.
+      tokenizer: what the data is encoded with.
+      tokenizer_directory: its files go along with the exported weights; None for plain bytes.
+    """
+
+    config: TrainRun
+    sharding: Sharding
+    task: Task
+    tokenizer: Tokenizer
+    tokenizer_directory: pathlib.Path | None
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which share of every batch this process reads, and of how many."""
+        return steps_lib.share_of_process(self.sharding, self.config.train.batch_size)
+
+    @property
+    def rows(self) -> int:
+        """Of a batch, of this process."""
+        return self.config.train.batch_size // self.share[1]
+
+    def optimizer(self, steps: int) -> tuple[optax.GradientTransformation, Any]:
+        """The update rule, and the learning rate by step."""
+        config = self.config.optimizer
+        return make_optimizer(config, steps), make_schedule(config, steps)
+
+    def batches(
+        self, split: Split = "train", state: Any = None, batch_size: int | None = None
+    ) -> Batches:
+        """Endless batches of this process's rows; they go on where `state` was taken.
+
+        Raises:
+          InputError: the data are malformed, or less than a batch.
+        """
+        rows = batch_size or self.config.train.batch_size
+        share, shares = steps_lib.share_of_process(self.sharding, rows)
+        return batches.batches(
+            self.config.data,
+            self.tokenizer,
+            split=split,
+            batch_size=rows,
+            vocab_size=self.task.target.arch.vocab_size,
+            process_index=share,
+            process_count=shares,
+            state=state,
+        )
+
+    def batches_per_epoch(self) -> int:
+        """Batches that one pass over the training data fills."""
+        return self.batches().num_rows // self.config.train.batch_size
+
+    def steps(self) -> int:
+        """Of the whole run.
+
+        Raises:
+          InputError: the data does not fill one batch.
+        """
+        wanted = self.config.train
+        if wanted.steps is not None:
+            return wanted.steps
+        return math.ceil(wanted.epochs * self.batches_per_epoch())
+
+    def held_out_prompts(self) -> dict[str, list[tuple[int, ...]]]:
+        """Token ids of the prompts that τ is measured on, by the data set they are of.
+
+        Raises:
+          InputError: a file of prompts is unusable.
+        """
+        wanted = self.config.evaluation
+        if wanted.prompts_file is not None:
+            config = PromptsConfig(file=wanted.prompts_file)
+            vocab_size = self.task.target.arch.vocab_size
+            found = prompts.read_prompts(config, self.tokenizer, vocab_size=vocab_size, stdin=None)
+            name = pathlib.Path(wanted.prompts_file).stem
+            return {name: [prompt.ids for prompt in found[: wanted.prompts]]}
+        mixed = datasets.mixed_prompts(self.config.data, "validation", wanted.prompts)
+        return {
+            name: [tuple(self.tokenizer.encode_chat(messages)) for messages in some]
+            for name, some in mixed.items()
+        }
+
+    def plan(self) -> plan.Plan:
+        """What the run will take; of the data, nothing is read."""
+        steps = self.config.train.steps
+        optimizer, _ = self.optimizer(steps or 1)
+        return plan.make_plan(self.task, optimizer, steps=steps)
+
+
+def prepare(config: TrainRun, *, dry: bool = False) -> Job:
+    """Finds, builds and checks everything that a run needs.
+
+    Args:
+      config: of the run.
+      dry: for a plan only: touches no device and downloads nothing.
+    Raises:
+      UserError: whatever is wrong; see its subclasses.
+    """
+    mesh = dataclasses.asdict(config.mesh)
+    placed = shardings.make_sharding(mesh, config.sharding_rules, abstract=dry)
+    task = tasks.make_task(config, placed, download=not dry)
+    directory = task.target_source.directory
+    if config.tokenizer is not None:
+        directory = pathlib.Path(config.tokenizer).expanduser()
+        if not directory.is_dir():
+            raise errors.ConfigError(f"tokenizer: {directory}: no such directory")
+    words = tokenizer.ByteTokenizer()
+    if directory is not None:
+        words = tokenizer.load_tokenizer(directory)
+    job = Job(config, placed, task, words, directory)
+    _check(job)
+    return job
+
+
+def _check(job: Job) -> None:
+    """Raises ConfigError if the data does not fit the models."""
+    arch, length = job.task.target.arch, job.config.data.length
+    if job.tokenizer.vocab_size > arch.vocab_size:
+        raise errors.ConfigError(
+            f"tokenizer: {job.tokenizer_directory or 'of plain bytes'} has "
+            f"{job.tokenizer.vocab_size} tokens, but the target's vocabulary is {arch.vocab_size}"
+        )
+    if length > arch.max_position_embeddings:
+        raise errors.ConfigError(
+            f"data.length: {length}, but the target was made for "
+            f"{arch.max_position_embeddings} positions"
+        )

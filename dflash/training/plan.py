@@ -1,0 +1,145 @@
+"""What a training run will take, worked out from shapes alone: `--dry_run`."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash.common import parameters
+from dflash.training import state as states
+from dflash.training.tasks import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A training run before it happens.
+
+    Attributes:
+      mesh: devices along each mesh axis.
+      counts: number of weights by model.
+      memory_bytes: by kind, on each device.
+      course: steps and tokens, in words.
+      programs: names of the programs to be compiled.
+    """
+
+    mesh: dict[str, int]
+    counts: dict[str, int]
+    memory_bytes: dict[str, int]
+    course: str
+    programs: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The plan as text, a line each."""
+        devices = math.prod(self.mesh.values())
+        axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        counts = ", ".join(f"{name} {count:,}" for name, count in self.counts.items())
+        rows = [*self.memory_bytes.items(), ("sum", sum(self.memory_bytes.values()))]
+        return [
+            f"mesh         {axes} = {devices} device{'s' if devices > 1 else ''}",
+            f"parameters   {counts}",
+            "memory per device",
+            *(f"  {kind:<28}{_readable(size):>12}" for kind, size in rows),
+            f"course       {self.course}",
+            f"programs     {len(self.programs)} to compile: {', '.join(self.programs)}",
+        ]
+
+
+def make_plan(task: Task, optimizer, *, steps: int | None) -> Plan:
+    """Plans a run from abstract models.
+
+    Args:
+      task: what learns, and how.
+      optimizer: optax's.
+      steps: of the run; None where only the data can tell.
+    """
+    config = task.config
+    rows, length = config.train.batch_size, config.data.length
+    sharding = task.learner.sharding
+    _, params = states.split(task.learner)
+    state = states.abstract(params, optimizer, sharding)
+    frozen = states.split(task.target)[1] if task.drafts else ()
+    counts = {"learning": parameters.count(task.learner)}
+    memory = {
+        "weights (float32)": _device_bytes(state.params),
+        "gradients (float32)": _device_bytes(state.params),
+        "optimizer": _device_bytes(state.optimizer),
+    }
+    if task.drafts:
+        counts["frozen target"] = parameters.count(task.target)
+        memory[f"frozen target ({config.train.dtype})"] = _device_bytes(frozen)
+    pieces = rows // config.optimizer.accumulate_steps
+    kept = activation_bytes(task, state.params, frozen, rows=pieces, length=length)
+    memory["activations (estimate)"] = kept // sharding.size("batch")
+    course = (
+        f"{config.train.epochs:g} epochs of rows of {length} tokens"
+        if steps is None
+        else (f"{steps:,} steps of {rows} × {length} tokens = {steps * rows * length:,} tokens")
+    )
+    return Plan(
+        mesh=dict(sharding.mesh.shape),
+        counts=counts,
+        memory_bytes=memory,
+        course=course,
+        programs=_programs(task),
+    )
+
+
+def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length: int) -> int:
+    """Bytes that the backward pass of `rows` rows wants kept, on all devices together.
+
+    Traced from the loss itself, nothing computed. The compiler may keep less, and needs some more
+    to work with; copies of the weights in the compute dtype are among it.
+    """
+
+    def shape(*dimensions, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct((rows, length, *dimensions), dtype)
+
+    names = ("tokens", "positions", "segment_ids", "loss_mask")
+    batch = dict.fromkeys(names, shape())
+    if task.drafts:
+        arch = task.target.arch
+        tapped = len(task.working.feature_layers) * arch.hidden_size
+        batch["features"] = shape(tapped, dtype=task.dtype)
+        if task.config.loss.uses_target_hidden:
+            batch["hidden"] = shape(arch.hidden_size, dtype=task.dtype)
+    key = jax.eval_shape(lambda: states.step_key_base(0))
+
+    def residuals(params, frozen, batch, key):
+        def loss(params):
+            return task.loss(states.cast(params, task.dtype), frozen, batch, key)[0]
+
+        return jax.vjp(loss, params)[1]
+
+    kept = jax.eval_shape(residuals, params, frozen, batch, key)
+    held_anyway = {(x.shape, x.dtype) for x in jax.tree.leaves((params, frozen))}
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(kept)
+        if (leaf.shape, leaf.dtype) not in held_anyway
+    )
+
+
+def _programs(task: Task) -> tuple[str, ...]:
+    config = task.config
+    names = ["step"]
+    if config.train.features == "cached" and task.drafts:
+        names.append("features")
+    if config.evaluation.batches:
+        names.append("held-out loss")
+    if config.evaluation.prompts and task.drafts:
+        names.append("decode loop (and a prefill per prompt bucket)")
+    return tuple(names)
+
+
+def _device_bytes(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def _readable(size_bytes: int) -> str:
+    for unit, power in (("KiB", 10), ("MiB", 20)):
+        if size_bytes < 2 ** (power + 10):
+            return f"{size_bytes / 2**power:.1f} {unit}"
+    return f"{size_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,195 @@
+"""What a training run tells: a progress bar or plain lines, metrics.jsonl, and TensorBoard."""
+
+import datetime
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+from dflash.training import rundir
+
+Metrics = Mapping[str, float]
+
+
+class Report:
+    """Shows where a run stands and writes its metrics; of several processes, the first has one."""
+
+    def __init__(
+        self,
+        directory: pathlib.Path | None,
+        *,
+        steps: int,
+        first_step: int,
+        tokens_per_step: int,
+        stderr: TextIO | None = None,
+    ):
+        """Drops what an earlier run logged after `first_step`, for it will be logged again.
+
+        Args:
+          directory: the work directory; None to write and show nothing.
+          steps: of the whole run.
+          first_step: steps that are already done.
+          tokens_per_step: in all rows of a batch.
+          stderr: where to show it.
+        Raises:
+          WorkdirError: the directory cannot be written.
+        """
+        self._silent = directory is None
+        self._steps, self._tokens_per_step = steps, tokens_per_step
+        self._opened = time.perf_counter()
+        self._mark = (first_step, self._opened)
+        self._rate: float | None = None  # seconds per step
+        self._paused_s = 0.0
+        stream = open(os.devnull, "w") if self._silent else stderr or sys.stderr  # noqa: SIM115
+        self._console = rich.console.Console(file=stream, highlight=False, markup=False)
+        self._bar = None
+        if not self._silent:
+            self._path = directory / rundir.METRICS
+            with rundir.explained(self._path):
+                _cut(self._path, first_step)
+            self._board = _tensorboard(directory / rundir.TENSORBOARD, first_step)
+            if self._console.is_terminal:
+                self._bar = _make_bar(self._console)
+                self._task = self._bar.add_task(
+                    "", total=steps, completed=first_step, metrics="compiling", left="?"
+                )
+                self._bar.start()
+
+    def start_clock(self, step: int) -> None:
+        """Forgets the time until now: the first step compiles, and says nothing of the rest."""
+        self._mark, self._paused_s = (step, time.perf_counter()), 0.0
+
+    def step(self, step: int) -> None:
+        """A step is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Tells the metrics of the steps since the last time.
+
+        Raises:
+          WorkdirError: they cannot be written.
+        """
+        since, then = self._mark
+        now = time.perf_counter()
+        self._mark = (step, now)
+        seconds, self._paused_s = now - then - self._paused_s, 0.0
+        if step == since:  # the first step was logged alone
+            since, seconds = since - 1, now - self._opened
+        rate = max(seconds, 1e-9) / (step - since)
+        self._rate = rate if self._rate is None else 0.7 * self._rate + 0.3 * rate
+        tokens_per_second = self._tokens_per_step / rate
+        shown = describe(metrics)
+        speed = f"{tokens_per_second:,.0f} tokens/s"
+        eta = datetime.timedelta(seconds=round(self._rate * (self._steps - step)))
+        if self._bar is not None:
+            # A line has 80 characters, and the learning rate stands in the files.
+            shown = describe({k: v for k, v in metrics.items() if k != "learning_rate"})
+            self._bar.update(self._task, completed=step, metrics=f"{shown} · {speed}", left=eta)
+        else:
+            self.note(f"step {step}/{self._steps} · {shown} · {speed} · {eta} left")
+        self._write("train", step, {**metrics, "tokens_per_second": tokens_per_second})
+
+    def evaluation(self, step: int, metrics: Metrics, seconds: float) -> None:
+        """Tells the results of an evaluation, which took `seconds`.
+
+        Raises:
+          WorkdirError: they cannot be written.
+        """
+        self.note(f"step {step} · held out: {describe(metrics)} · {seconds:.1f} s")
+        self._write("evaluation", step, {**metrics, "seconds": seconds})
+
+    def pause(self, seconds: float) -> None:
+        """Takes time off the clock that went into something else than steps."""
+        self._paused_s += seconds
+
+    def note(self, message: str) -> None:
+        """Shows one line."""
+        self._console.print(rich.text.Text(message), soft_wrap=True)
+
+    def close(self) -> None:
+        """Ends the bar and the files."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if not self._silent and self._board is not None:
+            self._board.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self.close()
+
+    def _write(self, kind: str, step: int, metrics: Metrics) -> None:
+        if self._silent:
+            return
+        values = {name: _finite(value) for name, value in metrics.items()}
+        with rundir.explained(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        if self._board is not None:
+            with rundir.explained(self._path.parent / rundir.TENSORBOARD):
+                for name, value in metrics.items():
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+
+def describe(metrics: Metrics) -> str:
+    """The metrics worth a look, in one line."""
+    shown = []
+    for name, value in metrics.items():
+        if name == "loss":
+            shown.append(f"loss {value:.4f}")
+        elif name.partition("/")[0] in ("tau", "acceptance_length"):
+            shown.append(f"{name.replace('_', ' ').replace('tau', 'τ')} {value:.2f}")
+        elif name == "learning_rate":
+            shown.append(f"lr {value:.2e}")
+    return " · ".join(shown)
+
+
+def _make_bar(console: rich.console.Console) -> rich.progress.Progress:
+    whole = rich.table.Column(no_wrap=True, min_width=9)
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=whole),
+        rich.progress.BarColumn(bar_width=8),
+        rich.progress.TextColumn("{task.fields[metrics]}", markup=False),
+        rich.progress.TextColumn("{task.fields[left]} left"),
+        console=console,
+    )
+
+
+def _cut(path: pathlib.Path, last_step: int) -> None:
+    """Drops the lines of later steps, and one that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            fields: Any = json.loads(line)
+            if fields["step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, TypeError, KeyError):
+            continue
+    rundir.write_whole(path, "".join(kept))
+
+
+def _tensorboard(directory: pathlib.Path, first_step: int):
+    """A writer of TensorBoard's event files; it hides what an earlier run wrote past this step."""
+    import tensorboardX
+
+    with rundir.explained(directory):
+        return tensorboardX.SummaryWriter(str(directory), purge_step=first_step + 1)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for NaN."""
+    value = float(value)
+    return value if math.isfinite(value) else None

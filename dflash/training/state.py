@@ -1,0 +1,137 @@
+"""What changes from step to step: float32 weights, optimizer state, step number and random key."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from dflash.common.sharding import Sharding
+
+Params = Any  # nnx.State of arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The whole of it: two runs with equal states and equal data go on equally.
+
+    Attributes:
+      step: int32 []; steps done.
+      key: uint32 [2]; of the run. What a step draws hangs on this key and on its number alone.
+      params: float32 masters.
+      optimizer: optax's state.
+    """
+
+    step: jax.Array
+    key: jax.Array
+    params: Params
+    optimizer: Any
+
+
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
+    """The static part of a module, and its parameters."""
+    graph, params = nnx.split(model, nnx.Param)
+    return graph, params
+
+
+def cast(params: Params, dtype: jnp.dtype) -> Params:
+    """The parameters in another dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def abstract(
+    params: Params, optimizer: optax.GradientTransformation, sharding: Sharding
+) -> TrainState:
+    """Shapes, dtypes and places of a state; `params` may be abstract, and must be placed."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    whole = sharding.replicated()
+
+    def scalar(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    return TrainState(
+        step=scalar((), jnp.int32),
+        key=scalar((2,), jnp.uint32),
+        params=shapes,
+        optimizer=_place(jax.eval_shape(optimizer.init, shapes), shapes, whole),
+    )
+
+
+def create(
+    params: Params, optimizer: optax.GradientTransformation, seed: int, sharding: Sharding
+) -> TrainState:
+    """The state before the first step; `params` are taken over as they are."""
+    places = shardings(abstract(params, optimizer, sharding))
+    init = jax.jit(optimizer.init, out_shardings=places.optimizer)
+    key = jax.random.key_data(step_key_base(seed))
+    return TrainState(
+        step=jax.device_put(jnp.int32(0), places.step),
+        key=jax.device_put(key, places.key),
+        params=params,
+        optimizer=init(params),
+    )
+
+
+def step_key_base(seed: int) -> jax.Array:
+    """The key that all draws of the steps come from."""
+    return jax.random.key(seed, impl="threefry2x32")
+
+
+def step_key(state: TrainState) -> jax.Array:
+    """The key of the step that is about to happen."""
+    return jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+
+
+def shardings(state: TrainState) -> TrainState:
+    """Where each array of a state lives."""
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
+def flatten(state: TrainState) -> dict[str, jax.Array]:
+    """The arrays by name, such as "params.layers.0.mlp.up_proj.kernel"."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def unflatten(like: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
+    """The inverse of `flatten`, in the structure of `like`."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], like)
+
+
+@jax.jit
+def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The sum of each array's bits as 32-bit words, modulo 2³².
+
+    Equal however the array is spread over devices, and different after any single damage.
+    """
+    return {name: _checksum(array) for name, array in arrays.items()}
+
+
+def _checksum(array: jax.Array) -> jax.Array:
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(array, words)
+    return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+
+def _place(optimizer: Any, params: Params, whole) -> Any:
+    """Places moments like the weights that they belong to, and everything else on every device."""
+    by_path = dict(jax.tree_util.tree_leaves_with_path(params))
+
+    def place(path, leaf):
+        for start in range(len(path)):
+            weight = by_path.get(path[start:])
+            if weight is not None and weight.shape == leaf.shape:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=weight.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+
+    return jax.tree_util.tree_map_with_path(place, optimizer)
+
+
+def _name(path: tuple) -> str:
+    # How flax wraps a weight is no part of its name: files outlive such details.
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

@@ -1,0 +1,162 @@
+"""One step of training as one jitted program: loss, gradients, update."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dflash.common.sharding import Sharding
+from dflash.training import state as states
+from dflash.training.state import Params, TrainState
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+# (parameters in the compute dtype, frozen parameters, batch, key) -> loss, metrics. Where metrics
+# hold "weight", it is what the loss is a mean over, and pieces of a batch are joined by it.
+LossFunction = Callable[[Params, Params, Batch, jax.Array], tuple[jax.Array, Metrics]]
+
+WEIGHT = "weight"
+
+
+def make_train_step(
+    loss: LossFunction,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[jax.Array], jax.Array],
+    *,
+    dtype: jnp.dtype,
+    accumulate_steps: int,
+    sharding: Sharding,
+    state: TrainState,
+):
+    """Compiles nothing yet; returns (state, frozen, batch) -> state, metrics. Donates the state.
+
+    Args:
+      loss: of one piece of a batch.
+      optimizer: its update.
+      schedule: step -> learning rate, for the metrics.
+      dtype: of the computation; gradients and weights stay float32.
+      accumulate_steps: pieces that a batch is worked through in, one after the other.
+      sharding: of everything.
+      state: abstract.
+    """
+
+    def step(state: TrainState, frozen: Params, batch: Batch):
+        with jax.default_matmul_precision(_precision(dtype)):
+            key = states.step_key(state)
+            grads, metrics = _gradients(
+                loss, state.params, frozen, batch, key, dtype, accumulate_steps, sharding
+            )
+            updates, moments = optimizer.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+            metrics["grad_norm"] = optax.tree.norm(grads)
+            metrics["learning_rate"] = schedule(state.step)
+            return TrainState(state.step + 1, state.key, params, moments), metrics
+
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(states.shardings(state), sharding.replicated()),
+    )
+
+
+def make_evaluation_step(loss: LossFunction, *, dtype: jnp.dtype, sharding: Sharding):
+    """Returns (params, frozen, batch, key) -> metrics, the loss among them."""
+
+    def step(params: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
+        with jax.default_matmul_precision(_precision(dtype)):
+            value, metrics = loss(states.cast(params, dtype), frozen, batch, key)
+            return _complete(value, metrics)
+
+    return jax.jit(step, out_shardings=sharding.replicated())
+
+
+def make_feature_step(features: Callable[[Params, Batch], Batch], *, dtype: jnp.dtype):
+    """Returns (frozen, batch) -> what the frozen model makes of a batch, as a step would see it."""
+
+    def step(frozen: Params, batch: Batch) -> Batch:
+        with jax.default_matmul_precision(_precision(dtype)):
+            return features(frozen, batch)
+
+    return jax.jit(step)
+
+
+def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
+    """Puts this process's rows of a batch where they belong.
+
+    Args:
+      batch: [rows of this process, …] each.
+      sharding: of the run.
+      rows: of the whole batch.
+    """
+
+    def put(array):
+        names = ("batch", *(None,) * (array.ndim - 1))
+        shape = (rows, *array.shape[1:])
+        return jax.make_array_from_process_local_data(sharding.named(shape, names), array, shape)
+
+    return {name: put(array) for name, array in batch.items()}
+
+
+def share_of_process(sharding: Sharding, rows: int) -> tuple[int, int]:
+    """Which share of every batch this process reads, and how many shares there are.
+
+    Processes that hold copies of the same rows read the same share.
+    """
+    layout = sharding.named((rows,), ("batch",))
+    slices = [index[0] for index in layout.addressable_devices_indices_map((rows,)).values()]
+    begins, ends = zip(*(piece.indices(rows)[:2] for piece in slices), strict=True)
+    size = max(ends) - min(begins)
+    return min(begins) // size, rows // size
+
+
+def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tuple[Any, Metrics]:
+    """Mean gradients and metrics over the pieces of a batch."""
+
+    @functools.partial(jax.grad, has_aux=True)
+    def differentiate(params, batch, key):
+        value, metrics = loss(states.cast(params, dtype), frozen, batch, key)
+        return value, _complete(value, metrics)
+
+    if pieces == 1:
+        return differentiate(params, batch, key)
+
+    def add(total, weight, tree):
+        return jax.tree.map(lambda a, b: a + weight * b.astype(jnp.float32), total, tree)
+
+    def body(carry, piece):
+        grads, metrics, seen = carry
+        index, part = piece
+        new_grads, new_metrics = differentiate(params, part, jax.random.fold_in(key, index))
+        weight = new_metrics[WEIGHT]
+        return (add(grads, weight, new_grads), add(metrics, weight, new_metrics), seen + weight), ()
+
+    parts = {name: _cut(array, pieces, sharding) for name, array in batch.items()}
+    first = {name: array[0] for name, array in parts.items()}
+    shapes = jax.eval_shape(differentiate, params, first, key)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    start = (*zeros, jnp.float32(0))
+    (grads, metrics, seen), _ = jax.lax.scan(body, start, (jnp.arange(pieces), parts))
+    scale = 1 / jnp.maximum(seen, jnp.finfo(jnp.float32).tiny)
+    grads, metrics = jax.tree.map(lambda x: x * scale, (grads, metrics))
+    return grads, metrics | {WEIGHT: seen}
+
+
+def _cut(array: jax.Array, pieces: int, sharding: Sharding) -> jax.Array:
+    """[B, …] -> [pieces, B / pieces, …]; no row leaves its device."""
+    rows = array.shape[0] // pieces
+    array = array.reshape(rows, pieces, *array.shape[1:]).swapaxes(0, 1)
+    return sharding.constrain(array, None, "batch", *(None,) * (array.ndim - 2))
+
+
+def _complete(value: jax.Array, metrics: Metrics) -> Metrics:
+    """The loss among the metrics, and the weight that it stands for."""
+    return {WEIGHT: jnp.float32(1), **metrics, "loss": value}
+
+
+def _precision(dtype: jnp.dtype) -> str:
+    # float32 is chosen for exactness; a TPU would multiply it in bfloat16 by default.
+    return "highest" if dtype == jnp.float32 else "default"

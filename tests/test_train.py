@@ -1,0 +1,303 @@
+"""`python -m dflash.train` on real models, small: every way to start, to end and to be refused."""
+
+import json
+import pathlib
+import shutil
+import string
+
+import numpy as np
+import pytest
+
+from dflash import train, train_tokenizer
+from dflash.common import checkpoint
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": [2],
+}
+CONFIG = """
+target:
+  name: qwen3
+  checkpoint: random
+  architecture: {shape}
+tokenizer: {tokenizer}
+data:
+  files: [{file}]
+  held_out_percent: 20
+  length: 64
+  data_dir: {data_dir}
+loss: {{num_anchors: 8}}
+optimizer: {{learning_rate: 3e-3}}
+train:
+  steps: 6
+  dtype: float32
+  log_every: 2
+  checkpoint_every: 3
+  export_dtype: float32
+evaluation:
+  every: 100
+  batches: 0
+  prompts: 0
+  decode: {{max_new_tokens: 16, page_size: 16, prefill_chunk: 16, batch_size: 4}}
+"""
+TARGET = ("task=target",)
+DRAFTER = (
+    "drafter.name=dflash",
+    "drafter.checkpoint=random",
+    "drafter.architecture.num_hidden_layers=1",
+    "drafter.architecture.block_size=4",
+    "drafter.architecture.target_layer_ids=[0, 1]",
+)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Conversations whose answers follow from their first letter."""
+    directory = tmp_path_factory.mktemp("data")
+    letters = string.ascii_lowercase * 3
+    with (directory / "alphabet.jsonl").open("w") as file:
+        for number in range(120):
+            start = number % 26
+            line = {"prompt": f"{number}{letters[start]}", "response": letters[start : start + 24]}
+            file.write(json.dumps(line) + "\n")
+    train_tokenizer.train_tokenizer(
+        directory / "tokenizer", names=(), files=[directory / "alphabet.jsonl"], vocab_size=320
+    )
+    return directory
+
+
+@pytest.fixture
+def config(data, tmp_path):
+    """A config file."""
+    text = CONFIG.format(
+        shape=json.dumps(SHAPE),
+        tokenizer=data / "tokenizer",
+        file=data / "alphabet.jsonl",
+        data_dir=data / "d",
+    )
+    path = tmp_path / "config.yml"
+    path.write_text(text)
+    return path
+
+
+def run(*arguments) -> int:
+    """The exit status of the command."""
+    with pytest.raises(SystemExit) as caught:
+        train.main([str(argument) for argument in arguments])
+    return caught.value.code
+
+
+def final_state(workdir: pathlib.Path, step: int) -> dict[str, int]:
+    """Checksums of everything in a checkpoint."""
+    facts = json.loads((workdir / "checkpoints" / str(step) / "facts" / "metadata").read_text())
+    return facts["checksums"]
+
+
+def weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
+    from safetensors import numpy
+
+    return numpy.load_file(directory / "model.safetensors")
+
+
+def losses(workdir: pathlib.Path, kind: str = "train") -> list[float]:
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("task", [TARGET, DRAFTER], ids=["target", "drafter"])
+def test_a_run_leaves_weights_that_load(config, tmp_path, task, capsys):
+    assert run(config, *task, "--workdir", tmp_path / "run") == 0
+    assert "done: " in capsys.readouterr().err
+    found = checkpoint.read_config(tmp_path / "run" / "hf")
+    assert found["torch_dtype"] == "float32"
+    stored = weights(tmp_path / "run" / "hf")
+    assert all(np.isfinite(array).all() for array in stored.values())
+    assert len(losses(tmp_path / "run")) == 3
+
+
+@pytest.mark.parametrize("task", [TARGET, DRAFTER], ids=["target", "drafter"])
+def test_going_on_from_a_checkpoint_gives_the_same_bits(config, tmp_path, task):
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    assert run(config, *task, "--workdir", whole) == 0
+    shutil.copytree(whole, rest)
+    shutil.rmtree(rest / "checkpoints" / "6")
+    shutil.rmtree(rest / "hf")
+    assert run(config, *task, "--workdir", rest) == 0
+    assert final_state(rest, 6) == final_state(whole, 6)
+    for name, array in weights(whole / "hf").items():
+        np.testing.assert_array_equal(weights(rest / "hf")[name], array)
+    assert losses(rest) == losses(whole)
+
+
+def test_cached_features_train_as_online_ones_do(config, tmp_path):
+    """In another order, so only near; and the cache is made once."""
+    for features in ("online", "cached"):
+        arguments = [*DRAFTER, f"train.features={features}", "train.steps=30"]
+        assert run(config, *arguments, "--workdir", tmp_path / features) == 0
+    online, cached = losses(tmp_path / "online")[-1], losses(tmp_path / "cached")[-1]
+    assert cached == pytest.approx(online, rel=0.1)
+    assert cached < 0.9 * losses(tmp_path / "cached")[0]
+
+
+def test_other_precisions_pieces_and_meshes_go_the_same_way(config, tmp_path):
+    variants = {
+        "plain": (),
+        "pieces": ("optimizer.accumulate_steps=2", "train.remat=true"),
+        "sharded": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+        "bfloat16": ("train.dtype=bfloat16",),
+    }
+    for name, options in variants.items():
+        arguments = [*TARGET, *options, "--workdir", tmp_path / name]
+        assert run(config, *arguments) == 0
+    plain = losses(tmp_path / "plain")
+    for name in variants:
+        rtol = 2e-2 if name == "bfloat16" else 1e-4
+        np.testing.assert_allclose(losses(tmp_path / name), plain, rtol=rtol, err_msg=name)
+
+
+def test_a_sharded_drafter_learns_as_on_one_device(config, tmp_path):
+    assert run(config, *DRAFTER, "--workdir", tmp_path / "one") == 0
+    mesh = "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"
+    assert run(config, *DRAFTER, *mesh, "--workdir", tmp_path / "eight") == 0
+    np.testing.assert_allclose(losses(tmp_path / "eight"), losses(tmp_path / "one"), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "rule"), [("dpace", "muon"), ("kl", "adamw")])
+def test_every_loss_and_rule_trains(config, tmp_path, name, rule):
+    options = f"loss.name={name}", f"optimizer.name={rule}", "train.features=cached"
+    assert run(config, *DRAFTER, *options, "train.steps=2", "--workdir", tmp_path / "run") == 0
+
+
+def test_the_whole_way_and_what_it_learns(config, data, tmp_path, capsys):
+    """A target from scratch, a drafter against it, and τ as decode itself measures it."""
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    long = "train.steps=120", "train.checkpoint_every=100", "optimizer.learning_rate=1e-2"
+    assert run(config, *TARGET, *long, "--workdir", target) == 0
+    against = (
+        f"target.checkpoint={target / 'hf'}",
+        "target.architecture=null",
+        "target.name=null",
+        "tokenizer=null",
+        "evaluation.every=60",
+        "evaluation.batches=1",
+        "evaluation.prompts=4",
+    )
+    assert run(config, *DRAFTER, *against, *long, "--workdir", drafter) == 0
+    lines = [json.loads(line) for line in (drafter / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    assert [line["step"] for line in evaluations] == [60, 120]
+    assert evaluations[-1]["tau"] > 2.5  # of at most 4
+    assert evaluations[-1]["loss"] < losses(drafter)[0]
+    assert "τ/jsonl" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_where_training_may_start(config, tmp_path):
+    assert run(config, *TARGET, "train.steps=40", "--workdir", tmp_path / "first") == 0
+    start = f"target.checkpoint={tmp_path / 'first' / 'hf'}"
+    assert run(config, *TARGET, start, "--workdir", tmp_path / "second") == 0
+    assert losses(tmp_path / "second")[0] < 0.9 * losses(tmp_path / "first")[0]
+
+
+def test_the_target_stays_frozen(config, tmp_path):
+    """The drafter's state holds nothing of the target's."""
+    assert run(config, *DRAFTER, "train.steps=1", "--workdir", tmp_path / "run") == 0
+    names = final_state(tmp_path / "run", 1)
+    assert not [name for name in names if "embed_tokens" in name or "lm_head" in name]
+
+
+REFUSED = {
+    "no workdir": ((), "--workdir: required"),
+    "nothing to train": (("--workdir=DIR",), "drafter.name: 'none' has no weights to train"),
+    "length": ((*TARGET, "data.length=1024"), "data.length: 1024, but the target was made for 512"),
+    "vocabulary": ((*TARGET, "target.architecture.vocab_size=200"), "200"),
+    "too few rows": ((*TARGET, "train.batch_size=4096"), "but a batch has 4096"),
+    "steps twice": ((*TARGET, "train.epochs=1"), "give one of train.steps and train.epochs"),
+    "pieces": ((*TARGET, "optimizer.accumulate_steps=3"), "train.batch_size: 8 does not divide"),
+    "no tokenizer": ((*TARGET, "tokenizer=nowhere"), "tokenizer: nowhere: no such directory"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_one_line(config, tmp_path, case, capsys):
+    arguments, message = REFUSED[case]
+    arguments = [argument.replace("DIR", str(tmp_path / "run")) for argument in arguments]
+    if case not in ("no workdir", "nothing to train"):
+        arguments += ["--workdir", tmp_path / "run"]
+    if case == "no workdir":
+        arguments = [*TARGET]
+    assert run(config, *arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert message in line
+
+
+def test_another_config_is_refused_and_another_cadence_is_not(config, tmp_path, capsys):
+    arguments = [config, *TARGET, "--workdir", tmp_path / "run"]
+    assert run(*arguments, "train.steps=3") == 0
+    assert run(*arguments, "train.steps=3", "optimizer.learning_rate=1e-3") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "(optimizer.learning_rate: 0.003 there, 0.001 here)" in error
+    assert run(*arguments, "train.steps=3", "train.log_every=1", "train.keep_last=5") == 0
+
+
+def test_numbers_that_run_away_stop_the_run(config, tmp_path, capsys):
+    rate = "optimizer.learning_rate=1e30", "optimizer.warmup_fraction=0", "train.checkpoint_every=1"
+    assert run(config, *TARGET, *rate, "--workdir", tmp_path / "run") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: step ")
+    assert "the last good checkpoint is of step " in error
+    assert not (tmp_path / "run" / "hf").exists()
+
+
+def test_a_dry_run_plans_and_leaves_nothing(config, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    assert run(config, *DRAFTER, "mesh.data=4", "--dry_run", "--workdir", workdir) == 0
+    plan = capsys.readouterr().out
+    assert "mesh         data 4 × fsdp 1 × tensor 1 = 4 devices" in plan
+    assert "course       6 steps of 8 × 64 tokens = 3,072 tokens" in plan
+    assert "frozen target (float32)" in plan
+    assert not workdir.exists()
+
+
+SMALL_4B = (
+    "target.checkpoint=random",
+    "target.architecture.vocab_size=320",
+    "target.architecture.eos_token_id=2",
+    "drafter.architecture.mask_token_id=6",
+    "target.architecture.num_hidden_layers=6",
+    "target.architecture.hidden_size=64",
+    "drafter.architecture.target_layer_ids=[0, 1, 2, 3, 4]",
+    "target.architecture.intermediate_size=96",
+    "target.architecture.num_attention_heads=4",
+    "target.architecture.num_key_value_heads=2",
+    "target.architecture.head_dim=16",
+    "data.length=256",
+    "loss.num_anchors=16",
+    "train.epochs=null",
+    "train.steps=3",
+    "evaluation.prompts=0",
+    "evaluation.batches=0",
+)
+
+
+def test_the_4b_recipe_plans_in_full_and_trains_in_small(data, tmp_path, capsys):
+    recipe = "configs/train/qwen3_4b_dflash.yml"
+    assert run(recipe, "mesh.fsdp=8", "--dry_run") == 0
+    plan = capsys.readouterr().out
+    assert "learning 537,427,200, frozen target 4,022,468,096" in plan
+    files = (
+        f"data.files={data / 'alphabet.jsonl'}",
+        f"data.data_dir={data / 'd'}",
+        f"tokenizer={data / 'tokenizer'}",
+    )
+    options = (*SMALL_4B, *files, "data.held_out_percent=0", "train.batch_size=2")
+    assert run(recipe, *options, "--workdir", tmp_path / "run") == 0
+    shape = checkpoint.read_config(tmp_path / "run" / "hf")
+    assert (shape["num_hidden_layers"], shape["block_size"]) == (5, 16)

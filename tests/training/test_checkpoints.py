@@ -1,0 +1,194 @@
+"""Checkpoints: what was saved comes back, damage is noticed, failures leave the last good one."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import toy
+
+from dflash import errors
+from dflash.training import state as states
+from dflash.training.checkpoints import Checkpoints
+from dflash.training.state import TrainState
+
+HERE = pathlib.Path(__file__).parent
+
+
+def make_state(step: int, size: int = 20_000) -> TrainState:
+    """A state of noise, which does not compress."""
+    rng = np.random.default_rng(step)
+    weights = jnp.asarray(rng.normal(size=(4, size)), jnp.float32)
+    halves = jnp.asarray(rng.normal(size=7), jnp.bfloat16)
+    return TrainState(
+        step=jnp.int32(step),
+        key=jnp.zeros(2, jnp.uint32),
+        params={"a": weights, "b": halves},
+        optimizer=(jnp.int32(step), {"a": weights * 2}),
+    )
+
+
+def like(state: TrainState) -> TrainState:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def assert_equal(one: TrainState, other: TrainState) -> None:
+    assert states.flatten(one).keys() == states.flatten(other).keys()
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+
+
+def files_of(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
+    """Of one checkpoint's arrays, the largest first."""
+    found = [p for p in (directory / "checkpoints" / str(step)).rglob("*") if p.is_file()]
+    return sorted(found, key=lambda path: -path.stat().st_size)
+
+
+@pytest.fixture
+def two_saved(tmp_path):
+    """Checkpoints of steps 1 and 2."""
+    with Checkpoints(tmp_path / "checkpoints", keep_last=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make_state(step), {"data": {"next": step}}, score=None)
+        checkpoints.wait()
+    return tmp_path
+
+
+def restore(directory, size: int = 20_000):
+    notes = []
+    with Checkpoints(directory / "checkpoints", keep_last=2) as checkpoints:
+        return checkpoints.restore(like(make_state(0, size)), notes.append), notes
+
+
+def test_nothing_saved_nothing_restored(tmp_path):
+    assert restore(tmp_path) == (None, [])
+
+
+def test_the_newest_comes_back(two_saved):
+    restored, notes = restore(two_saved)
+    assert (restored.step, restored.facts, notes) == (2, {"data": {"next": 2}}, [])
+    assert_equal(restored.state, make_state(2))
+
+
+def test_a_donated_state_is_saved_as_it_was(tmp_path):
+    advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = make_state(5, size=500_000)
+    with Checkpoints(tmp_path / "checkpoints", keep_last=2) as checkpoints:
+        checkpoints.save(5, state, {}, score=None)
+        for _ in range(3):
+            state = advance(state)
+        checkpoints.wait()
+    restored, notes = restore(tmp_path, size=500_000)
+    assert notes == []
+    assert_equal(restored.state, make_state(5, size=500_000))
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip_a_bit, lambda file: file.write_bytes(file.read_bytes()[:1000]), pathlib.Path.unlink],
+    ids=["flipped bit", "cut short", "missing"],
+)
+def test_a_damaged_newest_falls_back_to_the_one_before(two_saved, damage):
+    damage(files_of(two_saved, 2)[0])
+    restored, notes = restore(two_saved)
+    assert restored.step == 1
+    assert_equal(restored.state, make_state(1))
+    (note,) = notes
+    assert note.startswith("checkpoint of step 2 is damaged (")
+    assert note.endswith("): going back to step 1")
+    assert "\n" not in note
+    assert (two_saved / "damaged" / "2").is_dir()
+    assert restore(two_saved)[1] == []
+
+
+def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(two_saved):
+    flip_a_bit(files_of(two_saved, 2)[0])
+    with Checkpoints(two_saved / "checkpoints", keep_last=2) as checkpoints:
+        checkpoints.restore(like(make_state(0)), lambda note: None)
+        checkpoints.save(2, make_state(2), {}, score=None)
+        checkpoints.wait()
+    restored, _ = restore(two_saved)
+    assert_equal(restored.state, make_state(2))
+
+
+def test_with_all_damaged_the_run_does_not_start_over_in_silence(two_saved):
+    for step in (1, 2):
+        files_of(two_saved, step)[0].unlink()
+    with pytest.raises(errors.CheckpointError, match="no good checkpoint is left"):
+        restore(two_saved)
+
+
+def test_what_a_kill_left_half_written_is_removed(two_saved):
+    partial = two_saved / "checkpoints" / "3.orbax-checkpoint-tmp"
+    partial.mkdir()
+    (partial / "half").write_bytes(b"x" * 100)
+    assert restore(two_saved)[0].step == 2
+    assert not partial.exists()
+
+
+def test_the_last_and_the_best_are_kept(tmp_path):
+    with Checkpoints(tmp_path / "checkpoints", keep_last=2) as checkpoints:
+        for step, score in enumerate([1.0, 5.0, None, float("nan"), 2.0, None], start=1):
+            checkpoints.save(step, make_state(step, 10), {}, score=score)
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 5, 6]
+
+
+FULL_DISK = """
+import resource, signal, sys
+sys.path[:0] = {path!r}
+import test_checkpoints as t
+from dflash import errors
+directory = t.pathlib.Path({directory!r})
+with t.Checkpoints(directory / "checkpoints", keep_last=2) as checkpoints:
+    checkpoints.restore(t.like(t.make_state(0)), print)
+    # Writing past this many bytes of any file fails from here on, as on a full disk.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    try:
+        checkpoints.save(3, t.make_state(3), {{}}, score=None)
+        checkpoints.wait()
+    except errors.CheckpointError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_last_good(two_saved):
+    """In a process of its own: a limit on the size of files stands in for the full disk."""
+    path = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+    code = FULL_DISK.format(path=path, directory=str(two_saved))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == (
+        f"{two_saved}/checkpoints: checkpoint of step 3 cannot be written: File too large; "
+        "the last good one, of step 2, is kept\n"
+    )
+    assert "Traceback" not in done.stderr
+    restored, notes = restore(two_saved)
+    assert (restored.step, notes) == (2, [])
+
+
+def test_checksums_do_not_hang_on_the_layout():
+    mesh = toy.Run(pathlib.Path("unused"), mesh=(2, 2, 2)).sharding
+    array = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    split = jax.device_put(array, mesh.named(array.shape, ("embed", "vocab")))
+    one, other = (states.checksums({"x": x})["x"] for x in (jnp.asarray(array), split))
+    assert int(one) == int(other)
+    changed = array.copy()
+    changed.view(np.uint32)[3, 3] ^= 1
+    assert int(states.checksums({"x": jnp.asarray(changed)})["x"]) != int(one)

@@ -1,0 +1,79 @@
+"""`--dry_run`: what is counted is what a run then has."""
+
+import jax
+import pytest
+
+from dflash.config import loader, train_schema
+from dflash.training import job as jobs
+from dflash.training import plan as plans
+from dflash.training import state as states
+
+SMALL = [
+    "target.checkpoint=random",
+    "target.name=qwen3",
+    "target.architecture={vocab_size: 320, hidden_size: 32, intermediate_size: 64, "
+    "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, "
+    "max_position_embeddings: 512}",
+    "drafter.architecture.target_layer_ids=[0, 1]",
+    "train.batch_size=8",
+    "data.length=64",
+]
+
+
+def make_plan(*overrides):
+    config = loader.load(
+        "configs/train/tiny_dflash.yml", [*SMALL, *overrides], train_schema.TrainRun
+    )
+    job = jobs.prepare(config, dry=True)
+    return job, job.plan()
+
+
+def nbytes(tree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def test_weights_and_optimizer_are_counted_exactly():
+    job, plan = make_plan()
+    optimizer, _ = job.optimizer(10)
+    _, params = states.split(job.task.learner)
+    state = states.abstract(params, optimizer, job.sharding)
+    assert plan.memory_bytes["weights (float32)"] == nbytes(params)
+    assert plan.memory_bytes["optimizer"] == nbytes(state.optimizer) > 2 * nbytes(params)
+    assert plan.counts["learning"] * 4 == nbytes(params)
+
+
+def test_a_mesh_divides_what_each_device_holds():
+    _, one = make_plan()
+    _, eight = make_plan("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+    for kind, size in one.memory_bytes.items():
+        assert size / 9 < eight.memory_bytes[kind] < size / 1.9, kind
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [("train.remat=true", "activations (estimate)"), ("train.dtype=bfloat16", "activations (esti")],
+)
+def test_what_saves_memory_shows(option, kind):
+    before, after = make_plan()[1], make_plan(option)[1]
+    kind = next(name for name in before.memory_bytes if name.startswith(kind))
+    assert after.memory_bytes[kind] < before.memory_bytes[kind]
+
+
+def test_pieces_keep_less_at_a_time():
+    sizes = [
+        make_plan(f"optimizer.accumulate_steps={pieces}")[1].memory_bytes["activations (estimate)"]
+        for pieces in (1, 4)
+    ]
+    assert sizes[1] < 0.5 * sizes[0]
+
+
+def test_programs_are_those_that_the_config_asks_for():
+    assert make_plan("evaluation.prompts=0", "evaluation.batches=0")[1].programs == ("step",)
+    names = make_plan("train.features=cached")[1].programs
+    assert names[:3] == ("step", "features", "held-out loss")
+
+
+def test_lines_are_for_people():
+    lines = make_plan("train.steps=null", "train.epochs=2.5")[1].lines()
+    assert "course       2.5 epochs of rows of 64 tokens" in lines
+    assert plans._readable(3 * 2**29) == "1.50 GiB"

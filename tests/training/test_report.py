@@ -1,0 +1,124 @@
+"""What a run tells, on a terminal, in a log, and in files."""
+
+import io
+import json
+
+import pytest
+
+from dflash import errors
+from dflash.training import report as report_lib
+from dflash.training.report import Report
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def open_report(directory, stream, first_step=0):
+    return Report(directory, steps=100, first_step=first_step, tokens_per_step=50, stderr=stream)
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+METRICS = {"loss": 2.5, "acceptance_length": 3.25, "grad_norm": 1.0, "learning_rate": 6e-4}
+
+
+def test_a_log_file_gets_plain_lines(tmp_path):
+    stream = io.StringIO()
+    with open_report(tmp_path, stream) as report:
+        report.start_clock(1)
+        report.log(11, METRICS)
+        report.evaluation(11, {"loss": 2.0, "tau": 3.5, "tau/math": 4.0}, 1.25)
+        report.note("a remark")
+    first, second, third = stream.getvalue().splitlines()
+    assert first.startswith("step 11/100 · loss 2.5000 · acceptance length 3.25 · lr 6.00e-04 · ")
+    assert first.endswith(" left")
+    assert "tokens/s" in first
+    assert second == "step 11 · held out: loss 2.0000 · τ 3.50 · τ/math 4.00 · 1.2 s"
+    assert third == "a remark"
+
+
+def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    with open_report(tmp_path, stream) as report:
+        report.start_clock(1)
+        report.step(11)
+        report.log(11, METRICS)
+    text = stream.getvalue()
+    assert "11/100" in text
+    assert "loss 2.5000" in text
+    assert "tokens/s" in text
+    assert "\x1b[" in text
+
+
+def test_metrics_are_written_as_json(tmp_path):
+    with open_report(tmp_path, io.StringIO()) as report:
+        report.start_clock(1)
+        report.log(11, METRICS | {"loss": float("nan")})
+        report.evaluation(11, {"tau": 3.5}, 1.25)
+    train, evaluation = lines(tmp_path)
+    assert train.pop("tokens_per_second") > 0
+    assert train == {"kind": "train", "step": 11, **METRICS, "loss": None}
+    assert evaluation == {"kind": "evaluation", "step": 11, "tau": 3.5, "seconds": 1.25}
+
+
+def test_tensorboard_can_read_its_files(tmp_path):
+    from tensorboardX.proto import event_pb2
+
+    with open_report(tmp_path, io.StringIO()) as report:
+        report.log(10, METRICS)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert file.name.startswith("events.out.tfevents.")
+    content, found = file.read_bytes(), {}
+    while content:
+        size = int.from_bytes(content[:8], "little")
+        event = event_pb2.Event.FromString(content[12 : 12 + size])
+        found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
+        content = content[16 + size :]
+    assert found["train/loss"] == (10, 2.5)
+
+
+def test_the_speed_leaves_pauses_out(tmp_path, monkeypatch):
+    clock = iter([0.0, 10.0, 30.0, 31.0])
+    monkeypatch.setattr(report_lib.time, "perf_counter", lambda: next(clock))
+    with open_report(tmp_path, io.StringIO()) as report:
+        report.start_clock(1)  # at 10 s
+        report.pause(15.0)
+        report.log(11, METRICS)  # at 30 s: 10 steps in 5 s
+        report.log(12, METRICS)  # at 31 s
+    speeds = [line["tokens_per_second"] for line in lines(tmp_path)]
+    assert speeds == pytest.approx([10 * 50 / 5, 50])
+
+
+def test_going_on_drops_what_will_be_told_again(tmp_path):
+    with open_report(tmp_path, io.StringIO()) as report:
+        for step in (10, 20, 30):
+            report.log(step, METRICS)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    open_report(tmp_path, io.StringIO(), first_step=20).close()
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20]
+
+
+def test_other_processes_say_and_write_nothing(tmp_path):
+    stream = io.StringIO()
+    with open_report(None, stream) as report:
+        report.step(1)
+        report.log(10, METRICS)
+        report.evaluation(10, METRICS, 1.0)
+        report.note("hello")
+    assert stream.getvalue() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    with open_report(tmp_path, io.StringIO()) as report:
+        report._path = tmp_path / "gone" / "metrics.jsonl"
+        with pytest.raises(
+            errors.WorkdirError, match=r"metrics\.jsonl: cannot be written: No such"
+        ):
+            report.log(10, METRICS)

@@ -1,0 +1,206 @@
+"""The loop on a toy: it learns, ends, stops, goes on, and loses nothing on the way."""
+
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import toy
+
+from dflash.training import trainer as trainer_lib
+
+HERE = pathlib.Path(__file__).parent
+STEPS, EVERY = 24, 3
+PAUSE_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The final state of a run that nothing disturbed."""
+    run = toy.Run(tmp_path_factory.mktemp("whole"), steps=STEPS, checkpoint_every=EVERY)
+    return toy.arrays(run.go())
+
+
+def start(directory: pathlib.Path, pause_s: float = 0.0, *processes: str) -> subprocess.Popen:
+    """Starts toy_run.py; `processes` are the arguments of a run of several, a device each."""
+    paths = [HERE, HERE.parent.parent, os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    if processes:
+        environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
+    arguments = directory, STEPS, EVERY, pause_s, *processes
+    return subprocess.Popen(
+        [sys.executable, HERE / "toy_run.py", *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def final(directory: pathlib.Path) -> dict[str, np.ndarray]:
+    with np.load(directory / "final.npz") as arrays:
+        return dict(arrays)
+
+
+def wait_for(condition, process, seconds: float = 60) -> None:
+    """Waits until `condition` holds; the process must live until then."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def saved_steps(directory: pathlib.Path) -> list[int]:
+    names = [path.name for path in (directory / "checkpoints").glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def test_the_toy_learns(uninterrupted, tmp_path):
+    run = toy.Run(tmp_path, steps=STEPS)
+    run.go()
+    losses = [line["loss"] for line in toy.metrics(tmp_path) if line["kind"] == "train"]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("first_leg", [1, 3, 7])
+def test_a_run_in_legs_equals_one_run(uninterrupted, tmp_path, first_leg):
+    toy.Run(tmp_path, steps=first_leg, checkpoint_every=EVERY).go()
+    second = toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY)
+    outcome = second.go()
+    assert second.started_at == first_leg
+    toy.assert_identical(toy.arrays(outcome), uninterrupted)
+
+
+def test_a_finished_run_has_nothing_left_to_do(uninterrupted, tmp_path):
+    toy.Run(tmp_path, steps=STEPS).go()
+    again = toy.Run(tmp_path, steps=STEPS)
+    toy.assert_identical(toy.arrays(again.go()), uninterrupted)
+    assert again.started_at == STEPS
+
+
+def test_kill_9_at_random_moments_costs_nothing(uninterrupted, tmp_path):
+    """The first kills strike while the first, second, … checkpoint is being written or just was."""
+    rng = random.Random(0)
+    for _ in range(2):
+        before = saved_steps(tmp_path)
+        process = start(tmp_path, PAUSE_S)
+        wait_for(lambda before=before: saved_steps(tmp_path) != before, process)
+        time.sleep(rng.uniform(0, 3 * PAUSE_S))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert not (tmp_path / "final.npz").exists()
+    process = start(tmp_path)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    toy.assert_identical(final(tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_very_step(uninterrupted, tmp_path, number, status):
+    process = start(tmp_path, PAUSE_S)
+    wait_for(lambda: saved_steps(tmp_path), process)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in stderr) == (status, False), stderr
+    rest = toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY)
+    toy.assert_identical(toy.arrays(rest.go()), uninterrupted)
+    assert 0 < rest.started_at < STEPS
+
+
+@pytest.mark.parametrize("poisoned", [1, 2, 8, STEPS])
+def test_a_loss_that_is_no_number_stops_the_run(uninterrupted, tmp_path, poisoned):
+    run = toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY, poison_at=poisoned)
+    with pytest.raises(trainer_lib.TrainingError, match=f"^step {poisoned}: loss is nan") as caught:
+        run.go()
+    kept = (poisoned - 1) // EVERY * EVERY
+    assert (f"is of step {kept}" if kept else "nothing was saved") in str(caught.value)
+    # What was kept is good: with the data mended, the run ends as if nothing had been.
+    rest = toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY)
+    toy.assert_identical(toy.arrays(rest.go()), uninterrupted)
+    assert rest.started_at == kept
+
+
+def test_evaluations_decide_what_is_best(tmp_path):
+    run = toy.Run(tmp_path, evaluate_every=2, scores=(1.0, 3.0, 2.0, 2.5, 1.0, 2.0))
+    outcome = run.go()
+    assert outcome.best == {"goal": "tau", "step": 4, "score": 3.0}
+    assert run.exported == [2, 4]
+    assert run.kept == [4, 10, 12]
+
+
+def test_what_was_best_is_known_after_a_restart(tmp_path):
+    toy.Run(tmp_path, steps=8, evaluate_every=4, scores=(3.0, 2.0)).go()
+    run = toy.Run(tmp_path, steps=12, evaluate_every=4, scores=(2.5,))
+    assert run.go().best == {"goal": "tau", "step": 4, "score": 3.0}
+    assert run.exported == []
+    assert run.kept == [4, 8, 12]
+
+
+def test_eight_devices_equal_one(uninterrupted, tmp_path):
+    run = toy.Run(tmp_path, steps=STEPS, mesh=(2, 2, 2))
+    sharded = toy.arrays(run.go())
+    for name, value in uninterrupted.items():
+        np.testing.assert_allclose(sharded[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_a_run_goes_on_on_another_mesh(uninterrupted, tmp_path):
+    toy.Run(tmp_path, steps=7, mesh=(2, 2, 2)).go()
+    rest = toy.arrays(toy.Run(tmp_path, steps=STEPS).go())
+    for name, value in uninterrupted.items():
+        np.testing.assert_allclose(rest[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)])
+def test_a_batch_in_pieces_equals_the_whole(tmp_path, mesh):
+    """Rows differ in how many tokens count, so pieces must be weighed by that."""
+    whole = toy.arrays(toy.Run(tmp_path / "whole", noise=0.0).go())
+    run = toy.Run(tmp_path / "pieces", noise=0.0, mesh=mesh, accumulate_steps=4)
+    pieces = toy.arrays(run.go())
+    for name, value in whole.items():
+        np.testing.assert_allclose(pieces[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_two_processes_equal_one(uninterrupted, tmp_path):
+    """Each reads half of every batch; the first alone writes; both stop on one's signal."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+
+    def start_both(pause_s):
+        return [start(tmp_path, pause_s, address, "2", str(i)) for i in range(2)]
+
+    def finish(processes, status):
+        for process in processes:
+            _, stderr = process.communicate(timeout=90)
+            assert process.returncode == status, stderr
+
+    pair = start_both(PAUSE_S)
+    wait_for(lambda: saved_steps(tmp_path), pair[1])
+    pair[1].send_signal(signal.SIGTERM)
+    finish(pair, 143)
+    finish(start_both(0), 0)
+    lines = toy.metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(3, STEPS + 1, 3))
+    for name, value in uninterrupted.items():
+        found = final(tmp_path)[name]
+        np.testing.assert_allclose(found, value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_metrics_of_steps_that_are_done_again_are_not_told_twice(tmp_path):
+    toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY).go()
+    whole = [(line["step"], line["loss"]) for line in toy.metrics(tmp_path)]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 99, "loss": 1.0}\n{"kind": "tra')
+    toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY).go()
+    assert [(line["step"], line["loss"]) for line in toy.metrics(tmp_path)] == whole
+    assert [step for step, _ in whole] == list(range(3, STEPS + 1, 3))
