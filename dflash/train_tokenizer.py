@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from dflash import errors
+from dflash import cli, errors
 from dflash.common import checkpoint_files
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, tokenizer_training
@@ -29,28 +29,22 @@ USAGE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, or that of the error printed on stderr."""
-    try:
-        values, positional = _parse(sys.argv[1:] if argv is None else argv)
-        if values.help:
-            print(__doc__)
-        else:
-            print(
-                train_tokenizer(
-                    pathlib.Path(positional[0]),
-                    names=values.datasets,
-                    files=values.files,
-                    vocab_size=values.vocab_size,
-                    megabytes=values.megabytes,
-                )
-            )
-    except errors.UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return cli.status_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> None:
+    values, positional = _parse(argv)
+    if values.help:
+        print(__doc__)
+        return
+    line = train_tokenizer(
+        pathlib.Path(positional[0]),
+        names=values.datasets,
+        files=values.files,
+        vocab_size=values.vocab_size,
+        megabytes=values.megabytes,
+    )
+    print(line)
 
 
 def train_tokenizer(

@@ -4,25 +4,22 @@ outputs.jsonl grows by one line as each prompt finishes, so that a killed run lo
 that it was working on; the next run on the directory takes up where that one ended.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import yaml
 
 from dflash import errors
-from dflash.common import outputs
+from dflash.common import directories, outputs
 from dflash.common import prompts as prompts_lib
 
 OUTPUTS = "outputs.jsonl"
 RESULTS = "results.json"
 CONFIG = "config.yml"
-MAX_KEYS_SHOWN = 5
 
 
 class Records:
@@ -127,20 +124,20 @@ class Workdir(Records):
         """
         directory = pathlib.Path(directory).expanduser()
         path = directory / OUTPUTS
-        with _explained(directory):
+        with directories.explained(directory):
             directory.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 # Nobody decoded here yet: a config.yml of other content is not ours to replace.
                 _check_config(directory, config_yaml, required=False)
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            with _explained(directory):
-                _lock(directory, descriptor)
+            with directories.explained(directory):
+                directories.lock(directory, descriptor)
                 records, complete_bytes = _read_records(path, descriptor)
                 if os.fstat(descriptor).st_size:
                     _check_config(directory, config_yaml, required=True)
                 os.ftruncate(descriptor, complete_bytes)
-                _write_whole(directory / CONFIG, config_yaml)
+                directories.write_whole(directory / CONFIG, config_yaml)
         except BaseException:
             os.close(descriptor)
             raise
@@ -149,8 +146,8 @@ class Workdir(Records):
     def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
         values = {**dataclasses.asdict(summary), "config_hash": self._config_hash, **facts}
         text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
-        with _explained(self._directory / RESULTS):
-            _write_whole(self._directory / RESULTS, text + "\n")
+        with directories.explained(self._directory / RESULTS):
+            directories.write_whole(self._directory / RESULTS, text + "\n")
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -161,7 +158,7 @@ class Workdir(Records):
         return str(self._directory / OUTPUTS)
 
     def _write(self, record: outputs.Record) -> None:
-        with _explained(self._directory / OUTPUTS):
+        with directories.explained(self._directory / OUTPUTS):
             line = outputs.encode(record)
             written = os.write(self._descriptor, line)
             if written < len(line):  # a full disk; the torn line goes when the next run opens
@@ -206,7 +203,7 @@ def _check_config(directory: pathlib.Path, config_yaml: str, *, required: bool) 
     """
     path = directory / CONFIG
     try:
-        there = dict(_flatten(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        there = dict(directories.flatten(yaml.safe_load(path.read_text(encoding="utf-8"))))
     except FileNotFoundError as error:
         if not required:
             return
@@ -215,77 +212,9 @@ def _check_config(directory: pathlib.Path, config_yaml: str, *, required: bool) 
         ) from error
     except (ValueError, yaml.YAMLError) as error:
         raise errors.WorkdirError(f"{path}: not a config: use another --workdir") from error
-    here = dict(_flatten(yaml.safe_load(config_yaml)))
-    differences = [
-        f"{key}: {_show(there, key)} there, {_show(here, key)} here"
-        for key in {**there, **here}
-        if _show(there, key) != _show(here, key)
-    ]
-    if not differences:
-        return
-    shown = differences[:MAX_KEYS_SHOWN]
-    if len(differences) > len(shown):
-        shown.append(f"{len(differences) - len(shown)} more")
-    raise errors.WorkdirError(
-        f"{directory}: belongs to a run of another config ({'; '.join(shown)}): "
-        "use another --workdir, or delete this one"
-    )
-
-
-def _show(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key], default=str) if key in values else "unset"
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields nested mappings as dotted keys and values."""
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
-
-
-def _lock(directory: pathlib.Path, descriptor: int) -> None:
-    """Keeps other runs out for as long as the descriptor is open.
-
-    Raises:
-      WorkdirError: another run has the directory.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    found = directories.differences(there, dict(directories.flatten(yaml.safe_load(config_yaml))))
+    if found:
         raise errors.WorkdirError(
-            f"{directory}: in use by another run: wait for it, or use another --workdir"
-        ) from error
-    except OSError:
-        pass  # some network file systems have no locks; the run can do without
-
-
-def _write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that readers, and whoever comes after a crash, see all of it or the old."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the renaming too is only then safe
-    finally:
-        os.close(directory)
-
-
-@contextlib.contextmanager
-def _explained(path: pathlib.Path) -> Iterator[None]:
-    """Turns failures of the file system into one line."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or path
-        reason = "not a directory" if isinstance(error, FileExistsError) else error.strerror
-        raise errors.WorkdirError(f"{where}: cannot be written: {reason or error}") from error
+            f"{directory}: belongs to a run of another config ({found}): "
+            "use another --workdir, or delete this one"
+        )

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from dflash import errors
-from dflash.training import rundir
+from dflash.common import directories
 from dflash.training.trainer import Batches
 
 Arrays = dict[str, np.ndarray]
@@ -119,7 +119,7 @@ def open_cache(
       InputError: it is damaged.
     """
     mine = directory / f"share-{share}-of-{shares}"
-    with rundir.explained(mine):
+    with directories.explained(mine):
         mine.mkdir(parents=True, exist_ok=True)
         if not (mine / _DONE).exists():
             _build(mine, num_batches, batches, compute, progress)
@@ -141,7 +141,7 @@ def _build(mine, num_batches, batches, compute, progress) -> None:
         _write_part(mine / _part_name(part), group, {"batches": finished, "state": source.state()})
         part += 1
         progress(finished)
-    rundir.write_whole(mine / _DONE, json.dumps({"parts": part, "batches": finished}))
+    directories.write_whole(mine / _DONE, json.dumps({"parts": part, "batches": finished}))
 
 
 def _groups(source, compute, count: int) -> Iterator[list[Arrays]]:
@@ -169,7 +169,7 @@ def _write_part(path: pathlib.Path, group: list[Arrays], facts: Mapping[str, Any
             np.save(file, array)
             file.flush()
             os.fsync(file.fileno())
-    rundir.write_whole(partial / _NEXT, json.dumps(facts))
+    directories.write_whole(partial / _NEXT, json.dumps(facts))
     partial.rename(path)
 
 

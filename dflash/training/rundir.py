@@ -9,26 +9,23 @@ features/         the target's features, with train.features=cached
 hf/               the exported weights: the best evaluated ones, or the last
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import yaml
 
 from dflash import errors
+from dflash.common import directories
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
 
 CONFIG, CHECKPOINTS, METRICS = "config.yml", "checkpoints", "metrics.jsonl"
 TENSORBOARD, FEATURES, EXPORT = "tensorboard", "features", "hf"
 _LOCK = ".lock"
-_MAX_KEYS_SHOWN = 5
 
 
 class RunDirectory:
@@ -45,13 +42,13 @@ class RunDirectory:
         self.identity = identity(config)
         self._descriptor = -1
         if jax.process_index() == 0:
-            with explained(self.path):
+            with directories.explained(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
-                    self._lock()
+                    directories.lock(self.path, self._descriptor)
                     self._check(config)
-                    write_whole(self.path / CONFIG, loader.to_yaml(config))
+                    directories.write_whole(self.path / CONFIG, loader.to_yaml(config))
                 except BaseException:
                     self.close()
                     raise
@@ -72,16 +69,6 @@ class RunDirectory:
     def __exit__(self, *unused):
         self.close()
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise errors.WorkdirError(
-                f"{self.path}: in use by another run: wait for it, or use another --workdir"
-            ) from error
-        except OSError:
-            pass  # some network file systems have no locks; the run can do without
-
     def _check(self, config: TrainRun) -> None:
         """Compares this run's config with that of the checkpoints, in the keys that matter."""
         checkpoints = self.path / CHECKPOINTS
@@ -96,17 +83,10 @@ class RunDirectory:
                 "checkpoints are of: use another --workdir"
             ) from error
         here = _matters(yaml.safe_load(loader.to_yaml(config)))
-        differences = [
-            f"{key}: {_show(there, key)} there, {_show(here, key)} here"
-            for key in {**there, **here}
-            if _show(there, key) != _show(here, key)
-        ]
-        if differences:
-            if len(differences) > _MAX_KEYS_SHOWN:
-                more = len(differences) - _MAX_KEYS_SHOWN
-                differences[_MAX_KEYS_SHOWN:] = [f"{more} more"]
+        found = directories.differences(there, here)
+        if found:
             raise errors.WorkdirError(
-                f"{self.path}: holds checkpoints of another config ({'; '.join(differences)}): "
+                f"{self.path}: holds checkpoints of another config ({found}): "
                 "use another --workdir, or delete this one"
             )
 
@@ -118,39 +98,8 @@ def identity(config: TrainRun) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that whoever comes after a crash sees all of it or the old."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-@contextlib.contextmanager
-def explained(path: pathlib.Path) -> Iterator[None]:
-    """Turns failures of the file system into one line."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or path
-        reason = "not a directory" if isinstance(error, FileExistsError) else error.strerror
-        raise errors.WorkdirError(f"{where}: cannot be written: {reason or error}") from error
-
-
 def _matters(config: Any) -> dict[str, Any]:
     """The dotted keys that a continued run must not change, with their values."""
-    return {key: value for key, value in _flatten(config) if not train_schema.is_free(key)}
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
-
-
-def _show(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key], default=str) if key in values else "unset"
+    return {
+        key: value for key, value in directories.flatten(config) if not train_schema.is_free(key)
+    }

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from dflash import errors
+from dflash.common import directories
 from dflash.config import loader
 from dflash.training import features, rundir
 from dflash.training import state as states
@@ -180,7 +181,7 @@ def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> Non
             shutil.rmtree(leftover, ignore_errors=True)
     job.task.export(params, fresh, job.tokenizer_directory)
     if jax.process_index() == 0:
-        with rundir.explained(final):
+        with directories.explained(final):
             if final.exists():
                 final.rename(old)
             fresh.rename(final)

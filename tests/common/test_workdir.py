@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash import errors
-from dflash.common import outputs, prompts, workdir
+from dflash.common import directories, outputs, prompts, workdir
 
 CONFIG = "decode:\n  temperature: 0.0\n  stop_ids: [1]\ndtype: float32\n"
 HOTTER = CONFIG.replace("0.0", "0.8")
@@ -205,7 +205,7 @@ def test_file_systems_without_locks(tmp_path, monkeypatch):
     def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(workdir.fcntl, "flock", flock)
+    monkeypatch.setattr(directories.fcntl, "flock", flock)
     open_workdir(tmp_path).close()
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dflash import errors
+from dflash.common import directories
 from dflash.config import loader, train_schema
 from dflash.training import rundir
 from dflash.training.rundir import RunDirectory
@@ -117,6 +118,6 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
 
 def test_a_file_is_written_whole(tmp_path):
     path = tmp_path / "x"
-    rundir.write_whole(path, "one")
-    rundir.write_whole(path, "two")
+    directories.write_whole(path, "one")
+    directories.write_whole(path, "two")
     assert (path.read_text(), os.listdir(tmp_path)) == ("two", ["x"])

@@ -1,0 +1,88 @@
+"""What every work directory needs: one run at a time, whole files, one config, clear failures."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash import errors
+
+MAX_KEYS_SHOWN = 5
+
+
+def lock(directory: pathlib.Path, descriptor: int) -> None:
+    """Keeps other runs out of `directory` for as long as one of its files, `descriptor`, is open.
+
+    Raises:
+      WorkdirError: another run has the directory.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise errors.WorkdirError(
+            f"{directory}: in use by another run: wait for it, or use another --workdir"
+        ) from error
+    except OSError:
+        pass  # some network file systems have no locks; the run can do without
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that readers, and whoever comes after a crash, see all of it or the old."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the renaming too is only then safe
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
+def explained(path: pathlib.Path) -> Iterator[None]:
+    """Turns failures of the file system into one line.
+
+    Raises:
+      WorkdirError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        reason = "not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise errors.WorkdirError(f"{where}: cannot be written: {reason or error}") from error
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested mappings as dotted keys and values."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Says in which dotted keys two flat configs differ; empty where they do not."""
+    found = [
+        f"{key}: {_show(there, key)} there, {_show(here, key)} here"
+        for key in {**there, **here}
+        if _show(there, key) != _show(here, key)
+    ]
+    if len(found) > MAX_KEYS_SHOWN:
+        found[MAX_KEYS_SHOWN:] = [f"{len(found) - MAX_KEYS_SHOWN} more"]
+    return "; ".join(found)
+
+
+def _show(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], default=str) if key in values else "unset"
