@@ -283,7 +283,8 @@ def test_kill_loses_no_finished_prompt(run):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert run("--workdir=killed")[0] == 0
+    status, _, err = run("--workdir=killed")
+    assert status == 0, err
     assert output_ids("killed") == output_ids("whole")
 
 

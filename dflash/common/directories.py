@@ -5,12 +5,15 @@ import fcntl
 import json
 import os
 import pathlib
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash import errors
 
 MAX_KEYS_SHOWN = 5
+# A run that was killed a moment ago may not have let go of its lock yet.
+PATIENCE_S = 2.0
 
 
 def lock(directory: pathlib.Path, descriptor: int) -> None:
@@ -19,14 +22,19 @@ def lock(directory: pathlib.Path, descriptor: int) -> None:
     Raises:
       WorkdirError: another run has the directory.
     """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise errors.WorkdirError(
-            f"{directory}: in use by another run: wait for it, or use another --workdir"
-        ) from error
-    except OSError:
-        pass  # some network file systems have no locks; the run can do without
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise errors.WorkdirError(
+                    f"{directory}: in use by another run: wait for it, or use another --workdir"
+                ) from error
+        except OSError:
+            return  # some network file systems have no locks; the run can do without
+        time.sleep(PATIENCE_S / 20)
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:

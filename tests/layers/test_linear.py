@@ -97,3 +97,31 @@ def test_mlp():
     gated = inputs @ gate
     expected = (gated / (1 + np.exp(-gated)) * (inputs @ up)) @ down
     np.testing.assert_allclose(module(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "linear head", "embedding head"])
+def test_gradients_of_products(kind, dtype):
+    table = kind == "embedding head"
+    arguments = (Embedding, 7, 5) if table else (Linear, 5, 7, (None, None))
+    x, slopes = draw(2, 3, 5, dtype=dtype), draw(2, 3, 7)
+    ((path, param),) = parameters.named_parameters(build(*arguments, dtype=dtype))
+    weights = param.get_value()
+
+    def total(x, weights):
+        module = build(*arguments, dtype=dtype)
+        parameters.assign(module, {path: weights})
+        outputs = module(x) if kind == "linear" else module.attend(x)
+        return jnp.sum(outputs.astype(jnp.float32) * slopes)
+
+    ours = jax.grad(total, argnums=(0, 1))(x, weights)
+    x, weights, slopes = wide(x, weights, slopes)
+    by_x = slopes @ (weights if table else weights.T)
+    by_weights = np.einsum("btd,btf->df", x, slopes)
+    expected = by_x, by_weights.T if table else by_weights
+    tolerance = 1e-5 if dtype == jnp.float32 else 2**-6
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine.dtype == dtype
+        np.testing.assert_allclose(
+            np.asarray(mine, np.float64), theirs, rtol=0, atol=tolerance * np.abs(theirs).max()
+        )

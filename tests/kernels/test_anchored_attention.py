@@ -1,0 +1,269 @@
+"""Tests of the training form of block attention, against plain loops in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense import dense_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxprs import largest_array
+
+from dflash.kernels.anchored_attention import anchored_attention
+from dflash.kernels.block_attention import block_attention
+
+SCALE = 0.3
+LENGTH, BLOCK = 19, 3
+NAMES = (
+    "queries",
+    "keys",
+    "values",
+    "context_keys",
+    "context_values",
+    "anchors",
+    "valid",
+    "segment_ids",
+)
+FLOATS = NAMES[:5]
+
+
+def make_case(
+    anchors, segments, *, valid=None, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed=0
+):
+    """Random arguments, by name."""
+    rng = np.random.default_rng(seed)
+    anchors, segments = np.asarray(anchors, np.int32), np.asarray(segments, np.int32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    blocks, context = (*anchors.shape, BLOCK, kv_heads, width), (*segments.shape, kv_heads, width)
+    return {
+        "queries": draw(*anchors.shape, BLOCK, kv_heads * group, width),
+        "keys": draw(*blocks),
+        "values": draw(*blocks),
+        "context_keys": draw(*context),
+        "context_values": draw(*context),
+        "anchors": jnp.asarray(anchors),
+        "valid": jnp.asarray(np.ones(anchors.shape, bool) if valid is None else valid),
+        "segment_ids": jnp.asarray(segments),
+    }
+
+
+def seen_context(row, anchor, window):
+    """Positions of a row of segment ids that a block sees."""
+    first = 0 if window is None else anchor - window
+    return [p for p in range(anchor) if p >= first and row[p] == row[anchor]]
+
+
+def expected(case, *, window=None, causal=False):
+    """The same block by block: which keys each row sees is spelled out."""
+    outputs = np.zeros(case["queries"].shape)
+    for b, row in enumerate(np.asarray(case["segment_ids"])):
+        for j, anchor in enumerate(case["anchors"][b].tolist()):
+            if not case["valid"][b, j]:
+                continue
+            seen = np.array(seen_context(row, anchor, window), int)
+            keys, values = (
+                np.concatenate([case[f"context_{name}"][b, seen], case[name][b, j]])
+                for name in ("keys", "values")
+            )
+            visible = np.ones((BLOCK, len(keys)), bool)
+            if causal:
+                visible[:, len(seen) :] = np.tri(BLOCK)
+            outputs[b, j] = dense_attention(case["queries"][b, j], keys, values, visible, SCALE)
+    return outputs
+
+
+def check(case, *, tolerance=1e-5, group_blocks=2, **view):
+    call = functools.partial(anchored_attention, scale=SCALE, group_blocks=group_blocks, **view)
+    outputs = jax.jit(call)(**case)
+    assert outputs.dtype == case["queries"].dtype
+    np.testing.assert_allclose(
+        np.asarray(outputs, np.float64), expected(case, **view), rtol=tolerance, atol=tolerance
+    )
+
+
+ONE = [1] * LENGTH
+PACKED = [1] * 6 + [2] * 9 + [0] * 4
+
+
+def test_first_and_last_positions():
+    check(make_case([[0, LENGTH - 1, 7], [0, 0, 1]], [ONE, ONE]))
+
+
+def test_packed_documents_and_padding():
+    anchors = [[0, 5, 6, 7, 14], [1, 6, 6, 12, 16]]  # the first and last of each document
+    check(make_case(anchors, [PACKED, PACKED]))
+
+
+@pytest.mark.parametrize(
+    ("window", "causal"), [(None, True), (1, False), (3, True), (8, False), (100, False)]
+)
+def test_views(window, causal):
+    check(
+        make_case([[0, 2, 9, 14, 18], [5, 6, 8, 11, 14]], [ONE, PACKED]),
+        window=window,
+        causal=causal,
+    )
+
+
+@pytest.mark.parametrize("group_blocks", [1, 2, 5, 64])
+def test_any_group_size(group_blocks):
+    check(make_case([[3, 0, 18, 7, 9]], [ONE]), group_blocks=group_blocks)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 2), (8, 1)])
+def test_query_heads_share_kv_heads(group, kv_heads):
+    check(make_case([[3, 0, 18]], [PACKED], group=group, kv_heads=kv_heads))
+
+
+def test_invalid_blocks_are_zero_and_reach_no_gradient():
+    case = make_case([[4, 0, 9], [0, 0, 0]], [ONE, [0] * LENGTH], valid=[[1, 0, 1], [0, 0, 0]])
+    case["valid"] = case["valid"].astype(bool)
+    check(case)
+    for name in ("queries", "keys", "values"):
+        case[name] = case[name].at[0, 1].set(1e4)
+    outputs = anchored_attention(**case, scale=SCALE)
+    assert not outputs[~np.asarray(case["valid"])].any()
+    for name, grad in gradients(case, None, False).items():
+        assert bool(jnp.isfinite(grad).all()), name
+        if grad.shape[:2] == case["valid"].shape:
+            assert not grad[~np.asarray(case["valid"])].any(), name
+    assert not gradients(case, None, False)["context_keys"][1].any()
+
+
+def test_bfloat16():
+    check(make_case([[0, 5, 6, 7, 14]], [PACKED], dtype=jnp.bfloat16), tolerance=3e-2)
+
+
+def test_equals_block_attention_of_the_decode_loop():
+    case = make_case([[0, 4, 11, 18]], [ONE])
+    outputs = anchored_attention(**case, scale=SCALE, window=6)
+    for j, anchor in enumerate(case["anchors"][0]):
+        decoded = block_attention(
+            *(case[name][:, j] for name in ("queries", "keys", "values")),
+            *(case[f"context_{name}"].swapaxes(1, 2) for name in ("keys", "values")),
+            anchor[None],
+            scale=SCALE,
+            window=6,
+        )
+        np.testing.assert_allclose(outputs[:, j], decoded, rtol=1e-5, atol=1e-5)
+
+
+def naive(
+    queries, keys, values, context_keys, context_values, anchors, valid, segment_ids, window, causal
+):
+    """The same with one mask over everything, for its gradients."""
+    batch, blocks, block, heads, width = queries.shape
+    positions = jnp.arange(segment_ids.shape[1])
+    document = jnp.take_along_axis(segment_ids, anchors, axis=1)[..., None]
+    context = (positions < anchors[..., None]) & (segment_ids[:, None] == document)
+    if window is not None:
+        context &= positions >= anchors[..., None] - window
+    own = jnp.tri(block, dtype=bool) if causal else jnp.ones((block, block), bool)
+    own = jnp.kron(jnp.eye(blocks, dtype=int), own.astype(int)) != 0
+    mask = jnp.concatenate(
+        [jnp.repeat(context, block, axis=1), jnp.broadcast_to(own, (batch, *own.shape))], axis=-1
+    )
+    rows = queries.reshape(batch, -1, heads, width)
+    all_keys, all_values = (
+        jnp.concatenate([old, new.reshape(batch, -1, *new.shape[3:])], axis=1)
+        for old, new in ((context_keys, keys), (context_values, values))
+    )
+    share = heads // keys.shape[3]
+    scores = SCALE * jnp.einsum("btnh,bsnh->bnts", rows, jnp.repeat(all_keys, share, axis=2))
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf))
+    outputs = jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(all_values, share, axis=2))
+    return jnp.where(valid[:, :, None, None, None], outputs.reshape(queries.shape), 0)
+
+
+@functools.cache
+def _gradient(kind, window, causal):
+    def total(floats, rest):
+        if kind == "naive":
+            outputs = naive(**floats, **rest, window=window, causal=causal)
+        else:
+            outputs = anchored_attention(
+                **floats, **rest, scale=SCALE, window=window, causal=causal, group_blocks=2
+            )
+        return jnp.sum(jnp.sin(outputs))
+
+    return jax.jit(jax.grad(total))
+
+
+def gradients(case, window, causal, kind="ours"):
+    floats = {name: case[name] for name in FLOATS}
+    rest = {name: case[name] for name in NAMES if name not in FLOATS}
+    return _gradient(kind, window, causal)(floats, rest)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    padding=st.integers(0, 8),
+    view=st.sampled_from([(None, False), (4, True)]),
+    seed=st.integers(0, 999),
+)
+def test_any_blocks(lengths, padding, view, seed):
+    window, causal = view
+    rng = np.random.default_rng(seed)
+    row = np.repeat(np.arange(len(lengths)) + 1, lengths)[: LENGTH - padding]
+    row = np.pad(row, (0, LENGTH - len(row)))
+    anchors = rng.integers(0, LENGTH, (2, 5))
+    anchors[0, :2] = 0, LENGTH - 1
+    case = make_case(anchors, [row, ONE], valid=rng.random((2, 5)) < 0.8, seed=seed)
+    call = _forward(window, causal)
+    np.testing.assert_allclose(
+        call(**case), expected(case, window=window, causal=causal), rtol=1e-5, atol=1e-5
+    )
+    theirs = gradients(case, window, causal, "naive")
+    for name, ours in gradients(case, window, causal).items():
+        np.testing.assert_allclose(ours, theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@functools.cache
+def _forward(window, causal):
+    return jax.jit(
+        functools.partial(
+            anchored_attention, scale=SCALE, window=window, causal=causal, group_blocks=2
+        )
+    )
+
+
+def test_scores_are_never_whole():
+    blocks, length = 64, 256
+    case = make_case(np.arange(blocks)[None] * 4, np.ones((1, length)))
+    whole = case["queries"].shape[3] * blocks * BLOCK * length
+    floats = {name: case[name] for name in FLOATS}
+    rest = {name: case[name] for name in NAMES if name not in FLOATS}
+
+    def total(floats):
+        return jnp.sum(anchored_attention(**floats, **rest, scale=SCALE, group_blocks=4))
+
+    assert largest_array(jax.grad(total), floats) <= whole // 8
+    assert largest_array(lambda: naive(**case, window=None, causal=False)) >= whole
+
+
+WRONG_SHAPES = {
+    "keys": ((2, 3, 4, 2, 8), "keys is (2, 3, 4, 2, 8), expected (2, 3, 3, 2, 8)"),
+    "values": ((2, 2, 3, 2, 8), "values is (2, 2, 3, 2, 8), expected (2, 3, 3, 2, 8)"),
+    "context_keys": ((2, 18, 2, 8), "context_keys is (2, 18, 2, 8), expected (2, 19, 2, 8)"),
+    "context_values": ((2, 19, 1, 8), "context_values is (2, 19, 1, 8), expected (2, 19, 2, 8)"),
+    "anchors": ((2, 2), "anchors is (2, 2), expected (2, 3)"),
+    "valid": ((2, 4), "valid is (2, 4), expected (2, 3)"),
+    "segment_ids": ((3, 19), "segment_ids is (3, 19), expected (2, 19)"),
+    "queries": ((2, 3, 3, 5, 8), "5 query heads over 2 kv heads"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SHAPES)
+def test_wrong_shapes_are_named(name):
+    case = make_case([[0, 1, 2], [3, 4, 5]], [ONE, ONE])
+    shape, message = WRONG_SHAPES[name]
+    case[name] = jnp.zeros(shape, case[name].dtype)
+    with pytest.raises(ValueError, match=r"^anchored_attention: ") as caught:
+        anchored_attention(**case, scale=SCALE)
+    assert str(caught.value) == f"anchored_attention: {message}"

@@ -1,0 +1,150 @@
+"""Tests of causal attention over packed documents, against dense attention in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense import dense_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxprs import largest_array
+
+from dflash.kernels.causal_attention import causal_attention
+
+SCALE = 0.3
+LENGTH = 21
+# Documents and padding, as lengths: numbers count up from 1, None is padding.
+LAYOUTS = {
+    "one document": [(1, 21)],
+    "two and padding": [(1, 9), (2, 7), (0, 5)],
+    "single tokens": [(1, 1), (2, 1), (3, 19)],
+    "padding first": [(0, 4), (1, 17)],
+    "padding alone": [(0, 21)],
+}
+
+
+def make_segments(*layouts):
+    return np.stack(
+        [np.concatenate([np.full(n, i) for i, n in layout]) for layout in layouts]
+    ).astype(np.int32)
+
+
+def make_case(segments, *, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    batch, length = segments.shape
+
+    def draw(heads):
+        return jnp.asarray(rng.normal(size=(batch, length, heads, width)), dtype)
+
+    return draw(group * kv_heads), draw(kv_heads), draw(kv_heads), jnp.asarray(segments)
+
+
+def expected(queries, keys, values, segments):
+    """What each row sees, spelled out; rows of padding are left at zero."""
+    outputs = np.zeros(queries.shape)
+    for b, row in enumerate(np.asarray(segments)):
+        for t in np.flatnonzero(row):
+            seen = [s for s in range(t + 1) if row[s] == row[t]]
+            outputs[b, t] = dense_attention(
+                queries[b, t : t + 1],
+                keys[b, np.array(seen)],
+                values[b, np.array(seen)],
+                np.ones((1, len(seen)), bool),
+                SCALE,
+            )[0]
+    return outputs
+
+
+def check(case, *, tolerance=1e-5, **options):
+    outputs = jax.jit(functools.partial(causal_attention, scale=SCALE, **options))(*case)
+    assert outputs.dtype == case[0].dtype
+    outputs = np.asarray(outputs, np.float64)
+    assert np.isfinite(outputs).all()
+    real = np.asarray(case[3]) != 0
+    np.testing.assert_allclose(outputs[real], expected(*case)[real], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", [4, 21, None])
+def test_packed_documents(chunk):
+    check(make_case(make_segments(*LAYOUTS.values())), chunk_tokens=chunk)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 2), (8, 1)])
+def test_query_heads_share_kv_heads(group, kv_heads):
+    segments = make_segments(LAYOUTS["two and padding"])
+    check(make_case(segments, group=group, kv_heads=kv_heads), chunk_tokens=8)
+
+
+def test_bfloat16():
+    check(make_case(make_segments(*LAYOUTS.values()), dtype=jnp.bfloat16), tolerance=3e-2)
+
+
+def naive(queries, keys, values, segments):
+    """The same with all scores at once, for its gradients."""
+    share = queries.shape[2] // keys.shape[2]
+    keys, values = (jnp.repeat(array, share, axis=2) for array in (keys, values))
+    visible = (segments[:, :, None] == segments[:, None, :]) & jnp.tri(
+        segments.shape[1], dtype=bool
+    )
+    scores = SCALE * jnp.einsum("btnh,bsnh->bnts", queries, keys)
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf))
+    return jnp.einsum("bnts,bsnh->btnh", weights, values)
+
+
+@functools.cache
+def gradients(function):
+    def total(queries, keys, values, segments):
+        outputs = function(queries, keys, values, segments)
+        return jnp.sum(jnp.sin(outputs) * (segments != 0)[..., None, None])
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+
+
+chunked = functools.partial(causal_attention, scale=SCALE, chunk_tokens=6)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    padding=st.integers(0, 8),
+    seed=st.integers(0, 99),
+)
+def test_gradients(lengths, padding, seed):
+    rows = np.repeat(np.arange(len(lengths)) + 1, lengths)[: LENGTH - padding]
+    segments = np.zeros((2, LENGTH), np.int32)
+    segments[0, : len(rows)] = rows
+    segments[1] = 1
+    case = make_case(segments, seed=seed)
+    for ours, theirs in zip(gradients(chunked)(*case), gradients(naive)(*case), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_are_never_whole():
+    case = make_case(make_segments([(1, 256)]))
+
+    def total(*arrays):
+        return jnp.sum(causal_attention(*arrays, case[3], scale=SCALE, chunk_tokens=32))
+
+    heads, whole = case[0].shape[2], 256 * 256
+    assert largest_array(jax.grad(total, argnums=(0, 1, 2)), *case[:3]) <= heads * whole // 8
+    assert largest_array(lambda *arrays: naive(*arrays, case[3]), *case[:3]) >= heads * whole
+
+
+WRONG_SHAPES = {
+    1: ((2, 20, 2, 8), "keys is (2, 20, 2, 8), expected (2, 21, 2, 8)"),
+    2: ((2, 21, 1, 8), "values is (2, 21, 1, 8), expected (2, 21, 2, 8)"),
+    3: ((2, 20), "segment_ids is (2, 20), expected (2, 21)"),
+    0: ((2, 21, 5, 8), "5 query heads over 2 kv heads"),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_SHAPES)
+def test_wrong_shapes_are_named(argument):
+    case = list(make_case(make_segments(*[LAYOUTS["one document"]] * 2)))
+    shape, message = WRONG_SHAPES[argument]
+    case[argument] = jnp.zeros(shape, case[argument].dtype)
+    with pytest.raises(ValueError, match=r"^causal_attention: ") as caught:
+        causal_attention(*case, scale=SCALE)
+    assert str(caught.value) == f"causal_attention: {message}"
