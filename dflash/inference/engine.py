@@ -23,7 +23,8 @@ from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
 from dflash.inference import cycle
 from dflash.inference.pages import Layout
-from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.inference.prefill import prefill_chunk
+from dflash.inference.sampling import SamplingParams
 from dflash.inference.state import DecodeState, Prefix, Report
 from dflash.models.decoder import Decoder
 
@@ -290,7 +291,7 @@ class Engine:
         def prefill(target_params, drafter_params, prefix, tokens, count, following):
             target = nnx.merge(self._target, target_params)
             drafter = nnx.merge(self._drafter, drafter_params)
-            return _prefill_chunk(target, drafter, prefix, tokens, count, following)
+            return prefill_chunk(target, drafter, prefix, tokens, count, following)
 
         return _lower(
             prefill, self._target_params, self._drafter_params, abstract, tokens,
@@ -389,36 +390,6 @@ def _sampling_params(
         temperature=temperature[None],
         top_k=top_k[None],
         top_p=top_p[None],
-    )
-
-
-def _prefill_chunk(
-    target: Decoder,
-    drafter: Drafter,
-    prefix: Prefix,
-    tokens: jax.Array,
-    count: jax.Array,
-    following: jax.Array,
-) -> Prefix:
-    """Runs one chunk of a prompt.
-
-    Args:
-      tokens: int32 [1, T], of which `count` are the prompt's.
-      following: the prompt's next token, or -1 if this chunk is the last: then the target draws it.
-    """
-    start = prefix.length
-    positions = start[:, None] + jnp.arange(tokens.shape[1])
-    output = target(tokens, positions, prefix.cache, feature_layers=drafter.feature_layers)
-    last = jnp.reshape(count - 1, (1, 1, 1))
-    logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
-    length = start + count
-    drawn = SequenceSampler(prefix.sampling).sample(logits, length[:, None])[:, 0]
-    anchor = jnp.where(following >= 0, following, drawn)
-    shifted = jnp.concatenate([tokens, jnp.zeros((1, 1), jnp.int32)], axis=1)
-    shifted = shifted.at[0, count].set(anchor[0])
-    state = drafter.observe(prefix.drafter, start, shifted, count[None], output.features)
-    return dataclasses.replace(
-        prefix, length=length, anchor=anchor, cache=output.cache, drafter=state
     )
 
 

@@ -1,5 +1,6 @@
 """What learns: a target, or a drafter against a frozen target. Both turn batches into a loss."""
 
+import abc
 import dataclasses
 import pathlib
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from dflash.training.step import Batch, Metrics
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Task(abc.ABC):
     """The models of a run, abstract until `load`.
 
     Attributes:
@@ -66,15 +67,15 @@ class Task:
             assembly.load_weights(self.learner, self.learner_source)
         return states.split(self.learner)[1]
 
+    @abc.abstractmethod
     def load_frozen(self) -> Params:
         """Reads the weights that do not learn; the loss wants them."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def loss(
         self, params: Params, frozen: Params, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         """The loss of a batch; see `LossFunction`."""
-        raise NotImplementedError
 
     def export(self, params: Params, directory: pathlib.Path, companions) -> None:
         """Writes the learner's weights in the Hugging Face layout; see `save_hf`."""
@@ -87,9 +88,9 @@ class Task:
             companions=companions,
         )
 
+    @abc.abstractmethod
     def hf_config(self) -> dict[str, Any]:
         """The config.json of what learns."""
-        raise NotImplementedError
 
 
 class TargetTask(Task):
