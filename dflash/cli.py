@@ -97,6 +97,33 @@ def status_of(work: Callable[[], int | None]) -> int:
     return status
 
 
+def parse_arguments(
+    values: flags.FlagValues, argv: Sequence[str], names: Sequence[str], usage: str
+) -> list[str]:
+    """Parses the command line of an entry point that reads no config.
+
+    Args:
+      values: a flag object of its own, so that importing defines nothing; gets --help too.
+      argv: arguments without the program; flags may stand anywhere.
+      names: of the positional arguments.
+      usage: goes with every complaint.
+    Returns:
+      The positional arguments; after --help there may be any number.
+    Raises:
+      ConfigError: wrong usage.
+    """
+    flags.DEFINE_bool("help", False, "Print how to use this.", short_name="h", flag_values=values)
+    values.set_gnu_getopt(True)
+    try:
+        _, *positional = values(["dflash", *argv])
+    except flags.Error as error:
+        raise errors.ConfigError(f"{' '.join(str(error).split())}; {usage}") from error
+    if not values.help and len(positional) != len(names):
+        problem = f"expected {' and '.join(names)}, not {len(positional)} arguments"
+        raise errors.ConfigError(f"{problem}; {usage}")
+    return positional
+
+
 def _run(main, name: str, schema: type, description: str, argv: Sequence[str]) -> int:
     values = _define_flags()
     positional = _parse(values, argv)

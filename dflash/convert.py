@@ -92,7 +92,7 @@ def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Modul
 
 
 def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Reads the command line into a flag object of its own, so that importing defines nothing.
+    """Reads the command line.
 
     Raises:
       ConfigError: wrong usage.
@@ -101,18 +101,9 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     where = {"flag_values": values}
     flags.DEFINE_enum("to", None, ["orbax", "hf"], "Layout to write.", **where)
     flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Default: as stored.", **where)
-    flags.DEFINE_bool("help", False, "Print how to use this.", short_name="h", **where)
-    values.set_gnu_getopt(True)  # flags may stand anywhere
-    try:
-        _, *positional = values(["dflash", *argv])
-    except flags.Error as error:
-        raise errors.ConfigError(f"{' '.join(str(error).split())}; {USAGE}") from error
-    if not values.help:
-        if len(positional) != 2:
-            problem = f"expected SOURCE and DESTINATION, not {len(positional)} arguments"
-            raise errors.ConfigError(f"{problem}; {USAGE}")
-        if values.to is None:
-            raise errors.ConfigError(f"--to is missing; {USAGE}")
+    positional = cli.parse_arguments(values, argv, ("SOURCE", "DESTINATION"), USAGE)
+    if not values.help and values.to is None:
+        raise errors.ConfigError(f"--to is missing; {USAGE}")
     return values, positional
 
 

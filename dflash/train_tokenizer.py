@@ -90,7 +90,7 @@ def train_tokenizer(
 
 
 def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Reads the command line into a flag object of its own, so that importing defines nothing.
+    """Reads the command line.
 
     Raises:
       ConfigError: wrong usage.
@@ -101,16 +101,7 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     flags.DEFINE_list("datasets", ["math", "code", "chat"], "Data sets to read.", **where)
     flags.DEFINE_list("files", [], "JSONL files to read.", **where)
     flags.DEFINE_float("megabytes", 8.0, "Of text, from each data set.", lower_bound=0, **where)
-    flags.DEFINE_bool("help", False, "Print how to use this.", short_name="h", **where)
-    values.set_gnu_getopt(True)  # flags may stand anywhere
-    try:
-        _, *positional = values(["dflash", *argv])
-    except flags.Error as error:
-        raise errors.ConfigError(f"{' '.join(str(error).split())}; {USAGE}") from error
-    if not values.help and len(positional) != 1:
-        problem = f"expected DESTINATION, not {len(positional)} arguments"
-        raise errors.ConfigError(f"{problem}; {USAGE}")
-    return values, positional
+    return values, cli.parse_arguments(values, argv, ("DESTINATION",), USAGE)
 
 
 if __name__ == "__main__":

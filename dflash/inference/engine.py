@@ -26,6 +26,7 @@ from dflash.inference.pages import Layout
 from dflash.inference.prefill import prefill_chunk
 from dflash.inference.sampling import SamplingParams
 from dflash.inference.state import DecodeState, Prefix, Report
+from dflash.layers.linear import matmul_precision
 from dflash.models.decoder import Decoder
 
 
@@ -214,13 +215,9 @@ class Engine:
     def _program(self, kind: str, *key: int):
         """The compiled program of this name, compiled now if nobody asked for it before."""
         if (kind, *key) not in self._programs:
-            with jax.default_matmul_precision(self._precision()):
+            with jax.default_matmul_precision(matmul_precision(self._abstract_target.dtype)):
                 self._programs[(kind, *key)] = getattr(self, f"_compile_{kind}")(*key)
         return self._programs[(kind, *key)]
-
-    def _precision(self) -> str:
-        # float32 is chosen for exactness; a TPU would multiply it in bfloat16 by default.
-        return "highest" if self._abstract_target.dtype == jnp.float32 else "default"
 
     def _loop_options(self) -> dict[str, str]:
         # See layers.linear.widen_late: a CPU must not widen all weights before the loop begins.

@@ -53,7 +53,8 @@ class Job:
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
         """Prompts as the engine takes them."""
-        return [_request(prompt, self.config) for prompt in prompts]
+        limit = self.config.decode.max_new_tokens
+        return [Request(prompt.index, prompt.ids, limit) for prompt in prompts]
 
     def load_weights(self) -> None:
         """Fills both models.
@@ -136,10 +137,6 @@ def _conversations(config: PromptsConfig) -> list[Messages]:
     if config.dataset is None:
         return []
     return datasets.task_prompts(config.dataset, config.split, config.limit)
-
-
-def _request(prompt: Prompt, config: DecodeRun) -> Request:
-    return Request(prompt.index, prompt.ids, config.decode.max_new_tokens)
 
 
 def _check(job: Job) -> None:

@@ -122,6 +122,12 @@ def _product_backward(transposed, dtype, kept, slopes):
 _product.defvjp(_product_forward, _product_backward)
 
 
+def matmul_precision(dtype: jnp.dtype) -> str:
+    """What `jax.default_matmul_precision` should be for computing in `dtype`."""
+    # float32 is chosen for exactness; a TPU would multiply it in bfloat16 by default.
+    return "highest" if dtype == jnp.float32 else "default"
+
+
 def widen_late(x: jax.Array, weights: jax.Array, sharding: Sharding) -> jax.Array:
     """Keeps a CPU from holding a second, float32 copy of all bfloat16 weights at once.
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from dflash.common.sharding import Sharding
+from dflash.layers.linear import matmul_precision
 from dflash.training import state as states
 from dflash.training.state import Params, TrainState
 
@@ -45,7 +46,7 @@ def make_train_step(
     """
 
     def step(state: TrainState, frozen: Params, batch: Batch):
-        with jax.default_matmul_precision(_precision(dtype)):
+        with jax.default_matmul_precision(matmul_precision(dtype)):
             key = states.step_key(state)
             grads, metrics = _gradients(
                 loss, state.params, frozen, batch, key, dtype, accumulate_steps, sharding
@@ -67,7 +68,7 @@ def make_evaluation_step(loss: LossFunction, *, dtype: jnp.dtype, sharding: Shar
     """Returns (params, frozen, batch, key) -> metrics, the loss among them."""
 
     def step(params: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
-        with jax.default_matmul_precision(_precision(dtype)):
+        with jax.default_matmul_precision(matmul_precision(dtype)):
             value, metrics = loss(states.cast(params, dtype), frozen, batch, key)
             return _complete(value, metrics)
 
@@ -78,7 +79,7 @@ def make_feature_step(features: Callable[[Params, Batch], Batch], *, dtype: jnp.
     """Returns (frozen, batch) -> what the frozen model makes of a batch, as a step would see it."""
 
     def step(frozen: Params, batch: Batch) -> Batch:
-        with jax.default_matmul_precision(_precision(dtype)):
+        with jax.default_matmul_precision(matmul_precision(dtype)):
             return features(frozen, batch)
 
     return jax.jit(step)
@@ -155,8 +156,3 @@ def _cut(array: jax.Array, pieces: int, sharding: Sharding) -> jax.Array:
 def _complete(value: jax.Array, metrics: Metrics) -> Metrics:
     """The loss among the metrics, and the weight that it stands for."""
     return {WEIGHT: jnp.float32(1), **metrics, "loss": value}
-
-
-def _precision(dtype: jnp.dtype) -> str:
-    # float32 is chosen for exactness; a TPU would multiply it in bfloat16 by default.
-    return "highest" if dtype == jnp.float32 else "default"
