@@ -1,11 +1,21 @@
 """Block attention for training: many anchored blocks per sequence over one shared context."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import online_softmax
+from dflash.kernels import (
+    anchored_attention_tpu as tpu,
+)
+from dflash.kernels import (
+    implementation as implementations,
+)
+from dflash.kernels import (
+    online_softmax,
+    tuning,
+)
 
 # Blocks per step; scores exist for one step at a time, forward and backward.
 GROUP_BLOCKS = 8
@@ -25,6 +35,8 @@ def anchored_attention(
     window: int | None = None,
     causal: bool = False,
     group_blocks: int = GROUP_BLOCKS,
+    implementation: str = "auto",
+    sizes: tuning.BlockSizes | None = None,
 ) -> jax.Array:
     """Attends from A blocks of R rows over the context before each block, and over the block.
 
@@ -44,13 +56,141 @@ def anchored_attention(
       scale: factor on the scores.
       window: context positions before the anchor that remain visible; None for all.
       causal: row r sees the block's rows up to r only.
-      group_blocks: blocks per step.
+      group_blocks: blocks per step of the reference.
+      implementation: see `implementation.run`.
+      sizes: of the kernels' blocks; None for the tuned ones.
     Returns:
       [B, A, R, N, H] in the dtype of `queries`.
     Raises:
-      ValueError: shapes that do not fit each other; the message names them.
+      ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
     """
-    _check(queries, keys, values, context_keys, context_values, anchors, valid, segment_ids)
+    floats = (queries, keys, values, context_keys, context_values)
+    masks = (anchors, valid, segment_ids)
+    _check(*floats, *masks)
+    reference = functools.partial(
+        _reference, scale=scale, window=window, causal=causal, group_blocks=group_blocks
+    )
+    unsupported = tpu.unsupported(queries)
+    if implementation == "reference" or (implementation == "auto" and unsupported):
+        return reference(*floats, *masks)
+    kernels = _Kernels(
+        implementation,
+        unsupported,
+        reference,
+        sizes or tuning.ANCHORED_ATTENTION.get(queries.shape[-1]),
+        scale,
+        window,
+        causal,
+    )
+    attended = _attend(kernels, floats, masks)
+    return jnp.where(valid[:, :, None, None, None], attended, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """The forward and the backward pass, each with the implementation chosen where it is lowered.
+
+    Were the choice around both, what each implementation keeps for its backward pass would have to
+    be kept for all.
+    """
+
+    implementation: str
+    unsupported: str | None
+    reference: functools.partial
+    sizes: tuning.BlockSizes
+    scale: float
+    window: int | None
+    causal: bool
+
+    def forward(self, floats, masks):
+        """Outputs, and the log2 of each row's sum, which the reference does without."""
+        plan = tpu.Plan(floats[0], floats[1], floats[3], self.sizes)
+        shape = (plan.batch, plan.kv_heads, plan.tiles, 1, plan.rows)
+
+        def reference(*arrays):
+            return self.reference(*arrays), jnp.zeros(shape, jnp.float32)
+
+        def pallas(*arrays, interpret):
+            bounds = plan.bounds(*arrays[5:], self.window)
+            outputs, log_sum = tpu.forward(
+                plan, _split(plan, arrays[:5]), bounds,
+                scale=self.scale, causal=self.causal, interpret=interpret,
+            )  # fmt: skip
+            return plan.join_queries(outputs), log_sum
+
+        return self._run(reference, pallas, *floats, *masks)
+
+    def backward(self, floats, masks, outputs, log_sum, grad):
+        """Gradients of the five float arrays."""
+        plan = tpu.Plan(floats[0], floats[1], floats[3], self.sizes)
+
+        def reference(*arrays):
+            floats, masks, grad = arrays[:5], arrays[5:8], arrays[10]
+            return jax.vjp(lambda *x: self.reference(*x, *masks), *floats)[1](grad)
+
+        def pallas(*arrays, interpret):
+            bounds = plan.bounds(*arrays[5:8], self.window)
+            outputs, log_sum, grad = arrays[8:]
+            grads = tpu.backward(
+                plan, _split(plan, arrays[:5]), bounds,
+                plan.split_queries(outputs), log_sum, plan.split_queries(grad),
+                scale=self.scale, causal=self.causal, interpret=interpret,
+            )  # fmt: skip
+            joins = [plan.join_queries, *[plan.join_blocks] * 2, *[plan.join_context] * 2]
+            return tuple(
+                join(found).astype(array.dtype)
+                for join, found, array in zip(joins, grads, arrays, strict=False)
+            )
+
+        return self._run(reference, pallas, *floats, *masks, outputs, log_sum, grad)
+
+    def _run(self, reference, pallas, *arrays):
+        return implementations.run(
+            self.implementation,
+            *arrays,
+            reference=reference,
+            pallas=pallas,
+            unsupported=self.unsupported,
+        )
+
+
+def _split(plan, floats):
+    splits = [plan.split_queries, *[plan.split_blocks] * 2, *[plan.split_context] * 2]
+    return [split(array) for split, array in zip(splits, floats, strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(kernels: _Kernels, floats, masks):
+    return kernels.forward(floats, masks)[0]
+
+
+def _attend_forward(kernels, floats, masks):
+    outputs, log_sum = kernels.forward(floats, masks)
+    return outputs, (floats, masks, outputs, log_sum)
+
+
+def _attend_backward(kernels, kept, grad):
+    return kernels.backward(*kept, grad), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _reference(
+    queries,
+    keys,
+    values,
+    context_keys,
+    context_values,
+    anchors,
+    valid,
+    segment_ids,
+    *,
+    scale,
+    window,
+    causal,
+    group_blocks,
+):
     blocks = queries.shape[1]
     group = min(group_blocks, blocks)
     attend = functools.partial(_attend_group, scale=scale, window=window, causal=causal)
@@ -59,7 +199,7 @@ def anchored_attention(
         return jax.checkpoint(attend)(context_keys, context_values, segment_ids, *arrays)
 
     per_group = (queries, keys, values, anchors, valid)
-    outputs = jax.lax.map(step, [_split(array, group) for array in per_group])
+    outputs = jax.lax.map(step, [_cut(array, group) for array in per_group])
     outputs = outputs.swapaxes(0, 1)
     return outputs.reshape(outputs.shape[0], -1, *outputs.shape[3:])[:, :blocks]
 
@@ -125,7 +265,7 @@ def _attend_group(
     return jnp.where(valid[:, :, None, None, None], attended, 0)
 
 
-def _split(array: jax.Array, group: int) -> jax.Array:
+def _cut(array: jax.Array, group: int) -> jax.Array:
     """[B, A, ...] -> [steps, B, group, ...]; blocks that fill up the last step are all zeros."""
     batch, blocks = array.shape[:2]
     padding = [(0, 0), (0, -blocks % group)] + [(0, 0)] * (array.ndim - 2)

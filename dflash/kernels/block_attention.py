@@ -3,10 +3,14 @@
 A causal paged kernel cannot serve this: every row of the block sees every other one.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import online_softmax
+from dflash.kernels import block_attention_tpu as tpu
+from dflash.kernels import implementation as implementations
+from dflash.kernels import online_softmax, tuning
 
 # Keys per step of the loop over the context; see paged_attention.TILE_TOKENS.
 TILE_TOKENS = 256
@@ -23,6 +27,8 @@ def block_attention(
     scale: float,
     window: int | None = None,
     causal: bool = False,
+    implementation: str = "auto",
+    sizes: tuning.BlockSizes | None = None,
 ) -> jax.Array:
     """Attends from a block of T rows over its context and itself.
 
@@ -39,20 +45,88 @@ def block_attention(
       scale: factor on the scores.
       window: context positions before the anchor that remain visible; None for all.
       causal: row r sees the block's rows up to r only.
+      implementation: see `implementation.run`.
+      sizes: of the kernel's blocks; None for the tuned ones.
+    Returns:
+      [B, T, N, H] in the dtype of `queries`.
+    Raises:
+      ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
+    """
+    arrays = (queries, keys, values, context_keys, context_values, length)
+    _check(*arrays)
+    view = {"scale": scale, "window": window, "causal": causal}
+    sizes = sizes or tuning.BLOCK_ATTENTION.get(queries.shape[-1])
+    return implementations.run(
+        implementation,
+        *arrays,
+        reference=functools.partial(_reference, **view),
+        pallas=functools.partial(tpu.block_attention_tpu, **view, sizes=sizes),
+        unsupported=tpu.unsupported(queries, context_keys),
+    )
+
+
+def _reference(
+    queries, keys, values, context_keys, context_values, length, *, scale, window, causal
+):
+    block = queries.shape[1]
+    inside = jnp.ones((1, block, block), bool)
+    inside = jnp.tril(inside) if causal else inside
+    return _attend(
+        queries, keys, values, inside, context_keys, context_values, length, scale, window
+    )
+
+
+def branch_attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    context_keys: jax.Array,
+    context_values: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Attends from T rows over a context, and over those of S drafted rows that each one may see.
+
+    Args:
+      queries: [B, T, N, H].
+      keys: [B, S, K, H]; N is a multiple of K.
+      values: [B, S, K, H].
+      visible: bool [B, T, S]; every row sees one at least.
+      context_keys: [B, K, L, H]; rows at and past `length` are never looked at.
+      context_values: [B, K, L, H].
+      length: int32 [B]; context rows in use.
+      scale: factor on the scores.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:
       ValueError: shapes that do not fit each other; the message names them.
     """
-    _check(queries, keys, values, context_keys, context_values, length)
+    batch, rows, _, _ = queries.shape
+    drafted = keys.shape[1]
+    arrays = (queries, keys, values, context_keys, context_values, length)
+    _check(*arrays, drafted=drafted, op="branch_attention")
+    if visible.shape != (batch, rows, drafted):
+        raise ValueError(
+            f"branch_attention: visible is {visible.shape}, expected {(batch, rows, drafted)}"
+        )
+    return _attend(
+        queries, keys, values, visible, context_keys, context_values, length, scale, None
+    )
+
+
+def _attend(
+    queries, keys, values, visible_rows, context_keys, context_values, length, scale, window
+):
+    """Both of the above: over the rows that bool [B or 1, T, S] shows, and over the context."""
     block, kv_heads = queries.shape[1], keys.shape[2]
     rows = online_softmax.group_queries(queries, kv_heads)
-    inside = jnp.ones((block, block), bool)
     partial = online_softmax.attend(
         rows,
         keys.transpose(2, 0, 1, 3),
         values.transpose(2, 0, 1, 3),
-        jnp.repeat(jnp.tril(inside) if causal else inside, queries.shape[2] // kv_heads, axis=0),
+        jnp.repeat(visible_rows, queries.shape[2] // kv_heads, axis=1),
         scale=scale,
     )
 
@@ -82,8 +156,19 @@ def block_attention(
     return online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), block)
 
 
-def _check(queries, keys, values, context_keys, context_values, length):
+def _check(
+    queries,
+    keys,
+    values,
+    context_keys,
+    context_values,
+    length,
+    *,
+    drafted=None,
+    op="block_attention",
+):
     batch, block, heads, width = queries.shape
+    block = block if drafted is None else drafted
     kv_heads = keys.shape[2]
     expected = {
         "keys": (keys, (batch, block, kv_heads, width)),
@@ -94,6 +179,6 @@ def _check(queries, keys, values, context_keys, context_values, length):
     }
     for name, (array, shape) in expected.items():
         if array.shape != shape:
-            raise ValueError(f"block_attention: {name} is {array.shape}, expected {shape}")
+            raise ValueError(f"{op}: {name} is {array.shape}, expected {shape}")
     if heads % kv_heads:
-        raise ValueError(f"block_attention: {heads} query heads over {kv_heads} kv heads")
+        raise ValueError(f"{op}: {heads} query heads over {kv_heads} kv heads")

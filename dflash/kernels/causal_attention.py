@@ -41,7 +41,7 @@ def causal_attention(
     """
     _check(queries, keys, values, segment_ids)
     length = queries.shape[1]
-    chunk = chunk_tokens or max(CHUNK_TOKENS, -(-length // MAX_CHUNKS))
+    chunk = chunk_tokens or default_chunk(length)
     attend = jax.checkpoint(functools.partial(_attend_chunk, scale=scale))
     outputs = []
     for begin in range(0, length, chunk):
@@ -58,12 +58,22 @@ def causal_attention(
     return jnp.concatenate(outputs, axis=1)
 
 
+def default_chunk(length: int) -> int:
+    """Queries per step that suit rows of `length` tokens."""
+    return max(CHUNK_TOKENS, -(-length // MAX_CHUNKS))
+
+
+def visible_keys(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
+    """bool [B, C, S]; which of S keys each of C queries sees, both ending at the same row."""
+    chunk, context = query_segments.shape[1], key_segments.shape[1]
+    same = query_segments[:, :, None] == key_segments[:, None, :]
+    return same & jnp.tril(jnp.ones((chunk, context), bool), context - chunk)
+
+
 def _attend_chunk(queries, keys, values, query_segments, key_segments, *, scale):
     """Queries [B, C, N, H] that end where the keys [B, S, K, H] end."""
-    chunk, context = queries.shape[1], keys.shape[1]
-    kv_heads = keys.shape[2]
-    same = query_segments[:, :, None] == key_segments[:, None, :]
-    visible = same & jnp.tril(jnp.ones((chunk, context), bool), context - chunk)
+    chunk, kv_heads = queries.shape[1], keys.shape[2]
+    visible = visible_keys(query_segments, key_segments)
     partial = online_softmax.attend(
         online_softmax.group_queries(queries, kv_heads),
         keys.transpose(2, 0, 1, 3),

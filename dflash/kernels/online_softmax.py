@@ -51,7 +51,13 @@ def ungroup(rows: jax.Array, length: int) -> jax.Array:
 
 
 def attend(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, scale: float
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
 ) -> Partial:
     """Attention of all rows over one tile of keys.
 
@@ -61,8 +67,11 @@ def attend(
       values: [K, B, S, H].
       visible: bool, broadcastable to [B, R, S]; which keys each row may see.
       scale: factor on the scores.
+      soft_cap: bound that scores are bent towards, by tanh; None for none.
     """
     scores = scale * jnp.einsum("kbrh,kbsh->kbrs", queries, keys, preferred_element_type="float32")
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, MASKED)
     # The peak cancels out: it scales sums and weights alike, so it has no gradient to carry.
     peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))

@@ -4,10 +4,21 @@ T is 1 for plain decoding, block_size for verification, a whole chunk for prefil
 the new keys and values into their pages and attends in one go.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import online_softmax
+from dflash.kernels import (
+    implementation as implementations,
+)
+from dflash.kernels import (
+    online_softmax,
+    tuning,
+)
+from dflash.kernels import (
+    paged_attention_tpu as tpu,
+)
 
 # Keys per step of the loop over the context. Larger tiles amortise the loop, smaller ones waste
 # less on short contexts; between 128 and 512 the difference on a CPU is in the noise.
@@ -25,11 +36,20 @@ def paged_attention(
     tree_mask: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str = "auto",
+    sizes: tuning.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Appends T rows to each sequence's cache and attends over context and new rows.
 
     Row r of sequence b is stored at cache slot `start[b] + r`. It sees every slot below
     `start[b]`, and the new rows that `tree_mask` grants it (row r and those before it by default).
+    With a window it sees, of those, the last `window` positions up to its own. A row's position is
+    `start[b]` plus the number of new rows that it sees beside itself.
+
+    Slots past `start + T` are stale: the kernel may overwrite those that share a tile of memory
+    with a new row.
 
     Args:
       queries: [B, T, N, H].
@@ -41,12 +61,43 @@ def paged_attention(
       start: int32 [B]; slots in use before this call. start + T must not exceed M · S.
       tree_mask: bool [B, T, T] or None; entry [b, r, c]: row r sees new row c.
       scale: factor on the scores.
+      window: positions that remain visible, a row's own included; None for all.
+      soft_cap: bound that scores are bent towards, by tanh; None for none.
+      implementation: see `implementation.run`.
+      sizes: of the kernel's blocks; None for the tuned ones.
     Returns:
       outputs [B, T, N, H] in the dtype of `queries`, key_pages, value_pages.
     Raises:
-      ValueError: shapes that do not fit each other; the message names them.
+      ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
     """
-    _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask)
+    arrays = (queries, keys, values, key_pages, value_pages, page_table, start)
+    _check(*arrays, tree_mask)
+    view = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    sizes = sizes or tuning.PAGED_ATTENTION.get(queries.shape[-1])
+    return implementations.run(
+        implementation,
+        *arrays,
+        *([] if tree_mask is None else [tree_mask]),
+        reference=functools.partial(_reference, **view),
+        pallas=functools.partial(tpu.paged_attention_tpu, **view, sizes=sizes),
+        unsupported=tpu.unsupported(queries, key_pages),
+    )
+
+
+def _reference(
+    queries,
+    keys,
+    values,
+    key_pages,
+    value_pages,
+    page_table,
+    start,
+    tree_mask=None,
+    *,
+    scale,
+    window,
+    soft_cap,
+):
     batch, length = queries.shape[:2]
     kv_heads, _, page_size, _ = key_pages.shape
     slots = slot_index(page_table, start[:, None] + jnp.arange(length), page_size)
@@ -57,14 +108,19 @@ def paged_attention(
 
     rows = online_softmax.group_queries(queries, kv_heads)
     group = queries.shape[2] // kv_heads
+    attend = functools.partial(online_softmax.attend, scale=scale, soft_cap=soft_cap)
     if tree_mask is None:
         tree_mask = jnp.tril(jnp.ones((1, length, length), bool))
-    partial = online_softmax.attend(
+    depth = tree_mask.sum(axis=-1, dtype=start.dtype) - 1
+    first_visible = jnp.zeros_like(start)[:, None]
+    if window is not None:
+        tree_mask &= depth[:, :, None] - depth[:, None, :] < window
+        first_visible = jnp.maximum(start[:, None] + depth - window + 1, 0)
+    partial = attend(
         rows,
         keys.transpose(2, 0, 1, 3),
         values.transpose(2, 0, 1, 3),
         jnp.repeat(tree_mask, group, axis=1),
-        scale=scale,
     )
 
     pages_per_tile = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
@@ -74,18 +130,22 @@ def paged_attention(
     def fold_in_tile(i, partial):
         pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile, axis=1)
         shape = (kv_heads, batch, tile, queries.shape[-1])
-        visible = i * tile + jnp.arange(tile) < start[:, None]
-        seen = online_softmax.attend(
+        slots = i * tile + jnp.arange(tile)
+        visible = slots < start[:, None, None]
+        if window is not None:
+            seen_by_row = slots >= first_visible[:, :, None]
+            visible &= jnp.repeat(seen_by_row, group, axis=1)
+        seen = attend(
             rows,
             key_pages[:, pages].reshape(shape),
             value_pages[:, pages].reshape(shape),
-            visible[:, None, :],
-            scale=scale,
+            visible,
         )
         return online_softmax.merge(partial, seen)
 
     tiles_in_use = (start.max() + tile - 1) // tile
-    partial = jax.lax.fori_loop(0, tiles_in_use, fold_in_tile, partial)
+    first_tile = first_visible.min() // tile
+    partial = jax.lax.fori_loop(first_tile, tiles_in_use, fold_in_tile, partial)
     outputs = online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), length)
     return outputs, key_pages, value_pages
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.common.sharding import Sharding
-from dflash.layers import rotary
+from dflash.layers import linear, rotary
 from dflash.layers.linear import Linear, RMSNorm
 
 
@@ -25,17 +25,22 @@ class Attention(nnx.Module):
         head_dim: int,
         eps: float,
         qk_norm: bool,
+        output_width: int | None = None,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
+        """Args: width: of rows that come in; output_width: of those that go out, None: the same."""
         build = {"dtype": dtype, "sharding": sharding}
         self.q_proj = Linear(width, num_heads * head_dim, ("embed", "heads"), **build)
         self.k_proj = Linear(width, num_kv_heads * head_dim, ("embed", "kv_heads"), **build)
         self.v_proj = Linear(width, num_kv_heads * head_dim, ("embed", "kv_heads"), **build)
-        self.o_proj = Linear(num_heads * head_dim, width, ("heads", "embed"), **build)
+        self.o_proj = Linear(
+            num_heads * head_dim, output_width or width, ("heads", "embed"), **build
+        )
         self.q_norm = RMSNorm(head_dim, eps, **build) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps, **build) if qk_norm else None
         self.head_dim = head_dim
+        self.sharding = sharding
 
     @property
     def scale(self) -> float:
@@ -58,5 +63,6 @@ class Attention(nnx.Module):
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
     def _heads(self, x, norm):
+        x = linear.finish(x, self.sharding)
         split = x.reshape(*x.shape[:2], -1, self.head_dim)
         return split if norm is None else norm(split)

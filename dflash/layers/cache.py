@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from dflash.common.sharding import Sharding
 from dflash.kernels import paged_attention as paged
 
+# Accelerators copy whole tiles of rows, of up to this many.
+SLOT_TILE = 32
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,40 @@ class PagedCache:
     def page_size(self) -> int:
         """Slots per page."""
         return self.keys[0].shape[2]
+
+    def insert(
+        self,
+        prefix: "PagedCache",
+        slot: jax.Array,
+        share: jax.Array,
+        table: jax.Array,
+        pages: jax.Array,
+        sharding: Sharding,
+    ) -> "PagedCache":
+        """Copies a prompt's pages into those that a slot owns, on the device that holds it.
+
+        Args:
+          prefix: of one sequence, in pages 1, 2, … of a pool of its own.
+          slot: int32 [].
+          share: int32 []; the share of the pool that the slot lives in.
+          table: int32 [M]; the slot's page table from now on.
+          pages: int32 [pages of the prefix]; where each goes.
+          sharding: of the cache.
+        """
+
+        def copy(pools, prefix_pools, pages, share):
+            mine = jnp.where(share == sharding.index("pages"), pages, 0)
+            return jax.tree.map(
+                lambda pool, one: pool.at[:, mine].set(one[:, 1:]), pools, prefix_pools
+            )
+
+        stored, whole = ("kv_heads", "pages", None, None), ("kv_heads", None, None, None)
+        keys, values = sharding.map(
+            lambda *args: copy(args[:2], args[2:4], *args[4:]),
+            (stored, stored, whole, whole, (None,), ()),
+            (stored, stored),
+        )(self.keys, self.values, prefix.keys, prefix.values, pages, share)
+        return PagedCache(keys, values, self.page_table.at[slot].set(table))
 
     def compact(self, start: jax.Array, path: jax.Array, sharding: Sharding) -> "PagedCache":
         """Moves the rows of an accepted path to their contiguous places.
@@ -125,8 +162,9 @@ def static_cache(
     dtype: jnp.dtype,
     sharding: Sharding,
 ) -> StaticCache:
-    """An abstract cache of `capacity` slots per sequence."""
+    """An abstract cache of at least `capacity` slots per sequence."""
     batch_name, _ = batch_axes(batch, sharding)
     names = (batch_name, "kv_heads", None, None)
+    capacity += -capacity % SLOT_TILE
     rows = sharding.abstract((batch, num_kv_heads, capacity, head_dim), names, dtype)
     return StaticCache((rows,) * num_layers, (rows,) * num_layers)

@@ -26,13 +26,15 @@ class Linear(nnx.Module):
         *,
         dtype: jnp.dtype,
         sharding: Sharding,
+        stddev: float | None = None,
     ):
+        """Args: stddev: of fresh weights; None for 1 / sqrt(in_features)."""
         self.kernel = parameters.declare(
             (in_features, out_features),
             axes,
             dtype=dtype,
             sharding=sharding,
-            stddev=1 / math.sqrt(in_features),
+            stddev=1 / math.sqrt(in_features) if stddev is None else stddev,
         )
         self.sharding = sharding
 
@@ -126,6 +128,19 @@ def matmul_precision(dtype: jnp.dtype) -> str:
     """What `jax.default_matmul_precision` should be for computing in `dtype`."""
     # float32 is chosen for exactness; a TPU would multiply it in bfloat16 by default.
     return "highest" if dtype == jnp.float32 else "default"
+
+
+def finish(product: jax.Array, sharding: Sharding) -> jax.Array:
+    """Keeps a TPU from splitting a product's columns into heads inside the product itself.
+
+    XLA would: it then wants the weights transposed, and copies those of every layer, a second time
+    in memory, ahead of each dispatch.
+
+    Args:
+      product: returned as it is.
+      sharding: says what this runs on.
+    """
+    return jax.lax.optimization_barrier(product) if sharding.platform == "tpu" else product
 
 
 def widen_late(x: jax.Array, weights: jax.Array, sharding: Sharding) -> jax.Array:

@@ -5,7 +5,7 @@ is split over devices stays split.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +78,20 @@ def score_tokens(
         wide = hidden.astype(jnp.float32)
         lever = jnp.sum(slopes.astype(jnp.float32) * (wide - jax.lax.stop_gradient(wide)), axis=-1)
         return scores._replace(objective=scores.objective + lever)
-    scored = jax.lax.map(lambda arrays: jax.checkpoint(score)(*arrays), _split(rows, chunks))
-    return _join(scored, length)
+    return in_chunks(score, rows, chunk_tokens)
+
+
+def in_chunks(function: Callable, rows: tuple, chunk_tokens: int = CHUNK_TOKENS) -> Any:
+    """function(*rows) worked out over chunks of the second dimension, and again for its gradient.
+
+    Args:
+      function: arrays [B, m, ...] -> a pytree of arrays [B, m, ...], each row by itself.
+      rows: arrays [B, M, ...], or None.
+      chunk_tokens: m at most.
+    """
+    length = rows[0].shape[1]
+    pieces = _split(rows, -(-length // chunk_tokens))
+    return _join(jax.lax.map(lambda arrays: jax.checkpoint(function)(*arrays), pieces), length)
 
 
 def mean_over(values: jax.Array, weights: jax.Array) -> jax.Array:

@@ -9,10 +9,12 @@ import pytest
 from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import interpret
 from jaxprs import largest_array
 
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
+from dflash.kernels.tuning import BlockSizes
 
 SCALE = 0.3
 LENGTH, BLOCK = 19, 3
@@ -267,3 +269,74 @@ def test_wrong_shapes_are_named(name):
     with pytest.raises(ValueError, match=r"^anchored_attention: ") as caught:
         anchored_attention(**case, scale=SCALE)
     assert str(caught.value) == f"anchored_attention: {message}"
+
+
+def in_interpret_mode(case, queries, window, causal):
+    """Outputs and gradients by the kernels, forward and backward each checked for races."""
+    call = functools.partial(
+        anchored_attention,
+        scale=SCALE,
+        window=window,
+        causal=causal,
+        implementation="interpret",
+        sizes=BlockSizes(8, queries),
+    )
+    floats = {name: case[name] for name in FLOATS}
+    rest = {name: case[name] for name in NAMES if name not in FLOATS}
+
+    def total(floats):
+        return jnp.sum(jnp.sin(call(**floats, **rest).astype(jnp.float32)))
+
+    return interpret(lambda case: call(**case), case), interpret(jax.grad(total), floats)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "width", "dtype", "window", "causal"),
+    [
+        (1, 4, 64, jnp.float32, None, False),
+        (2, 1, 128, jnp.float32, 4, True),
+        (1, 8, 128, jnp.bfloat16, None, False),
+    ],
+)
+def test_kernel(kv_heads, group, width, dtype, window, causal):
+    case = make_case(
+        [[0, 5, 6, 14, 15], [1, 6, 9, 12, 18]],
+        [PACKED, ONE],
+        valid=np.array([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1]], bool),
+        kv_heads=kv_heads,
+        group=group,
+        width=width,
+        dtype=dtype,
+    )
+    # Two blocks a step: the last step is filled up with one that does not exist.
+    outputs, grads = in_interpret_mode(case, 2 * group * BLOCK, window, causal)
+    tolerance = 3e-2 if dtype == jnp.bfloat16 else 2e-5
+    reference = expected(case, window=window, causal=causal)
+    np.testing.assert_allclose(
+        np.asarray(outputs, np.float64), reference, rtol=tolerance, atol=tolerance
+    )
+    wide = {k: v.astype(jnp.float32) if k in FLOATS else v for k, v in case.items()}
+    for name, theirs in gradients(wide, window, causal, "naive").items():
+        np.testing.assert_allclose(
+            np.asarray(grads[name], np.float32),
+            theirs,
+            rtol=5 * tolerance,
+            atol=5 * tolerance,
+            err_msg=name,
+        )
+
+
+def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
+    shapes = {
+        name: jax.ShapeDtypeStruct((1, 1 << 17, *array.shape[2:]), array.dtype)
+        if array.shape[1] == LENGTH
+        else array
+        for name, array in make_case([[4]], [ONE], width=128).items()
+    }
+
+    def total(case):
+        return anchored_attention(**case, scale=SCALE, implementation="interpret").sum()
+
+    floats = {name: shapes.pop(name) for name in FLOATS}
+    with pytest.raises(ValueError, match=r"^anchored_attention: needs .*gradient of the context"):
+        jax.eval_shape(jax.grad(lambda floats, rest: total(floats | rest)), floats, shapes)

@@ -10,8 +10,11 @@ import pytest
 from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import interpret
 
 from dflash.kernels import block_attention as block
+from dflash.kernels import flash_tpu
+from dflash.kernels.tuning import BlockSizes
 
 SCALE = 0.3
 STALE = 1e6  # what lies past the length: it must never shine through
@@ -152,3 +155,89 @@ def test_wrong_shapes_are_named(name):
     with pytest.raises(ValueError, match=r"^block_attention: ") as caught:
         block.block_attention(**case, scale=SCALE)
     assert str(caught.value) == f"block_attention: {message}"
+
+
+def check_kernel(case, *, keys=16, **view):
+    """In interpret mode; what lies past the lengths, rounded up to a tile of memory, is NaN."""
+    reference = expected(case, **view)
+    dtype = case["context_keys"].dtype
+    unit = flash_tpu.row_tile(dtype)
+    for name in ("context_keys", "context_values"):
+        slots = np.arange(case[name].shape[2])
+        past = slots >= -(-np.asarray(case["length"])[:, None] // unit) * unit
+        case[name] = jnp.where(past[:, None, :, None], jnp.nan, case[name]).astype(dtype)
+    call = functools.partial(
+        block.block_attention,
+        scale=SCALE,
+        implementation="interpret",
+        sizes=BlockSizes(keys, 128),
+        **view,
+    )
+    outputs = interpret(lambda case: call(**case), case)
+    tolerance = 2e-2 if dtype == jnp.bfloat16 else 2e-5
+    np.testing.assert_allclose(
+        np.asarray(outputs, np.float64), reference, rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "dtype", "kv_heads", "group", "width", "view"),
+    [
+        (1, [0, 15, 40], jnp.float32, 1, 4, 64, {}),
+        (2, [48, 1, 0], jnp.bfloat16, 1, 8, 128, {"causal": True}),
+        (15, [17, 16], jnp.float32, 3, 1, 64, {"window": 5}),
+        (16, [33, 0, 32], jnp.bfloat16, 2, 4, 128, {}),
+        (17, [47, 8], jnp.float32, 1, 1, 256, {"window": 30, "causal": True}),
+        (64, [9], jnp.float32, 1, 1, 64, {}),
+    ],
+)
+def test_kernel(rows, lengths, dtype, kv_heads, group, width, view):
+    case = make_case(
+        lengths, rows, capacity=48, kv_heads=kv_heads, group=group, width=width, dtype=dtype
+    )
+    check_kernel(case, **view)
+
+
+def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
+    case = make_case([3], 16, width=128, capacity=32)
+    with pytest.raises(ValueError, match=r"^block_attention: needs .* MiB of VMEM of 56: .*scores"):
+        block.block_attention(
+            **{**case, "queries": jnp.zeros((1, 16, 2 * 2048, 128))},
+            scale=SCALE,
+            implementation="interpret",
+        )
+
+
+def test_what_the_kernel_does_not_cover():
+    case = make_case([3], 2, width=64, capacity=30)
+    with pytest.raises(ValueError, match="a context of 30 rows is no multiple of 8"):
+        block.block_attention(**case, scale=SCALE, implementation="pallas")
+
+
+def test_branches_see_what_they_descend_of():
+    """Fewer queries than drafted rows, each of which sees some of them beside the context."""
+    lengths, queries, drafted = [0, 5, 13], 3, 7
+    case = make_case(lengths, drafted, capacity=13)
+    case["queries"] = case["queries"][:, :queries]
+    visible = np.random.default_rng(1).random((3, queries, drafted)) < 0.5
+    visible[..., 2] = True
+    with mock.patch.object(block, "TILE_TOKENS", 8):
+        run = jax.jit(functools.partial(block.branch_attention, scale=SCALE))
+        outputs = run(**case, visible=visible)
+    for b, length in enumerate(lengths):
+        context = (
+            case[f"context_{name}"][b].swapaxes(0, 1)[:length] for name in ("keys", "values")
+        )
+        rows = (case[name][b] for name in ("keys", "values"))
+        keys, values = (np.concatenate(pair) for pair in zip(context, rows, strict=True))
+        seen = np.concatenate([np.ones((queries, length), bool), visible[b]], axis=1)
+        wanted = dense_attention(case["queries"][b], keys, values, seen, SCALE)
+        np.testing.assert_allclose(outputs[b], wanted, rtol=1e-5, atol=1e-5)
+    for name, message in [
+        ("visible", r"branch_attention: visible is \(3, 3, 6\), expected \(3, 3, 7\)"),
+        ("values", r"branch_attention: values is \(3, 6, 2, 8\), expected \(3, 7, 2, 8\)"),
+    ]:
+        wrong = {**case, "visible": visible}
+        wrong[name] = wrong[name][..., :6] if name == "visible" else wrong[name][:, :6]
+        with pytest.raises(ValueError, match=message):
+            block.branch_attention(**wrong, scale=SCALE)

@@ -1,6 +1,5 @@
 """Tests of paged attention against dense attention over whole sequences in float64."""
 
-import dataclasses
 import functools
 from unittest import mock
 
@@ -8,110 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_cases import SCALE, ancestry, make_case
 
 from dflash.kernels import paged_attention as paged
-
-SCALE = 0.3
-STALE = 1e6  # what slots hold that no sequence has written: it must never shine through
-
-
-@dataclasses.dataclass
-class Case:
-    """Sequences with `start[b]` cached rows and T new ones."""
-
-    arguments: dict[str, jax.Array]
-    expected: np.ndarray
-    page_size: int
-    owned: np.ndarray  # bool [P, S]; slots that the call must write
-
-    def check(self, result, tolerance):
-        outputs, key_pages, value_pages = result
-        assert outputs.dtype == self.arguments["queries"].dtype
-        np.testing.assert_allclose(
-            np.asarray(outputs, np.float64), self.expected, rtol=tolerance, atol=tolerance
-        )
-        for after, name, rows in (
-            (key_pages, "key_pages", "keys"),
-            (value_pages, "value_pages", "values"),
-        ):
-            before = np.asarray(self.arguments[name])
-            np.testing.assert_array_equal(np.asarray(after)[:, ~self.owned], before[:, ~self.owned])
-            written = np.asarray(after)[:, self.pages, self.slots]
-            new = np.asarray(self.arguments[rows]).transpose(2, 0, 1, 3)
-            np.testing.assert_array_equal(written, new)
-
-    @property
-    def pages(self):
-        table = np.asarray(self.arguments["page_table"])
-        return np.take_along_axis(table, self._positions() // self.page_size, axis=1)
-
-    @property
-    def slots(self):
-        return self._positions() % self.page_size
-
-    def _positions(self):
-        length = self.arguments["queries"].shape[1]
-        return np.asarray(self.arguments["start"])[:, None] + np.arange(length)
-
-
-def make_case(
-    starts, length, *, group=2, kv_heads=2, width=8, page_size=4, table_pages=None,
-    tree_mask=None, dtype=jnp.float32, seed=0,
-):  # fmt: skip
-    rng = np.random.default_rng(seed)
-    batch = len(starts)
-    needed = -(-(max(starts) + length) // page_size)
-    table_pages = table_pages or needed
-    num_pages = batch * table_pages + 2  # one scratch page, one that nobody owns
-    table = rng.permutation(np.arange(1, batch * table_pages + 1)).reshape(batch, table_pages)
-    heads = kv_heads * group
-
-    def draw(*shape):
-        return np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float64)
-
-    queries = draw(batch, length, heads, width)
-    keys, values = (draw(batch, max(starts) + length, kv_heads, width) for _ in range(2))
-    key_pages, value_pages = (
-        np.full((kv_heads, num_pages, page_size, width), STALE) for _ in range(2)
-    )
-    owned = np.zeros((num_pages, page_size), bool)
-    expected = np.zeros((batch, length, heads, width))
-    new_keys, new_values = (np.zeros((batch, length, kv_heads, width)) for _ in range(2))
-    for b, start in enumerate(starts):
-        for slot in range(start):
-            page = table[b, slot // page_size]
-            key_pages[:, page, slot % page_size] = keys[b, slot]
-            value_pages[:, page, slot % page_size] = values[b, slot]
-        for slot in range(start, start + length):
-            owned[table[b, slot // page_size], slot % page_size] = True
-        new_keys[b] = keys[b, start : start + length]
-        new_values[b] = values[b, start : start + length]
-        inside = np.tril(np.ones((length, length), bool)) if tree_mask is None else tree_mask[b]
-        visible = np.concatenate([np.ones((length, start), bool), inside], axis=1)
-        expected[b] = dense_attention(
-            queries[b], keys[b, : start + length], values[b, : start + length], visible, SCALE
-        )
-    arguments = {
-        "queries": jnp.asarray(queries, dtype),
-        "keys": jnp.asarray(new_keys, dtype),
-        "values": jnp.asarray(new_values, dtype),
-        "key_pages": jnp.asarray(key_pages, dtype),
-        "value_pages": jnp.asarray(value_pages, dtype),
-        "page_table": jnp.asarray(table, jnp.int32),
-        "start": jnp.asarray(starts, jnp.int32),
-    }
-    if tree_mask is not None:
-        arguments["tree_mask"] = jnp.asarray(tree_mask)
-    return Case(arguments, expected, page_size, owned)
 
 
 def run(case, tile=8):
     """Compiles and runs; small tiles so that short sequences take several."""
     with mock.patch.object(paged, "TILE_TOKENS", tile):
-        return jax.jit(functools.partial(paged.paged_attention, scale=SCALE))(**case.arguments)
+        return jax.jit(functools.partial(paged.paged_attention, **case.view))(**case.arguments)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17])
@@ -144,23 +50,30 @@ def test_all_sequences_empty():
     case.check(run(case), 1e-5)
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (6, 1.5), (100, 0.5)])
+def test_views(window, soft_cap):
+    case = make_case([0, 5, 17], 4, window=window, soft_cap=soft_cap)
+    case.check(run(case), 1e-5)
+
+
+def test_tiles_before_every_window_are_not_read():
+    case = make_case([19, 22], 3, window=3)
+    for name in ("key_pages", "value_pages"):
+        first = case.arguments["page_table"][:, :4].ravel()
+        case.arguments[name] = case.arguments[name].at[:, first].set(jnp.nan)
+    case.check(run(case), 1e-5)
+
+
 def test_bfloat16():
     case = make_case([0, 7, 30], 5, group=4, width=32, dtype=jnp.bfloat16)
     case.check(run(case), 2e-2)
 
 
-def ancestry(parents):
-    """Mask of the tree in which row g + 1 continues row parents[g]: each sees its ancestors."""
-    seen = np.eye(len(parents) + 1, dtype=bool)
-    for draft, parent in enumerate(parents):
-        seen[draft + 1] |= seen[parent]
-    return seen
-
-
 def test_tree_mask_differs_by_sequence():
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
-    case = make_case([0, 9, 4], 6, tree_mask=trees)
-    case.check(run(case), 1e-5)
+    for window in (None, 3):
+        case = make_case([0, 9, 4], 6, tree_mask=trees, window=window)
+        case.check(run(case), 1e-5)
 
 
 compiled = jax.jit(functools.partial(paged.paged_attention, scale=SCALE))

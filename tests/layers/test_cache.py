@@ -116,7 +116,7 @@ def test_static_write():
     after = before.write(jnp.array(position), rows[:2], rows[2:])
     for i, cache in enumerate((*after.keys, *after.values)):
         assert cache.dtype == jnp.bfloat16
-        expected = np.zeros((3, 2, 8, 4))
+        expected = np.zeros((3, 2, kv.SLOT_TILE, 4))  # 8 were asked for
         for b, begin in enumerate(position):
             expected[b, :, begin : begin + 3] = rows[i][b].swapaxes(0, 1)
         np.testing.assert_array_equal(np.asarray(cache, np.float32), expected)

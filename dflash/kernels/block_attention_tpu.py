@@ -1,0 +1,162 @@
+"""The Pallas kernel of block attention; see block_attention.py for what it computes.
+
+One step serves one sequence, and one half of the kv heads where their number is even: a chip with
+two cores gives one half to each. Rows are ordered by head of the group, then by row of the block,
+so that the context is read as it lies, once, and nothing of it is copied, joined or repeated.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash.kernels import flash_tpu
+from dflash.kernels.flash_tpu import Softmax
+from dflash.kernels.tile_stream_tpu import BUFFERS, TileStream
+from dflash.kernels.tuning import BlockSizes
+
+OP = "block_attention"
+
+
+def block_attention_tpu(
+    queries,
+    keys,
+    values,
+    context_keys,
+    context_values,
+    length,
+    *,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    sizes: BlockSizes,
+    interpret,
+):
+    """Arguments and results as those of `block_attention`."""
+    batch, block, heads, width = queries.shape
+    kv_heads, capacity = context_keys.shape[1:3]
+    group = heads // kv_heads
+    rows = group * block
+    step_heads = flash_tpu.heads_per_step(kv_heads)
+    tile = flash_tpu.tile_rows(capacity, sizes.keys, context_keys.dtype)
+    dtype = context_keys.dtype
+    flash_tpu.check_vmem(
+        OP,
+        {
+            "queries and outputs": ((4, step_heads, rows, width), queries.dtype),
+            "the block's keys and values": ((4, step_heads, block, width), dtype),
+            "context": ((2 * BUFFERS, step_heads, tile, width), dtype),
+            "running softmax": ((step_heads, rows, width + 2 * flash_tpu.LANES), jnp.float32),
+            "scores": ((4, rows, tile), jnp.float32),
+        },
+    )
+    grouped = queries.reshape(batch, block, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, kv_heads, rows, width)
+    new = [array.astype(dtype).swapaxes(1, 2) for array in (keys, values)]
+
+    def of_step(rows):
+        return pl.BlockSpec((None, step_heads, rows, width), lambda g, b, _: (b, g, 0, 0))
+
+    outputs = pl.pallas_call(
+        functools.partial(
+            _kernel, block=block, batch=batch, scale=scale, window=window, causal=causal
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(kv_heads // step_heads, batch),
+            in_specs=[
+                of_step(rows), of_step(block), of_step(block),
+                pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=of_step(rows),
+            scratch_shapes=[
+                *Softmax.scratch(step_heads, rows, width, tile),
+                *TileStream.scratch(step_heads, tile, width, dtype),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(grouped.shape, queries.dtype),
+        compiler_params=flash_tpu.compiler_params("parallel", "arbitrary"),
+        cost_estimate=flash_tpu.cost(batch, heads, kv_heads, block, capacity, width, dtype),
+        interpret=interpret,
+        name=f"{OP}_t{block}",
+    )(length, grouped, *new, context_keys, context_values)  # fmt: skip
+    outputs = outputs.reshape(batch, kv_heads, group, block, width).transpose(0, 3, 1, 2, 4)
+    return outputs.reshape(queries.shape)
+
+
+def _kernel(length_ref, *refs, block, batch, scale, window, causal):
+    queries_ref, keys_ref, values_ref, *context, outputs_ref = refs[:6]
+    softmax = Softmax(*refs[6:10])
+    step_heads, rows = queries_ref.shape[:2]
+    head_group, sequence = pl.program_id(0), pl.program_id(1)
+    own_heads = pl.ds(head_group * step_heads, step_heads)
+    length = length_ref[sequence]
+    tile_rows = refs[10].shape[2]
+
+    def source(sequence, row, count):
+        unit = flash_tpu.row_tile(refs[10].dtype)
+        place = pl.ds(pl.multiple_of(row, unit), count)
+        return [array.at[sequence, own_heads, place] for array in context]
+
+    stream = TileStream(*refs[10:], source, tile_rows, lambda b: length_ref[b])
+
+    @pl.when(sequence == 0)
+    def _():
+        stream.open(sequence)
+
+    def score(head, keys):
+        return flash_tpu.scores(queries_ref[head], keys, scale=scale)
+
+    for head in range(step_heads):
+        if block == 1:
+            softmax.begin_single(head, queries_ref[head], keys_ref[head], values_ref[head], scale)
+            continue
+        found = score(head, keys_ref[head])
+        if causal:
+            shape = (rows, block)
+            row = flash_tpu.rem(jax.lax.broadcasted_iota(jnp.int32, shape, 0), block)
+            own = jax.lax.broadcasted_iota(jnp.int32, shape, 1) <= row
+            found = jnp.where(own, found, flash_tpu.MASKED)
+        softmax.begin(head, found, values_ref[head])
+
+    first_visible = 0 if window is None else jnp.maximum(length - window, 0)
+
+    def visit(slot, tile, *, last):
+        slots = tile * tile_rows + jax.lax.broadcasted_iota(jnp.int32, (1, tile_rows), 1)
+
+        def mask(head, found):
+            if last:
+                found = jnp.where(slots < length, found, flash_tpu.MASKED)
+            return (
+                found
+                if window is None
+                else jnp.where(slots >= first_visible, found, flash_tpu.MASKED)
+            )
+
+        filled = length - tile * tile_rows if last else None
+        flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
+
+    stream.run(
+        sequence,
+        jnp.minimum(sequence + 1, batch - 1),
+        sequence + 1 < batch,
+        flash_tpu.div(first_visible, tile_rows) if window is not None else 0,
+        functools.partial(visit, last=True),
+        functools.partial(visit, last=False),
+    )
+    for head in range(step_heads):
+        outputs_ref[head] = softmax.outputs(head).astype(outputs_ref.dtype)
+
+
+def unsupported(queries, context_keys) -> str | None:
+    """Why the kernel does not cover a call; None if it does."""
+    width, capacity = queries.shape[-1], context_keys.shape[2]
+    unit = flash_tpu.row_tile(context_keys.dtype)
+    if width not in flash_tpu.HEAD_DIMS:
+        return f"{OP}: head_dim {width} is none of {flash_tpu.HEAD_DIMS}"
+    if capacity % unit:
+        dtype = jnp.dtype(context_keys.dtype).name
+        return f"{OP}: a context of {capacity} rows is no multiple of {unit}, a tile of {dtype}"
+    return None

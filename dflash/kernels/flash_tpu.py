@@ -1,0 +1,260 @@
+"""What the Pallas attention kernels share: a running softmax in VMEM, and a look at VMEM's size.
+
+Scores are kept in units of log2, so that one multiplication serves both the scale and the base of
+the exponential. Each row's running peak is kept in all 128 lanes, and its running sum is spread
+over them, so that no lane moves until the end.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+LOG2_E = math.log2(math.e)
+# Large and finite: a masked score must vanish in exp2 without ever making inf - inf.
+MASKED = -1e30
+# The smallest VMEM of a core among v5e, v5p, v6e and TPU7x is 64 MiB; Mosaic keeps some itself.
+VMEM_BYTES = 56 * 2**20
+HEAD_DIMS = (64, 128, 256)
+
+
+def row_tile(dtype: jnp.dtype) -> int:
+    """Rows of one tile of memory: copies of this dtype begin and end at multiples of them."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+def div(a, b: int):
+    """a // b of int32 a >= 0: `//` asks for the sign, and Mosaic for the chip to tell it."""
+    return jax.lax.div(a, jnp.int32(b))
+
+
+def cdiv(a, b: int):
+    """ceil(a / b) of int32 a >= 0."""
+    return div(a + (b - 1), b)
+
+
+def rem(a, b: int):
+    """a % b of int32 a >= 0."""
+    return jax.lax.rem(a, jnp.int32(b))
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """References to the running softmax of K heads of R rows; float32.
+
+    Attributes:
+      peak: [K, R, 128]; the largest score, in every lane.
+      total: [K, R, 128]; the sum over lanes is the sum of exp2(score - peak).
+      weighted: [K, R, H]; sum of exp2(score - peak) · value.
+      scores: [2, R, S]; of a whole tile that is to be weighed, in turn for one head and the next.
+    """
+
+    peak: jax.Ref
+    total: jax.Ref
+    weighted: jax.Ref
+    scores: jax.Ref
+
+    @staticmethod
+    def scratch(heads: int, rows: int, width: int, tile: int) -> list:
+        """Scratch shapes of the references."""
+        shapes = [(heads, LANES), (heads, LANES), (heads, width), (2, tile)]
+        return [pltpu.VMEM((outer, rows, lanes), jnp.float32) for outer, lanes in shapes]
+
+    def begin(self, head, scores: jax.Array, values: jax.Array) -> None:
+        """Starts a head over with scores [R, S] of its first keys and their values [S, H]."""
+        peak = jnp.broadcast_to(scores.max(axis=-1, keepdims=True), self.peak.shape[1:])
+        weights, total = _weigh(scores, peak)
+        self.peak[head] = peak
+        self.total[head] = total
+        self.weighted[head] = dot(weights.astype(values.dtype), values)
+
+    def begin_single(self, head, queries, key, value, scale, soft_cap=None) -> None:
+        """Starts a head over with a single key [1, H] and its value; Mosaic has no such product."""
+        raw = queries.astype(jnp.float32) * key.astype(jnp.float32)
+        found = to_log2(raw.sum(axis=-1, keepdims=True), scale, soft_cap)
+        self.peak[head] = jnp.broadcast_to(found, self.peak.shape[1:])
+        self.total[head] = _first_lane(jnp.ones_like(found))
+        shape = self.weighted.shape[1:]
+        self.weighted[head] = jnp.broadcast_to(value.astype(jnp.float32), shape)
+
+    def fold_in(self, head, scores: jax.Array, values: jax.Array) -> None:
+        """Adds scores [R, S] of more keys and their values [S, H]."""
+        before = self.peak[head]
+        peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
+        keep = jnp.exp2(before - peak)
+        weights, total = _weigh(scores, peak)
+        self.peak[head] = peak
+        self.total[head] = keep * self.total[head] + total
+        seen = dot(weights.astype(values.dtype), values)
+        self.weighted[head] = _lanes(keep, seen.shape[-1]) * self.weighted[head] + seen
+
+    def weigh_later(self, head, scores: jax.Array) -> None:
+        """The first half of `fold_in`: keeps scores [R, S] of a whole tile, moves the peak."""
+        before = self.peak[head]
+        peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
+        keep = jnp.exp2(before - peak)
+        self.scores[head % 2] = scores
+        self.peak[head] = peak
+        self.total[head] = keep * self.total[head]
+        self.weighted[head] = _lanes(keep, self.weighted.shape[-1]) * self.weighted[head]
+
+    def weigh_now(self, head, values: jax.Array) -> None:
+        """The second half: adds the values [S, H] of the tile."""
+        weights, total = _weigh(self.scores[head % 2], self.peak[head])
+        self.total[head] += total
+        self.weighted[head] += dot(weights.astype(values.dtype), values)
+
+    def outputs(self, head) -> jax.Array:
+        """[R, H], normalised."""
+        return self.weighted[head] / self.total[head].sum(axis=-1, keepdims=True)
+
+
+def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+    """a [M, C] · b [C, N] (or [N, C]) -> float32 [M, N], at the precision of the operands."""
+    return _dot(a, b, 1, 1 if transpose_b else 0)
+
+
+def dot_columns(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a [C, M] · b [C, N] -> float32 [M, N], at the precision of the operands."""
+    return _dot(a, b, 0, 0)
+
+
+def _dot(a, b, contract_a, contract_b):
+    full = jnp.dtype(a.dtype) == jnp.float32
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contract_a,), (contract_b,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if full else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def scores(queries, keys, *, scale: float, soft_cap: float | None = None) -> jax.Array:
+    """Scores [R, S] of queries [R, H] and keys [S, H], in units of log2."""
+    return to_log2(dot(queries, keys, transpose_b=True), scale, soft_cap)
+
+
+def to_log2(raw, scale: float, soft_cap: float | None):
+    """Scores of raw products, in units of log2."""
+    if soft_cap is None:
+        return raw * (scale * LOG2_E)
+    return jnp.tanh(raw * (scale / soft_cap)) * (soft_cap * LOG2_E)
+
+
+def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:
+    """Adds a whole tile of a stream to the softmax of every head.
+
+    The products of the next head are under way while those of one are weighed.
+
+    Args:
+      softmax: of all heads.
+      stream: a TileStream.
+      slot: buffer of the tile.
+      score: (head, keys [S, H]) -> scores [R, S].
+      mask: (head, scores) -> scores, those of keys that are not to be seen replaced.
+      filled: rows of the tile that hold something; None for all.
+    """
+    heads, tile = softmax.peak.shape[0], stream.tile
+
+    def weigh_later(head):
+        softmax.weigh_later(head, mask(head, score(head, stream.keys[slot, head])))
+
+    weigh_later(0)
+    for head in range(heads):
+        if head + 1 < heads:
+            weigh_later(head + 1)
+        values = stream.values[slot, head]
+        if filled is not None:
+            # Their weight is zero, which is not enough: rows that were never copied may be NaN.
+            present = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0) < filled
+            values = jnp.where(present, values, jnp.zeros_like(values))
+        softmax.weigh_now(head, values)
+
+
+def heads_per_step(kv_heads: int) -> int:
+    """Kv heads that one step serves: half of them, for a chip with two cores, or all."""
+    return kv_heads // 2 if kv_heads % 2 == 0 else kv_heads
+
+
+def tile_rows(capacity: int, wanted: int, dtype: jnp.dtype) -> int:
+    """Rows per tile of a context of `capacity`: what is wanted, or what there is."""
+    unit = row_tile(dtype)
+    return min(wanted, -(-capacity // unit) * unit)
+
+
+def compiler_params(*semantics: str) -> pltpu.CompilerParams:
+    """How Mosaic is to compile a kernel whose grid has these dimensions."""
+    return pltpu.CompilerParams(
+        dimension_semantics=semantics,
+        vmem_limit_bytes=VMEM_BYTES,
+        # Interpret mode is where stray copies are looked for; on the chip looking costs time.
+        disable_bounds_checks=True,
+    )
+
+
+def cost(batch, heads, kv_heads, rows, keys, width, dtype) -> pl.CostEstimate:
+    """Of attending from `rows` rows over `keys` keys: the most it can be, for XLA to plan by."""
+    pairs = batch * heads * rows * keys
+    read = 2 * batch * kv_heads * keys * width * jnp.dtype(dtype).itemsize
+    return pl.CostEstimate(flops=4 * pairs * width, transcendentals=pairs, bytes_accessed=read)
+
+
+def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) -> int:
+    """Adds up what a kernel keeps in VMEM.
+
+    Args:
+      op: for the message.
+      arrays: name -> shape (of all buffers together) and dtype.
+    Returns:
+      bytes, with the padding of the last two dimensions to tiles.
+    Raises:
+      ValueError: it does not fit; the message names every array with its size.
+    """
+    sizes = {name: padded_bytes(shape, dtype) for name, (shape, dtype) in arrays.items()}
+    total = sum(sizes.values())
+    if total > VMEM_BYTES:
+        parts = ", ".join(
+            f"{name} {'×'.join(map(str, arrays[name][0]))} {jnp.dtype(arrays[name][1]).name}"
+            f" {size / 2**20:.1f}"
+            for name, size in sizes.items()
+        )
+        raise ValueError(
+            f"{op}: needs {total / 2**20:.1f} MiB of VMEM of {VMEM_BYTES / 2**20:.0f}: {parts}"
+        )
+    return total
+
+
+def padded_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
+    """Bytes of an array in VMEM, where tiles of rows and 128 lanes are never split."""
+    *outer, rows, lanes = shape
+    tile = row_tile(dtype)
+    padded = -(-rows // tile) * tile * (-(-lanes // LANES) * LANES)
+    return math.prod(outer) * padded * jnp.dtype(dtype).itemsize
+
+
+def _weigh(scores, peak):
+    """exp2(scores - peak) [R, S], and its sum, spread over 128 lanes."""
+    keys = scores.shape[1]
+    if keys % LANES:
+        weights = jnp.exp2(scores - peak[:, :1])
+        return weights, _first_lane(weights.sum(axis=-1, keepdims=True))
+    parts = [jnp.exp2(scores[:, i : i + LANES] - peak) for i in range(0, keys, LANES)]
+    return jnp.concatenate(parts, axis=-1), sum(parts[1:], parts[0])
+
+
+def _first_lane(column):
+    """[R, 1] -> [R, 128] with zeros beside it."""
+    first = jax.lax.broadcasted_iota(jnp.int32, (column.shape[0], LANES), 1) == 0
+    return jnp.where(first, column, 0.0)
+
+
+def _lanes(spread, width):
+    """[R, 128] with equal lanes -> [R, width]."""
+    if width <= LANES:
+        return spread[:, :width]
+    return jnp.concatenate([spread] * (width // LANES), axis=-1)

@@ -1,0 +1,145 @@
+"""Keys and values of one sequence after another, tile by tile, while the last tile is worked on.
+
+The last tile of a sequence comes first: it is the one that may be partly filled, and the one that a
+paged cache adds rows to. All others are whole, so their loop needs no masks. The last tile has a
+buffer of its own, so that the next sequence's is on its way as soon as this one's has been seen.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash.kernels import flash_tpu
+
+BUFFERS = 3
+LAST = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TileStream:
+    """Double-buffered copies from HBM.
+
+    Attributes:
+      keys: [3, K, tile, H] in VMEM; two buffers for whole tiles, and one for last tiles.
+      values: [3, K, tile, H] in VMEM.
+      semaphores: [3], one per buffer.
+      source: (sequence, first row, number of rows) -> keys and values [K, rows, H] in HBM. The rows
+        lie within one piece.
+      piece: rows that lie together in HBM; a tile is a whole number of pieces.
+      length: sequence -> rows in use.
+    """
+
+    keys: jax.Ref
+    values: jax.Ref
+    semaphores: jax.Ref
+    source: Callable
+    piece: int
+    length: Callable
+
+    @staticmethod
+    def scratch(heads: int, tile: int, width: int, dtype: jnp.dtype) -> list:
+        """Scratch shapes of the first three attributes."""
+        buffers = pltpu.VMEM((BUFFERS, heads, tile, width), dtype)
+        return [buffers, buffers, pltpu.SemaphoreType.DMA((BUFFERS,))]
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return self.keys.shape[2]
+
+    def open(self, sequence) -> None:
+        """Starts the very first copy; later sequences are announced to `run`."""
+        self._copy_last(sequence, _start)
+
+    def run(self, sequence, following, has_following, first_tile, visit_last, visit) -> None:
+        """Visits the tiles of a sequence; of a sequence without rows, none.
+
+        Args:
+          sequence: index.
+          following: index of the sequence that is to come next.
+          has_following: bool; whether there is one.
+          first_tile: tiles before it are left out, the last one excepted.
+          visit_last: called with the buffer and the index of the last tile, whose rows at and past
+            the sequence's length hold anything.
+          visit: called with the buffer and the index of every other tile.
+        """
+        tiles = flash_tpu.cdiv(self.length(sequence), self.tile)
+        first_tile = jnp.minimum(first_tile, tiles - 1)
+        whole = tiles - 1 - first_tile
+
+        @pl.when(whole > 0)
+        def _():
+            self._copy_whole(sequence, first_tile, 0)
+
+        @pl.when(tiles > 0)
+        def _():
+            self._copy_last(sequence, _wait)
+            visit_last(LAST, tiles - 1)
+
+        @pl.when(has_following)
+        def _():
+            self._copy_last(following, _start)
+
+        def step(i, slot):
+            @pl.when(i + 1 < whole)
+            def _():
+                self._copy_whole(sequence, first_tile + i + 1, 1 - slot)
+
+            self._wait_whole(slot)
+            visit(slot, first_tile + i)
+            return 1 - slot
+
+        jax.lax.fori_loop(0, jnp.maximum(whole, 0), step, 0)
+
+    def _copy_whole(self, sequence, tile, slot):
+        for begin in range(0, self.tile, self.piece):
+            self._copy(sequence, tile * self.tile + begin, slot, begin, self.piece, _start)
+
+    def _wait_whole(self, slot):
+        # Semaphores count bytes: one wait serves all pieces.
+        for buffer in (self.keys, self.values):
+            _wait(pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self.semaphores.at[slot]))
+
+    def _copy_last(self, sequence, act):
+        """The last tile up to the sequence's length, rounded up to whole tiles of memory."""
+        length = self.length(sequence)
+        base = (flash_tpu.cdiv(length, self.tile) - 1) * self.tile
+        unit = flash_tpu.row_tile(self.keys.dtype)
+        for begin in range(0, self.tile, self.piece):
+            rows = length - base - begin
+
+            @pl.when(rows >= self.piece)
+            def _(begin=begin):
+                self._copy(sequence, base + begin, LAST, begin, self.piece, act)
+
+            @pl.when((rows > 0) & (rows < self.piece) & (length > 0))
+            def _(begin=begin, rows=rows):
+                # A copy's size is static, so the rows are copied by the bits of their number.
+                units = flash_tpu.cdiv(rows, unit)
+                for bit in reversed(range((self.piece // unit).bit_length())):
+
+                    @pl.when((units >> bit) & 1 == 1)
+                    def _(bit=bit):
+                        skip = ((units >> (bit + 1)) << (bit + 1)) * unit
+                        size = unit << bit
+                        self._copy(sequence, base + begin + skip, LAST, begin + skip, size, act)
+
+    def _copy(self, sequence, row, slot, begin, rows, act):
+        """`rows` rows from `row` of the sequence on, to a buffer from `begin` on."""
+        where = (slot, slice(None), pl.ds(begin, rows))
+        for source, buffer in zip(
+            self.source(sequence, row, rows), (self.keys, self.values), strict=True
+        ):
+            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[slot]))
+
+
+def _start(copy):
+    copy.start()
+
+
+def _wait(copy):
+    copy.wait()

@@ -1,0 +1,117 @@
+"""The attention kernels pass the TPU compiler, for every chip and every kind of shape."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tpu_compiler import CHIPS, compile_for, needs_compiler
+
+from dflash.kernels.anchored_attention import anchored_attention
+from dflash.kernels.block_attention import block_attention
+from dflash.kernels.paged_attention import paged_attention
+
+pytestmark = needs_compiler
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+V5P = CHIPS[1]
+
+
+def paged_shapes(length, kv_heads, group, width, dtype, page=128, batch=2, pages=8, tree=False):
+    pool = (kv_heads, batch * pages + 1, page, width), dtype
+    new = (batch, length, kv_heads, width), dtype
+    shapes = [
+        ((batch, length, kv_heads * group, width), dtype),
+        new,
+        new,
+        pool,
+        pool,
+        ((batch, pages), jnp.int32),
+        ((batch,), jnp.int32),
+    ]
+    return [*shapes, ((batch, length, length), jnp.bool_)] if tree else shapes
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_paged_attention(chip):
+    call = functools.partial(paged_attention, scale=0.1)
+    compile_for(chip, call, paged_shapes(16, 8, 4, 128, BF16))
+
+
+@pytest.mark.parametrize(
+    ("length", "kv_heads", "group", "width", "dtype"),
+    [
+        (1, 8, 4, 128, BF16),
+        (1, 1, 1, 64, F32),
+        (2, 1, 4, 256, BF16),
+        (15, 2, 8, 64, BF16),
+        (17, 2, 1, 128, BF16),
+        (64, 2, 4, 128, F32),
+        (1024, 2, 4, 128, BF16),
+    ],
+)
+def test_shapes_of_paged_attention(length, kv_heads, group, width, dtype):
+    call = functools.partial(paged_attention, scale=0.1)
+    compile_for(V5P, call, paged_shapes(length, kv_heads, group, width, dtype, pages=16))
+
+
+def test_trees_windows_and_soft_caps():
+    call = functools.partial(paged_attention, scale=0.1, window=64, soft_cap=30.0)
+    compile_for(V5P, call, paged_shapes(33, 2, 4, 128, BF16, tree=True))
+
+
+def block_shapes(rows, kv_heads, group, width, dtype, batch=2, capacity=1024):
+    new = (batch, rows, kv_heads, width), dtype
+    context = (batch, kv_heads, capacity, width), dtype
+    queries = (batch, rows, kv_heads * group, width), dtype
+    return [queries, new, new, context, context, ((batch,), jnp.int32)]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_block_attention(chip):
+    call = functools.partial(block_attention, scale=0.1, window=64)
+    compile_for(chip, call, block_shapes(16, 8, 4, 128, BF16))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "group", "width", "dtype"),
+    [(1, 2, 4, 64, F32), (10, 1, 8, 256, BF16), (17, 2, 1, 128, F32)],
+)
+def test_shapes_of_block_attention(rows, kv_heads, group, width, dtype):
+    call = functools.partial(block_attention, scale=0.1, causal=True)
+    compile_for(V5P, call, block_shapes(rows, kv_heads, group, width, dtype, capacity=64))
+
+
+def anchored_shapes(blocks, rows, kv_heads, group, width, length, dtype):
+    own = (1, blocks, rows, kv_heads, width), dtype
+    context = (1, length, kv_heads, width), dtype
+    return [
+        ((1, blocks, rows, kv_heads * group, width), dtype),
+        own,
+        own,
+        context,
+        context,
+        ((1, blocks), jnp.int32),
+        ((1, blocks), jnp.bool_),
+        ((1, length), jnp.int32),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chip", "blocks", "rows", "kv_heads", "group", "width", "dtype"),
+    [
+        *[(chip, 32, 16, 2, 4, 128, BF16) for chip in CHIPS],
+        (V5P, 9, 10, 1, 8, 64, BF16),
+        (V5P, 5, 8, 2, 1, 256, F32),
+    ],
+)
+def test_anchored_attention_and_its_gradients(chip, blocks, rows, kv_heads, group, width, dtype):
+    def gradients(*arrays):
+        def total(floats):
+            attended = anchored_attention(*floats, *arrays[5:], scale=0.1, window=512)
+            return attended.astype(F32).sum()
+
+        return jax.grad(total)(arrays[:5])
+
+    shapes = anchored_shapes(blocks, rows, kv_heads, group, width, 1500, dtype)
+    compile_for(chip, gradients, shapes)

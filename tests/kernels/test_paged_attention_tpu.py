@@ -1,0 +1,87 @@
+"""Tests of the Pallas kernel of paged attention, in interpret mode, against dense attention.
+
+Slots that a sequence does not use hold NaN. Each test compiles a kernel, so there are few, and each
+mixes sequences with no context, with some, and with starts around the edges of pages and tiles.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreter import interpret
+from paged_cases import ancestry, make_case
+
+from dflash.kernels import flash_tpu
+from dflash.kernels.paged_attention import paged_attention
+from dflash.kernels.tuning import BlockSizes
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def check(case, *, keys, queries=128):
+    unit = flash_tpu.row_tile(case.arguments["key_pages"].dtype)
+    case.poison(unit)
+    call = functools.partial(
+        paged_attention,
+        implementation="interpret",
+        sizes=BlockSizes(keys, queries),
+        **case.view,
+    )
+    result = interpret(lambda arguments: call(**arguments), case.arguments)
+    case.check(
+        result,
+        2e-2 if case.arguments["queries"].dtype == BF16 else 2e-5,
+        stale_unit=case.page_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "starts", "page", "dtype", "kv_heads", "group", "width"),
+    [
+        (1, [0, 15, 16, 33], 16, BF16, 1, 4, 64),
+        (2, [7, 15, 0], 8, F32, 1, 8, 64),
+        (15, [17, 1, 0], 8, F32, 3, 1, 64),
+        (16, [40, 0, 32], 16, BF16, 2, 4, 128),
+        (17, [63, 16], 16, F32, 1, 1, 256),
+        (64, [5, 0], 32, BF16, 1, 1, 128),
+    ],
+)
+def test_ragged_starts_and_page_edges(length, starts, page, dtype, kv_heads, group, width):
+    case = make_case(
+        starts, length, kv_heads=kv_heads, group=group, width=width, page_size=page, dtype=dtype
+    )
+    check(case, keys=2 * page)
+
+
+def test_long_prompts_take_several_tiles_of_queries():
+    case = make_case([9, 0], 37, kv_heads=1, width=64, page_size=8, window=20)
+    check(case, keys=16, queries=16)
+
+
+def test_trees_with_a_window_and_a_soft_cap():
+    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
+    case = make_case(
+        [0, 19, 8], 6, kv_heads=1, width=64, page_size=8, tree_mask=trees, window=4, soft_cap=1.5
+    )
+    check(case, keys=8)
+
+
+def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
+    case = make_case([3], 2, width=128, page_size=8)
+    case.arguments |= {
+        name: jnp.zeros((2, 2, 1 << 16, 128), BF16) for name in ("key_pages", "value_pages")
+    }
+    with pytest.raises(ValueError, match=r"needs .* MiB of VMEM of 56: .*pages 6×1×65536×128") as e:
+        paged_attention(**case.arguments, **case.view, implementation="interpret")
+    assert str(e.value).startswith("paged_attention: ")
+
+
+@pytest.mark.parametrize(
+    ("width", "page", "message"),
+    [(8, 8, "head_dim 8 is none of"), (64, 4, "pages of 4 rows are no multiple of 8")],
+)
+def test_what_the_kernel_does_not_cover(width, page, message):
+    case = make_case([3], 2, width=width, page_size=page)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**case.arguments, **case.view, implementation="pallas")
