@@ -7,11 +7,12 @@ so context gets in by one door.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dflash.common.sharding import Sharding
@@ -31,13 +32,47 @@ class Proposal:
       tokens: int32 [B, G].
       parents: int32 [B, G] or None; the row that draft g continues, parents[b, g] <= g. None: a
         chain, in which draft g continues row g. Children of one row must differ in their token.
-      probs: float32 [B, G, V] or None; the distribution that each token was drawn from, for
-        rejection verification.
+      probs: float32 [B, Q, V] or None; the distributions that tokens were drawn from, for rejection
+        verification. Siblings are drawn from one of them without replacement, in the order of g.
+      drawn_from: int32 [B, G] or None; row of `probs` that draft g was drawn from. None: Q = G, and
+        draft g was drawn from row g. How many children a row has must not hang on what was drawn.
+      forced: int32 [B] or None; how many drafts count as accepted, whatever the target says. For
+        measuring alone: the output is then worth nothing, the work is the same.
     """
 
     tokens: jax.Array
     parents: jax.Array | None = None
     probs: jax.Array | None = None
+    drawn_from: jax.Array | None = None
+    forced: jax.Array | None = None
+
+    def first(self, count: int) -> "Proposal":
+        """The first `count` tokens of a chain.
+
+        Raises:
+          ValueError: it is a tree.
+        """
+        if self.parents is not None:
+            raise ValueError("only a chain has first tokens; a tree has to be drafted smaller")
+        probs = None if self.probs is None else self.probs[:, :count]
+        forced = None if self.forced is None else jnp.minimum(self.forced, count)
+        return Proposal(self.tokens[:, :count], probs=probs, forced=forced)
+
+
+class Candidates(NamedTuple):
+    """The k likeliest tokens of each position, the best first.
+
+    Attributes:
+      tokens: int32 [B, T, k]; all of one position differ.
+      scores: float32 [B, T, k], falling and at most 0; logarithm of how likely each is the token
+        that verification will want there.
+      probs: float32 [B, T, V] or None; what `tokens` were drawn from, one after the other and
+        without replacement, where verification asks for it. `scores` then do not hang on the draw.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    probs: jax.Array | None
 
 
 class Sampler(Protocol):
@@ -50,6 +85,12 @@ class Sampler(Protocol):
 
         Returns tokens int32 [B, T], and the probabilities [B, T, V] that they were drawn with
         where verification asks for them, else None.
+        """
+
+    def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
+        """The `count` best tokens at `positions` int32 [B, T], for a tree; see `Candidates`.
+
+        Args: logits: float32 [B, T, V], of which count is at most V.
         """
 
 
@@ -69,11 +110,15 @@ class Drafter(nnx.Module):
     Attributes:
       feature_layers: target layers whose outputs `observe` receives, concatenated.
       num_draft_tokens: G, the number of tokens in every proposal.
+      has_probs: proposals bring probabilities where verification asks for them.
+      adaptive: cycles may draft fewer tokens than that, or none, as pays best.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ()
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 0
+    has_probs: bool = False
+    adaptive: bool = False
 
     @classmethod
     def create(
@@ -99,10 +144,23 @@ class Drafter(nnx.Module):
         """
         return cls()
 
+    def prepare_training(self, count_tokens: Callable[[], np.ndarray]) -> None:
+        """Called once before training from scratch, for what must be known of the data.
+
+        Args:
+          count_tokens: () -> int64 [V]; how often each token is to be predicted in the data. Not
+            free, so only asked by those who need it; the same every time.
+        """
+
     @property
     def block_size(self) -> int:
         """Rows that the target verifies: the anchor and the drafted tokens."""
         return self.num_draft_tokens + 1
+
+    @property
+    def longest_path(self) -> int:
+        """Rows of the longest path from the anchor on, it included: what a cycle may commit."""
+        return self.block_size
 
     def init_state(self, batch: int, max_length: int) -> Any:
         """Abstract state for `batch` sequences of at most `max_length` tokens.
@@ -125,6 +183,38 @@ class Drafter(nnx.Module):
         """
         raise TypeError(f"{type(self).__name__} must define draft")
 
+    def draft_fewer(
+        self,
+        count: int,
+        state: Any,
+        anchor: jax.Array,
+        position: jax.Array,
+        sampler: Sampler,
+        heads: Heads,
+    ) -> tuple[Proposal, Any]:
+        """Proposes `count` tokens, 0 < count < num_draft_tokens; else as `draft`.
+
+        The default drafts as many as ever, of which verification then sees the first. Override it
+        where a shorter draft costs less.
+        """
+        proposal, state = self.draft(state, anchor, position, sampler, heads)
+        return proposal.first(count), state
+
+    def review(self, state: Any, proposal: Proposal, sampled: jax.Array) -> Any:
+        """Takes in what the target says after every row, refused ones too; by default nothing.
+
+        Called between verification and `observe`, if verification draws a token after every row, as
+        the coupled rule does. What is learnt here does not follow from the committed text alone.
+
+        Args:
+          state: as `draft` returned it.
+          proposal: what was verified.
+          sampled: int32 [B, R]; the target's own token after the anchor and after each draft.
+        Returns:
+          the state, still covering the positions before the anchor.
+        """
+        return state
+
     def observe(
         self,
         state: Any,
@@ -132,6 +222,7 @@ class Drafter(nnx.Module):
         tokens: jax.Array,
         num_committed: jax.Array,
         features: jax.Array,
+        heads: Heads,
     ) -> Any:
         """Takes in committed rows; rows past `num_committed` hold anything and count for nothing.
 
@@ -141,6 +232,7 @@ class Drafter(nnx.Module):
           tokens: int32 [B, T + 1]; row i holds tokens[:, i] and is followed by tokens[:, i + 1].
           num_committed: int32 [B], in [0, T].
           features: [B, T, C·D]; of the rows.
+          heads: the target's embedding and output head.
         Returns:
           the state, covering the positions before position + num_committed.
         """

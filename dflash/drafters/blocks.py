@@ -101,9 +101,15 @@ def cut_blocks(
 
 
 def score_blocks(
-    hidden: jax.Array, blocks: Blocks, batch: TrainBatch, unembed: Unembed, options: LossConfig
+    hidden: jax.Array,
+    blocks: Blocks,
+    batch: TrainBatch,
+    unembed: Unembed,
+    options: LossConfig,
+    *,
+    frozen_head: bool = True,
 ) -> TokenScores:
-    """Scores slots 1 … G of all blocks, each score [B, A, G]; the head is taken as frozen.
+    """Scores slots 1 … G of all blocks, each score [B, A, G].
 
     Args:
       hidden: [B, A, R, D]; the drafter's, after its final norm.
@@ -111,6 +117,7 @@ def score_blocks(
       batch: holds the target's hidden states if the loss asks for them.
       unembed: [B, m, D] -> float32 logits [B, m, V].
       options: of the loss.
+      frozen_head: nothing inside `unembed` is trained.
     Raises:
       ValueError: the loss asks for the target's hidden states, and the batch has none.
     """
@@ -130,7 +137,7 @@ def score_blocks(
         unembed,
         target_hidden=target_hidden,
         kl_weight=options.kl_weight if options.uses_target_hidden else 0.0,
-        frozen_head=True,
+        frozen_head=frozen_head,
     )
     return jax.tree.map(lambda score: score.reshape(shape), scores)
 

@@ -16,6 +16,6 @@ class NoDrafter(Drafter):
         """An empty proposal: tokens int32 [B, 0]."""
         return Proposal(jnp.zeros((anchor.shape[0], 0), jnp.int32)), state
 
-    def observe(self, state, position, tokens, num_committed, features):
+    def observe(self, state, position, tokens, num_committed, features, heads):
         """Nothing to keep."""
         return state

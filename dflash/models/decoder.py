@@ -18,6 +18,7 @@ from dflash.common import hf_config
 from dflash.common.sharding import Sharding
 from dflash.common.train_batch import TrainBatch
 from dflash.config.schema import TargetArchitecture
+from dflash.kernels import implementation
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import paged_attention
 from dflash.layers import cache as kv
@@ -190,7 +191,11 @@ class Decoder(nnx.Module):
             fixed.append(tree_mask)
             names.append((batch, None, None))
         sharded = self.sharding.map(
-            functools.partial(paged_attention, scale=scale),
+            functools.partial(
+                paged_attention,
+                scale=scale,
+                implementation=implementation.for_platform(self.sharding.platform),
+            ),
             (rows, kv_rows, kv_rows, *names),
             (rows, stored, stored),
         )
@@ -208,9 +213,10 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """[B, T, D] (after the final norm) -> float32 logits [B, T, V]."""
-        logits = (self.lm_head or self.embed_tokens).attend(hidden)
-        batch, _ = kv.batch_axes(hidden.shape[0], self.sharding)
-        return self.sharding.constrain(logits, batch, None, "vocab")
+        with jax.named_scope("unembed"):
+            logits = (self.lm_head or self.embed_tokens).attend(hidden)
+            batch, _ = kv.batch_axes(hidden.shape[0], self.sharding)
+            return self.sharding.constrain(logits, batch, None, "vocab")
 
     def new_cache(
         self, *, batch: int, pages_per_sequence: int, num_pages: int, page_size: int

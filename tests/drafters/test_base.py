@@ -12,7 +12,7 @@ class Unfinished(Drafter):
     """Defines nothing."""
 
 
-@pytest.mark.parametrize(("method", "arguments"), [("init_state", 2), ("draft", 5), ("observe", 5)])
+@pytest.mark.parametrize(("method", "arguments"), [("init_state", 2), ("draft", 5), ("observe", 6)])
 def test_what_a_strategy_must_define(method, arguments):
     with pytest.raises(TypeError, match=f"Unfinished must define {method}"):
         getattr(Unfinished(), method)(*[None] * arguments)
@@ -34,4 +34,4 @@ def test_none_proposes_nothing():
     state = drafter.init_state(3, 10)
     proposal, state = drafter.draft(state, jnp.array([4, 5, 6]), None, None, None)
     assert (proposal.tokens.shape, proposal.tokens.dtype) == ((3, 0), jnp.int32)
-    assert drafter.observe(state, None, None, None, None) == ()
+    assert drafter.observe(state, *[None] * 5) == ()

@@ -1,6 +1,5 @@
-"""Tests of the DFlash drafter: its pass against plain loops, and how its config.json is read."""
+"""Tests of the DFlash drafter: its pass against plain loops, and its state."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,39 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense import dense_attention
-from helpers import make_architecture, make_sharding, make_target, move, zeros
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from dflash_cases import BLOCK, CAUSAL, FULL, VIEWS, make_config, make_shape
+from helpers import make_sharding, make_target, move, zeros
 
 from dflash import errors
 from dflash.common import parameters
-from dflash.config.schema import DFlashArchitecture, DFlashConfig, RopeScaling
-from dflash.drafters.dflash import DFlash, DFlashShape, LayerView, default_taps
+from dflash.drafters.base import Candidates
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_shape import LayerView
+from dflash.layers import cache as kv
 
-FULL, CAUSAL = LayerView(), LayerView(causal=True)
 CAPACITY = 24
-BLOCK = 6
-
-
-def make_shape(*views, **changes):
-    values = {
-        "decoder": make_architecture(num_hidden_layers=len(views)),
-        "block_size": BLOCK,
-        "mask_token_id": 47,
-        "target_layer_ids": (0, 2),
-        "num_target_layers": 3,
-        "views": views,
-    }
-    return DFlashShape(**(values | changes))
-
-
-def make_config(num_layers=2, dflash_config=(), **changes):
-    """A drafter's config.json in its older layout, which says nothing about windows."""
-    config = DFlash.config_to_hf(make_shape(*[FULL] * num_layers))
-    for name in ("layer_types", "sliding_window", "sliding_window_non_causal"):
-        del config[name]
-    own = {key: config["dflash_config"][key] for key in ("mask_token_id", "target_layer_ids")}
-    return config | {"dflash_config": own | dict(dflash_config)} | changes
 
 
 @functools.cache
@@ -70,7 +47,7 @@ def observe(drafter, state, position, features):
     position = jnp.asarray(position, jnp.int32)
     tokens = jnp.zeros((features.shape[0], features.shape[1] + 1), jnp.int32)
     count = jnp.full_like(position, features.shape[1])
-    return jax.jit(drafter.observe)(state, position, tokens, count, features)
+    return jax.jit(drafter.observe)(state, position, tokens, count, features, None)
 
 
 def new_state(drafter, batch):
@@ -159,62 +136,6 @@ def check_paint(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
         np.testing.assert_allclose(hidden[b], expected, atol=1e-4)
 
 
-# What config.json says -> what its two layers see.
-SLIDE, WHOLE = "sliding_attention", "full_attention"
-VIEWS = {
-    "nothing": ({}, (FULL, FULL)),
-    "a window, but no layer that slides": ({"sliding_window": 3}, (FULL, FULL)),
-    "layer types": (
-        {"layer_types": [SLIDE, WHOLE], "sliding_window": 3},
-        (LayerView(3), FULL),
-    ),
-    "sliding layers marked causal": (
-        {"layer_types": [WHOLE, SLIDE], "sliding_window": 3, "sliding_window_non_causal": False},
-        (FULL, LayerView(3, causal=True)),
-    ),
-    "sliding layers marked bidirectional": (
-        {"layer_types": [WHOLE, SLIDE], "sliding_window": 3, "sliding_window_non_causal": True},
-        (FULL, LayerView(3)),
-    ),
-    "the flag alone": (
-        {"dflash_config": {"use_swa": True, "swa_window_size": 5}},
-        (LayerView(5), LayerView(5)),
-    ),
-    "the flag with layer types": (
-        {
-            "layer_types": [WHOLE, SLIDE],
-            "sliding_window": 3,
-            "dflash_config": {"use_swa": True, "swa_window_size": 5},
-        },
-        (FULL, LayerView(5)),
-    ),
-    "the flag with the window beside it": (
-        {"sliding_window": 4, "dflash_config": {"use_swa": True}},
-        (LayerView(4), LayerView(4)),
-    ),
-    "the flag off": (
-        {"dflash_config": {"use_swa": False, "swa_window_size": 5}},
-        (FULL, FULL),
-    ),
-    "causal": ({"dflash_config": {"causal": True}}, (CAUSAL, CAUSAL)),
-    "causal and sliding": (
-        {
-            "layer_types": [SLIDE, WHOLE],
-            "sliding_window": 3,
-            "dflash_config": {"causal": True},
-        },
-        (LayerView(3, causal=True), CAUSAL),
-    ),
-}
-
-
-@pytest.mark.parametrize("form", VIEWS)
-def test_views_are_read(form):
-    changes, expected = VIEWS[form]
-    shape = DFlash.architecture_from_hf(make_config(**changes))
-    assert shape.views == expected
-
-
 @pytest.mark.parametrize(
     "form", ["nothing", "sliding layers marked causal", "the flag with layer types", "causal"]
 )
@@ -274,14 +195,26 @@ def test_context_may_arrive_in_pieces_and_with_stale_rows():
 
 def test_state_has_room_for_a_block_past_the_end():
     drafter = make_drafter(make_shape(FULL, FULL), block_size=4)
-    abstract = drafter.init_state(3, 10)
-    assert {leaf.shape for leaf in jax.tree.leaves(abstract)} == {(3, 2, 14, 16)}
+    length = kv.SLOT_TILE  # no slot is left over by rounding up
+    abstract = drafter.init_state(3, length)
+    assert {leaf.shape for leaf in jax.tree.leaves(abstract)} == {(3, 2, 2 * length, 16)}
     # Written from the last position on, a block does not shift back over what is committed.
     state = jax.tree.map(lambda leaf: leaf + 7, zeros(abstract))
-    after = observe(drafter, state, [10] * 3, draw_features(3, 4))
+    after = observe(drafter, state, [length] * 3, draw_features(3, 4))
     for leaf in jax.tree.leaves(after):
-        np.testing.assert_array_equal(leaf[:, :, :10], 7)
-        assert not np.any(leaf[:, :, 10:] == 7)
+        np.testing.assert_array_equal(leaf[:, :, :length], 7)
+        assert not np.any(leaf[:, :, length : length + 4] == 7)
+
+
+def test_a_tree_is_no_deeper_than_the_block():
+    tree = make_drafter(make_shape(FULL, FULL), tree_budget=9)
+    assert (tree.num_draft_tokens, tree.block_size, tree.longest_path) == (9, 10, BLOCK)
+    thin = make_drafter(make_shape(FULL, FULL), tree_budget=2)
+    assert (thin.block_size, thin.longest_path) == (3, 3)
+    # Only a path is ever observed, so that is what the state has room for.
+    wide, length = make_drafter(make_shape(FULL, FULL), tree_budget=2 * kv.SLOT_TILE), kv.SLOT_TILE
+    shapes = {leaf.shape for leaf in jax.tree.leaves(wide.init_state(3, length))}
+    assert shapes == {(3, 2, 2 * length, 16)}
 
 
 class Greedy:
@@ -290,6 +223,35 @@ class Greedy:
     def propose(self, logits, positions):
         self.positions = positions
         return jnp.argmax(logits, axis=-1), None
+
+    def candidates(self, logits, positions, count):
+        self.positions = positions
+        scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), count)
+        return Candidates(tokens, scores, None)
+
+
+def test_a_tree_comes_from_the_pass_that_a_chain_comes_from():
+    """Of depth d, the likeliest path holds the chain's first d tokens, at the same positions."""
+    heads, shape = make_target(), make_shape(FULL, FULL)
+    chain, tree = make_drafter(shape), make_drafter(shape, tree_budget=12)
+    state = observe(chain, new_state(chain, 2), [0, 0], draw_features(2, 7))
+    anchor, position = jnp.array([5, 6]), jnp.array([7, 3])
+    samplers, proposals = (Greedy(), Greedy()), []
+    for model, sampler in zip((chain, tree), samplers, strict=True):
+        proposal, after = model.draft(state, anchor, position, sampler, heads)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, after))
+        proposals.append(proposal)
+    np.testing.assert_array_equal(samplers[0].positions, samplers[1].positions)
+    parents, tokens = np.asarray(proposals[1].parents), np.asarray(proposals[1].tokens)
+    assert tokens.shape == (2, 12)
+    for b in range(2):
+        row, spine = 0, []
+        while row in parents[b]:
+            child = int(np.argmax(parents[b] == row))  # the eldest
+            spine.append(int(tokens[b, child]))
+            row = child + 1
+        assert spine
+        assert spine == proposals[0].tokens[b, : len(spine)].tolist()
 
 
 def test_draft_takes_a_token_of_every_slot_but_the_first():
@@ -324,167 +286,6 @@ def test_eight_devices_equal_one():
         results.append(paint(model, state, [1, 2, 3, 4], position, borrowed))
     assert len(results[1].sharding.device_set) == 8
     np.testing.assert_allclose(*results, atol=1e-5)
-
-
-# --- config.json ----------------------------------------------------------------------------------
-
-
-def test_both_layouts_say_the_same():
-    old = make_config(rope_theta=1e5)
-    new = make_config(rope_theta=1e5)
-    new["dflash_config"] |= {key: new.pop(key) for key in ("block_size", "num_target_layers")}
-    new["rope_parameters"] = {"rope_type": "default", "rope_theta": new.pop("rope_theta")}
-    for config in (old, new):
-        shape = DFlash.architecture_from_hf(config)
-        assert (shape.block_size, shape.num_target_layers, shape.mask_token_id) == (BLOCK, 3, 47)
-        assert shape.decoder.rope_theta == 1e5
-    assert DFlash.architecture_from_hf(old) == DFlash.architecture_from_hf(new)
-
-
-def test_null_counts_as_absent():
-    config = make_config()
-    config["dflash_config"]["block_size"] = config["block_size"]
-    config |= {"block_size": None, "rope_theta": None, "rope_parameters": {"rope_theta": 1e5}}
-    shape = DFlash.architecture_from_hf(config)
-    assert (shape.block_size, shape.decoder.rope_theta) == (BLOCK, 1e5)
-
-
-def test_taps_are_spread_where_config_json_is_silent():
-    config = make_config(num_layers=5, num_target_layers=36)
-    del config["dflash_config"]["target_layer_ids"]
-    assert DFlash.architecture_from_hf(config).target_layer_ids == (1, 9, 17, 25, 33)
-
-
-WRONG = {
-    "missing block_size, mask_token_id": {"block_size": None, "mask_token_id": None},
-    "missing num_target_layers": {"num_target_layers": None},
-    "layer_types names 1 layers, num_hidden_layers is 2": {"layer_types": [WHOLE]},
-    "layer_types[1]: 'chunked_attention' is not known": {
-        "layer_types": [WHOLE, "chunked_attention"]
-    },
-    "layer 0 slides, but no sliding_window or swa_window_size is given": {
-        "layer_types": [SLIDE, WHOLE]
-    },
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_incomplete_configs_are_refused(message):
-    config = make_config() | WRONG[message]
-    if "mask_token_id" in config:
-        del config["dflash_config"]["mask_token_id"]
-    with pytest.raises(errors.CheckpointError) as caught:
-        DFlash.architecture_from_hf(config)
-    assert str(caught.value) == f"config.json: {message}"
-
-
-@st.composite
-def shapes(draw):
-    """Shapes that a config.json can state."""
-    window = draw(st.integers(1, 4096))
-    causal, sliding_causal = draw(st.booleans()), draw(st.booleans())
-    sliding = draw(st.lists(st.booleans(), min_size=1, max_size=5))
-    views = [
-        LayerView(window, causal or sliding_causal) if on else LayerView(None, causal)
-        for on in sliding
-    ]
-    scaling = draw(st.none() | st.just(RopeScaling(8.0, 1.0, 4.0, 8192)))
-    return make_shape(
-        *views,
-        decoder=make_architecture(num_hidden_layers=len(views), rope_scaling=scaling),
-        block_size=draw(st.integers(2, 32)),
-        mask_token_id=draw(st.integers(0, 47)),
-        target_layer_ids=tuple(draw(st.lists(st.integers(0, 35), min_size=1, max_size=5))),
-        num_target_layers=draw(st.integers(1, 36)),
-    )
-
-
-@settings(deadline=None, derandomize=True, database=None)
-@given(shapes())
-def test_config_round_trip(shape):
-    assert DFlash.architecture_from_hf(DFlash.config_to_hf(shape)) == shape
-
-
-@pytest.mark.parametrize(
-    ("layers", "count", "taps"),
-    [
-        (36, 5, (1, 9, 17, 25, 33)),  # Qwen3-4B and 8B
-        (32, 5, (1, 8, 15, 22, 29)),  # Llama-3.1-8B
-        (36, 1, (18,)),
-        (5, 2, (1, 2)),
-        (6, 3, (1, 2, 3)),
-    ],
-)
-def test_default_taps(layers, count, taps):
-    assert default_taps(layers, count) == taps
-
-
-@given(layers=st.integers(1, 100), count=st.integers(1, 10))
-def test_default_taps_exist_and_ascend(layers, count):
-    taps = default_taps(layers, count)
-    assert len(taps) == count
-    assert all(0 <= layer < layers for layer in taps)
-    if layers >= 4:
-        assert list(taps) == sorted(taps)
-
-
-# --- a drafter for a target -----------------------------------------------------------------------
-
-
-def create(config=None, hf=None, **changes):
-    config = config or DFlashConfig(checkpoint="random")
-    arch = make_architecture(**changes)
-    return DFlash.create(config, hf, arch, dtype=jnp.float32, sharding=make_sharding())
-
-
-def test_fresh_drafters_follow_their_target():
-    options = DFlashArchitecture(num_hidden_layers=2, block_size=8, num_target_features=2)
-    drafter = create(DFlashConfig(checkpoint="random", architecture=options), rope_theta=1e4)
-    target = make_architecture(rope_theta=1e4)
-    assert drafter.shape == DFlashShape(
-        decoder=dataclasses.replace(target, num_hidden_layers=2),
-        block_size=8,
-        mask_token_id=47,
-        target_layer_ids=(1, 0),
-        num_target_layers=3,
-        views=(FULL, FULL),
-    )
-    assert drafter.fc.kernel.get_value().shape == (64, 32)
-
-
-def test_options_of_fresh_drafters():
-    options = DFlashArchitecture(
-        num_hidden_layers=1, mask_token_id=0, target_layer_ids=(2, 0), intermediate_size=8
-    )
-    drafter = create(DFlashConfig(checkpoint="random", block_size=4, architecture=options))
-    assert drafter.feature_layers == (2, 0)
-    assert drafter.shape.mask_token_id == 0
-    assert drafter.shape.decoder.intermediate_size == 8
-    assert (drafter.shape.block_size, drafter.block_size) == (16, 4)
-
-
-OTHER_TARGETS = {
-    "hidden size 32 (target: 64)": {"hidden_size": 64},
-    "number of target layers 3 (target: 4), vocabulary 48 (target: 50)": {
-        "num_hidden_layers": 4,
-        "vocab_size": 50,
-    },
-}
-
-
-@pytest.mark.parametrize("differences", OTHER_TARGETS)
-def test_drafters_of_other_targets_are_refused(differences):
-    with pytest.raises(errors.CheckpointError) as caught:
-        create(hf=make_config(), **OTHER_TARGETS[differences])
-    assert str(caught.value) == (f"drafter.checkpoint: trained for another target: {differences}")
-
-
-@pytest.mark.parametrize(
-    "own", [{"target_layer_ids": [0, 3]}, {"target_layer_ids": [-1]}, {"mask_token_id": 48}]
-)
-def test_taps_and_mask_must_exist_in_the_target(own):
-    with pytest.raises(errors.CheckpointError, match="but the target has 3 layers and 48 tokens"):
-        create(hf=make_config(dflash_config=own))
 
 
 def test_checkpoint_names():

@@ -54,7 +54,7 @@ def run_cycles(case):
     @jax.jit
     def cycle(state, position, count, features, anchor):
         tokens = jnp.zeros((1, rows + 1), jnp.int32)
-        state = drafter.observe(state, position, tokens, count, features)
+        state = drafter.observe(state, position, tokens, count, features, target)
         position = position + count
         proposal, _ = drafter.draft(state, anchor, position, sampler, target)
         return state, drafter.paint(state, anchor, position, target), proposal.tokens

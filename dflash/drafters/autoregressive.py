@@ -1,0 +1,177 @@
+"""A smaller language model as drafter: it writes its draft token by token.
+
+Source: Leviathan et al. 2023. The model is any target of the registry, as it is: its own embedding,
+its own head, its own paged cache.
+
+Its class is found through the registry, by what its config.json states, as the assembly finds that
+of a target: this file knows no family, and imports none.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors, registry
+from dflash.common import assembly
+from dflash.config.schema import (
+    AutoregressiveConfig,
+    DraftModelArchitecture,
+    TargetArchitecture,
+)
+from dflash.drafters.base import Drafter, Proposal
+from dflash.layers.cache import PagedCache, batch_axes
+
+PAGE_TOKENS = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftModelState:
+    """What the model knows of B sequences, anchor included: a row ahead of what was observed.
+
+    Attributes:
+      keys: one [K, B, M, S, H] per layer; each sequence owns M pages of S slots.
+      values: likewise. Slots past the anchor are stale.
+      hidden: [B, D]; after the final norm, of the anchor. It makes the first draft.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    hidden: jax.Array
+
+
+class Autoregressive(Drafter):
+    """The drafter; the sequences' own pages never change hands, so there is no page pool."""
+
+    has_probs = True
+
+    def __init__(self, model: nnx.Module, *, block_size: int, page_size: int = PAGE_TOKENS):
+        """Args: model: a target, of class `models.decoder.Decoder`."""
+        self.model = model
+        self.num_draft_tokens = block_size - 1
+        self.page_size = page_size
+
+    @classmethod
+    def create(
+        cls, config: AutoregressiveConfig, hf, target: TargetArchitecture, *, dtype, sharding
+    ) -> "Autoregressive":
+        """An abstract drafter, checked against its target; see `Drafter.create`."""
+        if hf is None:
+            entry = registry.find(registry.TARGETS, config.family, "drafter.family")
+            kind = registry.load(entry.implementation)
+            arch = architecture_for(target, config.architecture)
+        else:
+            _, kind = assembly.find_class(hf, pathlib.Path(config.checkpoint), registry.TARGETS)
+            arch = kind.architecture_from_hf(hf)
+        if arch.vocab_size != target.vocab_size:
+            raise errors.CheckpointError(
+                f"drafter.checkpoint: another vocabulary than the target's: {arch.vocab_size} "
+                f"tokens, the target has {target.vocab_size}; take a model of the target's family"
+            )
+        return cls(kind(arch, dtype=dtype, sharding=sharding), block_size=config.block_size)
+
+    @property
+    def checkpointed(self) -> nnx.Module:
+        """What the checkpoint holds: the model, under the names that it has as a target."""
+        return self.model
+
+    def init_state(self, batch, max_length):
+        """Abstract state; `observe` writes the anchor's row too, past a whole block."""
+        arch, sharding = self.model.arch, self.model.sharding
+        name, _ = batch_axes(batch, sharding)
+        pages = -(-(max_length + self.block_size + 1) // self.page_size)
+        shape = arch.num_key_value_heads, batch, pages, self.page_size, arch.head_dim
+        pool = sharding.abstract(shape, ("kv_heads", name, None, None, None), self.model.dtype)
+        pools = (pool,) * arch.num_hidden_layers
+        hidden = sharding.abstract((batch, arch.hidden_size), (name, None), self.model.dtype)
+        return DraftModelState(pools, pools, hidden)
+
+    def draft(self, state, anchor, position, sampler, heads):
+        """Writes a chain; keys and values of the drafts go past the anchor's. See `Drafter.draft`.
+
+        The anchor itself went through the model when it was committed.
+        """
+
+        def choose(hidden, step):
+            logits = self.model.unembed(hidden[:, None])
+            drawn = sampler.propose(logits, (position + step)[:, None])
+            return jax.tree.map(lambda row: row[:, 0], drawn)
+
+        def extend(carry, step):
+            state, token = carry
+            hidden, state = self.run(state, token[:, None], position + step)
+            token, probs = choose(hidden[:, 0], step + 1)
+            return (state, token), (token, probs)
+
+        first = choose(state.hidden, 1)
+        steps = jnp.arange(1, self.num_draft_tokens)
+        (after, _), rest = jax.lax.scan(extend, (state, first[0]), steps)
+        tokens, probs = jax.tree.map(
+            lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), first, rest
+        )
+        return Proposal(tokens, probs=probs), dataclasses.replace(after, hidden=state.hidden)
+
+    def observe(self, state, position, tokens, num_committed, features, heads):
+        """Runs the committed tokens and the new anchor in one pass; see `Drafter.observe`."""
+        hidden, state = self.run(state, tokens, position)
+        newest = jnp.take_along_axis(hidden, num_committed[:, None, None], axis=1)[:, 0]
+        return dataclasses.replace(state, hidden=newest)
+
+    def run(
+        self, state: DraftModelState, tokens: jax.Array, start: jax.Array
+    ) -> tuple[jax.Array, DraftModelState]:
+        """The model over tokens int32 [B, T] at start int32 [B] and on.
+
+        Returns:
+          hidden [B, T, D] after the final norm, and the state with T rows of keys and values more.
+        """
+        kv_heads, batch, pages, page_size, width = state.keys[0].shape
+        name, _ = batch_axes(batch, self.model.sharding)
+        # Page indices count within a device's share of the pool.
+        local = jnp.arange(batch) % (batch // self.model.sharding.size(name))
+        table = local[:, None] * pages + jnp.arange(pages)
+        flat, deep = (kv_heads, batch * pages, page_size, width), state.keys[0].shape
+        pools = jax.tree.map(lambda pool: pool.reshape(flat), (state.keys, state.values))
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        output = self.model(tokens, positions, PagedCache(*pools, table.astype(jnp.int32)))
+        pools = output.cache.keys, output.cache.values
+        keys, values = jax.tree.map(lambda pool: pool.reshape(deep), pools)
+        return output.hidden, dataclasses.replace(state, keys=keys, values=values)
+
+    def insert(self, state, prefix, slot):
+        """Copies a sequence's pages, which may be fewer; see `Drafter.insert`."""
+
+        def put(pool, one):
+            return jax.lax.dynamic_update_slice(pool, one, (0, slot, 0, 0, 0))
+
+        keys, values = jax.tree.map(put, (state.keys, state.values), (prefix.keys, prefix.values))
+        return DraftModelState(keys, values, super().insert(state.hidden, prefix.hidden, slot))
+
+    def loss(self, batch, heads, key, options, *, remat=False) -> Any:
+        """Not here: the model learns as a target does."""
+        raise errors.ConfigError(
+            "drafter.name: a draft model is trained as a target (task=target), not as a drafter"
+        )
+
+
+def architecture_for(
+    target: TargetArchitecture, options: DraftModelArchitecture | None
+) -> TargetArchitecture:
+    """The shape of a draft model without a checkpoint.
+
+    Raises:
+      ConfigError: its heads do not divide into groups.
+    """
+    stated = dataclasses.asdict(options or DraftModelArchitecture())
+    changes = {name: value for name, value in stated.items() if value is not None}
+    arch = dataclasses.replace(target, **changes)
+    if arch.num_attention_heads % arch.num_key_value_heads:
+        raise errors.ConfigError(
+            f"drafter.architecture.num_attention_heads: {arch.num_attention_heads} does not divide "
+            f"into num_key_value_heads={arch.num_key_value_heads} groups"
+        )
+    return arch

@@ -1,0 +1,247 @@
+"""Lookahead decoding: guesses about the future, improved by the target itself as it verifies.
+
+Source: Fu et al. 2024, arXiv 2402.02057. Every verified block holds two kinds of rows beside the
+anchor: n-grams from a pool that begin with the anchor, and a window of W columns whose L = n - 1
+levels are the last L iterations of a Jacobi solution of the next W positions. What the target says
+after the window's last level is the next iteration, and each column with its new token is an n-gram
+for the pool.
+
+Here both are branches of one tree, so that every row goes through the same verification and any of
+them may be accepted, the window's too. Its oldest level is a chain from the anchor, the trunk;
+level k of column c continues level k - 1 of that column. A sampled sequence is solved like a greedy
+one: the noise belongs to positions, so iterations converge to the tokens that the target draws.
+
+In the state a token is stored as its id + 1, and 0 stands for none.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash import errors
+from dflash.common.sharding import Sharding
+from dflash.config.schema import LookaheadConfig
+from dflash.drafters.base import Drafter, Proposal
+from dflash.layers.cache import batch_axes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LookaheadState:
+    """What is guessed about B sequences; tokens + 1.
+
+    Attributes:
+      window: int32 [B, L, W]; level k of column c stands c + k + 1 positions after the anchor.
+      rows: int32 [B, W]; of the proposal, where the last level of each column stands.
+      recent: int32 [B, W + L]; the last tokens before the anchor.
+      pool: int32 [B, P, n]; different n-grams, the newest first.
+    """
+
+    window: jax.Array
+    rows: jax.Array
+    recent: jax.Array
+    pool: jax.Array
+
+
+class Lookahead(Drafter):
+    """The drafter; it has no weights, and asks nothing of the target but verification."""
+
+    def __init__(
+        self,
+        *,
+        window: int,
+        ngram_size: int,
+        candidates: int,
+        pool_size: int,
+        vocab_size: int,
+        sharding: Sharding,
+    ):
+        """Args: see `LookaheadConfig`.
+
+        Raises:
+          ConfigError: the pool is smaller than what is taken from it, or the vocabulary too small
+            for the tree.
+        """
+        if pool_size < candidates:
+            raise errors.ConfigError(
+                f"drafter.pool_size: {pool_size} n-grams, but drafter.candidates={candidates} of "
+                "them are to be verified"
+            )
+        self.window, self.levels = window, ngram_size - 1
+        self.candidates, self.pool_size = candidates, pool_size
+        self.num_draft_tokens = self.levels * (window + candidates)
+        if vocab_size < self.num_draft_tokens:
+            raise errors.ConfigError(
+                f"drafter.window: {self.num_draft_tokens} drafts need as many different tokens, "
+                f"and the target has {vocab_size}"
+            )
+        self.sharding = sharding
+
+    @classmethod
+    def create(cls, config: LookaheadConfig, hf, target, *, dtype, sharding):
+        """A drafter without weights; see `Drafter.create`."""
+        return cls(
+            window=config.window,
+            ngram_size=config.ngram_size,
+            candidates=config.candidates,
+            pool_size=config.pool_size,
+            vocab_size=target.vocab_size,
+            sharding=sharding,
+        )
+
+    @property
+    def longest_path(self) -> int:
+        """Rows of the longest path: down the trunk, and then down the last column."""
+        return self.window + self.levels
+
+    def init_state(self, batch, max_length):
+        """Abstract guesses; a text has as many as it is long."""
+        name, _ = batch_axes(batch, self.sharding)
+
+        def tokens(*shape):
+            names = (name, *(None for _ in shape))
+            return self.sharding.abstract((batch, *shape), names, jnp.int32)
+
+        return LookaheadState(
+            window=tokens(self.levels, self.window),
+            rows=tokens(self.window),
+            recent=tokens(self.window + self.levels),
+            pool=tokens(self.pool_size, self.levels + 1),
+        )
+
+    def draft(self, state, anchor, position, sampler, heads):
+        """Lays window and n-grams into one tree; see `Drafter.draft`."""
+        window = self._complete(state, anchor)
+        grams = find_candidates(state.pool, anchor, self.candidates, default=window[:, :, 0])
+        batch = anchor.shape[0]
+        nodes = jnp.concatenate([window.reshape(batch, -1), grams.reshape(batch, -1)], axis=1)
+        layout = tree_layout(self.window, self.levels, self.candidates)
+        tokens, parents, rows = merge_alike(nodes, layout)
+        last_level = slice((self.levels - 1) * self.window, self.levels * self.window)
+        state = dataclasses.replace(state, window=window + 1, rows=rows[:, last_level])
+        return Proposal(tokens, parents), state
+
+    def review(self, state, proposal, sampled):
+        """One more Jacobi iteration, and an n-gram of each column; see `Drafter.review`."""
+        newest = jnp.take_along_axis(sampled, state.rows, axis=1)[:, None] + 1
+        columns = jnp.concatenate([state.window, newest], axis=1)
+        pool = remember(state.pool, columns.swapaxes(1, 2))
+        return dataclasses.replace(state, window=columns[:, 1:], pool=pool)
+
+    def observe(self, state, position, tokens, num_committed, features, heads):
+        """Moves the window along, and pools the n-grams of the text; see `Drafter.observe`."""
+        # `review` has made level k + 1 level k: the window stands one position further already.
+        columns = jnp.arange(self.window) + jnp.maximum(num_committed - 1, 0)[:, None]
+        moved = jnp.take_along_axis(state.window, columns[:, None], axis=2, mode="clip")
+        window = jnp.where((columns < self.window)[:, None], moved, 0)
+
+        text = jnp.concatenate([state.recent, tokens + 1], axis=1)
+        kept = state.recent.shape[1]
+        begin = jnp.arange(kept) + num_committed[:, None]
+        recent = jnp.take_along_axis(text, begin, axis=1)
+        # Each new token ends an n-gram; the last one comes first.
+        size, count = self.levels + 1, tokens.shape[1] - 1
+        ends = np.arange(count, 0, -1)
+        grams = text[:, (kept + ends)[:, None] + np.arange(1 - size, 1)]
+        grams = jnp.where((ends <= num_committed[:, None])[..., None], grams, 0)
+        return LookaheadState(window, state.rows, recent, remember(state.pool, grams))
+
+    def _complete(self, state: LookaheadState, anchor: jax.Array) -> jax.Array:
+        """The window as tokens; where nothing is known, the last tokens are guessed to come again.
+
+        Where the text is too short for that, the anchor is.
+        """
+        text = jnp.concatenate([state.recent, anchor[:, None] + 1], axis=1)
+        tail = text[:, -(self.window + self.levels - 1) :]
+        tail = jnp.where(tail > 0, tail, anchor[:, None] + 1)
+        ahead = np.arange(self.levels)[:, None] + np.arange(self.window)
+        return jnp.where(state.window > 0, state.window, tail[:, ahead]) - 1
+
+
+def find_candidates(
+    pool: jax.Array, anchor: jax.Array, count: int, *, default: jax.Array
+) -> jax.Array:
+    """What follows the anchor in the newest n-grams that begin with it.
+
+    Args:
+      pool: int32 [B, P, n]; tokens + 1.
+      anchor: int32 [B].
+      count: how many n-grams.
+      default: int32 [B, n - 1]; stands in where there are not that many.
+    Returns:
+      int32 [B, count, n - 1], tokens.
+    """
+    begins = pool[:, :, 0] == anchor[:, None] + 1
+    order = jnp.argsort(~begins, axis=1, stable=True)[:, :count]
+    found = jnp.take_along_axis(pool[:, :, 1:], order[..., None], axis=1) - 1
+    fits = jnp.take_along_axis(begins, order, axis=1)
+    return jnp.where(fits[..., None], found, default[:, None])
+
+
+def remember(pool: jax.Array, grams: jax.Array) -> jax.Array:
+    """Puts n-grams in front of a pool, where each stands once; the oldest fall out.
+
+    Args:
+      pool: int32 [B, P, n]; tokens + 1.
+      grams: int32 [B, M, n]; likewise, the newest first; those with a 0 count for nothing.
+    """
+    together = jnp.concatenate([grams, pool], axis=1)
+    total, new = together.shape[1], grams.shape[1]
+    same = jnp.all(together[:, :, None] == grams[:, None], axis=-1)
+    newer = np.arange(new) < np.arange(total)[:, None]
+    keep = jnp.all(together > 0, axis=-1) & ~jnp.any(same & newer, axis=-1)
+    order = jnp.argsort(~keep, axis=1, stable=True)[:, : pool.shape[1]]
+    kept = jnp.take_along_axis(keep, order, axis=1)
+    return jnp.where(kept[..., None], jnp.take_along_axis(together, order[..., None], axis=1), 0)
+
+
+def tree_layout(window: int, levels: int, candidates: int) -> np.ndarray:
+    """Which nodes lead to which: window by levels, then the candidates one by one.
+
+    Returns:
+      int32 [G, depth]; the nodes from the anchor's child down to node g itself, then -1.
+    """
+    parents = [column - 1 for column in range(window)]
+    parents += range((levels - 1) * window)
+    for _ in range(candidates):
+        first = len(parents)
+        parents += [-1, *range(first, first + levels - 1)]
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    depth = max(map(len, paths))
+    return np.array([path + [-1] * (depth - len(path)) for path in paths], np.int32)
+
+
+def merge_alike(tokens: jax.Array, layout: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Makes nodes with the same path of tokens one node, as siblings must differ.
+
+    The first of them stays. The others are no longer wanted, but have their rows in the block: they
+    become children of the anchor with tokens that nobody else there has, all below G.
+
+    Args:
+      tokens: int32 [B, G].
+      layout: int32 [G, depth]; see `tree_layout`.
+    Returns:
+      tokens int32 [B, G] and parents int32 [B, G] as in `Proposal`; rows int32 [B, G], where each
+      node is to be found now.
+    """
+    drafts = layout.shape[0]
+    paths = jnp.where(layout >= 0, tokens[:, layout], -1)
+    same = jnp.all(paths[:, :, None] == paths[:, None], axis=-1)
+    first = jnp.argmax(same, axis=-1).astype(jnp.int32)
+    spare = first < jnp.arange(drafts)
+
+    depth = (layout >= 0).sum(axis=1)
+    parent = np.where(depth > 1, layout[np.arange(drafts), depth - 2], -1)
+    parents = jnp.where(parent < 0, 0, first[:, parent] + 1)
+
+    children = np.flatnonzero(depth == 1)
+    ids = jnp.arange(drafts + len(children), dtype=jnp.int32)
+    taken = jnp.any(tokens[:, children, None] == ids, axis=1)
+    free = jnp.argsort(taken, axis=1, stable=True).astype(jnp.int32)
+    turn = jnp.cumsum(spare, axis=1) - 1
+    filler = jnp.take_along_axis(free, jnp.maximum(turn, 0), axis=1)
+    return jnp.where(spare, filler, tokens), jnp.where(spare, 0, parents), first + 1

@@ -1,0 +1,83 @@
+"""Prompt lookup against plain loops over the text, alone and through the engine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import decode, drafter, engine, random_prompts, resampled
+
+from dflash.drafters.ngram import find_last
+
+LONGEST = 3
+
+
+def lookup(text, count, longest=LONGEST):
+    """What to draft after all of `text`, by loops."""
+    end = len(text) - 1
+    source = end - 1
+    for length in range(min(longest, end), 0, -1):
+        ends = range(length - 1, end)
+        matches = [i for i in ends if text[i - length + 1 : i + 1] == text[end - length + 1 :]]
+        if matches:
+            source = matches[-1]
+            break
+    return [text[source + 1 + i % (end - source)] for i in range(count)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=3, max_size=3),
+    longest=st.integers(1, 4),
+)
+def test_what_followed_the_longest_match_is_found(texts, longest):
+    rows = np.full((3, 16), 2, np.int32)  # what stands past the end must not matter
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    end = np.array([len(text) - 1 for text in texts], np.int32)
+    found = jax.jit(find_last, static_argnums=2)(rows, end, longest)
+    for text, source in zip(texts, np.asarray(found).tolist(), strict=True):
+        last = len(text) - 1
+        drafts = [text[source + 1 + i % (last - source)] for i in range(6)]
+        assert drafts == lookup(text, 6, longest)
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts"),
+    [
+        ([7, 8, 9, 1, 2, 3, 5, 5, 1, 2, 3], [5, 5, 1, 2]),  # three tokens match
+        ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2, 3, 8]),  # the longest match, not the last one
+        ([3, 4, 3, 5, 3], [5, 3, 5, 3]),  # of several as long the last, which goes on and on
+        ([1, 2, 3], [3, 3, 3, 3]),  # nothing matches
+        ([6], [6, 6, 6, 6]),
+    ],
+)
+def test_examples(text, drafts):
+    model = drafter("ngram", block_size=5)
+    state = jnp.zeros((1, 16), jnp.int32)
+    tokens = jnp.asarray([text + [0] * (12 - len(text))])
+    count = jnp.asarray([len(text) - 1])
+    state = model.observe(state, jnp.zeros(1, jnp.int32), tokens, count, None, None)
+    proposal, _ = model.draft(state, tokens[:, len(text) - 1], count, None, None)
+    assert proposal.tokens.tolist() == [drafts]
+    assert lookup(text, 4) == drafts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_the_engine_accepts_is_what_the_lookup_gets_right(temperature):
+    base = engine(drafter("ngram", block_size=6), batch_size=3, sync_every=4, max_length=64)
+    prompts = [prompt * 2 for prompt in random_prompts([1, 9, 4, 12])]
+    done = decode(resampled(base, temperature=temperature), prompts, 30)
+    for prompt, one in zip(prompts, done, strict=True):
+        text = [*prompt, *one.output_ids]
+        position, lengths = len(prompt), []
+        while position < len(text) - 1:
+            drafts = lookup(text[: position + 1], 5)
+            rest = text[position + 1 :]
+            right = [a == b for a, b in zip(drafts, rest, strict=False)]
+            lengths.append(min([*right, False].index(False) + 1, len(rest)))
+            position += lengths[-1]
+        assert one.acceptance_lengths == tuple(lengths)
+    longest = max(max(one.acceptance_lengths) for one in done)
+    assert longest > (3 if temperature == 0 else 1), "nothing was ever accepted"

@@ -1,0 +1,43 @@
+"""What the tests of rejection share: its noise, wrong rules, and how well tokens fit the target."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+from dflash.inference import verify
+from dflash.inference.sampling import SamplingParams
+
+VOCAB = 6
+# As they are, whatever a test puts in their place.
+rejection_chain, left_over = verify.rejection_chain, verify._left_over
+
+
+def make_params(batch: int, temperature: float = 1.0, seed: int = 0) -> SamplingParams:
+    keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"), batch)
+    return SamplingParams(
+        jax.random.key_data(keys),
+        jnp.full(batch, temperature, jnp.float32),
+        jnp.zeros(batch, jnp.int32),
+        jnp.ones(batch, jnp.float32),
+    )
+
+
+def too_lenient(draft, draft_probs, logits, positions, params):
+    """Wrong by a fifth in the acceptance threshold."""
+    return rejection_chain(draft, 0.8 * draft_probs, logits, positions, params)
+
+
+def lenient_left_over(*args):
+    """Wrong by as much, for trees."""
+    return 0.8 * left_over(*args)
+
+
+def chi_square(first: np.ndarray, second: np.ndarray, joint: np.ndarray) -> float:
+    vocab = len(joint)
+    counts = np.bincount(first * vocab + second, minlength=vocab**2)
+    wanted = joint.ravel() * len(first)
+    if counts[wanted == 0].any():
+        return 0.0
+    counts, wanted = counts[wanted > 0], wanted[wanted > 0]
+    return scipy.stats.chisquare(counts, wanted * len(first) / wanted.sum()).pvalue
