@@ -10,7 +10,7 @@ import dataclasses
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import flags
@@ -36,6 +36,7 @@ class Command:
       profile_dir: where a profiler trace goes, or None.
       coordinator_address, num_processes, process_id: for `distributed.initialize`.
       stream: print text as it is accepted.
+      flags: values of the entry point's own flags, by name.
     """
 
     config: Any
@@ -48,14 +49,17 @@ class Command:
     num_processes: int | None
     process_id: int | None
     stream: bool
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def run(
     main: Callable[[Command], int | None],
     *,
     name: str,
-    schema: type,
     description: str,
+    schema: type | None = None,
+    load: Callable[[str, Sequence[str]], Any] | None = None,
+    define_flags: Callable[[flags.FlagValues], None] = lambda values: None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
     """Runs an entry point and leaves with its exit status.
@@ -63,14 +67,17 @@ def run(
     Args:
       main: does the work; returns an exit status, None for 0.
       name: the module as `python -m` takes it, such as "dflash.decode".
-      schema: the dataclass that the config fills.
       description: one or two sentences for `--help`.
+      schema: the dataclass that the config fills.
+      load: reads a config and its overrides in place of `loader.load` and a schema.
+      define_flags: adds the entry point's own flags.
       argv: arguments without the program; None for those of the process.
     Raises:
       SystemExit: always, with the status of `status_of`; 2 for wrong usage.
     """
     argv = sys.argv[1:] if argv is None else argv
-    sys.exit(status_of(lambda: _run(main, name, schema, description, argv)))
+    load = load or (lambda path, overrides: loader.load(path, overrides, schema))
+    sys.exit(status_of(lambda: _run(main, name, load, define_flags, description, argv)))
 
 
 def status_of(work: Callable[[], int | None]) -> int:
@@ -124,25 +131,28 @@ def parse_arguments(
     return positional
 
 
-def _run(main, name: str, schema: type, description: str, argv: Sequence[str]) -> int:
+def _run(main, name: str, load, define_flags, description: str, argv: Sequence[str]) -> int:
     values = _define_flags()
+    common = set(values)
+    define_flags(values)
     positional = _parse(values, argv)
     if values.help or values.helpfull:
-        print(_help(values, name, description))
+        print(_help(values, name, description, set(values) - common))
         return 0
     if not positional or "=" in positional[0]:
         print(f"usage: {_usage(name)}; see --help", file=sys.stderr)
         return _USAGE_ERROR
     path, *overrides = positional
-    config = loader.load(path, overrides, schema)
+    config = load(path, overrides)
     if values.print_config:
         print(loader.to_yaml(config), end="")
         return 0
-    shared = {field.name for field in dataclasses.fields(Command)} & set(values)
+    shared = {field.name for field in dataclasses.fields(Command)} & common
     command = Command(
         config=config,
         config_hash=loader.config_hash(config),
         config_path=str(loader.find_config(path)),
+        flags={flag: values[flag].value for flag in set(values) - common},
         **{flag: values[flag].value for flag in shared},
     )
     return main(command) or 0
@@ -206,10 +216,10 @@ def _usage(name: str) -> str:
     return f"python -m {name} CONFIG [key=value ...] [--flags]"
 
 
-def _help(values: flags.FlagValues, name: str, description: str) -> str:
+def _help(values: flags.FlagValues, name: str, description: str, added: Collection[str]) -> str:
     own = values.flags_by_module_dict()[_define_flags.__module__]
     entries = []
-    for flag in own:
+    for flag in (*own, *(values[name] for name in sorted(added))):
         label = f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
         entries.append(f"  {label:<24}{flag.help}")
     return "\n".join(

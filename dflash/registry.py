@@ -30,6 +30,17 @@ TARGETS: Mapping[str, Entry] = {
 DRAFTERS: Mapping[str, Entry] = {
     "none": Entry("dflash.drafters.none:NoDrafter", "dflash.config.schema:DrafterConfig"),
     "dflash": Entry("dflash.drafters.dflash:DFlash", "dflash.config.schema:DFlashConfig"),
+    "eagle3": Entry("dflash.drafters.eagle3:Eagle3", "dflash.config.schema:Eagle3Config"),
+    "autoregressive": Entry(
+        "dflash.drafters.autoregressive:Autoregressive", "dflash.config.schema:AutoregressiveConfig"
+    ),
+    "dflash2": Entry("dflash.drafters.dflash2:DFlash2", "dflash.config.schema:DFlash2Config"),
+    "dspark": Entry("dflash.drafters.dspark:DSpark", "dflash.config.schema:DSparkConfig"),
+    "lookahead": Entry(
+        "dflash.drafters.lookahead:Lookahead", "dflash.config.schema:LookaheadConfig"
+    ),
+    "medusa": Entry("dflash.drafters.medusa:Medusa", "dflash.config.schema:MedusaConfig"),
+    "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.config.schema:NgramConfig"),
 }
 
 # Data sets have no schema of their own: what they need stands in dflash/config/data_schema.py.
@@ -38,6 +49,23 @@ DATASETS: Mapping[str, str] = {
     "code": "dflash.data.datasets:Code",
     "chat": "dflash.data.datasets:Chat",
     "jsonl": "dflash.data.datasets:Jsonl",
+    # Published sets, to test on only.
+    "math500": "dflash.data.benchmarks:Math500",
+    "aime24": "dflash.data.benchmarks:Aime24",
+    "aime25": "dflash.data.benchmarks:Aime25",
+    "gsm8k": "dflash.data.benchmarks:Gsm8k",
+    "humaneval": "dflash.data.benchmarks:HumanEval",
+    "mbpp": "dflash.data.benchmarks:Mbpp",
+    "mt-bench": "dflash.data.benchmarks:MtBench",
+    "alpaca": "dflash.data.benchmarks:Alpaca",
+    "swe-bench": "dflash.data.benchmarks:SweBench",
+    "spec-bench": "dflash.data.benchmarks:SpecBench",
+}
+
+
+# What the points of a sweep may run: a `Runner` of dflash/common/sweeps.py, and a run's schema.
+RUNS: Mapping[str, Entry] = {
+    "decode": Entry("dflash.inference.points:DecodePoints", "dflash.config.schema:DecodeRun"),
 }
 
 

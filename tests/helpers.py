@@ -49,10 +49,10 @@ def make_target(kind=Qwen3, *, dtype=jnp.float32, **changes):
 
 def move(module, abstract):
     """Fills an abstract module on another mesh with the weights of `module`."""
-    places = {path: p.get_value().sharding for path, p in parameters.named_parameters(abstract)}
+    places = {path: p.get_value().sharding for path, p in parameters.named_arrays(abstract)}
     values = {
         path: jax.device_put(np.asarray(p.get_value()), places[path])
-        for path, p in parameters.named_parameters(module)
+        for path, p in parameters.named_arrays(module)
     }
     parameters.assign(abstract, values)
     return abstract
@@ -94,6 +94,19 @@ def golden(case: str) -> dict[str, np.ndarray]:
 def golden_models(case: str) -> tuple[Qwen3, DFlash]:
     """Target and drafter of a golden case, in float32."""
     return load(Qwen3, GOLDEN / case / "target"), load(DFlash, GOLDEN / case / "draft")
+
+
+class TableHeads:
+    """A target's embedding and output head without the target."""
+
+    def __init__(self, embedding, head):
+        self.embedding, self.head = jnp.asarray(embedding), jnp.asarray(head)
+
+    def embed(self, tokens):
+        return self.embedding[tokens]
+
+    def unembed(self, hidden):
+        return jnp.einsum("...d,vd->...v", hidden, self.head, precision="highest")
 
 
 def load(kind, directory: pathlib.Path, **options):

@@ -43,9 +43,17 @@ class Script:
         return cls(np.tile(np.arange(drafts), (length, 1)), wrong.astype(np.int32))
 
     @classmethod
-    def random_tree(cls, length: int, drafts: int, rng: np.random.Generator) -> "Script":
-        """Trees of every shape, at each row of which one child is right, or none."""
-        parents = [[rng.integers(0, g + 1) for g in range(drafts)] for _ in range(length)]
+    def random_tree(
+        cls, length: int, drafts: int, rng: np.random.Generator, depth: int | None = None
+    ) -> "Script":
+        """Trees of every shape up to a depth, at each row of which one child is right, or none."""
+        parents = []
+        for _ in range(length):
+            depths, mine = [0], []
+            for _ in range(drafts):
+                mine.append(rng.choice(np.flatnonzero(np.array(depths) < (depth or drafts))))
+                depths.append(depths[mine[-1]] + 1)
+            parents.append(mine)
         return cls(np.array(parents), rng.integers(0, 2, (length, drafts + 1)))
 
     def acceptance_lengths(self, prompt_length: int, num_tokens: int) -> tuple[int, ...]:
@@ -68,7 +76,15 @@ class Script:
 class ScriptedDrafter(Drafter):
     """Drafts from `texts` as `script` says; its state is every token and feature it was shown."""
 
-    def __init__(self, script: Script, texts: Sequence[Sequence[int]], *, tree: bool):
+    def __init__(
+        self,
+        script: Script,
+        texts: Sequence[Sequence[int]],
+        *,
+        tree: bool,
+        depth: int | None = None,
+    ):
+        """Args: depth: no draft of the script is deeper; None: as many as there are drafts."""
         length = script.parents.shape[0]
         padded = [[*text, *[0] * (length - len(text))] for text in texts]
         self.texts = nnx.Variable(jnp.array(padded, jnp.int32))
@@ -77,8 +93,13 @@ class ScriptedDrafter(Drafter):
         self.depth = nnx.Variable(jnp.array(script.depth, jnp.int32))
         self.rank = nnx.Variable(jnp.array(script.rank, jnp.int32))
         self.tree = tree
+        self.max_depth = depth
         self.feature_layers = (1, 0)
         self.num_draft_tokens = script.parents.shape[1]
+
+    @property
+    def longest_path(self):
+        return self.block_size if self.max_depth is None else self.max_depth + 1
 
     def init_state(self, batch, max_length):
         width = len(self.feature_layers) * ARCHITECTURE.hidden_size
@@ -108,7 +129,7 @@ class ScriptedDrafter(Drafter):
         tokens = jnp.where(remembers[:, None], tokens, (right + VOCAB // 2) % VOCAB)
         return Proposal(tokens, parents if self.tree else None), state
 
-    def observe(self, state, position, tokens, num_committed, features):
+    def observe(self, state, position, tokens, num_committed, features, heads):
         rows = jnp.arange(features.shape[1])
         # Rows that do not count go past the end, where they are dropped.
         at = jnp.where(rows < num_committed[:, None], position[:, None] + rows, 1 << 20)

@@ -127,6 +127,7 @@ def test_strategies_batches_and_blocks_agree(run):
         "none": ["drafter.name=none"],
         "batch": ["decode.batch_size=5", "decode.sync_every=1"],
         "block": ["drafter.block_size=3"],
+        "tree": ["drafter.tree.budget=16", "decode.batch_size=2"],
     }
     for temperature in (0, 0.8):
         for name, options in variants.items():
@@ -138,6 +139,28 @@ def test_strategies_batches_and_blocks_agree(run):
         for name in variants:
             assert seen[name, temperature] == seen["none", temperature]
     assert seen["none", 0] != seen["none", 0.8]
+
+
+def test_baseline_is_decoded_beside_the_run_and_resumed_like_it(run):
+    status, out, err = run("--workdir=w", "decode.baseline=true")
+    assert status == 0, err
+    assert [line.split()[-1] for line in err.splitlines()[-len(PROMPTS) - 1 :]] == ["yes"] * 6
+    with open("w/baseline.jsonl") as file:
+        plain = {record["index"]: record for record in map(json.loads, file)}
+    drafted = {record["index"]: record for record in read_outputs()}
+    for index, record in drafted.items():
+        assert plain[index]["output_ids"] == record["output_ids"]
+        assert set(plain[index]["acceptance_lengths"]) == {1}
+    compared = json.loads(read("w/results.json"))["baseline"]
+    assert (compared["identical"], compared["prompts"]) == (5, 5)
+    assert compared["speed_up"] > 0
+    lines = read("w/baseline.jsonl").splitlines(keepends=True)
+    with open("w/baseline.jsonl", "w") as file:
+        file.write("".join(lines[:3]))
+    status, out, _ = run("--workdir=w", "decode.baseline=true")
+    assert (status, out) == (0, "")  # nothing but the baseline was left to do
+    assert read("w/baseline.jsonl").startswith("".join(lines[:3]))
+    assert len(read("w/baseline.jsonl").splitlines()) == len(PROMPTS)
 
 
 def test_rerun_skips_what_is_done_and_refuses_another_config(run):
@@ -211,6 +234,26 @@ def test_block_larger_than_trained(run):
         "error: drafter.block_size: 9 is larger than the block size 8 that the drafter was "
         "trained with\n"
     )
+
+
+def test_tree_larger_than_the_block_has_room_for(run):
+    status, _, err = run("drafter.block_size=2", "drafter.tree.budget=13")
+    assert status == 2
+    assert err == (
+        "error: drafter.tree.budget: 13 is larger than the block's capacity, 12 drafts in 1 slot "
+        "of 12 tokens; lower it, or raise drafter.block_size\n"
+    )
+
+
+def test_rejection_needs_probabilities(run, monkeypatch):
+    monkeypatch.setattr(DFlash, "has_probs", False)
+    status, _, err = run("decode.verify=rejection", "--workdir=w")
+    assert status == 2
+    assert err == (
+        "error: decode.verify: rejection weighs drafts by their probabilities, and "
+        "drafter.name=dflash has none; use decode.verify=coupled\n"
+    )
+    assert not os.path.exists("w")
 
 
 def test_missing_and_truncated_checkpoints(run, models):

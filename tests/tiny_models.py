@@ -35,7 +35,11 @@ ARCHITECTURE = schema.TargetArchitecture(
     max_position_embeddings=256,
 )
 # What a drafter's architecture is told, where it has such a field.
-TINY = {"num_hidden_layers": 1, "target_layer_ids": (0, 1)}
+TINY = {"num_hidden_layers": 1, "target_layer_ids": (0, 1), "block_size": 16}
+# And what its tree is told.
+TINY_TREE = {"budget": 6}
+# What a drafter is told itself, where it has such a key.
+SMALL = {"checkpoint": "random", "window": 3, "ngram_size": 3, "candidates": 2, "pool_size": 8}
 # Tokens that the tiny target prefers: drafts of untrained drafters then hit now and then.
 FAVOURITES, EMPHASIS = 4, 3.0
 
@@ -64,11 +68,15 @@ def drafter(
     block_size: int | None = None,
     mesh: tuple[int, int, int] = ONE_DEVICE,
     arch: schema.TargetArchitecture = ARCHITECTURE,
+    tree: bool = False,
 ) -> Drafter:
-    """The registered drafter of this name with random weights, as small as its schema allows."""
+    """The registered drafter of this name with random weights, as small as its schema allows.
+
+    Drafts trees where asked to, else what the strategy drafts by default.
+    """
     entry = registry.DRAFTERS[name]
     model = registry.load(entry.implementation).create(
-        _drafter_config(registry.load(entry.schema), block_size),
+        _drafter_config(registry.load(entry.schema), block_size, tree),
         None,
         arch,
         dtype=jnp.dtype("float32"),
@@ -78,23 +86,25 @@ def drafter(
     return model
 
 
-def takes_block_size(name: str) -> bool:
-    """Whether a registered drafter lets its block size be chosen."""
+def takes(name: str, key: str) -> bool:
+    """Whether the config of a registered drafter has this key, such as block_size or tree."""
     fields = dataclasses.fields(registry.load(registry.DRAFTERS[name].schema))
-    return "block_size" in {field.name for field in fields}
+    return key in {field.name for field in fields}
 
 
-def _drafter_config(config_class, block_size):
+def _drafter_config(config_class, block_size, tree):
     known = {field.name for field in dataclasses.fields(config_class)}
-    options = {"checkpoint": "random"}
+    options = dict(SMALL)
     if block_size is not None:
         options["block_size"] = block_size
-    hint = typing.get_type_hints(config_class).get("architecture")
-    if hint is not None:
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        kind = next(kind for kind in kinds if dataclasses.is_dataclass(kind))
-        fields = {field.name for field in dataclasses.fields(kind)}
-        options["architecture"] = kind(**{key: TINY[key] for key in fields & set(TINY)})
+    groups = {"architecture": TINY, "tree": TINY_TREE} if tree else {"architecture": TINY}
+    for group, values in groups.items():
+        hint = typing.get_type_hints(config_class).get(group)
+        if hint is not None:
+            kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            kind = next(kind for kind in kinds if dataclasses.is_dataclass(kind))
+            fields = {field.name for field in dataclasses.fields(kind)}
+            options[group] = kind(**{key: values[key] for key in fields & set(values)})
     return config_class(**{key: value for key, value in options.items() if key in known})
 
 

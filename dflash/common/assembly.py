@@ -14,7 +14,7 @@ from flax import nnx
 from dflash import errors, registry
 from dflash.common import checkpoint, parameters
 from dflash.common.sharding import Sharding
-from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
+from dflash.config.schema import AUTO, DrafterConfig, TargetArchitecture, TargetConfig
 
 RANDOM = "random"
 _TARGET_SEED, _DRAFTER_SEED = 0, 1
@@ -85,26 +85,41 @@ def build_drafter(
     dtype: str,
     sharding: Sharding,
 ):
-    """Builds the abstract drafter; see `Drafter.create` for the errors."""
+    """Builds the abstract drafter; see `Drafter.create` for the errors.
+
+    A block size of auto is none of the strategy's business: it drafts up to the largest that it
+    has by itself, and lets the loop ask for less.
+    """
+    adaptive = getattr(config, "block_size", None) == AUTO
+    if adaptive:
+        largest = next(f.default for f in dataclasses.fields(config) if f.name == "block_size")
+        config = dataclasses.replace(config, block_size=largest)
     entry = registry.find(registry.DRAFTERS, config.name, "drafter.name")
     kind = registry.load(entry.implementation)
     architectures = (source.hf or {}).get("architectures") or []
-    if source.hf is not None and not set(architectures) & set(kind.hf_architectures):
+    # A strategy without architectures of its own looks its checkpoint up among the targets.
+    known = set(kind.hf_architectures)
+    if source.hf is not None and known and not set(architectures) & known:
         raise errors.CheckpointError(
             f"{source.directory}: config.json: architectures {architectures} is no "
             f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
         )
-    return kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
+    drafter = kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
+    drafter.adaptive = adaptive
+    return drafter
 
 
 def load_weights(module: nnx.Module, source: Source) -> None:
     """Fills an abstract module from its source.
 
+    Args:
+      module: itself what the checkpoint holds, or has a part called `checkpointed` that is.
+      source: see there.
     Raises:
       CheckpointError: the checkpoint is damaged, or does not fit the module.
     """
     if source.directory is not None:
-        checkpoint.load(module, source.directory)
+        checkpoint.load(getattr(module, "checkpointed", module), source.directory)
     else:
         parameters.scramble(module, source.seed)
 

@@ -4,6 +4,7 @@ The light parts of this module (references, config.json) work without importing 
 wrong name in a config is reported at once.
 """
 
+import importlib.resources
 import json
 import pathlib
 import re
@@ -30,15 +31,18 @@ def resolve(reference: str) -> pathlib.Path:
     """Returns the local directory of a checkpoint, downloaded to the hub's cache if need be.
 
     Args:
-      reference: a directory, or hf:org/name or hf:org/name@revision.
+      reference: a directory, as given or of this package (assets/tiny_target), or hf:org/name or
+        hf:org/name@revision.
     Raises:
       CheckpointError: there is no such directory, or it cannot be had from the hub.
     """
     if reference.startswith(HUB_PREFIX):
         return _download(reference)
     directory = pathlib.Path(reference).expanduser()
-    if directory.is_dir():
-        return directory
+    shipped = pathlib.Path(str(importlib.resources.files("dflash"))) / reference
+    for candidate in (directory, shipped):
+        if candidate.is_dir():
+            return candidate
     if directory.exists():
         raise errors.CheckpointError(f"{reference}: a file; expected the directory around it")
     hint = "give an existing directory"

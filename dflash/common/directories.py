@@ -37,6 +37,19 @@ def lock(directory: pathlib.Path, descriptor: int) -> None:
         time.sleep(PATIENCE_S / 20)
 
 
+@contextlib.contextmanager
+def waiting_lock(path: pathlib.Path) -> Iterator[None]:
+    """Holds a lock file for a moment; others that want it wait.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, by a kill too
+        yield
+
+
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a file so that readers, and whoever comes after a crash, see all of it or the old."""
     temporary = path.with_name(f".{path.name}.tmp")

@@ -19,6 +19,7 @@ import rich.text
 from dflash.common import outputs
 
 HISTOGRAM_WIDTH = 40  # characters of the longest bar
+EXCERPT_WIDTH = 24  # characters of a prompt in a table
 
 # Text of a model may hold control characters, which could move the cursor or worse. Terminals get
 # Unicode's pictures of them instead; files and pipes get the text as it is.
@@ -123,6 +124,42 @@ class Display:
             for line in histogram_lines(summary.acceptance_histogram):
                 self._console.print(line, soft_wrap=True)
 
+    def comparison(
+        self,
+        records: Mapping[int, outputs.Record],
+        baseline: Mapping[int, outputs.Record],
+        summary: outputs.Summary,
+        comparison: outputs.Comparison,
+    ) -> None:
+        """Shows a run beside its baseline as a table on stderr: each prompt, and all together."""
+        table = rich.table.Table(box=None, pad_edge=False)
+        for title in ("prompt", "τ", "tokens/s", "plain tokens/s", "speed-up", "identical"):
+            table.add_column(title, justify="left" if title == "prompt" else "right")
+        for row in comparison_rows(records, baseline, summary, comparison):
+            table.add_row(*map(rich.text.Text, row))
+        self.table(table)
+
+    def table(self, table: rich.table.Table) -> None:
+        """Shows a table on stderr."""
+        self._fresh_line()
+        self._console.print()
+        self._console.print(table)
+
+    def block_sizes(self, cycle_ms: Mapping[str, float], chosen: Mapping[str, int]) -> None:
+        """Shows as a table on stderr what each block size costs, and how often it was chosen.
+
+        Args:
+          cycle_ms: block size -> time of a cycle.
+          chosen: block size -> cycles, of those that were chosen at all.
+        """
+        table = rich.table.Table(box=None, pad_edge=False)
+        for title in ("block size", "ms per cycle", "cycles"):
+            table.add_column(title, justify="right")
+        for size, milliseconds in cycle_ms.items():
+            table.add_row(size, _number(milliseconds), str(chosen.get(size, 0)))
+        self._console.print()
+        self._console.print(table)
+
     def close(self) -> None:
         """Ends a line that is still open, so that what comes next has its own."""
         self._fresh_line()
@@ -183,18 +220,41 @@ def summary_line(record: outputs.Record) -> str:
 def result_rows(summary: outputs.Summary) -> list[tuple[str, str]]:
     """Returns what to show of a summary, as names and values."""
 
-    def number(value: float | None, unit: str) -> str:
-        return "–" if value is None else f"{value:.2f}{unit}"
-
     return [
-        ("τ", number(summary.tau, " tokens per cycle")),
-        ("throughput", number(summary.tokens_per_second, " tokens/s")),
-        ("time to first token", number(summary.ttft_ms, " ms (median)")),
-        ("time per token", number(summary.tpot_ms, " ms (median)")),
+        ("τ", _number(summary.tau, " tokens per cycle")),
+        ("throughput", _number(summary.tokens_per_second, " tokens/s")),
+        ("time to first token", _number(summary.ttft_ms, " ms (median)")),
+        ("time per token", _number(summary.tpot_ms, " ms (median)")),
         ("prompts", str(summary.prompts)),
         ("output tokens", str(summary.output_tokens)),
         ("cycles", str(summary.cycles)),
     ]
+
+
+def comparison_rows(
+    records: Mapping[int, outputs.Record],
+    baseline: Mapping[int, outputs.Record],
+    summary: outputs.Summary,
+    comparison: outputs.Comparison,
+) -> list[tuple[str, ...]]:
+    """Returns what to show of a run beside its baseline: a row per prompt, the last for all."""
+
+    def row(title, tau, fast, plain, identical):
+        ratio = fast / plain if fast and plain else None
+        speeds = (_number(fast, "", 0), _number(plain, "", 0), _number(ratio, "×"))
+        return (title, _number(tau), *speeds, identical)
+
+    rows = []
+    for index, record in records.items():
+        plain = baseline[index]
+        same = "yes" if record.output_ids == plain.output_ids else "no"
+        speeds = record.tokens_per_second, plain.tokens_per_second
+        rows.append(row(_excerpt(record), record.tau, *speeds, same))
+    same = "yes" if comparison.identical == comparison.prompts else "no"
+    if same == "no":
+        same += f" ({comparison.identical} of {comparison.prompts})"
+    speeds = summary.tokens_per_second, comparison.tokens_per_second
+    return [*rows, row("all", summary.tau, *speeds, same)]
 
 
 def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
@@ -205,6 +265,20 @@ def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
         f"{length:>4} {100 * count / total:5.1f} % {'█' * round(HISTOGRAM_WIDTH * count / most)}"
         for length, count in histogram.items()
     ]
+
+
+def _excerpt(record: outputs.Record) -> str:
+    """The first words of a prompt: the first line of what the user said, cut to fit a table."""
+    prompt = record.prompt
+    if prompt is None:
+        return f"prompt {record.index}"
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    line = next(iter(text.strip().splitlines()), "")
+    return line if len(line) <= EXCERPT_WIDTH else line[: EXCERPT_WIDTH - 1] + "…"
+
+
+def _number(value: float | None, unit: str = "", digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def _tokens(count: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
@@ -26,12 +27,12 @@ _GROUP_BYTES = 64 * 2**20
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
-    """Fills the abstract parameters of `module`, each directly sharded and in its own dtype.
+    """Fills the abstract arrays of `module`, each directly sharded and in its own dtype.
 
     Raises:
       CheckpointError: files are missing or damaged, or the tensors are not those of the module.
     """
-    wanted = {path: param.get_value() for path, param in parameters.named_parameters(module)}
+    wanted = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     _check(read_shapes(directory), wanted, directory)
     groups = _group(wanted)
     total = sum(size for _, size in groups)
@@ -78,21 +79,22 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Dtypes among the stored weights.
+    """Dtypes among the stored weights; tables do not count.
 
     Raises:
       CheckpointError: the description is missing or damaged.
     """
-    return {np.dtype(leaf.dtype) for leaf in read_shapes(directory).values()}
+    found = {np.dtype(leaf.dtype) for leaf in read_shapes(directory).values()}
+    return {dtype for dtype in found if jnp.issubdtype(dtype, jnp.floating)}
 
 
 def save(module: nnx.Module, directory: pathlib.Path) -> int:
-    """Writes every parameter of `module` to `directory`/params; all processes call this.
+    """Writes every parameter and table of `module` to `directory`/params; all processes call this.
 
     Returns:
       Number of arrays written.
     """
-    values = {path: param.get_value() for path, param in parameters.named_parameters(module)}
+    values = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     largest = max(value.nbytes for value in values.values())
     handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + math.ceil(largest / 1e9))
     with ocp.Checkpointer(handler) as checkpointer, _quiet():

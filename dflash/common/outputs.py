@@ -32,6 +32,7 @@ class Record:
     prefill_ms: float  # from the start of the prefill to the first token
     decode_ms: float  # from the first token to the last
     decode_clock_s: float  # what the run had spent in decoding, all prompts together, by then
+    block_sizes: tuple[int, ...] = ()  # rows verified in each cycle
 
     @property
     def tau(self) -> float | None:
@@ -43,6 +44,11 @@ class Record:
         """Time per output token after the first; None when there is no second."""
         later_tokens = len(self.output_ids) - 1
         return self.decode_ms / later_tokens if later_tokens > 0 else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens after the first per second; None when there is no second."""
+        return 1e3 / self.tpot_ms if self.tpot_ms else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Summary:
     prompts: int
     output_tokens: int
     decode_seconds: float
+    block_size_histogram: Mapping[str, int] = dataclasses.field(default_factory=dict)  # -> cycles
 
 
 def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
@@ -80,6 +87,7 @@ def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
             f"acceptance lengths {min(lengths)} … {max(lengths)} are not in 1 … {block_size}"
         )
     counts = collections.Counter(lengths)
+    sizes = collections.Counter(size for record in records for size in record.block_sizes)
     decode_seconds = max((record.decode_clock_s for record in records), default=0.0)
     output_tokens = sum(len(record.output_ids) for record in records)
     later_tokens = sum(max(len(record.output_ids) - 1, 0) for record in records)
@@ -93,6 +101,37 @@ def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
         prompts=len(records),
         output_tokens=output_tokens,
         decode_seconds=decode_seconds,
+        block_size_histogram={str(size): sizes[size] for size in sorted(sizes)},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A run beside its baseline: the same prompts, decoded without drafting."""
+
+    tokens_per_second: float | None  # the baseline's; see `Summary`
+    speed_up: float | None  # throughput over the baseline's
+    identical: int  # prompts whose output ids are the baseline's
+    prompts: int
+
+
+def compare(
+    records: Mapping[int, Record], baseline: Mapping[int, Record], *, block_size: int
+) -> Comparison:
+    """Compares the finished prompts of a run, by index, with the baseline's.
+
+    Raises:
+      ValueError: they are not the same prompts; or see `summarize`.
+    """
+    if records.keys() != baseline.keys():
+        raise ValueError("run and baseline have finished different prompts")
+    fast = summarize(records.values(), block_size=block_size).tokens_per_second
+    plain = summarize(baseline.values(), block_size=1).tokens_per_second
+    return Comparison(
+        tokens_per_second=plain,
+        speed_up=fast / plain if fast and plain else None,
+        identical=sum(r.output_ids == baseline[i].output_ids for i, r in records.items()),
+        prompts=len(records),
     )
 
 
@@ -122,11 +161,13 @@ def decode(line: bytes) -> Record:
     fields = json.loads(line.decode("utf-8"))
     if not isinstance(fields, dict):
         raise ValueError("not an object")
+    # Lines from before cycles had block sizes of their own are read as they are.
+    fields.setdefault("block_sizes", [])
     missing = [f.name for f in dataclasses.fields(Record) if f.name not in fields]
     if missing:
         raise ValueError(f"no {', '.join(missing)}")
     values = {field.name: fields[field.name] for field in dataclasses.fields(Record)}
-    for name in ("prompt_ids", "output_ids", "acceptance_lengths"):
+    for name in ("prompt_ids", "output_ids", "acceptance_lengths", "block_sizes"):
         if not isinstance(values[name], list):
             raise ValueError(f"{name} is not a list")
         values[name] = tuple(values[name])

@@ -10,7 +10,8 @@ import fnmatch
 import functools
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,9 @@ IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq")
 
 _PIECE_BYTES = 8 * 2**20
 _ALIGNMENT_BYTES = 64  # what lets a CPU device use a host buffer as it is
-_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # of weights
+_TABLE_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
+_CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _TABLE_DTYPES).items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +56,13 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     Args:
       module: offers `checkpoint_name(path)`, and where it likes `ignored_checkpoint_names` and
         `ignored_checkpoint_suffixes`. Parameters at a path that ends in ".kernel" are stored
-        transposed.
+        transposed. Tables are filled too.
       directory: holds model.safetensors or an index with its shards.
     Raises:
       CheckpointError: a file is missing or damaged, or the tensors are not those of the module.
     """
     tensors = read_headers(directory)
-    wanted = {path: param.get_value() for path, param in parameters.named_parameters(module)}
+    wanted = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     _check(tensors, wanted, module, directory)
     in_file_order = sorted(
         ((tensors[module.checkpoint_name(path)], path) for path in wanted),
@@ -107,38 +109,39 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Dtypes among the stored weights.
+    """Dtypes among the stored weights; tables do not count.
 
     Raises:
       CheckpointError: the checkpoint cannot be read, or a tensor is not of these floating points.
     """
     tensors = read_headers(directory).values()
-    weights = [tensor for tensor in tensors if not _matches(tensor.name, IGNORED)]
+    weights = [
+        tensor
+        for tensor in tensors
+        if not _matches(tensor.name, IGNORED) and tensor.code not in _TABLE_DTYPES
+    ]
     for tensor in weights:
-        _check_code(tensor)
+        _check_code(tensor, _DTYPES)
     return {np.dtype(_DTYPES[tensor.code]) for tensor in weights}
 
 
 def save(
     module: nnx.Module, directory: pathlib.Path, dtype=None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> int:
-    """Writes every parameter of `module` under its checkpoint name, one tensor in memory at a time.
+    """Writes what `module` holds under its checkpoint names, one tensor in memory at a time.
 
     All processes of a multi-host run call this; process 0 writes.
 
     Args:
-      module: offers `checkpoint_name(path)`; its parameters hold arrays.
+      module: offers `checkpoint_name(path)`; its parameters and tables hold arrays.
       directory: exists already.
-      dtype: of the stored tensors; None keeps each parameter's own.
+      dtype: of the stored weights; None keeps each parameter's own.
       max_shard_bytes: a larger model is split into several files and an index.
     Returns:
       Number of tensors written.
     """
     shards = _pack(
-        [
-            _Outgoing(module, path, param, dtype)
-            for path, param in parameters.named_parameters(module)
-        ],
+        [_Outgoing(module, path, leaf, dtype) for path, leaf in parameters.named_arrays(module)],
         max_shard_bytes,
     )
     weight_map = {}
@@ -225,14 +228,16 @@ def _check(tensors, wanted, module, directory) -> None:
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(expected)}; {misfit}"
             )
-        _check_code(tensor)
+        is_weight = jnp.issubdtype(wanted[path].dtype, jnp.floating)
+        _check_code(tensor, _DTYPES if is_weight else _TABLE_DTYPES)
 
 
-def _check_code(tensor: StoredTensor) -> None:
-    if tensor.code not in _DTYPES:
+def _check_code(tensor: StoredTensor, known: Mapping[str, Any]) -> None:
+    if tensor.code not in known:
+        hint = "; quantized checkpoints are not supported" if known is _DTYPES else ""
         raise errors.CheckpointError(
             f"{tensor.file}: tensor {tensor.name!r} is {tensor.code}, expected one of "
-            f"{', '.join(_DTYPES)}; quantized checkpoints are not supported"
+            f"{', '.join(known)}{hint}"
         )
 
 
@@ -300,12 +305,14 @@ def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
 
 
 class _Outgoing:
-    """A parameter on its way into a file: known by name, shape and dtype, fetched when written."""
+    """An array on its way into a file: known by name, shape and dtype, fetched when written."""
 
-    def __init__(self, module: nnx.Module, path: str, param: nnx.Param, dtype):
-        self._value = param.get_value()
+    def __init__(self, module: nnx.Module, path: str, leaf: nnx.Variable, dtype):
+        self._value = leaf.get_value()
         self._transposed = path.endswith(".kernel")
         self.name = module.checkpoint_name(path)
+        if isinstance(leaf, parameters.Table):
+            dtype = leaf.stored_dtype
         self.dtype = np.dtype(dtype or self._value.dtype)
         self.shape = self._value.shape[::-1] if self._transposed else self._value.shape
         self.num_bytes = self._value.size * self.dtype.itemsize
@@ -313,12 +320,15 @@ class _Outgoing:
     def fetch(self) -> np.ndarray:
         """The values as the file wants them, on this host."""
         # A fresh array: a jax array that is turned into numpy keeps that host copy for its life.
-        fresh = _prepare(self._value, transposed=self._transposed, dtype=self.dtype)
+        # jax has no int64 here: tables are widened on the host.
+        weight = jnp.issubdtype(self.dtype, jnp.floating)
+        dtype = self.dtype if weight else self._value.dtype
+        fresh = _prepare(self._value, transposed=self._transposed, dtype=dtype)
         if not fresh.is_fully_addressable:
             from jax.experimental import multihost_utils
 
-            return multihost_utils.process_allgather(fresh, tiled=True)
-        return np.asarray(fresh)
+            fresh = multihost_utils.process_allgather(fresh, tiled=True)
+        return np.asarray(fresh).astype(self.dtype, copy=False)
 
 
 @functools.partial(jax.jit, static_argnames=("transposed", "dtype"))

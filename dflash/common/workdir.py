@@ -1,7 +1,8 @@
 """Where a decode run leaves its results: outputs.jsonl, results.json and config.yml in a directory.
 
-outputs.jsonl grows by one line as each prompt finishes, so that a killed run loses only the prompts
-that it was working on; the next run on the directory takes up where that one ended.
+outputs.jsonl (and baseline.jsonl beside it) grows by one line as each prompt finishes, so that a
+killed run loses only the prompts that it was working on; the next run on the directory takes up
+where that one ended.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from dflash.common import directories, outputs
 from dflash.common import prompts as prompts_lib
 
 OUTPUTS = "outputs.jsonl"
+BASELINE = "baseline.jsonl"  # the same, decoded without drafting (decode.baseline)
 RESULTS = "results.json"
 CONFIG = "config.yml"
 
@@ -38,23 +40,27 @@ class Records:
         return {index: self._records[index] for index in sorted(self._records)}
 
     def pending(self, prompts: Sequence[prompts_lib.Prompt]) -> list[prompts_lib.Prompt]:
-        """Returns the prompts that are still to do.
+        """Returns the prompts that are still to do, in part at least if they have several turns.
 
         Raises:
           WorkdirError: earlier records belong to other prompts.
         """
+        turns = sum(len(prompt.indices) for prompt in prompts)
+        first_turns = {prompt.index: prompt for prompt in prompts}
         for index, record in self.completed().items():
-            if index >= len(prompts):
+            if index >= turns:
                 raise errors.WorkdirError(
                     f"{self._name()} holds prompt {index}, but now there are only "
-                    f"{len(prompts)} prompts: use the same prompts, or another --workdir"
+                    f"{turns} prompts: use the same prompts, or another --workdir"
                 )
-            if record.prompt_ids != tuple(prompts[index].ids):
+            # What a later turn is made from has been compared when its first turn was.
+            prompt = first_turns.get(index)
+            if prompt is not None and record.prompt_ids != tuple(prompt.ids):
                 raise errors.WorkdirError(
-                    f"{self._name()} holds another prompt {index} than {prompts[index].source} "
+                    f"{self._name()} holds another prompt {index} than {prompt.source} "
                     "is now: use the same prompts, or another --workdir"
                 )
-        return [prompt for prompt in prompts if prompt.index not in self._records]
+        return [prompt for prompt in prompts if not self._records.keys() >= {*prompt.indices}]
 
     def append(self, record: outputs.Record) -> outputs.Record:
         """Adds a finished prompt, its clock moved on by what earlier runs took; returns that.
@@ -95,19 +101,25 @@ class Workdir(Records):
 
     def __init__(
         self,
-        directory: pathlib.Path,
+        path: pathlib.Path,
         descriptor: int,
         config_hash: str,
         records: Iterable[outputs.Record],
     ):
         """Use `Workdir.open`."""
         super().__init__(records)
-        self._directory = directory
+        self._path = path
         self._descriptor = descriptor
         self._config_hash = config_hash
 
     @classmethod
-    def open(cls, directory: str | os.PathLike, config_yaml: str, config_hash: str) -> "Workdir":
+    def open(
+        cls,
+        directory: str | os.PathLike,
+        config_yaml: str,
+        config_hash: str,
+        name: str = OUTPUTS,
+    ) -> "Workdir":
         """Takes a work directory for this run, and creates it where it is missing.
 
         Another run's directory is refused, except when that run wrote no output yet. A line that a
@@ -117,13 +129,14 @@ class Workdir(Records):
           directory: where; `~` is the home directory.
           config_yaml: the resolved config, kept as config.yml.
           config_hash: goes into results.json.
+          name: of the file of records.
 
         Raises:
           WorkdirError: it cannot be written, is in use by another run, belongs to another config,
-            or holds a damaged outputs.jsonl.
+            or holds damaged records.
         """
         directory = pathlib.Path(directory).expanduser()
-        path = directory / OUTPUTS
+        path = directory / name
         with directories.explained(directory):
             directory.mkdir(parents=True, exist_ok=True)
             if not path.exists():
@@ -141,13 +154,14 @@ class Workdir(Records):
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(directory, descriptor, config_hash, records)
+        return cls(path, descriptor, config_hash, records)
 
     def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
         values = {**dataclasses.asdict(summary), "config_hash": self._config_hash, **facts}
         text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
-        with directories.explained(self._directory / RESULTS):
-            directories.write_whole(self._directory / RESULTS, text + "\n")
+        path = self._path.parent / RESULTS
+        with directories.explained(path):
+            directories.write_whole(path, text + "\n")
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -155,10 +169,10 @@ class Workdir(Records):
             self._descriptor = -1
 
     def _name(self) -> str:
-        return str(self._directory / OUTPUTS)
+        return str(self._path)
 
     def _write(self, record: outputs.Record) -> None:
-        with directories.explained(self._directory / OUTPUTS):
+        with directories.explained(self._path):
             line = outputs.encode(record)
             written = os.write(self._descriptor, line)
             if written < len(line):  # a full disk; the torn line goes when the next run opens
@@ -208,7 +222,7 @@ def _check_config(directory: pathlib.Path, config_yaml: str, *, required: bool) 
         if not required:
             return
         raise errors.WorkdirError(
-            f"{path}: missing, so nobody knows what {OUTPUTS} is of: use another --workdir"
+            f"{path}: missing, so nobody knows what the outputs here are of: use another --workdir"
         ) from error
     except (ValueError, yaml.YAMLError) as error:
         raise errors.WorkdirError(f"{path}: not a config: use another --workdir") from error

@@ -2,8 +2,10 @@
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +26,7 @@ CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
 
 _INVALID = object()  # stands for a value that a problem has been reported for
 _SCALARS = (bool, int, float, str)
+_UNIONS = (types.UnionType, typing.Union)  # which of them it is depends on what is in it
 _NOUNS = {
     int: ("an integer", "integers"),
     float: ("a number", "numbers"),
@@ -35,6 +38,12 @@ _NOUNS = {
 def named_groups(run: type) -> list[str]:
     """The keys of `run` whose `name` chooses their schema."""
     return [key for key, kind in typing.get_type_hints(run).items() if kind in CHOICES]
+
+
+def overriding_groups(run: type) -> list[tuple[str, str]]:
+    """The keys of `run` that map names to overrides of another group, each with that group."""
+    fields = [(field.name, field.metadata) for field in dataclasses.fields(run)]
+    return [(name, data["overrides_of"]) for name, data in fields if "overrides_of" in data]
 
 
 def build(tree: Tree, run: type, *, complete: bool) -> tuple[Any, set[Path], list[str]]:
@@ -203,16 +212,19 @@ def _required(field: dataclasses.Field) -> bool:
 
 
 def _without_null(kind: Any) -> tuple[Any, bool]:
-    """`X | None` as (X, True), any other type as (type, False)."""
-    if not isinstance(kind, types.UnionType):
+    """`X | None` as (X, True), any other type as (type, False); X may be a union itself."""
+    if typing.get_origin(kind) not in _UNIONS or type(None) not in typing.get_args(kind):
         return kind, False
-    (inner,) = (option for option in typing.get_args(kind) if option is not type(None))
-    return inner, True
+    inner = (option for option in typing.get_args(kind) if option is not type(None))
+    return functools.reduce(operator.or_, inner), True
 
 
 def _scalar(kind: Any, node: Node) -> Any:
     """The node as a scalar type: an integer will do for a number, a boolean never."""
     value, text = node.value, text_of(node)
+    if typing.get_origin(kind) in _UNIONS:
+        found = (_scalar(option, node) for option in typing.get_args(kind))
+        return next((value for value in found if value is not _INVALID), _INVALID)
     if typing.get_origin(kind) is Literal:
         return text if isinstance(text, str) and text in typing.get_args(kind) else _INVALID
     if kind is str:
@@ -224,6 +236,8 @@ def _scalar(kind: Any, node: Node) -> Any:
 
 def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
     low, high = bounds.get("minimum"), bounds.get("maximum")
+    if isinstance(value, str):
+        return True
     return (low is None or value >= low) and (high is None or value <= high)
 
 
@@ -233,6 +247,10 @@ def _describe(wanted: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if kind in _NOUNS:
         words = _NOUNS[kind][number] + _range(bounds)
+    elif origin in _UNIONS:
+        words = " or ".join(_describe(option, bounds, number) for option in options)
+    elif origin is Literal and len(options) == 1:
+        words = options[0]
     elif origin is Literal:
         words = f"one of {', '.join(options)}"
     elif origin is tuple:
@@ -272,7 +290,9 @@ def _show(node: Node) -> str:
 
 def _near(wanted: Any, node: Node) -> str:
     """ "; did you mean 'x'?" for a near miss of one of a few fixed choices."""
-    choices = typing.get_args(_without_null(wanted)[0])
+    kind = _without_null(wanted)[0]
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
+    choices = [choice for kind in kinds for choice in typing.get_args(kind)]
     fixed = [choice for choice in choices if isinstance(choice, str)]
     near = difflib.get_close_matches(str(text_of(node)), fixed, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

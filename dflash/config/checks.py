@@ -6,6 +6,7 @@ checks. It yields the keys involved, the one to blame first, and what is wrong.
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -71,13 +72,33 @@ def _drafter_architecture(config: Any) -> Iterator[Problem]:
     drafter, target = config.drafter, config.target.architecture
     shape = _shape(drafter)
     block, trained = getattr(drafter, "block_size", None), getattr(shape, "block_size", None)
-    if block is not None and trained is not None and block > trained:
+    if block == schema.AUTO and getattr(drafter, "tree", None) is not None:
+        yield (
+            ("drafter.block_size", "drafter.tree"),
+            "auto chooses among chains; leave drafter.tree out",
+        )
+    if isinstance(block, int) and trained is not None and block > trained:
         keys = "drafter.block_size", "drafter.architecture.block_size"
         yield keys, f"{block} exceeds drafter.architecture.block_size={trained}"
     mask = getattr(shape, "mask_token_id", None)
     if mask is not None:
         yield from _in_vocabulary(config, "drafter.architecture.mask_token_id", (mask,))
     yield from _layer_ids(config, getattr(shape, "target_layer_ids", None), target)
+
+
+def _draft_model(config: Any) -> Iterator[Problem]:
+    """The family of a drafter that is a language model itself."""
+    family = getattr(config.drafter, "family", None)
+    if family is not None and family not in registry.TARGETS:
+        near = registry.suggest(family, registry.TARGETS)
+        yield ("drafter.family",), f"unknown name {family!r}{near}"
+
+
+def _one_block_size(config: Any) -> Iterator[Problem]:
+    """Only decoding chooses block sizes; training and the compile report have one."""
+    elsewhere = hasattr(config, "train") or hasattr(config, "tpu")
+    if elsewhere and getattr(config.drafter, "block_size", None) == schema.AUTO:
+        yield ("drafter.block_size",), "auto is for decoding; give a number, or leave it out"
 
 
 def _layer_ids(config: Any, layers: tuple[int, ...] | None, target: Any) -> Iterator[Problem]:
@@ -129,6 +150,32 @@ def _prompts(config: Any) -> Iterator[Problem]:
     elif prompts.dataset not in registry.DATASETS:
         near = registry.suggest(prompts.dataset, set(registry.DATASETS) - {_FILES})
         yield ("prompts.dataset",), f"unknown data set {prompts.dataset!r}{near}"
+
+
+def _strategies(config: Any) -> Iterator[Problem]:
+    """Each strategy's drafter, by the checks of `drafter`; and that there is one."""
+    for name, drafter in config.strategies.items():
+        own = f"strategies.{name}"
+        alone = types.SimpleNamespace(drafter=drafter)
+        beside = types.SimpleNamespace(drafter=drafter, target=config.target)
+        for keys, message in (*_checkpoints(alone), *_drafter_architecture(beside)):
+            renamed = (re.sub(r"^drafter\b", own, key) for key in keys)
+            yield tuple(renamed), re.sub(r"\bdrafter\.", f"{own}.", message)
+        if getattr(drafter, "block_size", None) == schema.AUTO:
+            yield (f"{own}.block_size",), "auto is for decoding; parts are measured at one size"
+
+
+def _tasks(config: Any) -> Iterator[Problem]:
+    if config.trace is not None and config.acceptance:
+        yield ("trace", "acceptance"), "excludes acceptance; give one of the two"
+    if config.forced or config.study is not None:
+        return
+    if not config.tasks:
+        yield ("tasks",), "required: a list of data sets, such as [math, code, chat]"
+    for task in config.tasks:
+        if task == _FILES or task not in registry.DATASETS:
+            near = registry.suggest(task, set(registry.DATASETS) - {_FILES})
+            yield ("tasks",), f"unknown task {task!r}{near}"
 
 
 def _data(config: Any) -> Iterator[Problem]:
@@ -214,9 +261,13 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("target",), _random_target),
     (("target",), _target_architecture),
     (("target", "drafter"), _drafter_architecture),
+    (("drafter",), _draft_model),
+    (("drafter",), _one_block_size),
     (("target", "decode"), _stop_ids),
     (("decode",), _lengths),
     (("prompts",), _prompts),
+    (("strategies", "target"), _strategies),
+    (("tasks", "trace", "acceptance"), _tasks),
     (("data",), _data),
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),

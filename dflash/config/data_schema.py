@@ -17,6 +17,7 @@ class DataConfig:
     length: int = option(1024, minimum=2)  # tokens in a row; longer conversations are cut
     seed: int = option(0, minimum=0, maximum=2**31 - 1)  # of the order
     data_dir: str | None = None  # None: ~/.cache/dflash/datasets
+    raw_dir: str | None = None  # of files of published sets; None: raw/ in data_dir
 
     @property
     def shares(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import ml_collections
 
-from dflash import errors
+from dflash import errors, registry
 from dflash.config import strict_yaml
 from dflash.config.strict_yaml import Node
 
@@ -27,7 +27,7 @@ class Tree:
     """
 
     content: ml_collections.ConfigDict
-    places: Mapping[Path, Node]
+    places: dict[Path, Node]
     origin: str
 
     def source(self, *paths: Path) -> str:
@@ -128,6 +128,50 @@ def merge(layers: Sequence[Sequence[Node]], named_groups: Collection[str], origi
     return Tree(content, places, origin)
 
 
+def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> list[str]:
+    """Completes the entries of `mapping`, each an override of `group`, in place.
+
+    An entry says whose override it is by its `name`; without one, its key does if that is a name,
+    else it is that of `group`. It starts from `group` if that has the same name, else afresh. An
+    entry may also be a config file, whose `group` it then takes.
+
+    Args:
+      tree: all layers, merged.
+      mapping: top-level key of the entries.
+      group: top-level key of what they override.
+      names: that `group` may have.
+    Returns:
+      Every problem found, one line each.
+    """
+    entries = tree.content.get(mapping)
+    if not isinstance(entries, ml_collections.ConfigDict):
+        return []
+    problems: list[str] = []
+    shared = tree.content.get(group)
+    shared = shared if isinstance(shared, ml_collections.ConfigDict) else _empty()
+    for key in list(entries):
+        entry, here = entries[key], (mapping, key)
+        if isinstance(entry, Node):
+            if not isinstance(entry.value, str | None):
+                continue  # reported when it is built
+            entry = _entry_from_file(entry, tree, here, group, problems)
+        name = _name_of(entry)
+        if name is None:
+            name = key if key in names else _name_of(shared)
+        if name is None:
+            where = f"{tree.source(here)}: {mapping}.{key}"
+            near = registry.suggest(key, names)
+            problems.append(f"{where}: unknown name {key!r}{near}; or say which by {key}.name")
+        completed = _empty()
+        if name == _name_of(shared):
+            _overlay(completed, shared, tree.places, (group,), here)
+        _overlay(completed, entry, tree.places, here, here)
+        if name is not None and "name" not in completed:
+            completed["name"] = Node(name, tree.places[here].source)
+        entries[key] = completed
+    return problems
+
+
 def text_of(node: Node) -> object:
     """What a string field gets: the text as typed on the command line, else the value itself."""
     return node.value if node.raw is None else node.raw
@@ -149,6 +193,44 @@ def _merge_into(content, layer: Mapping[str, Node], path: Path, places: dict[Pat
         elif node.raw is not None:
             places[here] = node
         _merge_into(content[key], node.value, here, places)
+
+
+def _entry_from_file(
+    entry: Node, tree: Tree, here: Path, group: str, problems: list[str]
+) -> ml_collections.ConfigDict:
+    """The `group` of the config file that an entry names; empty where it names none."""
+    content = _empty()
+    if entry.value is None:
+        return content
+    found: list[str] = []
+    files, _ = read(entry.value, found)
+    problems += [f"{entry.source}: {'.'.join(here)}: {problem}" for problem in found]
+    for node in files:
+        if node is not None and group in node.value:
+            _merge_into(content, {group: node.value[group]}, (), {})
+    content = content.get(group, _empty())
+    return content if isinstance(content, ml_collections.ConfigDict) else _empty()
+
+
+def _overlay(content, over, places: dict[Path, Node], written: Path, here: Path) -> None:
+    """Lays `over`, whose keys were written below `written`, over `content`, which is at `here`."""
+    for key, item in over.items():
+        there, place = (*written, key), (*here, key)
+        if there in places:
+            places[place] = places[there]
+        if not isinstance(item, ml_collections.ConfigDict):
+            content[key] = item
+            places.setdefault(place, item)
+            continue
+        if not isinstance(content.get(key), ml_collections.ConfigDict):
+            content[key] = _empty()
+        _overlay(content[key], item, places, there, place)
+
+
+def _name_of(group: ml_collections.ConfigDict) -> str | None:
+    node = group.get("name")
+    text = text_of(node) if isinstance(node, Node) else None
+    return text if isinstance(text, str) else None
 
 
 def _renames(current: object, layer: Sequence[Node], group: str) -> bool:

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,14 +16,16 @@ from dflash import errors
 from dflash.config import build, checks, layers, strict_yaml
 from dflash.config.layers import find_config as find_config
 from dflash.config.schema import DecodeRun
+from dflash.config.strict_yaml import Node
 
+SWEEP = "sweep"  # the key of a sweep's block
 Run = TypeVar("Run")
 
 
 def load(
     path: str | pathlib.Path,
     overrides: Sequence[str] = (),
-    schema: type[Run] = DecodeRun,
+    schema: type[Run] | tuple[type[Run], ...] = DecodeRun,
 ) -> Run:
     """Loads a config.
 
@@ -30,27 +33,66 @@ def load(
       path: a YAML file, looked up as given, then among the shipped configs.
       overrides: `key=value` arguments; keys are dotted, values are YAML. A string field takes the
         text as typed, and a list field takes a bare value as a list of one.
-      schema: the dataclass to fill.
+      schema: the dataclass to fill; of several, the one that knows most of the file's groups.
     Returns:
-      An instance of `schema`.
+      An instance of `schema`, or of one of them.
     Raises:
       ConfigError: anything is wrong; holds every problem, one line each.
     """
     problems: list[str] = []
     files, origin = layers.read(path, problems)
-    readable = [file for file in files if file is not None]
-    complete = len(readable) == len(files)
     command_line = layers.parse_overrides(overrides, problems)
-    tree = layers.merge(
-        [*([file] for file in readable), command_line], build.named_groups(schema), origin
-    )
-    config, unusable, found = build.build(tree, schema, complete=complete)
-    problems += found
-    if config is not None and complete:
-        problems += _crossed(config, tree, unusable)
+    if isinstance(schema, tuple):
+        schema = _fitting(schema, [file for file in files if file is not None])
+    for node in (*files, *command_line):
+        if node is not None and SWEEP in node.value:
+            place = node.value[SWEEP].source
+            problems.append(f"{place}: {SWEEP}: belongs to python -m dflash.sweep alone")
+    found = [without_sweep(node) for node in files]
+    rest = [without_sweep(node) for node in command_line]
+    config, further = resolve(found, [rest], origin, schema)
+    problems += further
     if problems:
         raise errors.ConfigError(*problems)
     return config
+
+
+def resolve(
+    files: Sequence[Node | None],
+    over: Sequence[Sequence[Node]],
+    origin: str,
+    schema: type[Run],
+) -> tuple[Run | None, list[str]]:
+    """Builds a config from its layers.
+
+    Args:
+      files: of `layers.read`, in the order in which later wins; None for one that is unreadable.
+      over: layers over the files, such as the command line.
+      origin: the name of the main file.
+      schema: the dataclass to fill.
+    Returns:
+      An instance of `schema`, None where there is none; every problem, one line each.
+    """
+    readable = [file for file in files if file is not None]
+    complete = len(readable) == len(files)
+    tree = layers.merge([*([file] for file in readable), *over], build.named_groups(schema), origin)
+    inherited: list[str] = []
+    for mapping, group in build.overriding_groups(schema):
+        names = build.CHOICES[typing.get_type_hints(schema)[group]]
+        inherited += layers.inherit(tree, mapping, group, names)
+    config, unusable, problems = build.build(tree, schema, complete=complete)
+    problems = inherited + problems
+    if config is not None and complete:
+        problems += _crossed(config, tree, unusable)
+    return config, problems
+
+
+def without_sweep(node: Node | None) -> Node | None:
+    """A file or argument without its `sweep:` block."""
+    if node is None or SWEEP not in node.value:
+        return node
+    content = {key: value for key, value in node.value.items() if key != SWEEP}
+    return dataclasses.replace(node, value=content)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -67,6 +109,13 @@ def config_hash(config: Any) -> str:
     """Twelve hex digits of a SHA-256 over the resolved content; the order of keys is immaterial."""
     canonical = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def _fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
+    keys = {key for file in files for key in file.value}
+    return max(
+        schemas, key=lambda one: len(keys & {field.name for field in dataclasses.fields(one)})
+    )
 
 
 def _crossed(config: Any, tree: layers.Tree, unusable: set[layers.Path]) -> list[str]:

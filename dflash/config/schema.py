@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+AUTO = "auto"
 DType = Literal["float32", "bfloat16"]
 
 
@@ -61,6 +62,53 @@ class DFlashArchitecture:
 
 
 @dataclasses.dataclass(frozen=True)
+class DFlash2Architecture(DFlashArchitecture):
+    """Shape of a DFlash2 drafter that has no checkpoint."""
+
+    conv_kernel_size: int = option(2, minimum=1)
+    conv_group_size: int = option(16, minimum=1)
+    selector_rank: int = option(256, minimum=1)
+    selector_top_k: int = option(16, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkArchitecture(DFlashArchitecture):
+    """Shape of a DSpark drafter that has no checkpoint; block_size counts painted rows."""
+
+    markov_rank: int = option(256, minimum=1)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaArchitecture:
+    """Shape of Medusa heads that have no checkpoint."""
+
+    block_size: int = option(5, minimum=2)  # the anchor and a token of each head
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModelArchitecture:
+    """Shape of a draft model that has no checkpoint; what is left out follows the target."""
+
+    num_hidden_layers: int = option(4, minimum=1)
+    hidden_size: int | None = option(None, minimum=1)
+    intermediate_size: int | None = option(None, minimum=1)
+    num_attention_heads: int | None = option(None, minimum=1)
+    num_key_value_heads: int | None = option(None, minimum=1)
+    tie_word_embeddings: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Architecture:
+    """Shape of an EAGLE-3 drafter that has no checkpoint; what is left out follows the target."""
+
+    # None: the target's. Fewer: training picks the tokens that its data holds most often.
+    draft_vocab_size: int | None = option(None, minimum=1)
+    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0)  # None: low, middle, high
+    intermediate_size: int | None = option(None, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class TargetConfig:
     """The model whose distribution the output follows."""
 
@@ -77,13 +125,108 @@ class DrafterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MarginalTree:
+    """A tree of the likeliest prefixes, from the marginals of the slots of a block."""
+
+    budget: int = option(minimum=1, maximum=1024)  # drafts in the tree
+
+
+@dataclasses.dataclass(frozen=True)
 class DFlashConfig(DrafterConfig):
     """A DFlash drafter."""
 
     name: str = "dflash"
     checkpoint: str | None = None
-    block_size: int | None = option(None, minimum=2)  # None: as trained
+    block_size: int | Literal["auto"] | None = option(None, minimum=2)  # None: as trained
+    tree: MarginalTree | None = None  # None: a chain
     architecture: DFlashArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramConfig(DrafterConfig):
+    """Prompt lookup."""
+
+    name: str = "ngram"
+    block_size: int | Literal["auto"] = option(8, minimum=2)
+    longest_match: int = option(3, minimum=1)  # tokens looked for at first; then fewer
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoregressiveConfig(DrafterConfig):
+    """A smaller language model that writes its draft token by token."""
+
+    name: str = "autoregressive"
+    checkpoint: str | None = None
+    block_size: int | Literal["auto"] = option(5, minimum=2)
+    family: str = "qwen3"  # of random weights; a checkpoint names its own
+    architecture: DraftModelArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash2Config(DrafterConfig):
+    """A DFlash2 drafter."""
+
+    name: str = "dflash2"
+    checkpoint: str | None = None
+    block_size: int | Literal["auto"] | None = option(None, minimum=2)  # None: as trained
+    architecture: DFlash2Architecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig(DrafterConfig):
+    """A DSpark drafter."""
+
+    name: str = "dspark"
+    checkpoint: str | None = None
+    block_size: int | Literal["auto"] | None = option(None, minimum=2)  # None: as trained
+    architecture: DSparkArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaConfig(DrafterConfig):
+    """Medusa heads."""
+
+    name: str = "medusa"
+    checkpoint: str | None = None
+    block_size: int | Literal["auto"] | None = option(None, minimum=2)  # None: as trained
+    tree: MarginalTree | None = None  # None: a chain
+    architecture: MedusaArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LookaheadConfig(DrafterConfig):
+    """Lookahead decoding; a block has 1 + (ngram_size - 1) · (window + candidates) rows."""
+
+    name: str = "lookahead"
+    window: int = option(8, minimum=1)  # positions that are solved for at once
+    ngram_size: int = option(4, minimum=2)
+    candidates: int = option(8, minimum=1)  # n-grams verified in each cycle
+    pool_size: int = option(256, minimum=1)  # n-grams kept of each sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamTree:
+    """A tree that is grown level by level. By default as EAGLE-3 publishes it.
+
+    What is published as depth 7 comes beside a first level, what is published as 60 tokens counts
+    the anchor.
+    """
+
+    budget: int = option(59, minimum=1, maximum=1024)  # drafts in the tree
+    top_k: int = option(10, minimum=1)  # nodes of a level that are extended, and children of each
+    depth: int = option(8, minimum=1)  # drafts on the longest path
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config(DrafterConfig):
+    """An EAGLE-3 drafter."""
+
+    name: str = "eagle3"
+    checkpoint: str | None = None
+    num_draft_tokens: int = option(7, minimum=1)  # length of a chain
+    tree: BeamTree | None = None  # None: a chain
+    training_steps: int = option(7, minimum=1)  # of its own output that training feeds it
+    architecture: Eagle3Architecture | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +241,7 @@ class DecodeConfig:
     verify: Literal["coupled", "rejection"] = "coupled"
     stop_ids: tuple[int, ...] = option((), minimum=0)  # beside the checkpoint's end-of-sequence ids
     ignore_eos: bool = False
+    baseline: bool = False  # decode every prompt once more without drafting, and compare
     batch_size: int = option(1, minimum=1)
     sync_every: int = option(8, minimum=1)  # cycles per dispatch
     max_length: int | None = option(None, minimum=2)  # None: the longest prompt + max_new_tokens
@@ -115,7 +259,8 @@ class PromptsConfig:
     thinking: bool = (
         False  # ask the template for reasoning first; drafters are mostly trained without
     )
-    dataset: str | None = None  # a data set of dflash/registry.py, such as math
+    dataset: str | None = None  # a data set of dflash/registry.py, such as math or gsm8k
+    raw_dir: str | None = None  # files of published sets; None: ~/.cache/dflash/datasets/raw
     split: Literal["train", "validation", "test"] = "test"  # of the data set
     limit: int | None = option(None, minimum=1)  # how many of the data set; None: all
 

@@ -1,13 +1,16 @@
 """One cycle: draft, verify, commit, observe. Pure, and wholly on the device."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters.base import Drafter, Heads, Proposal
 from dflash.inference import tree as trees
 from dflash.inference import verify
+from dflash.inference.adaptive import block_sizes
 from dflash.inference.sampling import SequenceSampler
 from dflash.inference.state import DecodeState, Report
 from dflash.models.decoder import Decoder
@@ -31,7 +34,7 @@ class Rules:
 
 
 def cycle(
-    target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules
+    target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules, block_size: int
 ) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Advances every active slot by one draft and one target forward.
 
@@ -40,26 +43,26 @@ def cycle(
       drafter: proposes tokens.
       state: see the invariant there.
       rules: of the run.
+      block_size: rows to verify, at most the drafter's.
     Returns:
-      state, committed tokens int32 [B, R], num_committed int32 [B].
+      state, committed tokens int32 [B, longest path], num_committed int32 [B].
     """
     position = state.length - 1
     sampler = SequenceSampler(state.sampling, with_probs=rules.rejection)
-    proposal, drafter_state = drafter.draft(state.drafter, state.anchor, position, sampler, target)
+    with jax.named_scope("drafter"):
+        proposal, drafter_state = _draft(drafter, block_size - 1, state, sampler, target)
 
     rows = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
-    tree = None if proposal.parents is None else trees.from_parents(proposal.parents)
-    depth = jnp.arange(rows.shape[1]) if tree is None else tree.depth
-    positions = position[:, None] + depth
-    output = target(
-        rows,
-        jnp.broadcast_to(positions, rows.shape),
-        state.cache,
-        feature_layers=drafter.feature_layers,
-        tree_mask=None if tree is None else tree.ancestry,
-    )
+    tree = None
+    if proposal.parents is not None:
+        tree = trees.from_parents(proposal.parents, drafter.longest_path - 1)
+    output, positions = _forward(target, drafter, state, rows, tree)
     logits = target.unembed(output.hidden)
     verdict = _verify(proposal, tree, logits, positions + 1, sampler)
+    if verdict.sampled is not None:
+        drafter_state = drafter.review(drafter_state, proposal, verdict.sampled)
+    if proposal.forced is not None:
+        verdict = verify.force(verdict, proposal.forced)
 
     features, cache = output.features, output.cache
     committed = _following_tokens(rows, verdict)
@@ -67,13 +70,17 @@ def cycle(
         cache = cache.compact(position, verdict.path, target.sharding)
         features = jnp.take_along_axis(features, verdict.path[..., None], axis=1)
     num_committed, active = _commit(state, committed, verdict.num_accepted + 1, rules)
-    drafter_state = drafter.observe(
-        drafter_state,
-        position,
-        jnp.concatenate([state.anchor[:, None], committed], axis=1),
-        num_committed,
-        features,
-    )
+    following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
+    adaptive = state.adaptive
+    if adaptive is not None:
+        adaptive = adaptive.learn(block_size - 1, verdict.num_accepted, state.active)
+    if adaptive is not None and block_size == 1:
+        adaptive = adaptive.put_aside(following, num_committed, features)
+    else:
+        with jax.named_scope("drafter"):
+            drafter_state = drafter.observe(
+                drafter_state, position, following, num_committed, features, target
+            )
     last = jnp.maximum(num_committed - 1, 0)[:, None]
     anchor = jnp.take_along_axis(committed, last, axis=1)[:, 0]
     state = dataclasses.replace(
@@ -83,39 +90,120 @@ def cycle(
         active=active,
         cache=cache,
         drafter=drafter_state,
+        adaptive=adaptive,
     )
     return state, committed, num_committed
+
+
+def _forward(target, drafter, state, rows, tree):
+    """The target over the anchor and the drafts: its output, and the rows' positions."""
+    depth = jnp.arange(rows.shape[1]) if tree is None else tree.depth
+    positions = state.length[:, None] - 1 + depth
+    with jax.named_scope("target"):
+        output = target(
+            rows,
+            jnp.broadcast_to(positions, rows.shape),
+            state.cache,
+            feature_layers=drafter.feature_layers,
+            tree_mask=None if tree is None else tree.ancestry,
+        )
+    return output, positions
 
 
 def run_cycles(
     target: Decoder, drafter: Drafter, state: DecodeState, *, max_cycles: int, rules: Rules
 ) -> tuple[DecodeState, Report]:
     """Runs cycles until `max_cycles` are done or no slot is active; see `cycle`."""
-    batch, rows = state.anchor.shape[0], drafter.block_size
+    sizes = block_sizes(drafter)
+    batch, rows = state.anchor.shape[0], drafter.longest_path
     report = Report(
         cycles=jnp.int32(0),
         tokens=jnp.zeros((max_cycles, batch, rows), jnp.int32),
         num_committed=jnp.zeros((max_cycles, batch), jnp.int32),
         active=state.active,
+        block_sizes=jnp.zeros(max_cycles, jnp.int32),
     )
 
     def go_on(carry):
         _, report = carry
         return (report.cycles < max_cycles) & jnp.any(report.active)
 
-    def step(carry):
+    def step(size, carry):
         state, report = carry
-        state, tokens, num_committed = cycle(target, drafter, state, rules=rules)
+        state, tokens, num_committed = cycle(target, drafter, state, rules=rules, block_size=size)
         i = report.cycles
         report = Report(
             cycles=i + 1,
-            tokens=report.tokens.at[i].set(tokens),
+            tokens=report.tokens.at[i, :, : tokens.shape[1]].set(tokens),
             num_committed=report.num_committed.at[i].set(num_committed),
             active=state.active,
+            block_sizes=report.block_sizes.at[i].set(size),
         )
-        return state, report
+        return _choose(state, sizes), report
 
-    return jax.lax.while_loop(go_on, step, (state, report))
+    steps = [functools.partial(step, size) for size in sizes]
+    if state.adaptive is None:
+        return jax.lax.while_loop(go_on, steps[0], (state, report))
+    catch_up = functools.partial(_catch_up, target, drafter)
+    return _loop_by_size(go_on, steps, catch_up, (_choose(state, sizes), report))
+
+
+def _choose(state: DecodeState, sizes: tuple[int, ...]) -> DecodeState:
+    """Picks the next cycle's block size, where there is a choice."""
+    if state.adaptive is None:
+        return state
+    chosen = state.adaptive.choose(state.active, state.limit - state.length, sizes)
+    return dataclasses.replace(state, adaptive=chosen)
+
+
+def _catch_up(target: Decoder, drafter: Drafter, carry):
+    """Shows the drafter the rows that were put aside."""
+    state, report = carry
+    adaptive, position = state.adaptive, state.length - 1
+    with jax.named_scope("drafter"):
+        drafter_state, backlog = adaptive.backlog.clear(
+            drafter, state.drafter, state.anchor, position, state.active, target
+        )
+    adaptive = dataclasses.replace(adaptive, backlog=backlog)
+    return dataclasses.replace(state, drafter=drafter_state, adaptive=adaptive), report
+
+
+def _loop_by_size(go_on, steps, catch_up, carry):
+    """Runs the step of whichever size is chosen, for as long as `go_on` says.
+
+    Each size has a loop of its own, which runs while it is chosen, inside one loop over all of
+    them. A switch in a single loop would do the same, but loops are known to work in place:
+    branches may copy the caches.
+    """
+
+    def must_clear(carry):
+        state, _ = carry
+        return state.adaptive.must_clear(state.active)
+
+    def chosen(index, carry):
+        state, _ = carry
+        return go_on(carry) & ~must_clear(carry) & (state.adaptive.choice.index == index)
+
+    def each_in_turn(carry):
+        carry = jax.lax.while_loop(lambda c: go_on(c) & must_clear(c), catch_up, carry)
+        for index, step in enumerate(steps):
+            carry = jax.lax.while_loop(functools.partial(chosen, index), step, carry)
+        return carry
+
+    return jax.lax.while_loop(go_on, each_in_turn, carry)
+
+
+def _draft(
+    drafter: Drafter, count: int, state: DecodeState, sampler: SequenceSampler, heads: Heads
+) -> tuple[Proposal, Any]:
+    """A proposal of `count` tokens, and the drafter's state."""
+    if count == drafter.num_draft_tokens:
+        draft = drafter.draft
+    elif count:
+        draft = functools.partial(drafter.draft_fewer, count)
+    else:
+        return Proposal(jnp.zeros((state.anchor.shape[0], 0), jnp.int32)), state.drafter
+    return draft(state.drafter, state.anchor, state.length - 1, sampler, heads)
 
 
 def _verify(
@@ -128,23 +216,35 @@ def _verify(
     """Picks the rule that the proposal's form and the sampler ask for."""
     positions = jnp.broadcast_to(positions, logits.shape[:2])
     if proposal.probs is not None:
-        if tree is not None:
-            raise ValueError("rejection verification takes chains, not trees")
-        return verify.rejection_chain(
-            proposal.tokens, proposal.probs, logits, positions, sampler.params
-        )
+        return _reject(proposal, tree, logits, positions, sampler.params)
+    if sampler.with_probs and proposal.tokens.shape[1]:
+        raise ValueError("rejection verification of a proposal without probabilities")
     sampled = sampler.sample(logits, positions)
     if tree is None:
         return verify.coupled_chain(proposal.tokens, sampled)
     return verify.coupled_tree(proposal.tokens, sampled, tree)
 
 
+def _reject(proposal, tree, logits, positions, params) -> verify.Verdict:
+    """Rejection verification of a chain, or of a tree; see the rules."""
+    tokens, probs = proposal.tokens, proposal.probs
+    if tree is None:
+        return verify.rejection_chain(tokens, probs, logits, positions, params)
+    drawn_from = proposal.drawn_from
+    if drawn_from is None:
+        drawn_from = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return verify.rejection_tree(tokens, probs, drawn_from, logits, positions, params, tree)
+
+
 def _following_tokens(rows: jax.Array, verdict: verify.Verdict) -> jax.Array:
-    """The accepted drafts, then the bonus token: int32 [B, R], of which num_accepted + 1 count."""
+    """The accepted drafts, then the bonus token: int32 [B, longest path].
+
+    Of these num_accepted + 1 count.
+    """
     path = verdict.path
     along = rows if path is None else jnp.take_along_axis(rows, path, axis=1)
     following = jnp.roll(along, -1, axis=1)
-    is_bonus = jnp.arange(rows.shape[1]) == verdict.num_accepted[:, None]
+    is_bonus = jnp.arange(along.shape[1]) == verdict.num_accepted[:, None]
     return jnp.where(is_bonus, verdict.next_token[:, None], following)
 
 

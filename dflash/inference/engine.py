@@ -10,6 +10,7 @@ generate. `compile` builds them ahead of time; nothing compiles inside a measure
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,10 +22,11 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference import cycle
+from dflash.inference import adaptive, cycle, timing
+from dflash.inference.lowering import loop_options, lower
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import prefill_chunk
-from dflash.inference.sampling import SamplingParams
+from dflash.inference.sampling import SamplingParams, sequence_params
 from dflash.inference.state import DecodeState, Prefix, Report
 from dflash.layers.linear import matmul_precision
 from dflash.models.decoder import Decoder
@@ -76,6 +78,9 @@ class Engine:
         self._drafter, self._drafter_params = nnx.split(drafter)
         self._abstract_target, self._abstract_drafter = target, drafter
         self._programs: dict[tuple, Any] = {}
+        self.block_sizes = adaptive.block_sizes(drafter)
+        # Of each block size, in seconds; measured by `compile` where there is a choice.
+        self.cycle_seconds: tuple[float, ...] | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -105,14 +110,14 @@ class Engine:
         bucket = self.layout.bucket(len(prompt))
         chunk = self.layout.chunk(bucket)
         config = self._config
-        prefix = self._program("new_prefix", bucket)(
+        prefix = self.program("new_prefix", bucket)(
             np.int32(index),
             np.uint32(config.seed),
             np.float32(config.temperature),
             np.int32(config.top_k),
             np.float32(config.top_p),
         )
-        run = self._program("prefill", bucket)
+        run = self.program("prefill", bucket)
         for start in range(0, len(prompt), chunk):
             piece = np.zeros((1, chunk), np.int32)
             part = prompt[start : start + chunk]
@@ -148,21 +153,21 @@ class Engine:
         pages = np.zeros(self.layout.prefix_pages(prefix.bucket), np.int32)
         owned = min(len(pages), len(slot.pages))
         pages[:owned] = slot.pages[:owned]
-        return self._program("insert", prefix.bucket)(
+        return self.program("insert", prefix.bucket)(
             state, prefix, np.int32(slot.index), table, pages, np.int32(limit)
         )
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, Report]:
         """Runs up to sync_every cycles; consumes `state` (its buffers are donated)."""
-        return self._program("generate")(self._target_params, self._drafter_params, state)
+        return self.program("generate")(self._target_params, self._drafter_params, state)
 
     def release(self, state: DecodeState, slot: int) -> DecodeState:
         """Takes a slot's pages from it, so that they may be handed out again."""
-        return self._program("release")(state, np.int32(slot))
+        return self.program("release")(state, np.int32(slot))
 
     def new_state(self) -> DecodeState:
         """A batch of empty slots."""
-        return self._program("new_state")()
+        return self.program("new_state")(np.array(self._measured(), np.float32))
 
     # --- ahead of time --------------------------------------------------------------------------
 
@@ -179,8 +184,9 @@ class Engine:
         """
         for key in self.program_names(prompt_lengths):
             begin = time.perf_counter()
-            self._program(*key)
+            self.program(*key)
             progress(" ".join(map(str, key)), time.perf_counter() - begin)
+        self._measured()
 
     def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
         """Names of the programs that prompts of these lengths (in tokens) need."""
@@ -188,11 +194,12 @@ class Engine:
         per_bucket = [
             (kind, bucket) for bucket in buckets for kind in ("new_prefix", "prefill", "insert")
         ]
-        return [("new_state",), *per_bucket, ("generate",), ("release",)]
+        timed = [("occupied",)] if len(self.block_sizes) > 1 else []
+        return [("new_state",), *per_bucket, ("generate",), ("release",), *timed]
 
     def abstract_state(self) -> DecodeState:
         """Shapes, dtypes and shardings of the state, without its memory."""
-        layout, target = self.layout, self._abstract_target
+        layout, target, drafter = self.layout, self._abstract_target, self._abstract_drafter
         batch = layout.batch_size
         ints = self.sharding.abstract((batch,), ("batch",), jnp.int32)
         return DecodeState(
@@ -207,33 +214,46 @@ class Engine:
                 num_pages=layout.pages_per_share * layout.num_shares,
                 page_size=layout.page_size,
             ),
-            drafter=self._abstract_drafter.init_state(batch, layout.capacity),
+            drafter=drafter.init_state(batch, layout.capacity + adaptive.spare_rows(drafter)),
+            adaptive=adaptive.abstract(
+                drafter, batch, target.arch.hidden_size, target.dtype, self.sharding
+            ),
         )
+
+    def _measured(self) -> tuple[float, ...]:
+        """Seconds of a cycle of each block size, measured now if nobody did; 1 for a single one."""
+        if self.cycle_seconds is None and len(self.block_sizes) > 1:
+            state = self.program("new_state")(adaptive.only(0, self.block_sizes))
+            self.cycle_seconds = timing.cycle_seconds(
+                self.block_sizes, state, self.program("occupied"), self.generate
+            )
+        return self.cycle_seconds or (1.0,)
 
     # --- programs -------------------------------------------------------------------------------
 
-    def _program(self, kind: str, *key: int):
+    def program(self, kind: str, *key: int):
         """The compiled program of this name, compiled now if nobody asked for it before."""
         if (kind, *key) not in self._programs:
             with jax.default_matmul_precision(matmul_precision(self._abstract_target.dtype)):
                 self._programs[(kind, *key)] = getattr(self, f"_compile_{kind}")(*key)
         return self._programs[(kind, *key)]
 
-    def _loop_options(self) -> dict[str, str]:
-        # See layers.linear.widen_late: a CPU must not widen all weights before the loop begins.
-        if self.sharding.platform == "cpu" and self._abstract_target.dtype == jnp.bfloat16:
-            return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
-        return {}
-
     def _compile_new_state(self):
         abstract = self.abstract_state()
 
-        def new_state():
+        def new_state(seconds):
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             # An empty slot counts as one token long: its rows go to the scratch page's start.
-            return dataclasses.replace(state, length=jnp.ones_like(state.length))
+            chooser = adaptive.with_seconds(state.adaptive, seconds)
+            length = jnp.ones_like(state.length)
+            return dataclasses.replace(state, length=length, adaptive=chooser)
 
-        return _lower(new_state, out=abstract)
+        return lower(new_state, self._seconds(), out=abstract)
+
+    def _compile_occupied(self):
+        state = self.abstract_state()
+        occupy = functools.partial(timing.occupy, layout=self.layout, config=self._config)
+        return lower(occupy, state, self._seconds(), out=state, donate=(0,))
 
     def _compile_generate(self):
         state = self.abstract_state()
@@ -249,9 +269,10 @@ class Engine:
 
         report = jax.eval_shape(generate, self._target_params, self._drafter_params, state)[1]
         report = jax.tree.map(self._replicated, report)
-        return _lower(
+        options = loop_options(self.sharding, self._abstract_target.dtype)
+        return lower(
             generate, self._target_params, self._drafter_params, state,
-            out=(state, report), donate=(2,), options=self._loop_options(),
+            out=(state, report), donate=(2,), options=options,
         )  # fmt: skip
 
     def _compile_release(self):
@@ -266,7 +287,7 @@ class Engine:
                 cache=dataclasses.replace(state.cache, page_table=table),
             )
 
-        return _lower(release, state, self._scalar(), out=state, donate=(0,))
+        return lower(release, state, self._scalar(), out=state, donate=(0,))
 
     def _compile_new_prefix(self, bucket: int):
         abstract = self._abstract_prefix(bucket)
@@ -275,11 +296,11 @@ class Engine:
             prefix = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             table = jnp.arange(1, prefix.cache.page_table.shape[1] + 1, dtype=jnp.int32)[None]
             cache = dataclasses.replace(prefix.cache, page_table=table)
-            params = _sampling_params(index, *sampling)
+            params = sequence_params(index, *sampling)
             return dataclasses.replace(prefix, cache=cache, sampling=params)
 
         scalars = [self._scalar(t) for t in ("int32", "uint32", "float32", "int32", "float32")]
-        return _lower(new_prefix, *scalars, out=abstract)
+        return lower(new_prefix, *scalars, out=abstract)
 
     def _compile_prefill(self, bucket: int):
         abstract = self._abstract_prefix(bucket)
@@ -290,7 +311,7 @@ class Engine:
             drafter = nnx.merge(self._drafter, drafter_params)
             return prefill_chunk(target, drafter, prefix, tokens, count, following)
 
-        return _lower(
+        return lower(
             prefill, self._target_params, self._drafter_params, abstract, tokens,
             self._scalar(), self._scalar(), out=abstract, donate=(2,),
         )  # fmt: skip
@@ -311,33 +332,17 @@ class Engine:
                 sampling=jax.tree.map(
                     lambda batch, one: batch.at[slot].set(one[0]), state.sampling, prefix.sampling
                 ),
-                cache=self._insert_pages(state.cache, prefix.cache, slot, table, pages),
+                cache=state.cache.insert(
+                    prefix.cache, slot, self.layout.share_of(slot), table, pages, self.sharding
+                ),
                 drafter=self._abstract_drafter.insert(state.drafter, prefix.drafter, slot),
+                adaptive=state.adaptive and state.adaptive.insert(slot),
             )
 
-        return _lower(
+        return lower(
             insert, state, prefix, self._scalar(), table, pages, self._scalar(),
             out=state, donate=(0,),
         )  # fmt: skip
-
-    def _insert_pages(self, cache, prefix, slot, table, pages):
-        """Copies a prefix's pages into those that the slot owns, on the device that holds it."""
-        share = slot // (self.layout.batch_size // self.layout.num_shares)
-
-        def copy(pools, prefix_pools, pages, share):
-            mine = jnp.where(share == self.sharding.index("pages"), pages, 0)
-            return jax.tree.map(
-                lambda pool, one: pool.at[:, mine].set(one[:, 1:]), pools, prefix_pools
-            )
-
-        stored, whole = ("kv_heads", "pages", None, None), ("kv_heads", None, None, None)
-        keys, values = self.sharding.map(
-            lambda *args: copy(args[:2], args[2:4], *args[4:]),
-            (stored, stored, whole, whole, (None,), ()),
-            (stored, stored),
-        )(cache.keys, cache.values, prefix.keys, prefix.values, pages, share)
-        page_table = cache.page_table.at[slot].set(table)
-        return dataclasses.replace(cache, keys=keys, values=values, page_table=page_table)
 
     # --- shapes ---------------------------------------------------------------------------------
 
@@ -367,6 +372,9 @@ class Engine:
             top_p=floats,
         )
 
+    def _seconds(self) -> jax.ShapeDtypeStruct:
+        return self._whole((len(self.block_sizes),), jnp.float32)
+
     def _replicated(self, x) -> jax.ShapeDtypeStruct:
         return self._whole(x.shape, x.dtype)
 
@@ -375,23 +383,3 @@ class Engine:
 
     def _scalar(self, dtype="int32") -> jax.ShapeDtypeStruct:
         return self._whole((), dtype)
-
-
-def _sampling_params(
-    index: jax.Array, seed: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
-) -> SamplingParams:
-    """Of sequence number `index` of a run; all scalars."""
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
-    return SamplingParams(
-        seed=jax.random.key_data(key)[None],
-        temperature=temperature[None],
-        top_k=top_k[None],
-        top_p=top_p[None],
-    )
-
-
-def _lower(function, *inputs, out, donate=(), options=None):
-    """Compiles `function` for abstract inputs, its results placed as the abstract `out` says."""
-    shardings = jax.tree.map(lambda x: x.sharding, out)
-    jitted = jax.jit(function, donate_argnums=donate, out_shardings=shardings)
-    return jitted.lower(*inputs).compile(compiler_options=options)

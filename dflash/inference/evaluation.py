@@ -35,7 +35,7 @@ class DraftingTest:
 
         Args:
           target: with its weights.
-          drafter: of the target's dtype; may be abstract.
+          drafter: of the target's dtype; its parameters may be abstract.
           config: how to decode.
           prompts: token ids by the name of their source.
           stop_ids: tokens that end a sequence.
@@ -60,8 +60,8 @@ class DraftingTest:
           "tau", tokens per cycle over all cycles, and "tau/NAME" of each source; nothing if every
           prompt ended at its first token.
         """
+        nnx.update(self._drafter, params)
         if self._engine is None:
-            nnx.update(self._drafter, params)
             self._engine = _Renewable(
                 self._target,
                 self._drafter,
@@ -69,7 +69,7 @@ class DraftingTest:
                 max_length=self._max_length,
                 stop_ids=self._stop_ids,
             )
-        self._engine.renew(params)
+        self._engine.renew(self._drafter)
         events = scheduler.decode(self._engine, self._requests)
         done = [event for event in events if isinstance(event, Completion)]
         return self._measure(done)
@@ -89,6 +89,6 @@ class DraftingTest:
 class _Renewable(Engine):
     """An engine whose drafter's weights may change between requests."""
 
-    def renew(self, params: Any) -> None:
+    def renew(self, drafter: Drafter) -> None:
         """Takes new weights, of the shapes and places of those before."""
-        self._drafter_params = params
+        self._drafter_params = nnx.state(drafter)

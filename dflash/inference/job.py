@@ -4,16 +4,18 @@ Nothing here fills memory, so whatever is wrong with a run is found before its w
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from dflash import errors
-from dflash.common import assembly, prompts, sharding, tokenizer
+from dflash.common import assembly, prompts, sharding, tokenizer, vocabulary
 from dflash.common.assembly import Source
-from dflash.common.chat_template import Messages
+from dflash.common.outputs import Record
 from dflash.common.prompts import Prompt
-from dflash.config.schema import DecodeRun, PromptsConfig
+from dflash.config.data_schema import DataConfig
+from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
 from dflash.data import datasets
+from dflash.data.example import Example
 from dflash.drafters.base import Drafter
 from dflash.inference import plan, scheduler
 from dflash.inference.engine import Engine
@@ -56,6 +58,57 @@ class Job:
         limit = self.config.decode.max_new_tokens
         return [Request(prompt.index, prompt.ids, limit) for prompt in prompts]
 
+    def check_length(self, prompt: Prompt) -> None:
+        """Raises InputError if a prompt is longer than the cache or the model goes."""
+        decode, positions = self.config.decode, self.target.arch.max_position_embeddings
+        length = len(prompt.ids) + decode.max_new_tokens
+        sizes = f"{len(prompt.ids)} prompt tokens + decode.max_new_tokens = {length}"
+        if decode.max_length is not None and length > decode.max_length:
+            raise errors.InputError(
+                f"{prompt.source}: {sizes}, but the cache holds decode.max_length = "
+                f"{decode.max_length}; raise it, or shorten the prompt"
+            )
+        if length > positions:
+            raise errors.InputError(
+                f"{prompt.source}: {sizes}, but the target was made for "
+                f"{positions} positions; shorten one of the two"
+            )
+
+    def follow(self, prompt: Prompt, turn: int, before: Record) -> Prompt:
+        """The prompt of a later turn, made from the record of the turn before it.
+
+        Raises:
+          InputError: the chat template refuses, or the conversation has grown too long.
+        """
+        vocab_size = self.target.arch.vocab_size
+        found = prompts.continued(
+            prompt, turn, before.prompt, before.text, self.tokenizer, vocab_size=vocab_size
+        )
+        self.check_length(found)
+        return found
+
+    def grade(self, records: Mapping[int, Record]) -> dict[str, int]:
+        """Compares final answers with those of the data set that the prompts are from.
+
+        Args:
+          records: finished prompts, by index.
+        Returns:
+          "checked", and how many of them are "correct"; nothing where there is none to check.
+        """
+        name = self.config.prompts.dataset
+        if name is None:
+            return {}
+        dataset = datasets.find(name, DataConfig())
+        if not dataset.has_answers:
+            return {}
+        marks = [
+            dataset.is_correct(example, records[prompt.indices[-1]].text)
+            for prompt, example in zip(self.prompts, _examples(self.config.prompts), strict=True)
+            if prompt.indices[-1] in records
+        ]
+        marks = [mark for mark in marks if mark is not None]
+        return {"checked": len(marks), "correct": sum(marks)} if marks else {}
+
     def load_weights(self) -> None:
         """Fills both models.
 
@@ -65,13 +118,31 @@ class Job:
         assembly.load_weights(self.target, self.target_source)
         assembly.load_weights(self.drafter, self.drafter_source)
 
-    def engine(self) -> Engine:
-        """An engine over the models as they are now."""
+    def without_drafting(self) -> "Job":
+        """The baseline: the same prompts, target and loop, and a drafter that proposes nothing."""
+        config = DrafterConfig()
+        source = assembly.find_drafter(config)
+        drafter = assembly.build_drafter(
+            config,
+            source,
+            self.target.arch,
+            dtype=self.config.dtype,
+            sharding=self.target.sharding,
+        )
+        return dataclasses.replace(self, drafter=drafter, drafter_source=source)
+
+    def engine(self, prompts: Sequence[Prompt] = ()) -> Engine:
+        """An engine over the models as they are now.
+
+        Args:
+          prompts: later turns to have room for, beside the first ones.
+        """
+        longest = [scheduler.max_length(self.requests(prompts))] if prompts else []
         return Engine(
             self.target,
             self.drafter,
             self.config.decode,
-            max_length=self.max_length,
+            max_length=max([self.max_length, *longest]),
             stop_ids=self.stop_ids,
         )
 
@@ -92,6 +163,15 @@ def prepare(config: DecodeRun, *, stdin: TextIO, dry: bool = False) -> Job:
     Raises:
       UserError: whatever is wrong; see its subclasses.
     """
+    job = prepare_models(config, dry=dry)
+    if dry and not _prompts_are_known(config, job.target_source):
+        longest = config.decode.prefill_chunk + config.decode.max_new_tokens
+        return dataclasses.replace(job, max_length=config.decode.max_length or longest)
+    return with_prompts(job, read_prompts(job, config.prompts, stdin=stdin))
+
+
+def prepare_models(config: DecodeRun, *, dry: bool = False) -> Job:
+    """The part of `prepare` that is about models: a job without prompts."""
     mesh = dataclasses.asdict(config.mesh)
     placed = sharding.make_sharding(mesh, config.sharding_rules, abstract=dry)
     target_source = assembly.find_target(config.target, download=not dry)
@@ -99,28 +179,41 @@ def prepare(config: DecodeRun, *, stdin: TextIO, dry: bool = False) -> Job:
     build = {"dtype": config.dtype, "sharding": placed}
     target = assembly.build_target(config.target, target_source, **build)
     drafter = assembly.build_drafter(config.drafter, drafter_source, target.arch, **build)
+    if target_source.directory and drafter_source.directory:
+        vocabulary.check_same(target_source.directory, drafter_source.directory)
     words = tokenizer.ByteTokenizer()
     if target_source.directory is not None:
         words = tokenizer.load_tokenizer(
             target_source.directory, enable_thinking=config.prompts.thinking
         )
-    job = Job(
+    _check_rule(config, drafter)
+    return Job(
         config, target, drafter, target_source, drafter_source, words, prompts=(), max_length=0
     )
-    if dry and not _prompts_are_known(config, target_source):
-        longest = config.decode.prefill_chunk + config.decode.max_new_tokens
-        return dataclasses.replace(job, max_length=config.decode.max_length or longest)
-    vocab_size = target.arch.vocab_size
-    found = prompts.read_prompts(
-        config.prompts,
-        words,
-        vocab_size=vocab_size,
+
+
+def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prompt]:
+    """Reads prompts for the models of a job, whose own it leaves alone."""
+    examples = _examples(source)
+    return prompts.read_prompts(
+        source,
+        job.tokenizer,
+        vocab_size=job.target.arch.vocab_size,
         stdin=stdin,
-        conversations=_conversations(config.prompts),
+        conversations=[example.opening for example in examples],
+        later_turns=[example.later_turns for example in examples],
     )
+
+
+def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
+    """The job over these prompts, once they are known to fit.
+
+    Raises:
+      UserError: they do not.
+    """
     longest = scheduler.max_length(job.requests(found))
     job = dataclasses.replace(
-        job, prompts=tuple(found), max_length=config.decode.max_length or longest
+        job, prompts=tuple(found), max_length=job.config.decode.max_length or longest
     )
     _check(job)
     return job
@@ -133,30 +226,31 @@ def _prompts_are_known(config: DecodeRun, source: Source) -> bool:
     return not from_stdin and not without_tokenizer
 
 
-def _conversations(config: PromptsConfig) -> list[Messages]:
+def _examples(config: PromptsConfig) -> list[Example]:
     if config.dataset is None:
         return []
-    return datasets.task_prompts(config.dataset, config.split, config.limit)
+    return datasets.task_examples(
+        config.dataset, config.split, config.limit, raw_dir=config.raw_dir
+    )
+
+
+def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
+    """Raises ConfigError if verification asks for probabilities that the drafter does not give."""
+    drafts = drafter.num_draft_tokens > 0
+    if config.decode.verify == "rejection" and drafts and not drafter.has_probs:
+        raise errors.ConfigError(
+            "decode.verify: rejection weighs drafts by their probabilities, and drafter.name="
+            f"{config.drafter.name} has none; use decode.verify=coupled"
+        )
 
 
 def _check(job: Job) -> None:
     """Raises InputError if a prompt is longer than the cache or the model goes."""
-    arch = job.target.arch
     for prompt in job.prompts:
-        length = len(prompt.ids) + job.config.decode.max_new_tokens
-        sizes = f"{len(prompt.ids)} prompt tokens + decode.max_new_tokens = {length}"
-        if length > job.max_length:
-            raise errors.InputError(
-                f"{prompt.source}: {sizes}, but the cache holds decode.max_length = "
-                f"{job.max_length}; raise it, or shorten the prompt"
-            )
-        if length > arch.max_position_embeddings:
-            raise errors.InputError(
-                f"{prompt.source}: {sizes}, but the target was made for "
-                f"{arch.max_position_embeddings} positions; shorten one of the two"
-            )
-    outside = [token for token in job.stop_ids if token >= arch.vocab_size]
+        job.check_length(prompt)
+    vocab_size = job.target.arch.vocab_size
+    outside = [token for token in job.stop_ids if token >= vocab_size]
     if outside:
         raise errors.ConfigError(
-            f"decode.stop_ids: {outside[0]} is outside the target's vocabulary of {arch.vocab_size}"
+            f"decode.stop_ids: {outside[0]} is outside the target's vocabulary of {vocab_size}"
         )

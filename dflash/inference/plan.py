@@ -78,7 +78,7 @@ def make_plan(
             "target weights": measure(nnx.state(target, nnx.Param)),
             "drafter weights": measure(nnx.state(drafter, nnx.Param)),
             "target cache": measure(state.cache),
-            "drafter state": measure(state.drafter),
+            "drafter state": measure((state.drafter, state.adaptive)),
         },
         programs=tuple(" ".join(map(str, name)) for name in engine.program_names(prompt_lengths)),
     )

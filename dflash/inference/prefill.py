@@ -27,7 +27,8 @@ def prefill_chunk(
     """
     start = prefix.length
     positions = start[:, None] + jnp.arange(tokens.shape[1])
-    output = target(tokens, positions, prefix.cache, feature_layers=drafter.feature_layers)
+    with jax.named_scope("target"):
+        output = target(tokens, positions, prefix.cache, feature_layers=drafter.feature_layers)
     last = jnp.reshape(count - 1, (1, 1, 1))
     logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
     length = start + count
@@ -35,7 +36,10 @@ def prefill_chunk(
     anchor = jnp.where(following >= 0, following, drawn)
     shifted = jnp.concatenate([tokens, jnp.zeros((1, 1), jnp.int32)], axis=1)
     shifted = shifted.at[0, count].set(anchor[0])
-    state = drafter.observe(prefix.drafter, start, shifted, count[None], output.features)
+    with jax.named_scope("drafter"):
+        state = drafter.observe(
+            prefix.drafter, start, shifted, count[None], output.features, target
+        )
     return dataclasses.replace(
         prefix, length=length, anchor=anchor, cache=output.cache, drafter=state
     )

@@ -10,6 +10,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dflash.drafters.base import Candidates
+
 # Rejection verification needs noise that is independent between its three uses; coupled
 # verification needs it to be the same, and uses COUPLED alone.
 COUPLED, DRAFT, ACCEPT, RESIDUAL = range(4)
@@ -33,6 +35,19 @@ class SamplingParams:
     top_p: jax.Array
 
 
+def sequence_params(
+    index: jax.Array, seed: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> SamplingParams:
+    """Of sequence number `index` of a run, B = 1; all scalars."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+    return SamplingParams(
+        seed=jax.random.key_data(key)[None],
+        temperature=temperature[None],
+        top_k=top_k[None],
+        top_p=top_p[None],
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class SequenceSampler:
     """Draws for every sequence of a batch under its own parameters.
@@ -48,7 +63,8 @@ class SequenceSampler:
 
     def sample(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
         """The target's own tokens, int32 [B, T], from logits float32 [B, T, V]."""
-        return sample(logits, positions, self.params, COUPLED)
+        with jax.named_scope("sample"):
+            return sample(logits, positions, self.params, COUPLED)
 
     def propose(
         self, logits: jax.Array, positions: jax.Array
@@ -58,6 +74,28 @@ class SequenceSampler:
             return self.sample(logits, positions), None
         tokens = sample(logits, positions, self.params, DRAFT)
         return tokens, probabilities(logits, self.params)
+
+    def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
+        """The likeliest tokens of each position; see `drafters.base.Sampler`.
+
+        Coupled verification wants the token whose logit plus the position's noise is largest, so
+        candidates are ranked with that noise. The sum counts as logits in its turn, in the units of
+        the model's own: at falling temperature the scores become those of greedy decoding.
+
+        For rejection, the tokens with the largest sums are draws without replacement, in this order
+        (Kool et al. 2019, arXiv 1903.06059). Their scores are the largest
+        probabilities there are, whoever was drawn.
+        """
+        samples = self.params.temperature[:, None, None] > 0
+        if not self.with_probs:
+            sums = perturbed(logits, positions, self.params, COUPLED)
+            sums = sums * jnp.where(samples, self.params.temperature[:, None, None], 1.0)
+            values, tokens = jax.lax.top_k(sums, count)
+            return Candidates(tokens, _log_share(values, sums), None)
+        _, tokens = jax.lax.top_k(perturbed(logits, positions, self.params, DRAFT), count)
+        likely = jnp.where(samples, filter_logits(logits, self.params), logits)
+        scores = _log_share(jax.lax.top_k(likely, count)[0], likely)
+        return Candidates(tokens, scores, probabilities(logits, self.params))
 
 
 def sample(
@@ -76,19 +114,51 @@ def sample(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw():
-        noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:])))(
-            position_keys(params.seed, positions, stream)
-        )
-        drawn = jnp.argmax(filter_logits(logits, params) + noise, axis=-1).astype(jnp.int32)
-        return jnp.where(params.temperature[:, None] > 0, drawn, greedy)
+        drawn = jnp.argmax(_add_noise(logits, positions, params, stream), axis=-1)
+        return jnp.where(params.temperature[:, None] > 0, drawn.astype(jnp.int32), greedy)
 
     # Noise over a large vocabulary costs more than the argmax; an all-greedy batch skips it.
-    return jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy)
+    with jax.named_scope("if_sampled"):
+        return jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy)
 
 
-def uniform(positions: jax.Array, params: SamplingParams, stream: int) -> jax.Array:
-    """Uniform noise in [0, 1) of each position, float32 [B, T]."""
+def perturbed(
+    logits: jax.Array, positions: jax.Array, params: SamplingParams, stream: int
+) -> jax.Array:
+    """What `sample` takes the largest of, [B, T, V]; the plain logits of greedy sequences."""
+
+    def perturb():
+        noisy = _add_noise(logits, positions, params, stream)
+        return jnp.where(params.temperature[:, None, None] > 0, noisy, logits)
+
+    return jax.lax.cond(jnp.any(params.temperature > 0), perturb, lambda: logits)
+
+
+def _add_noise(logits, positions, params, stream) -> jax.Array:
     keys = position_keys(params.seed, positions, stream)
+    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:])))(keys)
+    return filter_logits(logits, params) + noise
+
+
+def _log_share(values: jax.Array, logits: jax.Array) -> jax.Array:
+    """Log-probabilities of `values` [B, T, k], which are some of the logits [B, T, V]."""
+    return jnp.minimum(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
+
+
+def uniform(
+    positions: jax.Array, params: SamplingParams, stream: int, index: jax.Array | None = None
+) -> jax.Array:
+    """Uniform noise in [0, 1) of each position, float32 [B, T].
+
+    Args:
+      positions: int32 [B, T].
+      params: of the B sequences.
+      stream: which of the independent noises to use.
+      index: int32 [B, T] or None; which of several independent draws of one position.
+    """
+    keys = position_keys(params.seed, positions, stream)
+    if index is not None:
+        keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, index)
     return jax.vmap(jax.vmap(jax.random.uniform))(keys)
 
 
@@ -114,7 +184,8 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
     logits = logits / temperature
     # The sort is dear; skip it while no sequence that samples asks for it.
     filtered = jnp.any((params.temperature > 0) & ((params.top_k > 0) | (params.top_p < 1.0)))
-    return jax.lax.cond(filtered, lambda: _top_k_top_p(logits, params), lambda: logits)
+    with jax.named_scope("if_filtered"):
+        return jax.lax.cond(filtered, lambda: _top_k_top_p(logits, params), lambda: logits)
 
 
 def _top_k_top_p(logits: jax.Array, params: SamplingParams) -> jax.Array:

@@ -45,18 +45,22 @@ class Completion:
       finish_reason: "stop" (a stop token, which is the last output id) or "length".
       acceptance_lengths: tokens committed in each cycle, bonus included. The first output token
         comes from the prefill, so they sum to len(output_ids) - 1.
+      block_sizes: rows that the target verified in each of these cycles.
       prefill_ms: from the prompt's dispatch to its first token.
       decode_ms: from the first token to the last, on the wall clock.
       decode_clock_s: seconds that all dispatches had taken by then, whoever was in the slots.
+      finished_at: when the last token was there, in seconds of time.perf_counter.
     """
 
     index: int
     output_ids: tuple[int, ...]
     finish_reason: str
     acceptance_lengths: tuple[int, ...]
+    block_sizes: tuple[int, ...]
     prefill_ms: float
     decode_ms: float
     decode_clock_s: float
+    finished_at: float
 
     @property
     def tau(self) -> float:
@@ -75,6 +79,7 @@ class _Running:
     prefill_ms: float
     output_ids: list[int]
     acceptance_lengths: list[int]
+    block_sizes: list[int]
 
 
 def check_request(request: Request, max_length: int, vocab_size: int) -> None:
@@ -118,7 +123,8 @@ class _Offline:
         self.queue = collections.deque(requests)
         self.pool = PagePool(layout.num_shares, layout.pages_per_share)
         self.running: dict[int, _Running] = {}
-        self.state: DecodeState = engine.new_state()
+        # Empty caches are there before the clock of the first prompt starts.
+        self.state: DecodeState = jax.block_until_ready(engine.new_state())
         self.clock_s = 0.0
 
     def events(self) -> Iterator[Tokens | Completion]:
@@ -155,7 +161,7 @@ class _Offline:
         first = int(jax.device_get(prefix.anchor)[0])
         now = time.perf_counter()
         self.state = self.engine.insert(self.state, prefix, slot, limit)
-        run = _Running(request, slot, now, 1e3 * (now - begin), [first], [])
+        run = _Running(request, slot, now, 1e3 * (now - begin), [first], [], [])
         self.running[slot.index] = run
         events: list[Tokens | Completion] = [Tokens(request.index, (first,))]
         if request.max_new_tokens == 1 or first in self.engine.stop_ids:
@@ -173,6 +179,7 @@ class _Offline:
                 count = int(counts[i, index])
                 fresh += report.tokens[i, index, :count].tolist()
                 run.acceptance_lengths.append(count)
+                run.block_sizes.append(int(report.block_sizes[i]))
             run.output_ids += fresh
             events.append(Tokens(run.request.index, tuple(fresh)))
             if not report.active[index]:
@@ -191,9 +198,11 @@ class _Offline:
             output_ids=tuple(run.output_ids),
             finish_reason="stop" if stopped else "length",
             acceptance_lengths=tuple(run.acceptance_lengths),
+            block_sizes=tuple(run.block_sizes),
             prefill_ms=run.prefill_ms,
             decode_ms=1e3 * (now - run.first_token_at),
             decode_clock_s=self.clock_s,
+            finished_at=now,
         )
 
 

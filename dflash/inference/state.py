@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from dflash.inference.adaptive import Adaptive
 from dflash.inference.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
 
@@ -25,6 +26,8 @@ class DecodeState:
       sampling: how each sequence draws.
       cache: the target's.
       drafter: the drafter's own state.
+      adaptive: chooses block sizes; None if there is one. Rows in its backlog are those that the
+        drafter's state still lacks.
     """
 
     length: jax.Array
@@ -34,6 +37,7 @@ class DecodeState:
     sampling: SamplingParams
     cache: PagedCache
     drafter: Any
+    adaptive: Adaptive | None
 
 
 @jax.tree_util.register_dataclass
@@ -61,16 +65,18 @@ class Prefix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What happened in one dispatch of at most C cycles over rows R = block_size.
+    """What happened in one dispatch of at most C cycles, each of up to R = longest path tokens.
 
     Attributes:
       cycles: int32 []; cycles run.
       tokens: int32 [C, B, R]; committed tokens of each cycle.
       num_committed: int32 [C, B]; how many of them count. 0 for a slot that was not active.
       active: bool [B]; after the dispatch.
+      block_sizes: int32 [C]; rows that each cycle verified of a sequence.
     """
 
     cycles: jax.Array
     tokens: jax.Array
     num_committed: jax.Array
     active: jax.Array
+    block_sizes: jax.Array

@@ -16,29 +16,34 @@ class Tree:
         attention mask of the rows.
       depth: int32 [B, R]; 0 for the anchor.
       parents: int32 [B, G]; row that draft g continues.
+      max_depth: no row is deeper; static.
     """
 
     ancestry: jax.Array
     depth: jax.Array
     parents: jax.Array
+    max_depth: int = dataclasses.field(metadata={"static": True})
 
 
-def from_parents(parents: jax.Array) -> Tree:
+def from_parents(parents: jax.Array, max_depth: int | None = None) -> Tree:
     """Builds the tree in which draft g (row g + 1) continues row parents[b, g] <= g.
 
     Args:
       parents: int32 [B, G].
+      max_depth: no row is deeper; None: G.
     """
+    max_depth = parents.shape[1] if max_depth is None else max_depth
     batch, drafts = parents.shape
     rows = drafts + 1
-    step = jax.nn.one_hot(parents, rows, dtype=jnp.int32)
-    step = jnp.concatenate([jnp.zeros((batch, 1, rows), jnp.int32), step], axis=1)
-    reach = jnp.eye(rows, dtype=jnp.int32) + step
-    # Squaring doubles the number of generations that `reach` spans.
-    for _ in range(max(1, (rows - 1).bit_length())):
-        reach = jnp.minimum(reach @ reach, 1)
+    # Zeros and ones, and sums that are compared with zero: exact in floats of any width.
+    step = jax.nn.one_hot(parents, rows, dtype=jnp.float32)
+    step = jnp.concatenate([jnp.zeros((batch, 1, rows), jnp.float32), step], axis=1)
+    reach = jnp.eye(rows, dtype=jnp.float32) + step
+    # Squaring doubles the number of generations that `reach` spans: one, to begin with.
+    for _ in range(max(0, max_depth - 1).bit_length()):
+        reach = jnp.minimum(reach @ reach, 1.0)
     ancestry = reach > 0
-    return Tree(ancestry, ancestry.sum(axis=-1, dtype=jnp.int32) - 1, parents)
+    return Tree(ancestry, ancestry.sum(axis=-1, dtype=jnp.int32) - 1, parents, max_depth)
 
 
 def accepted_path(tree: Tree, matches: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -48,14 +53,25 @@ def accepted_path(tree: Tree, matches: jax.Array) -> tuple[jax.Array, jax.Array]
       tree: of the rows.
       matches: bool [B, G]; draft g equals the target's token after its parent.
     Returns:
-      path int32 [B, R]: entry i is the row at depth i of the path, for i up to its length; entries
-      past that are rows too, but stand for nothing. num_accepted int32 [B] in [0, G].
+      path int32 [B, max_depth + 1], num_accepted int32 [B]; see `path_to`.
     """
-    batch, drafts = matches.shape
+    batch = matches.shape[0]
     good = jnp.concatenate([jnp.ones((batch, 1), bool), matches], axis=1)
     accepted = jnp.all(good[:, None, :] | ~tree.ancestry, axis=-1)
     depth = jnp.where(accepted, tree.depth, -1)
-    leaf = jnp.argmax(depth, axis=-1)
+    return path_to(tree, jnp.argmax(depth, axis=-1))
+
+
+def path_to(tree: Tree, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows from the anchor to row leaf[b], int32 [B].
+
+    Returns:
+      path int32 [B, max_depth + 1]: entry i is the row at depth i of the path, for i up to its
+      length; entries past that are rows too, but stand for nothing. num_accepted int32 [B], the
+      depth of the leaf.
+    """
     on_path = jnp.take_along_axis(tree.ancestry, leaf[:, None, None], axis=1)[:, 0]
-    at_depth = on_path[:, None, :] & (tree.depth[:, None, :] == jnp.arange(drafts + 1)[:, None])
-    return jnp.argmax(at_depth, axis=-1).astype(jnp.int32), depth.max(axis=-1)
+    depths = jnp.arange(tree.max_depth + 1)
+    at_depth = on_path[:, None, :] & (tree.depth[:, None, :] == depths[:, None])
+    num_accepted = jnp.take_along_axis(tree.depth, leaf[:, None], axis=1)[:, 0]
+    return jnp.argmax(at_depth, axis=-1).astype(jnp.int32), num_accepted

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dflash.inference import sampling
 from dflash.inference.sampling import SamplingParams
-from dflash.inference.tree import Tree, accepted_path
+from dflash.inference.tree import Tree, accepted_path, path_to
 
 
 class Verdict(NamedTuple):
@@ -20,14 +20,16 @@ class Verdict(NamedTuple):
 
     Attributes:
       num_accepted: int32 [B] in [0, G].
-      path: int32 [B, R] or None; row at each depth of the accepted path. None: a chain, in which
-        row i is at depth i.
+      path: int32 [B, max_depth + 1] or None; row at each depth of the accepted path. None: a
+        chain, in which row i is at depth i.
       next_token: int32 [B]; the bonus token, which follows the accepted path.
+      sampled: int32 [B, R] or None; the target's own token after each row, if the rule draws it.
     """
 
     num_accepted: jax.Array
     path: jax.Array | None
     next_token: jax.Array
+    sampled: jax.Array | None = None
 
 
 def coupled_chain(draft: jax.Array, sampled: jax.Array) -> Verdict:
@@ -44,7 +46,7 @@ def coupled_chain(draft: jax.Array, sampled: jax.Array) -> Verdict:
         raise ValueError(f"draft {draft.shape} does not fit sampled {sampled.shape}")
     matches = draft == sampled[:, :-1]
     num_accepted = jnp.cumprod(matches, axis=1, dtype=jnp.int32).sum(axis=1)
-    return Verdict(num_accepted, None, _pick(sampled, num_accepted))
+    return Verdict(num_accepted, None, _pick(sampled, num_accepted), sampled)
 
 
 def coupled_tree(draft: jax.Array, sampled: jax.Array, tree: Tree) -> Verdict:
@@ -57,7 +59,8 @@ def coupled_tree(draft: jax.Array, sampled: jax.Array, tree: Tree) -> Verdict:
     """
     matches = draft == jnp.take_along_axis(sampled, tree.parents, axis=1)
     path, num_accepted = accepted_path(tree, matches)
-    return Verdict(num_accepted, path, _pick(sampled, _pick(path, num_accepted)))
+    next_token = _pick(sampled, _pick(path, num_accepted))
+    return Verdict(num_accepted, path, next_token, sampled)
 
 
 def rejection_chain(
@@ -95,15 +98,128 @@ def rejection_chain(
     num_accepted = jnp.cumprod(accepted, axis=1, dtype=jnp.int32).sum(axis=1)
 
     nothing = jnp.zeros_like(target_probs[:, :1])
-    residual = jnp.maximum(target_probs - jnp.concatenate([draft_probs, nothing], axis=1), 0.0)
-    # Where p and q agree to the last bit nothing is left over; rounding may still have refused.
-    residual = jnp.where(residual.sum(axis=-1, keepdims=True) > 0, residual, target_probs)
-    at = num_accepted[:, None, None]
-    chosen = jnp.take_along_axis(residual, at, axis=1)
-    position = jnp.take_along_axis(positions, num_accepted[:, None], axis=1)
-    keys = sampling.position_keys(params.seed, position, sampling.RESIDUAL)
-    redrawn = jax.vmap(jax.vmap(jax.random.categorical))(keys, jnp.log(chosen))[:, 0]
-    return Verdict(num_accepted, None, redrawn.astype(jnp.int32))
+    residual = _residual(target_probs, jnp.concatenate([draft_probs, nothing], axis=1))
+    chosen = jnp.take_along_axis(residual, num_accepted[:, None, None], axis=1)[:, 0]
+    next_token = _redraw(chosen, _pick(positions, num_accepted), params)
+    return Verdict(num_accepted, None, next_token)
+
+
+def rejection_tree(
+    draft: jax.Array,
+    draft_probs: jax.Array,
+    drawn_from: jax.Array,
+    logits: jax.Array,
+    positions: jax.Array,
+    params: SamplingParams,
+    tree: Tree,
+) -> Verdict:
+    """Walks down a tree: tries the children of a row in turn, and goes on from an accepted one.
+
+    A child is accepted with probability min(1, p / q), where q is what its elder siblings have left
+    of the distribution that all of them were drawn from, renormalised. Refusing it turns p into
+    max(0, p - q), renormalised, for the next sibling. Where no child is left, the bonus token
+    follows p. This is lossless because a child follows q given its elder siblings, and because how
+    many children a row has does not depend on their draw. Siblings past the last token that q gives
+    any mass were not drawn: for them q is certain of the token itself.
+
+    Args:
+      draft: int32 [B, G].
+      draft_probs: float32 [B, Q, V]; the distributions that the drafts were drawn from.
+      drawn_from: int32 [B, G]; row of `draft_probs` of each draft.
+      logits: float32 [B, G + 1, V]; the target's, after each row.
+      positions: int32 [B, G + 1]; of the tokens that the rows predict.
+      params: of the sequences.
+      tree: who continues whom.
+    Raises:
+      ValueError: G differs between the arguments.
+    Source: recursive rejection sampling without replacement, Jeon et al. 2024, arXiv 2402.14160.
+    """
+    batch, drafts = draft.shape
+    if drawn_from.shape != draft.shape or logits.shape[1] != drafts + 1:
+        raise ValueError(
+            f"draft {draft.shape}, drawn_from {drawn_from.shape}, logits {logits.shape} differ"
+        )
+
+    def target_probs(row):
+        chosen = jnp.take_along_axis(logits, row[:, None, None], axis=1)
+        return sampling.probabilities(chosen, params)[:, 0]
+
+    def try_next_child(walk):
+        row, tried, p, _ = walk
+        found, child, elders = _next_child(tree, row, tried)
+        token, origin = _pick(draft, child), _pick(drawn_from, child)
+        whole = jnp.take_along_axis(draft_probs, origin[:, None, None], axis=1)[:, 0]
+        q = _left_over(whole, draft, elders, token)
+        position = _pick(positions, row)[:, None]
+        threshold = sampling.uniform(position, params, sampling.ACCEPT, child[:, None])[:, 0]
+        accepted = found & (threshold * _pick(q, token) < _pick(p, token))
+        refused = found & ~accepted
+        p = jnp.where(refused[:, None], _residual(p, q), p)
+        p = jnp.where(accepted[:, None], target_probs(child + 1), p)
+        row = jnp.where(accepted, child + 1, row)
+        return row, jnp.where(found, child, tried), p, found
+
+    anchor = jnp.zeros((batch,), jnp.int32)
+    begin = anchor, anchor - 1, target_probs(anchor), jnp.ones((batch,), bool)
+    leaf, _, p, _ = jax.lax.while_loop(lambda walk: jnp.any(walk[-1]), try_next_child, begin)
+    path, num_accepted = path_to(tree, leaf)
+    return Verdict(num_accepted, path, _redraw(p, _pick(positions, leaf), params))
+
+
+def _next_child(tree: Tree, row: jax.Array, tried: jax.Array):
+    """The first child of row[b] past draft tried[b]: found bool [B], child int32 [B].
+
+    And which drafts are its elder siblings, bool [B, G].
+    """
+    index = jnp.arange(tree.parents.shape[1])
+    siblings = tree.parents == row[:, None]
+    untried = siblings & (index > tried[:, None])
+    child = jnp.argmax(untried, axis=1).astype(jnp.int32)
+    return untried.any(axis=1), child, siblings & (index < child[:, None])
+
+
+def _left_over(probs: jax.Array, draft: jax.Array, elders: jax.Array, token: jax.Array):
+    """What a token was drawn from after its elder siblings: [B, V], from all of probs [B, V].
+
+    Certain of the token itself if nothing is left over for it.
+    """
+    keep = jnp.where(elders, 0.0, 1.0)
+    rest = probs.at[jnp.arange(draft.shape[0])[:, None], draft].multiply(keep)
+    mass = rest.sum(axis=-1, keepdims=True)
+    certain = jax.nn.one_hot(token, probs.shape[-1], dtype=probs.dtype)
+    drawn = _pick(rest, token)[:, None] > 0
+    return jnp.where(drawn, rest / jnp.where(drawn, mass, 1.0), certain)
+
+
+def _residual(p: jax.Array, q: jax.Array) -> jax.Array:
+    """max(0, p - q), renormalised over the last axis.
+
+    Where p and q agree to the last bit nothing is left over; p then stands in for what rounding
+    refused.
+    """
+    rest = jnp.maximum(p - q, 0.0)
+    mass = rest.sum(axis=-1, keepdims=True)
+    return jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1.0), p)
+
+
+def _redraw(probs: jax.Array, position: jax.Array, params: SamplingParams) -> jax.Array:
+    """One token of each sequence, int32 [B], at position int32 [B], from probs [B, V]."""
+    keys = sampling.position_keys(params.seed, position[:, None], sampling.RESIDUAL)[:, 0]
+    return jax.vmap(jax.random.categorical)(keys, jnp.log(probs)).astype(jnp.int32)
+
+
+def force(verdict: Verdict, num_accepted: jax.Array) -> Verdict:
+    """The verdict on a chain with another number of accepted drafts, int32 [B].
+
+    The next token stays that of the true verdict, so nothing that led to it can be left out of the
+    program.
+
+    Raises:
+      ValueError: the verdict is on a tree.
+    """
+    if verdict.path is not None:
+        raise ValueError("acceptance can be forced on chains, not on trees")
+    return verdict._replace(num_accepted=num_accepted)
 
 
 def _pick(rows: jax.Array, index: jax.Array) -> jax.Array:

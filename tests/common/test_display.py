@@ -265,6 +265,32 @@ def test_results():
     ]
 
 
+def test_comparison():
+    shown, stdout, stderr = make_display()
+    said = make_record(prompt="What is\nit?", output_ids=tuple(range(8, -1, -1)), decode_ms=20.0)
+    long = make_record(index=1, prompt=({"role": "user", "content": "w" * 99},))
+    records = {0: said, 1: long}
+    plain = {i: make_record(index=i, acceptance_lengths=(1,) * 8) for i in records}
+    summary = outputs.summarize(records.values(), block_size=4)
+    compared = outputs.compare(records, plain, block_size=4)
+    shown.comparison(records, plain, summary, compared)
+    assert stdout.getvalue() == ""
+    rows = [line.split() for line in stderr.getvalue().splitlines()[2:]]
+    assert rows == [
+        ["What", "is", "3.00", "400", "200", "2.00×", "no"],
+        ["w" * 23 + "…", "3.00", "200", "200", "1.00×", "yes"],
+        ["all", "3.00", "400", "400", "1.00×", "no", "(1", "of", "2)"],
+    ]
+
+
+def test_block_sizes():
+    shown, stdout, stderr = make_display()
+    shown.block_sizes({"1": 2.5, "8": 4.256}, {"8": 12})
+    assert stdout.getvalue() == ""
+    rows = [line.split() for line in stderr.getvalue().splitlines()[2:]]
+    assert rows == [["1", "2.50", "0"], ["8", "4.26", "12"]]
+
+
 def test_results_of_nothing():
     shown, _, stderr = make_display()
     shown.results(outputs.summarize([], block_size=4))

@@ -25,6 +25,7 @@ def make_record(index=0, **changes):
         "prefill_ms": 20.0,
         "decode_ms": 40.0,
         "decode_clock_s": 0.04,
+        "block_sizes": (4, 4),
     }
     return outputs.Record(**{**values, **changes})
 
@@ -46,6 +47,7 @@ records = st.builds(
     prefill_ms=time,
     decode_ms=time,
     decode_clock_s=time,
+    block_sizes=st.lists(st.integers(1, 16), max_size=5).map(tuple),
 )
 
 
@@ -66,6 +68,7 @@ def test_line_has_the_documented_fields():
         "prefill_ms": 20.0,
         "decode_ms": 40.0,
         "decode_clock_s": 0.04,
+        "block_sizes": [4, 4],
     }
 
 
@@ -88,6 +91,13 @@ def test_no_beginning_of_a_line_reads_as_a_record(record, data):
     end = data.draw(st.integers(0, len(line) - 2))  # without the line end and the last brace
     with pytest.raises(ValueError):  # noqa: PT011, JSON's and UTF-8's complaints both are
         outputs.decode(line[:end])
+
+
+def test_a_line_from_before_block_sizes():
+    record = make_record(block_sizes=())
+    fields = json.loads(outputs.encode(record))
+    del fields["block_sizes"]
+    assert outputs.decode(json.dumps(fields).encode()) == record
 
 
 def test_numpy_numbers_are_welcome():
@@ -145,7 +155,14 @@ def test_summary():
         prompts=3,
         output_tokens=11,
         decode_seconds=0.08,
+        block_size_histogram={"4": 6},
     )
+
+
+def test_block_sizes_are_counted_in_their_order():
+    found = [make_record(0, block_sizes=(16, 1, 16)), make_record(1, block_sizes=(8,))]
+    summary = outputs.summarize(found, block_size=16)
+    assert list(summary.block_size_histogram.items()) == [("1", 1), ("8", 1), ("16", 2)]
 
 
 def test_summary_of_nothing():
@@ -171,6 +188,22 @@ def test_summary_ignores_order_and_accounts_for_every_cycle(found, random):
 def test_impossible_acceptance_length(length):
     with pytest.raises(ValueError, match=r"are not in 1 … 4"):
         outputs.summarize([make_record(acceptance_lengths=(2, length))], block_size=4)
+
+
+def test_comparison():
+    records = {0: make_record(0), 1: make_record(1, decode_clock_s=0.08)}
+    plain = {
+        0: make_record(0, acceptance_lengths=(1,) * 4, decode_clock_s=0.1),
+        1: make_record(
+            1, output_ids=(5, 6, 7, 8, 1), acceptance_lengths=(1,) * 4, decode_clock_s=0.2
+        ),
+    }
+    found = outputs.compare(records, plain, block_size=4)
+    assert (found.identical, found.prompts) == (1, 2)
+    assert found.tokens_per_second == pytest.approx(8 / 0.2)
+    assert found.speed_up == pytest.approx(0.2 / 0.08)
+    with pytest.raises(ValueError, match="different prompts"):
+        outputs.compare(records, {0: plain[0]}, block_size=4)
 
 
 def test_versions():

@@ -144,7 +144,7 @@ def test_token_ids_need_no_tokenizer(jsonl):
     )
 
 
-KEYS = "prompt, messages, prompt_ids"
+KEYS = "prompt, messages, turns, prompt_ids"
 
 
 @pytest.mark.parametrize(
@@ -272,3 +272,32 @@ def test_any_bytes_are_prompts_or_plain_complaints(tmp_path_factory, data):
     with pytest.raises(errors.InputError) as caught:
         read(file=str(path))
     assert all(line.startswith(str(path)) for line in str(caught.value).split("\n"))
+
+
+def test_turns_are_asked_one_after_the_other(jsonl):
+    file = jsonl({"turns": ["a", "b", "c"], "category": "x"}, {"prompt": "d"}, {"turns": ["e"]})
+    first, second, third = read(file=file)
+    assert first.messages == ({"role": "user", "content": "a"},)
+    assert [list(prompt.indices) for prompt in (first, second, third)] == [[0, 1, 2], [3], [4]]
+    assert (first.later_turns, second.later_turns, third.later_turns) == (("b", "c"), (), ())
+    words, options = BytesTokenizer(), {"vocab_size": VOCAB_SIZE}
+    again = prompts.continued(first, 1, first.messages, "é\ud800", words, **options)
+    assert (again.index, again.source) == (1, "prompts.jsonl:1, turn 2")
+    said = [("user", "a"), ("assistant", "é?"), ("user", "b")]
+    assert [(m["role"], m["content"]) for m in again.messages] == said
+    assert list(again.ids) == words.encode_chat(again.messages)
+    last = prompts.continued(first, 2, again.messages, "!", words, **options)
+    assert (last.index, len(last.messages), last.messages[-1]["content"]) == (2, 5, "c")
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ("a", 'turns: expected a list of texts, not "a"'),
+        ([], "turns: expected a list of texts, not []"),
+        (["a", ""], "empty turns[1]"),
+        (["a", 1], "turns[1]: expected a string, not 1"),
+    ],
+)
+def test_bad_turns_are_named(jsonl, turns, message):
+    assert failure(file=jsonl({"turns": turns})) == f"prompts.jsonl:1: {message}"

@@ -1,113 +1,24 @@
-"""Tokenizers, chat templates and streaming; every tokenizer here is trained on the spot."""
+"""Tokenizers and streaming; every tokenizer here is trained on the spot."""
 
 import builtins
-import io
-import json
 
 import pytest
 from helpers import import_transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from trained_tokenizers import (
+    LLAMA_TEMPLATE,
+    MESSAGES,
+    QWEN_TEMPLATE,
+    TEXTS,
+    failure,
+    train_byte_fallback,
+    train_byte_level,
+    train_sentencepiece,
+    write_json,
+)
 
-from dflash import errors
-from dflash.common import chat_template
 from dflash.common import tokenizer as tokenization
-
-TEXTS = [
-    "Hello, world! How are you?",
-    "naïve café — 你好，世界 🦜🚀 ½ ﷽",
-    "  two  spaces\n\ttabs\r\nend ",
-    "👩‍👩‍👧 family; combining: e\u0301",
-]
-# The essentials of Qwen3's template: roles between special tokens, then an opened answer.
-QWEN_TEMPLATE = """\
-{%- for message in messages %}
-{%- if loop.first and message.role == 'tool' %}
-{{- raise_exception('Conversations start with a user.') }}
-{%- endif %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-LLAMA_TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
-MESSAGES = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is 2 < 3 & 你好?"},
-]
-
-
-def write_json(path, content):
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def train_byte_level(directory, *, bos=None, specials=("<|im_start|>", "<|im_end|>")):
-    """Byte-level BPE as Qwen and Llama 3 have it; `bos` is put before every text."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[*specials, *([bos] if bos else [])],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    if bos:
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-        )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return tokenizer
-
-
-def train_byte_fallback(directory):
-    """BPE with ▁ for spaces and byte tokens for rare characters, as Llama 2's tokenizer.json."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
-    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
-    for piece in ["▁", *"Helowrd!,H"]:
-        vocab.setdefault(piece, len(vocab))
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>")
-    )
-    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-
-
-def train_sentencepiece(directory):
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*TEXTS[:1] * 200, *TEXTS]),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=300,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        character_coverage=0.98,
-        control_symbols=["<|im_start|>", "<|im_end|>"],
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        normalization_rule_name="identity",
-        pad_id=3,
-        minloglevel=2,
-    )
-    (directory / "tokenizer.model").write_bytes(model.getvalue())
-
 
 TRAINERS = [train_byte_level, train_byte_fallback, train_sentencepiece]
 
@@ -119,13 +30,6 @@ def any_tokenizer(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
     request.param(directory)
     return tokenization.load_tokenizer(directory)
-
-
-def failure(function, *args):
-    with pytest.raises(errors.InputError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def stream(tokenizer, ids, size=1):
@@ -258,64 +162,6 @@ def test_beginning_token_comes_once(tmp_path, spelled):
         assert ids.count(bos) == 1
 
 
-def test_template_file_goes_before_the_config(tmp_path):
-    train_byte_level(tmp_path)
-    write_json(tmp_path / "tokenizer_config.json", {"chat_template": "config"})
-    (tmp_path / "chat_template.jinja").write_text("file")
-    tokenizer = tokenization.load_tokenizer(tmp_path)
-    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "file"
-
-
-def test_named_templates(tmp_path):
-    train_byte_level(tmp_path)
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
-    tokenizer = tokenization.load_tokenizer(tmp_path)
-    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "plain"
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ messages[0] | tojson }}", '{"role": "system", "content": "Be brief."}'),
-        ("{% generation %}a{{ messages | length }}{% endgeneration %}b", "a2b"),
-        ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "system"),
-        ("{% if true %}\n    x\n{% endif %}", "    x\n"),
-        ("{{ strftime_now('%Y') | length }}", "4"),
-    ],
-)
-def test_what_templates_may_use(tmp_path, template, expected):
-    (tmp_path / "chat_template.jinja").write_text(template)
-    assert chat_template.ChatTemplate(tmp_path, {}).render(MESSAGES) == expected
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('Start with a user.') }}", "Start with a user."),
-        ("{% if %}", "Expected an expression, got 'end of statement block'"),
-        ("{{ messages[0].content + 1 }}", 'TypeError: can only concatenate str (not "int") to str'),
-        ("{{ ''.__class__.mro() }}", "access to attribute '__class__' of 'str' object is unsafe."),
-    ],
-)
-def test_template_that_fails(tmp_path, template, reason):
-    path = tmp_path / "chat_template.jinja"
-    path.write_text(template)
-    assert failure(chat_template.ChatTemplate(tmp_path, {}).render, MESSAGES) == (
-        f"{path}: chat template fails: {reason}"
-    )
-
-
-@pytest.mark.parametrize("train", [train_byte_level, train_sentencepiece])
-def test_no_template(tmp_path, train):
-    train(tmp_path)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
-    assert failure(tokenizer.encode_chat, MESSAGES) == (
-        f"{tmp_path}: no chat template (chat_template.jinja, or chat_template in "
-        "tokenizer_config.json); give plain text prompts or prompt_ids"
-    )
-
-
 def test_sentencepiece_chat_reads_control_pieces(tmp_path):
     train_sentencepiece(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(QWEN_TEMPLATE)
@@ -408,15 +254,3 @@ def test_ids_equal_those_of_transformers(tmp_path):
     chat = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert ours._template.render(MESSAGES) == chat
     assert ours.encode_chat(MESSAGES) == theirs(chat, add_special_tokens=False)["input_ids"]
-
-
-def test_template_variables_reach_the_template(tmp_path):
-    """Reasoning models' templates ask for `enable_thinking`; unset, it is undefined."""
-    train_byte_level(tmp_path)
-    template = "{% if enable_thinking is defined %}{{ enable_thinking }}{% else %}unset{% endif %}"
-    (tmp_path / "chat_template.jinja").write_text(template)
-    texts = [
-        tokenization.load_tokenizer(tmp_path, **variables).render_chat(MESSAGES)
-        for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
-    ]
-    assert texts == ["unset", "False", "True"]

@@ -57,6 +57,14 @@ def load(tmp_path, monkeypatch):
          "drafter.block_size: 17 exceeds drafter.architecture.block_size=16"),
         ("drafter.architecture.block_size=4 drafter.block_size=5",
          "drafter.block_size: 5 exceeds drafter.architecture.block_size=4"),
+        ("drafter.block_size=auto drafter.tree.budget=8",
+         "drafter.block_size: auto chooses among chains; leave drafter.tree out"),
+        ("drafter.block_size=aut", "drafter.block_size: "
+         "expected an integer >= 2 or auto or null, got 'aut'; did you mean 'auto'?"),
+        ("drafter.block_size=1",
+         "drafter.block_size: expected an integer >= 2 or auto or null, got 1"),
+        ("drafter.name=autoregressive drafter.checkpoint=d drafter.family=qwen33",
+         "drafter.family: unknown name 'qwen33'; did you mean 'qwen3'?"),
         ("drafter.architecture.mask_token_id=64", "drafter.architecture.mask_token_id: "
          "64 is not in the target's vocabulary of 64"),
         ("drafter.architecture.target_layer_ids=[1,6]", "drafter.architecture.target_layer_ids: "
@@ -102,6 +110,7 @@ def test_a_misfit_is_one_line(load, overrides, expected):
         "drafter.name=none",
         "drafter.block_size=16",
         "drafter.block_size=2",
+        "drafter.block_size=auto",
         "drafter.checkpoint=somewhere drafter.block_size=32",
         "drafter.architecture.target_layer_ids=[0,5]",
         "drafter.architecture.mask_token_id=63",

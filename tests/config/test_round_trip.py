@@ -72,6 +72,14 @@ DRAFTERS = st.just(schema.DrafterConfig()) | st.builds(
     block_size=st.none() | ints(2, 8),
     architecture=st.none() | DRAFTER_SHAPES,
 )
+DRAFTERS |= st.builds(
+    schema.Eagle3Config,
+    name=st.just("eagle3"),
+    checkpoint=NAMES,
+    num_draft_tokens=ints(1),
+    tree=st.none() | st.builds(schema.BeamTree, budget=ints(1, 1024), top_k=ints(1)),
+    architecture=st.none() | st.builds(schema.Eagle3Architecture, draft_vocab_size=ints(1, 999)),
+)
 DECODES = st.builds(
     schema.DecodeConfig,
     max_new_tokens=ints(1, 100),

@@ -1,8 +1,13 @@
 """Every config that ships loads, and what it states stays true to its sources."""
 
+import dataclasses
+import typing
+
 import pytest
 
+from dflash import registry
 from dflash.config import (
+    benchmark_schema,
     data_schema,
     layers,
     loader,
@@ -16,6 +21,7 @@ CONFIGS = layers.package_configs()
 RUNNABLE = sorted(CONFIGS.glob("*.yml"))
 BASES = sorted([*CONFIGS.glob("models/*.yml"), *CONFIGS.glob("drafters/*.yml")])
 TRAINING = sorted(CONFIGS.glob("train/*.yml"))
+BENCHMARKS = sorted(CONFIGS.glob("benchmark/*.yml"))
 PAIRS = [CONFIGS / f"{name}_dflash.yml" for name in ("qwen3_4b", "qwen3_8b", "llama3_1_8b")]
 
 
@@ -35,6 +41,18 @@ def test_a_training_config_loads_from_anywhere(path, tmp_path, monkeypatch):
     assert config.data.shares
     header = path.read_text(encoding="utf-8")
     assert f"python -m dflash.train configs/train/{path.name}" in header
+    assert "Needs:" in header
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_config_loads_from_anywhere(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = loader.load(f"configs/benchmark/{path.name}", schema=benchmark_schema.BenchmarkRun)
+    assert config.target.checkpoint
+    assert config.strategies
+    assert config.forced or config.tasks
+    header = path.read_text(encoding="utf-8")
+    assert f"python -m dflash.benchmark configs/benchmark/{path.name}" in header
     assert "Needs:" in header
 
 
@@ -108,13 +126,25 @@ def test_the_drafter_taps_are_spread_as_they_were_in_training(name, block_size):
     assert (drafter.num_hidden_layers, drafter.block_size) == (5, block_size)
 
 
-@pytest.mark.parametrize("path", [*RUNNABLE, *BASES, *TRAINING], ids=lambda path: path.stem)
+def architecture_of(drafter: type) -> type | None:
+    """The class of a drafter's architecture, if it has one."""
+    hint = typing.get_type_hints(drafter).get("architecture")
+    return next(filter(dataclasses.is_dataclass, typing.get_args(hint)), None)
+
+
+@pytest.mark.parametrize(
+    "path", [*RUNNABLE, *BASES, *TRAINING, *BENCHMARKS], ids=lambda path: path.stem
+)
 def test_a_file_holds_only_what_differs_from_the_defaults(path):
     """A default has one home; stated twice, the copies drift apart."""
     node, _ = strict_yaml.parse(path.read_text(encoding="utf-8"), path.name)
+    group = node.value["drafter"].value if "drafter" in node.value else {}
+    name = group["name"].value if "name" in group else "dflash"
+    drafter = registry.load(registry.DRAFTERS[name].schema)
     groups = {
         ("target", "architecture"): schema.TargetArchitecture,
-        ("drafter", "architecture"): schema.DFlashArchitecture,
+        ("drafter",): drafter,
+        ("drafter", "architecture"): architecture_of(drafter),
         ("decode",): schema.DecodeConfig,
         ("mesh",): schema.MeshConfig,
         ("prompts",): schema.PromptsConfig,
@@ -130,5 +160,7 @@ def test_a_file_holds_only_what_differs_from_the_defaults(path):
         for key in keys:
             inner = inner.value.get(key, strict_yaml.Node({}, "")) if inner.value else inner
         for key, item in inner.value.items():
+            if keys == ("drafter",) and key == "name":
+                continue  # what chooses the class is said, not left to it
             default = cls.__dataclass_fields__[key].default
             assert item.value != default, f"{path}: {'.'.join(keys)}.{key} repeats its default"

@@ -21,8 +21,11 @@ few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
 
 @functools.cache
-def scripted_engine(block_size: int, tree: bool, batch_size: int, stop_ids=()) -> Engine:
-    blank = ScriptedDrafter(Script.chain(LENGTH, block_size - 1, True), [()] * 6, tree=tree)
+def scripted_engine(
+    block_size: int, tree: bool, batch_size: int, stop_ids=(), depth: int | None = None
+) -> Engine:
+    chain = Script.chain(LENGTH, block_size - 1, True)
+    blank = ScriptedDrafter(chain, [()] * 6, tree=tree, depth=depth)
     return engine(blank, batch_size=batch_size, sync_every=3, max_length=40, stop_ids=stop_ids)
 
 
@@ -31,9 +34,9 @@ def check(base: Engine, script: Script, *, temperature: float, index: int) -> No
     how = {"temperature": temperature, "first_index": index}
     whole = expected(PROMPTS, [32] * len(PROMPTS), **how)
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, whole, strict=True)]
-    tree = base._abstract_drafter.tree
+    form = {"tree": base._abstract_drafter.tree, "depth": base._abstract_drafter.max_depth}
     run = resampled(base, temperature=temperature)
-    done = decode(redrafted(run, ScriptedDrafter(script, texts, tree=tree)), PROMPTS, LIMITS, index)
+    done = decode(redrafted(run, ScriptedDrafter(script, texts, **form)), PROMPTS, LIMITS, index)
     wanted = expected(PROMPTS, LIMITS, stop_ids=base.stop_ids, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     for prompt, one in zip(PROMPTS, done, strict=True):
@@ -70,10 +73,12 @@ def test_chains_right_here_and_wrong_there(index, rate, temperature):
 
 @few
 @given(index=indices, temperature=st.sampled_from([0.0, 0.8]))
-@pytest.mark.parametrize(("block_size", "batch_size"), [(8, 3), (5, 1)])
-def test_random_trees(block_size, batch_size, index, temperature):
-    script = Script.random_tree(LENGTH, block_size - 1, np.random.default_rng(index))
-    base = scripted_engine(block_size, True, batch_size)
+@pytest.mark.parametrize(
+    ("block_size", "batch_size", "depth"), [(8, 3, None), (5, 1, None), (8, 3, 3)]
+)
+def test_random_trees(block_size, batch_size, depth, index, temperature):
+    script = Script.random_tree(LENGTH, block_size - 1, np.random.default_rng(index), depth)
+    base = scripted_engine(block_size, True, batch_size, depth=depth)
     check(base, script, temperature=temperature, index=index)
 
 
@@ -87,19 +92,20 @@ def test_a_stop_token_inside_an_accepted_tree_path_ends_the_sequence(temperature
     assert any(length % 8 > 1 for length in stops), "no stop fell inside a block"
 
 
-@pytest.mark.parametrize("tree", [False, True])
-def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree):
+@pytest.mark.parametrize(("tree", "depth"), [(False, None), (True, None), (True, 3)])
+def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree, depth):
     """After every dispatch: what a fresh prefill of the committed tokens would hold."""
     block_size = 8 if tree else 5
-    base = resampled(scripted_engine(block_size, tree, 3), temperature=0.8)
+    base = resampled(scripted_engine(block_size, tree, 3, depth=depth), temperature=0.8)
     rng = np.random.default_rng(5)
-    script = Script.random_tree(LENGTH, block_size - 1, rng)
+    script = Script.random_tree(LENGTH, block_size - 1, rng, depth)
     if not tree:
         script = Script.chain(LENGTH, block_size - 1, rng.random((LENGTH, block_size)) < 0.3)
     prompts = PROMPTS[1:4]
     outputs = expected(prompts, [20] * 3, temperature=0.8)
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(prompts, outputs, strict=True)]
-    run = redrafted(base, ScriptedDrafter(script, [*texts, (), (), ()], tree=tree))
+    model = ScriptedDrafter(script, [*texts, (), (), ()], tree=tree, depth=depth)
+    run = redrafted(base, model)
 
     pool = PagePool(1, run.layout.pages_per_share)
     state = run.new_state()

@@ -5,10 +5,7 @@ import numpy as np
 import pytest
 from tiny_models import decode, drafter, engine, random_prompts
 
-from dflash.drafters.base import Proposal
-from dflash.inference import cycle, sampling, tree
 from dflash.inference.engine import Slot
-from dflash.inference.sampling import SequenceSampler
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
@@ -61,17 +58,6 @@ def test_a_slot_must_own_the_pages_of_its_sequence(compiled, pages):
     slot, prefix = Slot(1, tuple(range(1, 1 + pages))), run.prefill((1, 2))
     with pytest.raises(ValueError, match=f"slot 1 has {pages} pages; 40 tokens take 3, a sequ"):
         run.insert(run.new_state(), prefix, slot, 40)
-
-
-def test_rejection_refuses_trees():
-    logits = np.zeros((1, 3, 5), np.float32)
-    proposal = Proposal(
-        np.array([[1, 2]], np.int32), np.array([[0, 0]], np.int32), np.ones((1, 2, 5)) / 5
-    )
-    params = sampling.SamplingParams(*(np.zeros((1, *tail)) for tail in ((2,), (), (), ())))
-    rows = tree.from_parents(proposal.parents)
-    with pytest.raises(ValueError, match="rejection verification takes chains, not trees"):
-        cycle._verify(proposal, rows, logits, np.zeros((1, 3)), SequenceSampler(params, True))
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 48])

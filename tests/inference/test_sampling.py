@@ -161,6 +161,66 @@ def test_samples_follow_the_distribution(option, stream):
     assert scipy.stats.chisquare(counts[kept], count * flatter[kept]).pvalue < 1e-6
 
 
+candidates = jax.jit(
+    lambda logits, positions, params, count, with_probs: SequenceSampler(
+        params, with_probs
+    ).candidates(logits, positions, count),
+    static_argnums=(3, 4),
+)
+
+
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_candidates_rank_every_position(with_probs):
+    """The first is what would be drawn; greedy ones fall with the logits, filters or not."""
+    logits = 2 * jax.random.normal(jax.random.key(0), (3, 40, VOCAB))
+    positions = jnp.tile(jnp.arange(40), (3, 1))
+    params = make_params((0.0, 2, 0.5), (0.8, 0, 1.0), (1.7, 6, 0.95))
+    found = candidates(logits, positions, params, 5, with_probs)
+    stream = sampling.DRAFT if with_probs else sampling.COUPLED
+    drawn = sample(logits, positions, params, stream)
+    np.testing.assert_array_equal(found.tokens[..., 0], drawn)
+    assert (found.scores[..., 1:] <= found.scores[..., :-1]).all()
+    assert (found.scores <= 0).all()
+    assert all(len(set(row)) == 5 for row in np.asarray(found.tokens).reshape(-1, 5).tolist())
+    order = np.argsort(-np.asarray(logits[0]), axis=-1)[:, :5]
+    np.testing.assert_array_equal(found.tokens[0], order)
+    log_probs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits[0])), order, axis=-1)
+    np.testing.assert_allclose(found.scores[0], log_probs, atol=1e-5)
+    if with_probs:
+        np.testing.assert_allclose(found.probs, probabilities(logits, params), atol=1e-6)
+        # However the draw fell, scores are those of the likeliest tokens.
+        ranked = -np.sort(-np.asarray(found.probs[1:]), axis=-1)[..., :5]
+        np.testing.assert_allclose(np.exp(found.scores[1:]), ranked, atol=1e-5)
+    else:
+        assert found.probs is None
+
+
+def test_candidates_at_a_falling_temperature_become_greedy_ones():
+    logits = jax.random.normal(jax.random.key(0), (1, 40, VOCAB))
+    positions = jnp.arange(40)[None]
+    greedy, cold = (
+        candidates(logits, positions, make_params((temperature, 0, 1.0)), 5, False)
+        for temperature in (0.0, 1e-4)
+    )
+    np.testing.assert_allclose(cold.scores, greedy.scores, atol=0.01)
+    assert np.mean(cold.tokens == greedy.tokens) > 0.99
+
+
+def test_candidates_for_rejection_are_drawn_without_replacement():
+    """The law of the first two: q(x) q(y) / (1 - q(x))."""
+    count = 20_000
+    logits = np.random.default_rng(3).normal(size=5).astype(np.float32)
+    rows, positions = jnp.tile(logits, (1, count, 1)), jnp.arange(count)[None]
+    tokens = np.asarray(candidates(rows, positions, make_params((1.0, 0, 1.0)), 2, True).tokens[0])
+    q = reference_probabilities(logits.astype(np.float64), 1.0, 0, 1.0)
+    wanted = np.outer(q / (1 - q), q) * (1 - np.eye(5))
+    counts = np.bincount(tokens[:, 0] * 5 + tokens[:, 1], minlength=25)
+    kept = wanted.ravel() > 0
+    assert scipy.stats.chisquare(counts[kept], count * wanted.ravel()[kept]).pvalue > 1e-3
+    # The same counts must speak against another order of the two, or the test is blind.
+    assert scipy.stats.chisquare(counts[kept], count * wanted.T.ravel()[kept]).pvalue < 1e-6
+
+
 def test_a_draft_comes_with_the_probabilities_it_was_drawn_with():
     logits = jax.random.normal(jax.random.key(0), (2, 3, VOCAB))
     positions = jnp.tile(jnp.arange(3), (2, 1))

@@ -1,6 +1,5 @@
 """Tests of acceptance: coupled against plain Python, rejection against exact distributions."""
 
-import copy
 import dataclasses
 import functools
 
@@ -8,19 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
-import tiny_models
+import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rejection import (
+    VOCAB,
+    chi_square,
+    lenient_left_over,
+    make_params,
+    rejection_chain,
+    too_lenient,
+)
 
+from dflash.drafters import token_tree
 from dflash.inference import sampling, verify
-from dflash.inference.engine import Slot
-from dflash.inference.pages import PagePool
-from dflash.inference.sampling import SamplingParams
+from dflash.inference import tree as trees
+from dflash.inference.sampling import SequenceSampler
 
 few = settings(deadline=None, derandomize=True, database=None)
-VOCAB = 6
-rejection_chain = verify.rejection_chain
 coupled_chain = jax.jit(verify.coupled_chain)
 
 
@@ -42,6 +46,12 @@ def test_the_longest_equal_prefix_is_accepted(draft, sampled):
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"\(2, 3\) does not fit sampled \(2, 3\)"):
         verify.coupled_chain(jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3), jnp.int32))
+    with pytest.raises(ValueError, match=r"drawn_from \(2, 2\), logits \(2, 4, 6\) differ"):
+        verify.rejection_tree(
+            jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 2, VOCAB)), jnp.zeros((2, 2), jnp.int32),
+            jnp.zeros((2, 4, VOCAB)), jnp.zeros((2, 4), jnp.int32), make_params(2),
+            trees.from_parents(jnp.zeros((2, 3), jnp.int32)),
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"draft_probs \(2, 2, 6\), logits \(2, 4, 6\) differ"):
         verify.rejection_chain(
             jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 2, VOCAB)), jnp.zeros((2, 4, VOCAB)),
@@ -50,16 +60,6 @@ def test_shapes_that_do_not_fit_are_named():
 
 
 # --- rejection: whatever was drafted, the output follows the target ------------------------------
-
-
-def make_params(batch: int, temperature: float = 1.0, seed: int = 0) -> SamplingParams:
-    keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"), batch)
-    return SamplingParams(
-        jax.random.key_data(keys),
-        jnp.full(batch, temperature, jnp.float32),
-        jnp.zeros(batch, jnp.int32),
-        jnp.ones(batch, jnp.float32),
-    )
 
 
 def always_accept(draft, draft_probs, logits, positions, params):
@@ -74,11 +74,6 @@ def redraw_from_target(draft, draft_probs, logits, positions, params):
     sampled = sampling.sample(logits, positions, params, sampling.RESIDUAL)
     at = verdict.num_accepted[:, None]
     return verdict._replace(next_token=jnp.take_along_axis(sampled, at, axis=1)[:, 0])
-
-
-def too_lenient(draft, draft_probs, logits, positions, params):
-    """Wrong by a fifth in the acceptance threshold."""
-    return rejection_chain(draft, 0.8 * draft_probs, logits, positions, params)
 
 
 def one_noise_for_all(draft, draft_probs, logits, positions, params):
@@ -137,13 +132,6 @@ def joint_pvalue(rule) -> float:
     return chi_square(np.asarray(first), np.asarray(second), p_first[:, None] * p_second)
 
 
-def chi_square(first: np.ndarray, second: np.ndarray, joint: np.ndarray) -> float:
-    vocab = len(joint)
-    counts = np.bincount(first * vocab + second, minlength=vocab**2)
-    wanted = joint.ravel() * len(first)
-    return scipy.stats.chisquare(counts, wanted * len(first) / wanted.sum()).pvalue
-
-
 def test_rejection_follows_the_target():
     assert joint_pvalue(rejection_chain) > 1e-3
 
@@ -172,66 +160,142 @@ def test_greedy_rejection_is_greedy_decoding():
     assert set(np.asarray(verdict.num_accepted)) == set(range(drafts + 1))
 
 
-# --- the same through the engine -----------------------------------------------------------------
-
-SLOTS, ROUNDS, PROMPT, TEMPERATURE = 512, 48, (3, 1, 4, 1, 5), 2.5
+# --- trees ---------------------------------------------------------------------------------------
 
 
-@functools.cache
-def full_engine():
-    """An engine, its slots all holding one prompt, and that prompt's prefix."""
-    small = tiny_models.target(vocab_size=VOCAB)
-    model = tiny_models.drafter("dflash", block_size=3, arch=small.arch)
-    run = tiny_models.engine(
-        model, on=small, batch_size=SLOTS, sync_every=2, max_length=16,
-        temperature=TEMPERATURE, verify="rejection",
-    )  # fmt: skip
-    pool = PagePool(1, run.layout.pages_per_share)
-    prefix, state = run.prefill(PROMPT), run.new_state()
-    for i in range(SLOTS):
-        slot = Slot(i, pool.take(0, run.layout.pages_per_sequence))
-        state = run.insert(state, prefix, slot, 16)
-    return run, state, prefix
+@dataclasses.dataclass(frozen=True)
+class TreeRule:
+    """How trees are drafted and verified; `patches` are (module, name, replacement)."""
+
+    name: str
+    patches: tuple[tuple[object, str, object], ...] = ()
+    sampler: type[SequenceSampler] = SequenceSampler
+
+    def __call__(self, *args) -> verify.Verdict:
+        with pytest.MonkeyPatch.context() as patch:
+            for patched in self.patches:
+                patch.setattr(*patched)
+            return verify.rejection_tree(*args)
 
 
-def engine_pvalue(run) -> float:
-    """As `joint_pvalue`, for the two tokens after a prompt and its first token."""
-    _, start, prefix = full_engine()
-    firsts, seconds, accepted = [], [], 0
-    for i in range(ROUNDS):
-        noise = dataclasses.replace(start.sampling, seed=make_params(SLOTS, seed=i).seed)
-        state = dataclasses.replace(start, sampling=noise)
-        _, report = run.generate(jax.tree.map(jnp.copy, state))
-        tokens, counts = np.asarray(report.tokens), np.asarray(report.num_committed)
-        firsts.append(tokens[0, :, 0])
-        seconds.append(np.where(counts[0] > 1, tokens[0, :, 1], tokens[1, :, 0]))
-        accepted += np.count_nonzero(counts[0] > 1)
-    first, second = np.concatenate(firsts), np.concatenate(seconds)
-    assert len(first) >= 20_000
-    assert 0.1 < accepted / len(first) < 0.9, "both accepting and refusing must happen"
-    small = tiny_models.target(vocab_size=VOCAB)
-    return chi_square(first, second, exact_joint(small, int(prefix.anchor[0])))
+class ScoresOfTheDraw(SequenceSampler):
+    """Wrong: how many children a row gets depends on who was drawn."""
+
+    def candidates(self, logits, positions, count):
+        drawn = super().candidates(logits, positions, count)
+        of_drawn = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn.tokens, axis=-1)
+        return drawn._replace(scores=jnp.minimum.accumulate(of_drawn, axis=-1))
 
 
-def exact_joint(small, anchor: int) -> np.ndarray:
-    """p(t1, t2 | prompt, anchor), [V, V], from the target's logits."""
-    texts = np.array([(*PROMPT, anchor, token) for token in range(VOCAB)], np.int32)
-    cache = small.new_cache(batch=VOCAB, pages_per_sequence=1, num_pages=VOCAB + 1, page_size=16)
-    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-    cache = dataclasses.replace(cache, page_table=1 + jnp.arange(VOCAB, dtype=jnp.int32)[:, None])
-    positions = np.tile(np.arange(texts.shape[1], dtype=np.int32), (VOCAB, 1))
-    logits = small.unembed(small(texts, positions, cache).hidden)
-    probs = scipy.special.softmax(np.asarray(logits, np.float64) / TEMPERATURE, axis=-1)
-    return probs[0, -2][:, None] * probs[:, -1]
+uniform = sampling.uniform
+RIGHT = TreeRule("right")
+WRONG_TREE_RULES = [
+    TreeRule("target forgets what was refused", ((verify, "_residual", lambda p, q: p),)),
+    TreeRule(
+        "elder siblings drawn again",
+        ((verify, "_left_over", lambda q, draft, elders, token: q),),
+    ),
+    TreeRule(
+        "lenient",
+        ((verify, "_left_over", lenient_left_over),),
+    ),
+    TreeRule(
+        "one noise for all siblings",
+        ((sampling, "uniform", lambda *args: uniform(*args[:3])),),
+    ),
+    TreeRule("structure by the draw", sampler=ScoresOfTheDraw),
+]
 
 
-def test_rejection_through_the_engine_follows_the_target():
-    run, _, _ = full_engine()
-    assert engine_pvalue(run) > 1e-3
+@functools.partial(jax.jit, static_argnums=0)
+def two_tokens_by_tree(rule, target_logits, draft_logits, params):
+    """As `two_tokens`, of trees of 7 nodes over two slots with marginals [1 + V, 2, V]."""
+    budget = 7
+    sampler = rule.sampler(params, with_probs=True)
+
+    def cycle(so_far, position):
+        position = jnp.full(so_far.shape, position)
+        slots = position[:, None] + jnp.arange(2)
+        proposal = token_tree.propose(draft_logits[so_far], slots, sampler, budget)
+        tree = trees.from_parents(proposal.parents, 2)
+        states = [so_far]
+        for g in range(budget):
+            before = jnp.take_along_axis(
+                jnp.stack(states, axis=1), proposal.parents[:, g : g + 1], axis=1
+            )
+            states.append(before[:, 0] * VOCAB + 1 + proposal.tokens[:, g])
+        rows = jnp.minimum(jnp.stack(states, axis=1), target_logits.shape[0] - 1)
+        verdict = rule(
+            proposal.tokens, proposal.probs, proposal.drawn_from, target_logits[rows],
+            position[:, None] + tree.depth, params, tree,
+        )  # fmt: skip
+        tokens = jnp.take_along_axis(proposal.tokens, verdict.path[:, 1:] - 1, axis=1)
+        is_next = jnp.arange(2) == verdict.num_accepted[:, None]
+        tokens = jnp.where(is_next, verdict.next_token[:, None], tokens)
+        return 1 + tokens[:, 0], (tokens, verdict.num_accepted)
+
+    start = jnp.zeros(params.temperature.shape, jnp.int32)
+    _, (tokens, accepted) = jax.lax.scan(cycle, start, jnp.arange(2))
+    second = jnp.where(accepted[0] >= 1, tokens[0, :, 1], tokens[1, :, 0])
+    return tokens[0, :, 0], second, accepted[0]
 
 
-def test_a_wrong_rule_in_the_engine_is_found(monkeypatch):
-    monkeypatch.setattr(verify, "rejection_chain", too_lenient)
-    run = copy.copy(full_engine()[0])
-    run._programs = {}  # compile them with the wrong rule
-    assert engine_pvalue(run) < 1e-6
+def tree_pvalue(rule: TreeRule, top_k: int = 0, seed: int = 0) -> tuple[float, list[int]]:
+    """As `joint_pvalue`; and how often each number of drafts was accepted."""
+    rng = np.random.default_rng(seed)
+    target_logits = rng.normal(size=(1 + VOCAB + VOCAB**2, VOCAB)).astype(np.float32)
+    draft_logits = rng.normal(size=(1 + VOCAB, 2, VOCAB)).astype(np.float32)
+    params = make_params(SAMPLES)
+    params = dataclasses.replace(params, top_k=jnp.full(SAMPLES, top_k, jnp.int32))
+    first, second, accepted = two_tokens_by_tree(rule, target_logits, draft_logits, params)
+    one = jax.tree.map(lambda leaf: leaf[:1], params)
+    probs = np.asarray(sampling.probabilities(target_logits[None, : 1 + VOCAB], one), np.float64)[0]
+    pvalue = chi_square(np.asarray(first), np.asarray(second), probs[0][:, None] * probs[1:])
+    return pvalue, np.bincount(accepted, minlength=3).tolist()
+
+
+def test_rejection_of_trees_follows_the_target():
+    pvalue, accepted = tree_pvalue(RIGHT)
+    assert pvalue > 1e-3
+    assert min(accepted) > SAMPLES / 50, "every depth must happen"
+
+
+def test_siblings_that_nobody_drew():
+    """Two tokens of a slot can be drawn; only the third sibling is one that the target may want."""
+    pvalue, accepted = tree_pvalue(RIGHT, top_k=2, seed=4)
+    assert pvalue > 1e-3
+    assert min(accepted[:2]) > SAMPLES / 50
+
+
+@pytest.mark.parametrize("rule", WRONG_TREE_RULES, ids=lambda rule: rule.name)
+def test_wrong_rules_of_trees_are_found(rule):
+    assert tree_pvalue(rule)[0] < 1e-6
+
+
+def test_greedy_rejection_of_trees_is_greedy_decoding():
+    """Also beside sequences that sample."""
+    batch, slots, budget = 64, 3, 9
+    rng = np.random.default_rng(1)
+    temperature = np.where(np.arange(batch) % 4, 0.0, 1.0).astype(np.float32)
+    params = dataclasses.replace(make_params(batch), temperature=temperature)
+    target = rng.normal(size=(batch, 1, VOCAB))
+    guess = target + 0.8 * rng.normal(size=(batch, slots, VOCAB))
+    rows = target + 0.3 * rng.normal(size=(batch, budget + 1, VOCAB))
+    guess, rows = guess.astype(np.float32), rows.astype(np.float32)
+
+    @jax.jit
+    def decide(guess, rows):
+        positions = jnp.tile(jnp.arange(slots), (batch, 1))
+        sampler = SequenceSampler(params, with_probs=True)
+        proposal = token_tree.propose(guess, positions, sampler, budget)
+        tree = trees.from_parents(proposal.parents, slots)
+        verdict = verify.rejection_tree(
+            proposal.tokens, proposal.probs, proposal.drawn_from, rows, tree.depth, params, tree
+        )
+        return verdict, verify.coupled_tree(proposal.tokens, jnp.argmax(rows, axis=-1), tree)
+
+    verdict, wanted = decide(guess, rows)
+    greedy = temperature == 0
+    np.testing.assert_array_equal(verdict.num_accepted[greedy], wanted.num_accepted[greedy])
+    np.testing.assert_array_equal(verdict.next_token[greedy], wanted.next_token[greedy])
+    assert set(np.asarray(verdict.num_accepted[greedy])) == set(range(slots + 1))

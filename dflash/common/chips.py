@@ -1,0 +1,96 @@
+"""What accelerators can do at best: the one table behind every floor, ridge and roofline.
+
+Source: the vendors' published peaks (dense bfloat16, no sparsity).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from dflash import errors, registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One chip, as sold.
+
+    Attributes:
+      name: as in a topology's name, such as "v5p".
+      tflops: peak bfloat16 TFLOP/s.
+      hbm_gb_per_s: peak memory bandwidth in GB/s (10⁹ bytes).
+      hbm_gb: memory in GB, as the vendor counts them.
+      devices: that jax shows for one chip; each has an even share of the rest.
+      clock_ghz: that turns the compiler's cycles into time; None where nobody has said.
+    """
+
+    name: str
+    tflops: float
+    hbm_gb_per_s: float
+    hbm_gb: float
+    devices: int = 1
+    clock_ghz: float | None = None
+
+    @property
+    def ridge_rows(self) -> float:
+        """Rows of bfloat16 weights at which computing takes as long as reading the weights.
+
+        A weight of two bytes takes two operations a row, so this is FLOP/s over bytes/s.
+        """
+        return self.tflops * 1e3 / self.hbm_gb_per_s
+
+    def compute_ms(self, flops: float) -> float:
+        """Time of `flops` operations on one of the chip's devices, at its peak."""
+        return flops / (self.tflops / self.devices * 1e9)
+
+    def stream_ms(self, size_bytes: float) -> float:
+        """Time of moving `size_bytes` to or from one device's memory, at its peak."""
+        return size_bytes / (self.hbm_gb_per_s / self.devices * 1e6)
+
+    def ideal_ms(self, flops: float, size_bytes: float) -> float:
+        """The longer of the two: what no program on one device can beat."""
+        return max(self.compute_ms(flops), self.stream_ms(size_bytes))
+
+
+CHIPS: Mapping[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", 275, 1228, 32, clock_ghz=1.05),
+        Chip("v5e", 197, 819, 16, clock_ghz=1.5),
+        Chip("v5p", 459, 2765, 95, clock_ghz=1.75),
+        Chip("v6e", 918, 1640, 32, clock_ghz=1.75),
+        Chip("tpu7x", 2307, 7380, 192, devices=2),
+        Chip("h100", 990, 3350, 80),
+        Chip("h200", 990, 4800, 141),
+    )
+}
+
+# What jax calls devices (`device_kind`), where that is not the name itself.
+_DEVICE_KINDS: Mapping[str, str] = {
+    "tpu v4": "v4",
+    "tpu v5 lite": "v5e",
+    "tpu v5e": "v5e",
+    "tpu v5": "v5p",
+    "tpu v5p": "v5p",
+    "tpu v6 lite": "v6e",
+    "tpu v6e": "v6e",
+    "tpu7x": "tpu7x",
+    "tpu v7x": "tpu7x",
+}
+
+
+def find(name: str) -> Chip:
+    """The chip of this name, in any case.
+
+    Raises:
+      ConfigError: no such chip; the message offers the nearest one.
+    """
+    if name.lower() in CHIPS:
+        return CHIPS[name.lower()]
+    raise errors.ConfigError(f"unknown chip {name!r}{registry.suggest(name.lower(), CHIPS)}")
+
+
+def of_device_kind(kind: str) -> Chip | None:
+    """The chip behind a jax `device_kind`, such as "TPU v5 lite" or "NVIDIA H200"; else None."""
+    lower = kind.lower()
+    if lower in _DEVICE_KINDS:
+        return CHIPS[_DEVICE_KINDS[lower]]
+    return next((CHIPS[name] for name in ("h100", "h200") if name in lower), None)

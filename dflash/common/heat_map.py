@@ -1,0 +1,106 @@
+"""One figure over the axes of a sweep, as a picture."""
+
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash.config.sweep import Sweep, label
+
+MAX_PANELS = 16
+_CELL_INCHES = 0.9
+
+
+def draw(
+    sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]], path: pathlib.Path
+) -> bool:
+    """Draws a metric over the two axes with most steps, in a panel for each step of the others.
+
+    Points that are not finished stay blank.
+
+    Args:
+      sweep: all points.
+      metric: a number of each row; None stays blank.
+      rows: of finished points, by name.
+      path: of the PNG.
+    Returns:
+      Whether there is a picture: not where there is nothing to draw, or too many panels.
+    Raises:
+      OSError: it cannot be written.
+    """
+    panels = panels_of(sweep, metric, rows)
+    values = itertools.chain.from_iterable(line for panel in panels.values() for line in panel)
+    filled = [value for value in values if value is not None]
+    if not filled or len(panels) > MAX_PANELS:
+        return False
+    # No pyplot: it keeps figures, and asks for a window system.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    down, across, _ = _roles(sweep)
+    downs, acrosses = _steps(sweep, down), _steps(sweep, across)
+    width = 2.5 + _CELL_INCHES * len(acrosses)
+    height = 1.6 + 0.6 * _CELL_INCHES * len(downs)
+    figure = Figure((width, height * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(metric)
+    all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    low, high = min(filled), max(filled)
+    for axes, (title, panel) in zip(all_axes, panels.items(), strict=True):
+        grid = [[float("nan") if value is None else value for value in line] for line in panel]
+        image = axes.imshow(grid, vmin=low, vmax=high, cmap="viridis", aspect="auto")
+        axes.set_title(title, fontsize="small")
+        axes.set_xticks(range(len(acrosses)), [_label(step) for step in acrosses])
+        axes.set_yticks(range(len(downs)), [_label(step) for step in downs])
+        axes.set_xlabel(", ".join(across))
+        axes.set_ylabel(", ".join(down))
+        for (y, line), x in itertools.product(enumerate(panel), range(len(acrosses))):
+            if line[x] is not None:
+                dark = line[x] < (low + high) / 2
+                color = "white" if dark else "black"
+                axes.text(x, y, f"{line[x]:.3g}", ha="center", va="center", color=color)
+    figure.colorbar(image, ax=list(all_axes))
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def panels_of(
+    sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[list[float | None]]]:
+    """The grids of a picture by title: [steps of one axis][steps of the other]."""
+    down, across, rest = _roles(sweep)
+    downs, acrosses = _steps(sweep, down), _steps(sweep, across)
+    keys = [key for axis in rest for key in axis]
+    panels: dict[str, list[list[float | None]]] = {}
+    for point in sweep.points.values():
+        title = ", ".join(f"{key}={label(point.values[key])}" for key in keys)
+        empty = [[None] * len(acrosses) for _ in downs]
+        panel = panels.setdefault(title, empty)
+        y = downs.index([point.values[key] for key in down])
+        x = acrosses.index([point.values[key] for key in across])
+        panel[y][x] = rows.get(point.name, {}).get(metric)
+    return panels
+
+
+def _roles(sweep: Sweep) -> tuple[Sequence[str], Sequence[str], Sequence[Sequence[str]]]:
+    """Axes that go down and across, and the rest; both are the longest ones, in their order."""
+    lengths = {axis: len(_steps(sweep, axis)) for axis in sweep.axes}
+    longest = sorted(sweep.axes, key=lambda axis: -lengths[axis])[:2]
+    chosen = [axis for axis in sweep.axes if axis in longest]
+    rest = [axis for axis in sweep.axes if axis not in longest]
+    down = chosen[0] if len(chosen) > 1 else ()
+    return down, chosen[-1], rest
+
+
+def _steps(sweep: Sweep, axis: Sequence[str]) -> list[list[Any]]:
+    """The steps of an axis in their order; one empty step for no axis."""
+    steps: list[list[Any]] = []
+    for point in sweep.points.values():
+        step = [point.values[key] for key in axis]
+        if step not in steps:
+            steps.append(step)
+    return steps
+
+
+def _label(step: Sequence[Any]) -> str:
+    return ", ".join(map(label, step))

@@ -1,0 +1,70 @@
+"""Everything that a benchmark config may hold."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dflash.config import schema
+from dflash.config.schema import option
+
+
+def overrides_of(group: str) -> Any:
+    """A field that maps names to overrides of another group of the run; see `layers.inherit`."""
+    return dataclasses.field(default_factory=dict, metadata={"overrides_of": group})
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyConfig:
+    """One question about costs; `values` are what it varies."""
+
+    name: Literal["cycle", "verify", "draft", "block", "layers", "taps", "batch"] = "cycle"
+    values: tuple[int, ...] = option((), minimum=1)  # none: the study's own
+    contexts: tuple[int, ...] = option((), minimum=1)  # tokens in the cache; of verify and draft
+    repeats: int = option(15, minimum=1)  # timings of each point, of which the median counts
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkRun:
+    """Everything that `python -m dflash.benchmark` reads from its config."""
+
+    target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
+    # What strategies of the same drafter share; not a strategy itself.
+    drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
+    strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
+    tasks: tuple[str, ...] = ()  # data sets; not read where acceptance lengths are given
+    raw_dir: str | None = None  # as prompts.raw_dir
+    split: Literal["train", "validation", "test"] = "test"  # of the tasks' data sets
+    prompts_per_task: int = option(16, minimum=1)
+    rounds: int = option(3, minimum=1)  # each decodes every prompt with every strategy
+    thinking: bool = False  # as prompts.thinking
+    trace: str | None = (
+        None  # JSON of recorded acceptance lengths, which then replace the true ones
+    )
+    trace_tasks: tuple[str, ...] = ()  # data sets of the trace to keep; none: all
+    acceptance: tuple[str, ...] = ()  # published histograms to draw acceptance lengths from
+    prompt_tokens: int | None = option(None, minimum=1)  # of made-up prompts; None: as recorded
+    replay_tokens: int = option(192, minimum=0)  # of each task's replay on the page; 0: none
+    study: StudyConfig | None = None  # instead of strategies × tasks
+    decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
+    mesh: schema.MeshConfig = dataclasses.field(default_factory=schema.MeshConfig)
+    sharding_rules: Mapping[str, tuple[str, ...]] = option(schema.SHARDING_RULES)
+    dtype: schema.DType = "bfloat16"
+
+    @property
+    def forced(self) -> bool:
+        """Whether acceptance lengths are given rather than found."""
+        return self.trace is not None or bool(self.acceptance)
+
+    def decode_run(
+        self, drafter: schema.DrafterConfig, prompts: schema.PromptsConfig | None = None
+    ) -> schema.DecodeRun:
+        """The decode run that measures one strategy."""
+        return schema.DecodeRun(
+            target=self.target,
+            drafter=drafter,
+            decode=self.decode,
+            prompts=prompts or schema.PromptsConfig(),
+            mesh=self.mesh,
+            sharding_rules=self.sharding_rules,
+            dtype=self.dtype,
+        )

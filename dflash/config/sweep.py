@@ -1,0 +1,253 @@
+"""Sweeps: a config with a `sweep:` block stands for many configs, its points. Imports no jax.
+
+sweep:
+  run: decode                                  # what each point runs; decode unless said otherwise
+  product:                                     # every combination, the first key the slowest
+    drafter.block_size: [4, 8, 16]
+    decode.temperature: [0, 0.8]
+  zip:                                         # side by side, all of one length
+    decode.batch_size: [1, 8]
+    decode.sync_every: [8, 2]
+
+A key is that of the run's config, dotted or nested; a value is whatever the key takes. Values of a
+point go over the files and the command line.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dflash import errors, registry
+from dflash.config import layers, loader
+from dflash.config.strict_yaml import Malformed, Node
+
+MAX_POINTS = 10_000
+_MAX_NAME_CHARACTERS = 120
+_UNFIT = re.compile(r"[^\w.+-]+")  # for a directory's name
+_BLOCK = ("run", "product", "zip")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One config of a sweep.
+
+    Attributes:
+      name: of its directory; depends on its values alone.
+      values: of the axes' keys, as plain Python.
+      config: resolved, an instance of the run's schema.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    config: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """All points of a config.
+
+    Attributes:
+      run: what each of them runs, a name of `registry.RUNS`.
+      axes: the keys that vary together: one of each product, all of the zip.
+      points: by name, in the order of the axes.
+    """
+
+    run: str
+    axes: tuple[tuple[str, ...], ...]
+    points: Mapping[str, Point]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axis:
+    """Keys that vary together: each step gives every key a value."""
+
+    keys: tuple[str, ...]
+    steps: tuple[tuple[Node, ...], ...]
+
+
+def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Loads a config and resolves every point of its sweep.
+
+    Args:
+      path: a YAML file, looked up as given, then among the shipped configs.
+      overrides: `key=value` arguments, also for the block: `sweep.product.decode.seed=[1, 2]`.
+    Raises:
+      ConfigError: anything is wrong with the block or with any point; holds every problem, one
+        line each, those of a point with its name.
+    """
+    problems: list[str] = []
+    files, origin = layers.read(path, problems)
+    command_line = layers.parse_overrides(overrides, problems)
+    run, axes = _read_blocks([*files, *command_line], origin, problems)
+    count = math.prod(len(axis.steps) for axis in axes)
+    if count > MAX_POINTS:
+        problems.append(f"{origin}: {loader.SWEEP}: {count} points, at most {MAX_POINTS}")
+    if problems:
+        raise errors.ConfigError(*problems)
+    schema = registry.load(registry.RUNS[run].schema)
+    files = [loader.without_sweep(node) for node in files]
+    rest = [loader.without_sweep(node) for node in command_line]
+    points: dict[str, Point] = {}
+    found: dict[str, list[str]] = {}
+    for steps in itertools.product(*(axis.steps for axis in axes)):
+        nodes = {
+            key: node
+            for axis, step in zip(axes, steps, strict=True)
+            for key, node in zip(axis.keys, step, strict=True)
+        }
+        values = {key: _plain(node) for key, node in nodes.items()}
+        name = _name(values)
+        layer = [_nested(key, node) for key, node in nodes.items()]
+        config, further = loader.resolve(files, [rest, layer], origin, schema)
+        if name in points:
+            further = [*further, f"{origin}: {loader.SWEEP}: the point {name} stands there twice"]
+        for problem in further:
+            found.setdefault(problem, []).append(name)
+        points[name] = Point(name, values, config)
+    if found:
+        raise errors.ConfigError(*_attributed(found, count))
+    return Sweep(run, tuple(axis.keys for axis in axes), points)
+
+
+def _read_blocks(
+    nodes: Sequence[Node | None], origin: str, problems: list[str]
+) -> tuple[str, list[_Axis]]:
+    """Reads the blocks of all files and arguments, of which later ones win key by key."""
+    run = Node(next(iter(registry.RUNS)), origin)
+    groups: dict[str, dict[str, Node]] = {"product": {}, "zip": {}}
+    for node in nodes:
+        block = node.value.get(loader.SWEEP) if node is not None else None
+        if block is None:
+            continue
+        if not isinstance(block.value, dict):
+            problems.append(f"{block.source}: {loader.SWEEP}: expected a mapping")
+            continue
+        for key, given in block.value.items():
+            if key == "run":
+                run = given
+            elif key not in _BLOCK:
+                near = registry.suggest(key, _BLOCK)
+                problems.append(f"{given.source}: {loader.SWEEP}.{key}: unknown key{near}")
+            elif not isinstance(given.value, dict):
+                problems.append(f"{given.source}: {loader.SWEEP}.{key}: expected a mapping")
+            else:
+                groups[key].update(_lists(given, f"{loader.SWEEP}.{key}", problems))
+    name = layers.text_of(run)
+    if name not in registry.RUNS:
+        near = registry.suggest(str(name), registry.RUNS)
+        problems.append(f"{run.source}: {loader.SWEEP}.run: unknown run {name!r}{near}")
+    product, zipped = groups["product"], groups["zip"]
+    if not product and not zipped and not problems:
+        problems.append(f"{origin}: {loader.SWEEP}: required: keys and their values, below product")
+    _check_overlap(product, zipped, nodes, problems)
+    lengths = {len(node.value) for node in zipped.values()}
+    if len(lengths) > 1:
+        shown = ", ".join(f"{key}: {len(node.value)}" for key, node in zipped.items())
+        first = next(iter(zipped.values()))
+        problems.append(f"{first.source}: {loader.SWEEP}.zip: lists of different lengths ({shown})")
+        zipped = {}
+    axes = [_Axis((key,), tuple((item,) for item in node.value)) for key, node in product.items()]
+    if zipped:
+        steps = zip(*(node.value for node in zipped.values()), strict=True)
+        axes.append(_Axis(tuple(zipped), tuple(steps)))
+    return str(name), axes
+
+
+def _lists(node: Node, prefix: str, problems: list[str]) -> Iterator[tuple[str, Node]]:
+    """Yields the lists of nested mappings by dotted key, without `prefix`."""
+    for key, given in node.value.items():
+        here = f"{prefix}.{key}"
+        if isinstance(given.value, dict):
+            inner = _lists(given, here, problems)
+            yield from ((f"{key}.{rest}", found) for rest, found in inner)
+        elif isinstance(given.value, tuple) and given.value:
+            yield key, given
+        elif given.raw is not None and not isinstance(given.value, tuple | Malformed):
+            yield key, dataclasses.replace(given, value=(given,))  # one value is a list of one
+        else:
+            problems.append(f"{given.source}: {here}: expected a list of values")
+
+
+def _check_overlap(
+    product: Mapping[str, Node],
+    zipped: Mapping[str, Node],
+    nodes: Sequence[Node | None],
+    problems: list[str],
+) -> None:
+    """A key has one place: in product or in zip, once, and then not on the command line too."""
+    placed = [*product.items(), *zipped.items()]
+    keys = [key for key, _ in placed]
+    for place, (key, node) in enumerate(placed):
+        above = [other for other in keys[:place] if _inside(key, other) or _inside(other, key)]
+        if above:
+            problems.append(f"{node.source}: {loader.SWEEP}: {key} and {above[0]} overlap")
+    for node in nodes:
+        if node is None or node.source != layers.COMMAND_LINE:
+            continue
+        given = ".".join(_path(node))
+        if any(_inside(given, key) for key in keys):
+            problems.append(f"{layers.COMMAND_LINE}: {given}: is a key of the sweep, set there")
+
+
+def _inside(key: str, other: str) -> bool:
+    return key == other or key.startswith(f"{other}.")
+
+
+def _path(node: Node) -> Iterator[str]:
+    """The keys of a mapping that holds one value."""
+    while isinstance(node.value, dict) and len(node.value) == 1:
+        ((key, node),) = node.value.items()
+        yield key
+        if node.raw is not None:
+            return
+
+
+def _nested(key: str, node: Node) -> Node:
+    for name in reversed(key.split(".")):
+        node = Node({name: node}, node.source)
+    return node
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node.value, dict):
+        return {key: _plain(item) for key, item in node.value.items()}
+    if isinstance(node.value, tuple):
+        return [_plain(item) for item in node.value]
+    return layers.text_of(node) if isinstance(node.value, str | Malformed) else node.value
+
+
+def _name(values: Mapping[str, Any]) -> str:
+    """A directory's name for a point, such as drafter.block_size=8,decode.temperature=0.8.
+
+    What a file system does not like, and what is too long, gives way to a hash.
+    """
+    whole = ",".join(f"{key}={label(value)}" for key, value in values.items())
+    fit = ",".join(f"{key}={_UNFIT.sub('-', label(value))}" for key, value in values.items())
+    if fit == whole and len(fit) <= _MAX_NAME_CHARACTERS:
+        return fit
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+    return f"{fit[:_MAX_NAME_CHARACTERS]}-{digest}"
+
+
+def label(value: Any) -> str:
+    """A value in few characters: 8, null, a-b for a list, block_size-8 for a mapping."""
+    if isinstance(value, dict):
+        # What has a name is known by it.
+        return "-".join(label(v) if k == "name" else f"{k}-{label(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        return "-".join(map(label, value))
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _attributed(found: Mapping[str, Sequence[str]], count: int) -> Iterator[str]:
+    """Problems, each with the points that it is about, unless it is about all of them."""
+    for problem, names in found.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield problem if len(names) == count else f"{problem} [{names[0]}{more}]"

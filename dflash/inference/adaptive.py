@@ -1,0 +1,103 @@
+"""What the loop carries where the block size is chosen anew for every cycle."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash.common.sharding import Sharding
+from dflash.drafters.base import Drafter
+from dflash.inference import backlog, block_choice
+from dflash.inference.backlog import Backlog
+from dflash.inference.block_choice import BlockChoice
+
+PLAIN = 0  # index of block size 1, at which nothing is drafted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """How the next block size is found, and what the drafter has missed meanwhile."""
+
+    choice: BlockChoice
+    backlog: Backlog
+
+    def insert(self, slot: jax.Array) -> "Adaptive":
+        """A new sequence in slot `slot`."""
+        count = self.backlog.count.at[slot].set(0)
+        return Adaptive(
+            block_choice.forget(self.choice, slot), dataclasses.replace(self.backlog, count=count)
+        )
+
+    def choose(self, active: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -> "Adaptive":
+        """Picks the size of the next cycle; see `block_choice.choose`."""
+        choice = block_choice.choose(self.choice, active, left, sizes)
+        return dataclasses.replace(self, choice=choice)
+
+    def learn(self, drafts: int, num_accepted: jax.Array, active: jax.Array) -> "Adaptive":
+        """Takes in the outcome of a cycle; see `block_choice.learn`."""
+        choice = block_choice.learn(self.choice, drafts, num_accepted, active)
+        return dataclasses.replace(self, choice=choice)
+
+    def put_aside(
+        self, tokens: jax.Array, num_committed: jax.Array, features: jax.Array
+    ) -> "Adaptive":
+        """Keeps a plain cycle's rows for later; see `Backlog.append`."""
+        return dataclasses.replace(
+            self, backlog=self.backlog.append(tokens, num_committed, features)
+        )
+
+    def must_clear(self, active: jax.Array) -> jax.Array:
+        """bool []; whether the drafter must catch up before the next cycle."""
+        pending = self.backlog.pending(active)
+        allowed = jnp.where(self.choice.index == PLAIN, backlog.ROWS - 1, 0)
+        return jnp.any(pending > allowed)
+
+
+def block_sizes(drafter: Drafter) -> tuple[int, ...]:
+    """The sizes that a cycle may have, ascending; one unless the drafter is adaptive."""
+    if drafter.adaptive:
+        return block_choice.block_sizes(drafter.block_size)
+    return (drafter.block_size,)
+
+
+def spare_rows(drafter: Drafter) -> int:
+    """Rows past its longest sequence that a drafter's state must have for the backlog."""
+    return backlog.ROWS if drafter.adaptive else 0
+
+
+def abstract(
+    drafter: Drafter, batch: int, hidden_size: int, dtype: jnp.dtype, sharding: Sharding
+) -> Adaptive | None:
+    """The state to be, zeros at first; None for a drafter of one block size.
+
+    Args:
+      drafter: chooses, or does not.
+      batch: B.
+      hidden_size: D of the target.
+      dtype: of the target's features.
+      sharding: where it lives.
+    """
+    if not drafter.adaptive:
+        return None
+    width = len(drafter.feature_layers) * hidden_size
+    return Adaptive(
+        block_choice.abstract(batch, block_sizes(drafter), sharding),
+        backlog.abstract(batch, width, dtype, sharding),
+    )
+
+
+def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
+    """The state with a table of cycle times, float32 [S]."""
+    if state is None:
+        return None
+    return dataclasses.replace(state, choice=dataclasses.replace(state.choice, seconds=seconds))
+
+
+def only(index: int, sizes: Sequence[int]) -> np.ndarray:
+    """A table, float32 [S], that leaves one size to choose: all others take for ever."""
+    seconds = np.full(len(sizes), np.inf, np.float32)
+    seconds[index] = 1.0
+    return seconds

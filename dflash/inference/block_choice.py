@@ -1,0 +1,164 @@
+"""Which block size the next cycle takes: the one with the most expected tokens per second.
+
+What a cycle of each size takes is measured once. What it brings follows from how often each draft
+was accepted when all before it had been: the chance that draft g is accepted is the product of
+those rates up to g. A draft that was not verified, or came after a refused one, says nothing about
+its rate, so a short block teaches nothing about a longer one. That is what trials are for: now and
+then a cycle takes the next larger size. It takes longer but commits no less, so the difference of
+the two times is the most that a trial may lose; a trial waits until `TRIALS` of the time spent
+pays for it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dflash.common.sharding import Sharding
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+TRIALS = 0.01  # most of the time that trials may cost
+
+# A rate starts at what all sequences together say, which starts at PRIOR: high, for what was never
+# tried must look worth trying. Weights and memories are in drafts verified.
+PRIOR, PRIOR_WEIGHT = 0.8, 8.0
+POOL_WEIGHT = 8.0
+MEMORY, POOL_MEMORY = 64.0, 1024.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockChoice:
+    """What is known about drafts, and the size of the next cycle; S sizes, G drafts in the largest.
+
+    Attributes:
+      tried: float32 [B, G]; how often draft g was verified, all before it accepted. The past fades.
+      accepted: float32 [B, G]; how often it was then accepted.
+      pool_tried: float32 [G]; of all sequences.
+      pool_accepted: float32 [G]; likewise.
+      seconds: float32 [S]; of a cycle of each size.
+      credit: float32 []; seconds that trials may cost by now.
+      best: int32 []; index of the size that promises most.
+      index: int32 []; of the size of the next cycle: the best, or for a trial the next larger.
+    """
+
+    tried: jax.Array
+    accepted: jax.Array
+    pool_tried: jax.Array
+    pool_accepted: jax.Array
+    seconds: jax.Array
+    credit: jax.Array
+    best: jax.Array
+    index: jax.Array
+
+
+def block_sizes(largest: int) -> tuple[int, ...]:
+    """Sizes to choose from, ascending, from 1 (plain decoding) to `largest`."""
+    return (*(size for size in SIZES if size < largest), largest)
+
+
+def abstract(batch: int, sizes: tuple[int, ...], sharding: Sharding) -> BlockChoice:
+    """Nothing known yet, when filled with zeros; `seconds` are still to be set.
+
+    Args:
+      batch: B.
+      sizes: S block sizes, ascending.
+      sharding: where it lives.
+    """
+    per_sequence = sharding.abstract((batch, sizes[-1] - 1), ("batch", None), jnp.float32)
+    pool = sharding.abstract((sizes[-1] - 1,), (None,), jnp.float32)
+    index = sharding.abstract((), (), jnp.int32)
+    return BlockChoice(
+        tried=per_sequence,
+        accepted=per_sequence,
+        pool_tried=pool,
+        pool_accepted=pool,
+        seconds=sharding.abstract((len(sizes),), (None,), jnp.float32),
+        credit=sharding.abstract((), (), jnp.float32),
+        best=index,
+        index=index,
+    )
+
+
+def forget(choice: BlockChoice, slot: jax.Array) -> BlockChoice:
+    """A new sequence in slot `slot`: only what the pool says is known about it."""
+    return dataclasses.replace(
+        choice,
+        tried=choice.tried.at[slot].set(0),
+        accepted=choice.accepted.at[slot].set(0),
+    )
+
+
+def rates(choice: BlockChoice) -> jax.Array:
+    """float32 [B, G]; how likely each draft is accepted if all before it are."""
+    pool = choice.pool_accepted + PRIOR_WEIGHT * PRIOR
+    pool = pool / (choice.pool_tried + PRIOR_WEIGHT)
+    return (choice.accepted + POOL_WEIGHT * pool) / (choice.tried + POOL_WEIGHT)
+
+
+def expected_tokens(rates: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """float32 [B, S]; tokens that a cycle of each size is expected to commit.
+
+    Args:
+      rates: float32 [B, G]; see `rates`.
+      left: int32 [B]; tokens until the sequence's limit.
+      sizes: S block sizes of at most G + 1.
+    """
+    survival = jnp.cumprod(rates, axis=1)
+    survival = jnp.concatenate([jnp.ones_like(survival[:, :1]), survival], axis=1)
+    counts = jnp.arange(survival.shape[1]) < left[:, None]
+    return jnp.cumsum(jnp.where(counts, survival, 0), axis=1)[:, jnp.array(sizes) - 1]
+
+
+def choose(
+    choice: BlockChoice, active: jax.Array, left: jax.Array, sizes: tuple[int, ...]
+) -> BlockChoice:
+    """Picks the size of the next cycle, one for the whole batch.
+
+    Args:
+      choice: what is known.
+      active: bool [B]; sequences that count.
+      left: int32 [B]; tokens until each one's limit.
+      sizes: S block sizes.
+    """
+    tokens = expected_tokens(rates(choice), left, sizes)
+    tokens = jnp.where(active[:, None], tokens, 0).sum(axis=0)
+    best = jnp.argmax(tokens / choice.seconds).astype(jnp.int32)
+    trial = (best + 1 < len(sizes)) & (choice.credit >= _trial_seconds(choice.seconds, best))
+    return dataclasses.replace(choice, best=best, index=best + trial.astype(jnp.int32))
+
+
+def learn(
+    choice: BlockChoice, drafts: int, num_accepted: jax.Array, active: jax.Array
+) -> BlockChoice:
+    """Takes in the outcome of the cycle that `choice` chose.
+
+    Args:
+      choice: as it was before the cycle.
+      drafts: tokens that were verified of each sequence; one less than the block's size.
+      num_accepted: int32 [B], in [0, drafts].
+      active: bool [B]; sequences that count.
+    """
+    slots, run = jnp.arange(choice.tried.shape[1]), num_accepted[:, None]
+    # The first refused draft is the last one that says anything.
+    tried = (active[:, None] & (slots < drafts) & (slots <= run)).astype(jnp.float32)
+    accepted = tried * (slots < run)
+    fade = 1 - tried / MEMORY
+    pool_fade = (1 - 1 / POOL_MEMORY) ** tried.sum(axis=0)
+    spent, best = choice.seconds[choice.index], choice.seconds[choice.best]
+    credit = choice.credit + TRIALS * best - (spent - best)
+    return dataclasses.replace(
+        choice,
+        tried=choice.tried * fade + tried,
+        accepted=choice.accepted * fade + accepted,
+        pool_tried=choice.pool_tried * pool_fade + tried.sum(axis=0),
+        pool_accepted=choice.pool_accepted * pool_fade + accepted.sum(axis=0),
+        # Enough for one trial at most: a quiet time must not end in a burst of them.
+        credit=jnp.minimum(credit, _trial_seconds(choice.seconds, choice.best)),
+    )
+
+
+def _trial_seconds(seconds: jax.Array, best: jax.Array) -> jax.Array:
+    """The most that a cycle of the next larger size may lose; 0 if there is none."""
+    larger = seconds[jnp.minimum(best + 1, len(seconds) - 1)]
+    return jnp.maximum(larger - seconds[best], 0)

@@ -1,0 +1,56 @@
+"""Compiles the engine's programs ahead of time, with what each platform wants for its loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash.common.sharding import Sharding
+
+# Few rows against every weight: the time is that of reading weights. A TPU reads them fastest in
+# large pieces, one product per fusion; see docs/results/tpu_compile.md.
+_TPU_LOOP = {
+    "xla_tpu_dot_dot_fusion": "false",
+    "xla_tpu_nested_dot_fusion": "false",
+    "xla_tpu_scoped_vmem_limit_kib": "65536",
+}
+# See layers.linear.widen_late: a CPU must not widen all weights before the loop begins.
+_CPU_LOOP = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+_SMALL_VMEM = ("TPU v4",)
+
+
+def loop_options(sharding: Sharding, dtype: jnp.dtype) -> dict[str, str]:
+    """Compiler options of the decode loop over weights of this dtype."""
+    if sharding.platform == "cpu":
+        return dict(_CPU_LOOP) if dtype == jnp.bfloat16 else {}
+    if sharding.platform == "tpu" and sharding.devices[0].device_kind not in _SMALL_VMEM:
+        return dict(_TPU_LOOP)
+    return {}
+
+
+def lower(
+    function: Callable,
+    *inputs: Any,
+    out: Any,
+    donate: tuple[int, ...] = (),
+    options: dict[str, str] | None = None,
+) -> jax.stages.Compiled:
+    """Compiles `function` for abstract inputs.
+
+    Args:
+      function: pure.
+      *inputs: abstract, and placed.
+      out: abstract results, and where they go.
+      donate: inputs that give up their memory.
+      options: of the compiler.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, out)
+    lowered = jax.jit(function, donate_argnums=donate, out_shardings=shardings).lower(*inputs)
+    try:
+        return lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        # The options make it faster, nothing else; another compiler may not have them.
+        if "No such compile option" not in str(error):
+            raise
+        return lowered.compile()

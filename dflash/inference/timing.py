@@ -1,0 +1,88 @@
+"""What a cycle of each block size takes, measured with the very program that decodes.
+
+A table in which every size but one takes for ever leaves the loop no choice, so nothing is compiled
+for the sake of measuring. All slots are busy, half way to their longest.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dflash.config.schema import DecodeConfig
+from dflash.inference import adaptive
+from dflash.inference.pages import Layout
+from dflash.inference.state import DecodeState, Report
+
+ROUNDS = 5
+
+
+def occupy(
+    state: DecodeState, seconds: jax.Array, *, layout: Layout, config: DecodeConfig
+) -> DecodeState:
+    """A state with a sequence in every slot, half as long as can be.
+
+    Args:
+      state: any.
+      seconds: float32 [S]; of a cycle of each size.
+      layout: of the state.
+      config: how sequences draw their tokens.
+    """
+    per_share = layout.batch_size // layout.num_shares
+    first = 1 + jnp.arange(layout.batch_size) % per_share * layout.pages_per_sequence
+    table = first[:, None] + jnp.arange(layout.pages_per_sequence)
+    sampling = dataclasses.replace(
+        state.sampling,
+        temperature=jnp.full_like(state.sampling.temperature, config.temperature),
+        top_k=jnp.full_like(state.sampling.top_k, config.top_k),
+        top_p=jnp.full_like(state.sampling.top_p, config.top_p),
+    )
+    empty = jax.tree.map(jnp.zeros_like, state.adaptive)
+    return dataclasses.replace(
+        state,
+        length=jnp.full_like(state.length, max(1, layout.max_length // 2)),
+        limit=jnp.full_like(state.limit, layout.max_length),
+        active=jnp.ones_like(state.active),
+        sampling=sampling,
+        cache=dataclasses.replace(state.cache, page_table=table.astype(jnp.int32)),
+        adaptive=adaptive.with_seconds(empty, seconds),
+    )
+
+
+def cycle_seconds(
+    sizes: tuple[int, ...],
+    state: DecodeState,
+    occupied: Callable[[DecodeState, np.ndarray], DecodeState],
+    generate: Callable[[DecodeState], tuple[DecodeState, Report]],
+    rounds: int = ROUNDS,
+) -> tuple[float, ...]:
+    """Seconds of a cycle of each size: medians over rounds in which each has its turn.
+
+    Args:
+      sizes: S block sizes.
+      state: any; consumed.
+      occupied: `occupy`, compiled.
+      generate: the engine's.
+      rounds: how many count; one more, the first, does not.
+    Returns:
+      the table of the first process, on all of them.
+    """
+    samples: list[list[float]] = [[] for _ in sizes]
+    for _ in range(rounds + 1):
+        for i, taken in enumerate(samples):
+            state = jax.block_until_ready(occupied(state, adaptive.only(i, sizes)))
+            begin = time.perf_counter()
+            state, report = jax.block_until_ready(generate(state))
+            taken.append((time.perf_counter() - begin) / int(report.cycles))
+    table = np.array([statistics.median(taken[1:]) for taken in samples], np.float32)
+    # More rows never take less time; where they seem to, that is noise, and plain decoding must not
+    # lose to it.
+    table = np.minimum.accumulate(table[::-1])[::-1]
+    if jax.process_count() > 1:
+        table = multihost_utils.broadcast_one_to_all(table)
+    return tuple(table.tolist())

@@ -1,0 +1,129 @@
+"""Tests of decoding with a block size chosen for every cycle, through the engine."""
+
+import functools
+
+import numpy as np
+import pytest
+from scripted_drafter import Script, ScriptedDrafter
+from tiny_models import (
+    decode,
+    drafter,
+    engine,
+    expected,
+    random_prompts,
+    redrafted,
+    resampled,
+)
+
+from dflash.drafters.none import NoDrafter
+from dflash.inference import backlog
+from dflash.inference.engine import Engine
+
+LENGTH = 128  # positions that a script covers
+SIZES = (1, 2, 4, 8)
+# Drafting costs half a plain cycle, each further row a tenth: worth it, if drafts are any good.
+SECONDS = (1.0, 1.6, 1.8, 2.2)
+PROMPTS = random_prompts([1, 16, 9, 17, 5, 2])
+
+
+@functools.cache
+def scripted_engine(batch_size: int) -> Engine:
+    blank = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
+    blank.adaptive = True
+    run = engine(blank, batch_size=batch_size, sync_every=5, max_length=64)
+    run.cycle_seconds = SECONDS
+    return run
+
+
+def decode_scripted(wrong, limits, *, batch_size: int, temperature: float, index: int):
+    """Completions of a drafter that is wrong where the script says; their tokens are checked."""
+    how = {"temperature": temperature, "first_index": index}
+    whole = expected(PROMPTS, [32] * len(PROMPTS), **how)
+    texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, whole, strict=True)]
+    model = ScriptedDrafter(Script.chain(LENGTH, 7, wrong), texts, tree=False)
+    model.adaptive = True
+    run = redrafted(resampled(scripted_engine(batch_size), temperature=temperature), model)
+    done = decode(run, PROMPTS, limits, index)
+    wanted = expected(PROMPTS, limits, **how)
+    assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    for one in done:
+        pairs = zip(one.acceptance_lengths, one.block_sizes, strict=True)
+        assert all(1 <= length <= size for length, size in pairs)
+    return done
+
+
+def sizes_of(done) -> list[int]:
+    return [size for one in done for size in one.block_sizes]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_a_drafter_that_is_always_wrong_is_left_alone(batch_size, temperature):
+    limits = [32] * 6
+    done = decode_scripted(
+        True, limits, batch_size=batch_size, temperature=temperature, index=batch_size
+    )
+    sizes = sizes_of(done)
+    assert set(sizes) <= set(SIZES)
+    assert sizes.count(1) > 0.9 * len(sizes)
+    assert max(sizes) > 1, "nothing was ever tried"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_a_drafter_that_is_always_right_gets_the_largest_block(batch_size, temperature):
+    limits = [32, 25, 32, 18, 32, 32]
+    done = decode_scripted(
+        False, limits, batch_size=batch_size, temperature=temperature, index=10 + batch_size
+    )
+    for one in done:
+        # The last tokens before the limit need no whole block.
+        assert set(one.block_sizes[:-1]) == {8}
+        assert set(one.acceptance_lengths[:-1]) == {8}
+
+
+@pytest.mark.parametrize(("wrong_until", "index"), [(14, 40), (18, 50)])
+def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, index):
+    """A scripted drafter drafts wrongly if a single row of its memory is.
+
+    Trials are rare, so it must come right while there is text enough left for one.
+    """
+    wrong = np.arange(LENGTH)[:, None] < wrong_until
+    done = decode_scripted(wrong, [32] * 6, batch_size=5, temperature=0.8, index=index)
+    late = [length for one in done for length in one.acceptance_lengths if length > 1]
+    assert late, "drafting was never taken up again"
+    assert 1 in sizes_of(done)
+
+
+def test_long_plain_stretches_fill_the_backlog():
+    """More plain cycles in a row than rows can be put aside, and then a draft."""
+    run = engine(adaptive("dflash"), batch_size=2, sync_every=16, max_length=96 + backlog.ROWS)
+    run.cycle_seconds = (1.0, *[60.0] * (len(run.block_sizes) - 1))
+    limit = 2 * backlog.ROWS + 9
+    done = decode(run, PROMPTS[:3], limit)
+    plain = decode(
+        engine(NoDrafter(), batch_size=2, max_length=96 + backlog.ROWS), PROMPTS[:3], limit
+    )
+    assert [one.output_ids for one in done] == [one.output_ids for one in plain]
+    assert max(sizes_of(done)) == 1
+
+
+def adaptive(name: str, **options):
+    model = drafter(name, **options)
+    model.adaptive = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size"),
+    [("dflash", 1), ("dflash", 5), ("autoregressive", 5), ("dspark", 5), ("ngram", 5)],
+)
+def test_output_is_that_of_plain_decoding(name, batch_size):
+    """With a real drafter, and with the table that is measured."""
+    run = engine(adaptive(name, block_size=5), batch_size=batch_size, max_length=64)
+    limits = [20, 9, 1, 18, 2, 23]
+    for temperature in (0.0, 0.8):
+        done = decode(resampled(run, temperature=temperature), PROMPTS, limits)
+        wanted = expected(PROMPTS, limits, temperature=temperature)
+        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+        assert set(sizes_of(done)) <= {1, 2, 4, 5}

@@ -1,0 +1,216 @@
+"""Tests of the choice of block sizes: as pure functions, and against simulated drafters."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_sharding, zeros
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash.inference import block_choice
+from dflash.inference.block_choice import BlockChoice
+
+SIZES = (1, 2, 4, 8)
+DRAFTS = SIZES[-1] - 1
+BATCH = 3
+FAR = jnp.full(BATCH, 1000)
+EVERYONE = jnp.ones(BATCH, bool)
+few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+
+
+def blank(batch: int, sizes: tuple[int, ...], seconds) -> BlockChoice:
+    choice = zeros(block_choice.abstract(batch, sizes, make_sharding()))
+    return dataclasses.replace(choice, seconds=jnp.asarray(seconds, jnp.float32))
+
+
+choose = jax.jit(functools.partial(block_choice.choose, sizes=SIZES))
+
+
+def knowing(rates: np.ndarray, seconds, credit: float = 0.0) -> BlockChoice:
+    """What somebody knows who has seen these rates, [B, G], for long enough to be sure."""
+    choice = blank(BATCH, SIZES, seconds)
+    tried = jnp.full((BATCH, DRAFTS), 1e6, jnp.float32)
+    return dataclasses.replace(
+        choice, tried=tried, accepted=tried * rates, credit=jnp.float32(credit)
+    )
+
+
+def test_sizes_go_from_plain_decoding_to_the_largest():
+    assert block_choice.block_sizes(1) == (1,)
+    assert block_choice.block_sizes(7) == (1, 2, 4, 7)
+    assert block_choice.block_sizes(16) == (1, 2, 4, 8, 12, 16)
+
+
+@few
+@given(st.integers(0, 2**31))
+def test_the_choice_is_the_most_expected_tokens_per_second(seed):
+    rng = np.random.default_rng(seed)
+    rates, left = rng.random((BATCH, DRAFTS)), rng.integers(1, 12, BATCH)
+    active = rng.random(BATCH) < 0.7
+    seconds = np.cumsum(rng.random(len(SIZES)) + 0.01)
+    choice = choose(knowing(rates, seconds), jnp.array(active), jnp.array(left))
+    speeds = []
+    for size, cost in zip(SIZES, seconds, strict=True):
+        tokens = 0.0
+        for b in np.flatnonzero(active):
+            survival = np.cumprod(rates[b])[: min(size, left[b]) - 1]
+            tokens += 1 + survival.sum()
+        speeds.append(tokens / cost)
+    assert speeds[int(choice.index)] >= (1 - 1e-4) * max(speeds)
+    assert int(choice.best) == int(choice.index)
+
+
+def test_drafting_that_loses_is_left():
+    choice = knowing(np.full((BATCH, DRAFTS), 0.3), [1.0, 1.5, 1.9, 2.7])
+    assert int(choose(choice, EVERYONE, FAR).index) == 0
+
+
+def test_at_the_last_token_nothing_is_drafted():
+    choice = knowing(np.ones((BATCH, DRAFTS)), [1.0, 1.1, 1.2, 1.3])
+    assert int(choose(choice, EVERYONE, FAR).index) == 3
+    assert int(choose(choice, EVERYONE, jnp.ones(BATCH, jnp.int32)).index) == 0
+
+
+def test_a_trial_waits_until_the_time_spent_pays_for_it():
+    choice = knowing(np.zeros((BATCH, DRAFTS)), [1.0, 1.5, 1.9, 2.7])
+    indices = []
+    for _ in range(160):
+        choice = choose(choice, EVERYONE, FAR)
+        indices.append(int(choice.index))
+        choice = block_choice.learn(choice, SIZES[indices[-1]] - 1, jnp.zeros(BATCH, int), EVERYONE)
+    trials = np.flatnonzero(indices)
+    assert set(indices) == {0, 1}, "a trial is the next larger size"
+    assert 2 <= len(trials) <= 4
+    lost = 0.5 * len(trials)
+    assert lost <= block_choice.TRIALS * 160 + 1e-3
+    assert np.ptp(np.diff(trials)) <= 2, "trials come at even distances"
+
+
+def test_what_was_not_tried_is_not_counted():
+    choice = blank(BATCH, SIZES, np.ones(4))
+    accepted = jnp.array([0, 2, 3])
+    active = jnp.array([True, True, False])
+    after = block_choice.learn(choice, 3, accepted, active)
+    np.testing.assert_array_equal(after.tried[:, :4], [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(after.accepted[:, :3], [[0, 0, 0], [1, 1, 0], [0, 0, 0]])
+    assert not after.tried[:, 3:].any()
+    np.testing.assert_array_equal(after.pool_tried[:4], [2, 1, 1, 0])
+    np.testing.assert_array_equal(after.pool_accepted[:4], [1, 1, 0, 0])
+    whole = block_choice.learn(choice, 3, jnp.full(BATCH, 3), EVERYONE)
+    np.testing.assert_array_equal(whole.accepted[0], [1, 1, 1, 0, 0, 0, 0])
+
+
+def test_a_new_sequence_knows_what_the_pool_knows():
+    choice = blank(BATCH, SIZES, np.ones(4))
+    for _ in range(100):
+        choice = block_choice.learn(choice, 7, jnp.array([0, 7, 7]), EVERYONE)
+    rates = np.asarray(block_choice.rates(choice))
+    assert rates[0, 0] < 0.12 < 0.9 < rates[1, 0]
+    rates = np.asarray(block_choice.rates(block_choice.forget(choice, jnp.int32(0))))
+    assert rates[0, 0] == pytest.approx(2 / 3, abs=0.05)
+    assert rates[1, 0] > 0.9
+
+
+# --- against simulated drafters ------------------------------------------------------------------
+
+NUM_TOKENS = 128  # of each sequence
+# Seconds of a cycle, a plain one taking 1: rows are nearly free, or cost as on a CPU, or dearly.
+TABLES = {
+    "flat": [1.0, 1.15, 1.16, 1.18],
+    "even": [1.0, 1.4, 1.6, 2.0],
+    "steep": [1.0, 1.9, 2.6, 4.0],
+}
+# Acceptance rates of each draft, and by how much sequences differ.
+DRAFTERS = {
+    "never": (np.zeros(DRAFTS), 0.0),
+    "poor": (np.full(DRAFTS, 0.3), 0.1),
+    "fair": (np.linspace(0.75, 0.55, DRAFTS), 0.0),
+    "good": (np.linspace(0.85, 0.75, DRAFTS), 0.1),
+    "sure": (np.full(DRAFTS, 0.98), 0.0),
+    "mixed": (np.full(DRAFTS, 0.6), 0.35),
+}
+
+
+RUNS = 8  # of each simulation: a single one hangs on luck by several per cent
+
+
+@jax.jit
+def simulate(choice, costs, rates, keys):
+    """Tokens per second of several runs together, with rates [runs, N, G] and keys [runs]."""
+    runs = jax.vmap(simulate_once, (None, None, 0, 0))(choice, costs, rates, keys)
+    tokens, seconds = jax.tree.map(jnp.sum, runs)
+    return tokens / seconds
+
+
+def simulate_once(choice, costs, rates, key):
+    """Tokens and seconds of decoding N sequences whose drafts are accepted with rates [N, G].
+
+    Args:
+      choice: a chooser that knows nothing yet; how many sequences run at a time.
+      costs: what cycles take, whatever the chooser was told.
+    """
+    sizes, batch = jnp.array(SIZES), len(choice.tried)
+
+    def cycle(carry):
+        choice, done, queue, own, key, seconds, tokens = carry
+        left = NUM_TOKENS - done
+        active = left > 0
+        choice = block_choice.choose(choice, active, left, SIZES)
+        drafts = sizes[choice.index] - 1
+        key, noise = jax.random.split(key)
+        right = jax.random.uniform(noise, own.shape) < own
+        accepted = jnp.minimum(jnp.cumprod(right, axis=1).sum(axis=1), drafts)
+        seconds += costs[choice.index]
+        choice = block_choice.learn(choice, drafts, accepted, active)
+        committed = jnp.where(active, jnp.minimum(accepted + 1, left), 0)
+        done += committed
+        ended = active & (done >= NUM_TOKENS)
+        place = queue + jnp.cumsum(ended) - 1
+        fresh = ended & (place < len(rates))
+        choice = dataclasses.replace(
+            choice,
+            tried=jnp.where(fresh[:, None], 0, choice.tried),
+            accepted=jnp.where(fresh[:, None], 0, choice.accepted),
+        )
+        own = jnp.where(fresh[:, None], rates[place], own)
+        done = jnp.where(fresh, 0, done)
+        return choice, done, queue + ended.sum(), own, key, seconds, tokens + committed.sum()
+
+    nothing = jnp.zeros(batch, jnp.int32)
+    start = choice, nothing, jnp.int32(batch), rates[:batch], key
+    carry = (*start, jnp.float32(0), jnp.int32(0))
+    carry = jax.lax.while_loop(lambda carry: (carry[1] < NUM_TOKENS).any(), cycle, carry)
+    return carry[-1], carry[-2]
+
+
+def forced(index: int) -> np.ndarray:
+    table = np.full(len(SIZES), np.inf, np.float32)
+    table[index] = 1.0
+    return table
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_regret_against_the_best_fixed_size(batch):
+    """Whatever cycles cost and drafts are worth: at most 3 % slower than the best fixed size."""
+    rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(batch), RUNS)
+    # With few sequences per slot the time is that of the last ones, which is luck.
+    num_sequences = max(12, 6 * batch)
+
+    def speed(table, costs, rates):
+        costs = jnp.array(costs, jnp.float32)
+        return float(simulate(blank(batch, SIZES, table), costs, rates, keys))
+
+    found = {}
+    for name, (mean, spread) in DRAFTERS.items():
+        shift = rng.uniform(-spread, spread, (RUNS, num_sequences, 1))
+        rates = jnp.array(np.clip(mean + shift, 0, 1), jnp.float32)
+        # What a fixed size commits per cycle does not hang on what a cycle costs.
+        fixed = [speed(forced(i), [1.0] * len(SIZES), rates) for i in range(len(SIZES))]
+        for cost, table in TABLES.items():
+            best = max(rate / each for rate, each in zip(fixed, table, strict=True))
+            found[name, cost] = speed(table, table, rates) / best
+    assert min(found.values()) > 0.97, found

@@ -1,0 +1,44 @@
+"""Tests of measuring cycles, with a clock that tells what it is told."""
+
+import types
+
+import numpy as np
+import pytest
+
+from dflash.inference import timing
+
+SIZES = (1, 4, 16)
+
+
+def test_medians_over_rounds_in_which_each_size_has_its_turn(monkeypatch):
+    # Seconds of each dispatch, round by round; the first counts for nothing.
+    rounds = [[90, 90, 90], [1, 20, 60], [2, 10, 40], [3, 15, 500]]
+    table, order = measure(rounds, monkeypatch)
+    assert table == pytest.approx((1.0, 7.5, 30.0))
+    assert order == list(SIZES) * 4
+
+
+def test_a_size_takes_no_longer_than_a_larger_one(monkeypatch):
+    table, _ = measure([[9, 9, 9]] + [[6, 4, 8]] * 3, monkeypatch)
+    assert table == pytest.approx((2.0, 2.0, 4.0))
+
+
+def measure(rounds, monkeypatch):
+    """The table of three rounds and one before, and the order in which sizes were measured."""
+    now, order = [0.0], []
+    upcoming = [seconds for each in rounds for seconds in each]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def occupied(state, table):
+        allowed = np.flatnonzero(np.isfinite(table))
+        assert table.dtype == np.float32
+        assert allowed.size == 1
+        order.append(SIZES[allowed[0]])
+        now[0] += 1000.0  # not counted
+        return state
+
+    def generate(state):
+        now[0] += upcoming.pop(0)
+        return state, types.SimpleNamespace(cycles=2)
+
+    return timing.cycle_seconds(SIZES, 0, occupied, generate, rounds=3), order

@@ -1,0 +1,104 @@
+"""Tests of rejection through the engine, against the exact distribution of its target."""
+
+import copy
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+import tiny_models
+from rejection import VOCAB, chi_square, lenient_left_over, make_params, too_lenient
+
+from dflash.common import parameters
+from dflash.config import schema
+from dflash.drafters.eagle3 import Eagle3
+from dflash.inference import verify
+from dflash.inference.engine import Slot
+from dflash.inference.pages import PagePool
+
+SLOTS, ROUNDS, PROMPT, TEMPERATURE = 512, 48, (3, 1, 4, 1, 5), 2.5
+
+
+def beams(arch):
+    """An EAGLE-3 drafter of small trees, whose drafts are certain of themselves."""
+    config = schema.Eagle3Config(
+        tree=schema.BeamTree(budget=4, top_k=2, depth=2),
+        architecture=schema.Eagle3Architecture(target_layer_ids=(0, 1)),
+    )
+    placed = tiny_models.sharding(*tiny_models.ONE_DEVICE)
+    model = Eagle3.create(config, None, arch, dtype=jnp.dtype("float32"), sharding=placed)
+    parameters.initialize(model, jax.random.key(1))
+    return model
+
+
+FORMS = {
+    "chain": lambda arch: tiny_models.drafter("dflash", block_size=3, arch=arch),
+    "tree": lambda arch: tiny_models.drafter("dflash", block_size=3, arch=arch, tree=True),
+    "beams": beams,
+}
+
+
+@functools.cache
+def full_engine(form: str):
+    """An engine, its slots all holding one prompt, and that prompt's prefix."""
+    small = tiny_models.target(vocab_size=VOCAB)
+    model = FORMS[form](small.arch)
+    run = tiny_models.engine(
+        model, on=small, batch_size=SLOTS, sync_every=2, max_length=16,
+        temperature=TEMPERATURE, verify="rejection",
+    )  # fmt: skip
+    pool = PagePool(1, run.layout.pages_per_share)
+    prefix, state = run.prefill(PROMPT), run.new_state()
+    for i in range(SLOTS):
+        slot = Slot(i, pool.take(0, run.layout.pages_per_sequence))
+        state = run.insert(state, prefix, slot, 16)
+    return run, state, prefix
+
+
+def engine_pvalue(run, form: str) -> float:
+    """How well the two tokens after a prompt and its first token fit the target, by chi-square."""
+    _, start, prefix = full_engine(form)
+    firsts, seconds, accepted = [], [], 0
+    for i in range(ROUNDS):
+        noise = dataclasses.replace(start.sampling, seed=make_params(SLOTS, seed=i).seed)
+        state = dataclasses.replace(start, sampling=noise)
+        _, report = run.generate(jax.tree.map(jnp.copy, state))
+        tokens, counts = np.asarray(report.tokens), np.asarray(report.num_committed)
+        firsts.append(tokens[0, :, 0])
+        seconds.append(np.where(counts[0] > 1, tokens[0, :, 1], tokens[1, :, 0]))
+        accepted += np.count_nonzero(counts[0] > 1)
+    first, second = np.concatenate(firsts), np.concatenate(seconds)
+    assert len(first) >= 20_000
+    assert 0.1 < accepted / len(first) < 0.9, "both accepting and refusing must happen"
+    small = tiny_models.target(vocab_size=VOCAB)
+    return chi_square(first, second, exact_joint(small, int(prefix.anchor[0])))
+
+
+def exact_joint(small, anchor: int) -> np.ndarray:
+    """p(t1, t2 | prompt, anchor), [V, V], from the target's logits."""
+    texts = np.array([(*PROMPT, anchor, token) for token in range(VOCAB)], np.int32)
+    cache = small.new_cache(batch=VOCAB, pages_per_sequence=1, num_pages=VOCAB + 1, page_size=16)
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+    cache = dataclasses.replace(cache, page_table=1 + jnp.arange(VOCAB, dtype=jnp.int32)[:, None])
+    positions = np.tile(np.arange(texts.shape[1], dtype=np.int32), (VOCAB, 1))
+    logits = small.unembed(small(texts, positions, cache).hidden)
+    probs = scipy.special.softmax(np.asarray(logits, np.float64) / TEMPERATURE, axis=-1)
+    return probs[0, -2][:, None] * probs[:, -1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rejection_through_the_engine_follows_the_target(form):
+    run, _, _ = full_engine(form)
+    assert engine_pvalue(run, form) > 1e-3
+
+
+@pytest.mark.parametrize("form", ["chain", "tree"])
+def test_a_wrong_rule_in_the_engine_is_found(form, monkeypatch):
+    monkeypatch.setattr(verify, "rejection_chain", too_lenient)
+    monkeypatch.setattr(verify, "_left_over", lenient_left_over)
+    run = copy.copy(full_engine(form)[0])
+    run._programs = {}  # compile them with the wrong rule
+    assert engine_pvalue(run, form) < 1e-6
