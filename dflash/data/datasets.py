@@ -14,7 +14,7 @@ from typing import ClassVar
 from dflash import errors, registry
 from dflash.common.chat_template import Messages
 from dflash.config.data_schema import DataConfig
-from dflash.data import chat, code, files
+from dflash.data import answers, chat, code, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
 
@@ -26,10 +26,12 @@ class Dataset(abc.ABC):
       name: as in the registry.
       version: to be raised when the examples change.
       variant: the rest that they depend on, fit for a directory's name.
+      has_answers: whether some examples have a final answer to compare with.
     """
 
     name: ClassVar[str]
     version: ClassVar[str] = "1.0.0"
+    has_answers: ClassVar[bool] = False
 
     def __init__(self, config: DataConfig):
         self._config = config
@@ -46,11 +48,21 @@ class Dataset(abc.ABC):
         """Up to `limit` examples from all over a split, always the same ones."""
         return shuffled(list(self.examples(split)))[:limit]
 
+    def is_correct(self, example: Example, text: str) -> bool | None:
+        """Whether `text`, in place of the example's last answer, comes to the same final answer.
+
+        Returns:
+          None where there is no final answer to compare with, as in a conversation.
+        """
+        del example, text
+        return None
+
 
 class Math(Dataset):
     """Generated word problems; see `word_problems`."""
 
     name = problems.TASK
+    has_answers = True
 
     @property
     def variant(self) -> str:
@@ -61,6 +73,9 @@ class Math(Dataset):
 
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
         return list(problems.examples(split, limit or self._count(split)))
+
+    def is_correct(self, example: Example, text: str) -> bool | None:
+        return answers.agree(text, example.response)
 
     def _count(self, split: Split) -> int:
         return self._config.math_examples if split == "train" else problems.HELD_OUT_EXAMPLES
@@ -120,25 +135,31 @@ def find(name: str, config: DataConfig) -> Dataset:
     return registry.load(registry.DATASETS[name])(config)
 
 
-def task_examples(name: str, split: Split = "test", limit: int | None = None) -> list[Example]:
+def task_examples(
+    name: str, split: Split = "test", limit: int | None = None, *, raw_dir: str | None = None
+) -> list[Example]:
     """Examples to measure a model by, always the same; nothing is stored.
 
     Args:
       name: of a data set, other than jsonl.
       split: see `SPLITS`.
       limit: how many; None for all.
+      raw_dir: where raw files of published sets lie; see `raw`.
     Raises:
       ConfigError: no such data set.
+      InputError: a published set's file is unusable, or missing and cannot be downloaded.
       ValueError: no such split.
     """
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}, only {', '.join(SPLITS)}")
-    return find(name, DataConfig()).sample(split, limit)
+    return find(name, DataConfig(raw_dir=raw_dir)).sample(split, limit)
 
 
-def task_prompts(name: str, split: Split = "test", limit: int | None = None) -> list[Messages]:
-    """The questions of `task_examples`, without the answers."""
-    return [example.prompt for example in task_examples(name, split, limit)]
+def task_prompts(
+    name: str, split: Split = "test", limit: int | None = None, *, raw_dir: str | None = None
+) -> list[Messages]:
+    """What `task_examples` ask first; what they go on to ask is in their `later_turns`."""
+    return [example.opening for example in task_examples(name, split, limit, raw_dir=raw_dir)]
 
 
 def mixed_prompts(

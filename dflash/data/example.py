@@ -4,8 +4,9 @@ import dataclasses
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
+Item = TypeVar("Item")
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 HELD_OUT_PERCENT = 5  # of the sources, for validation and again for test
@@ -35,6 +36,18 @@ class Example:
         return self.messages[:-1]
 
     @property
+    def opening(self) -> tuple[Mapping[str, str], ...]:
+        """The messages before the first answer: what a model is asked first."""
+        roles = [message["role"] for message in self.messages]
+        return self.messages[: roles.index("assistant")]
+
+    @property
+    def later_turns(self) -> tuple[str, ...]:
+        """What the user goes on to say, turn by turn, each after an answer."""
+        rest = self.messages[len(self.opening) :]
+        return tuple(message["content"] for message in rest if message["role"] == "user")
+
+    @property
     def response(self) -> str:
         """The last answer."""
         return self.messages[-1]["content"]
@@ -59,8 +72,8 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
-def shuffled(examples: Sequence[Example], seed: int = 0) -> list[Example]:
-    """The examples in an order that depends on their number and the seed only."""
-    order = list(examples)
+def shuffled(items: Sequence[Item], seed: int = 0) -> list[Item]:
+    """The items in an order that depends on their number and the seed only."""
+    order = list(items)
     random.Random(seed).shuffle(order)
     return order

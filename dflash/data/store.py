@@ -5,7 +5,6 @@ DATA_DIR/encoded/…                                         token ids; see `enc
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dflash import errors
+from dflash.common import directories
 from dflash.data.datasets import Dataset
 from dflash.data.example import SPLITS, Example, Split
 
@@ -35,15 +35,10 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("w")
+        with directories.waiting_lock(directory / ".lock"):
+            yield
     except OSError as error:
         raise _unwritable(directory, error) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed, by a kill too
-        try:
-            yield
-        except OSError as error:
-            raise _unwritable(directory, error) from error
 
 
 def make_builder(dataset: Dataset, directory: pathlib.Path) -> Any:
@@ -58,7 +53,7 @@ def make_builder(dataset: Dataset, directory: pathlib.Path) -> Any:
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(dataset.version)
         BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=dataset.variant)]  # noqa: RUF012
-        name = dataset.name
+        name = dataset.name.replace("-", "_")  # tfds finds files by it, and knows no hyphens
         code_path = None  # beside which tfds would look for a list of downloads
 
         def _info(self):

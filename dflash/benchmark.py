@@ -1,0 +1,81 @@
+"""Measures strategies on tasks: python -m dflash.benchmark CONFIG [key=value ...] --workdir DIR.
+
+Beside the flags that every command has, --trace=FILE and --acceptance=NAME are short for trace=FILE
+and acceptance=NAME: acceptance lengths are then forced, so that weights of any size can be timed.
+"""
+
+import contextlib
+import sys
+
+from dflash import cli
+from dflash.config import benchmark_schema, loader
+
+DESCRIPTION = (
+    "Measures drafting strategies against plain decoding, on held-out prompts and in turns; leaves "
+    "results.json, results.csv, plots and report.html in --workdir. --trace=FILE takes acceptance "
+    "lengths from a recording, --acceptance=NAME,NAME from what was published."
+)
+_SHORTHANDS = ("trace", "acceptance")
+_NEITHER = {"trace": "null", "acceptance": "[]"}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command; see `python -m dflash.benchmark --help`."""
+    cli.run(
+        _benchmark,
+        name="dflash.benchmark",
+        schema=benchmark_schema.BenchmarkRun,
+        description=DESCRIPTION,
+        argv=_as_overrides(sys.argv[1:] if argv is None else argv),
+    )
+
+
+def _as_overrides(argv: list[str]) -> list[str]:
+    """Turns --trace FILE and --trace=FILE into trace=FILE, likewise --acceptance; at the end.
+
+    One of the two alone takes the place of the other one in the config.
+    """
+    kept, given = [], {}
+    arguments = iter(argv)
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        name = flag.lstrip("-")
+        if flag.startswith("-") and name in _SHORTHANDS:
+            given[name] = value if equals else next(arguments, "")
+        else:
+            kept.append(argument)
+    if "acceptance" in given:
+        given["acceptance"] = f"[{given['acceptance']}]"
+    overrides = (_NEITHER | given) if len(given) == 1 else given
+    return kept + [f"{name}={value}" for name, value in overrides.items()]
+
+
+def _benchmark(command: cli.Command) -> None:
+    # jax is imported here, after the config has been found good.
+    import jax
+
+    from dflash.common import distributed
+    from dflash.common.display import Display
+    from dflash.measure import bench as benches
+    from dflash.measure import results, session
+
+    if command.dry_run:
+        print("\n".join(session.plan(command.config)))
+        return
+    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
+    first = jax.process_index() == 0
+    display = Display() if first else Display.silent()
+    where = command.workdir if first else None
+    profile = command.profile_dir
+    with (
+        results.open_directory(where, loader.to_yaml(command.config)) as directory,
+        jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
+    ):
+        if command.config.study is not None:
+            session.study(command.config, directory, display)
+        else:
+            session.run(benches.prepare(command.config), directory, display)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""A benchmark before and while it runs: one target, many strategies, prompts decoded in turn."""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from dflash import errors
+from dflash.common import assembly
+from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.config.schema import DrafterConfig
+from dflash.inference import job as jobs
+from dflash.inference import scheduler
+from dflash.inference.scheduler import Completion
+from dflash.measure import workload as workloads
+from dflash.measure.engine import MeasuredEngine
+from dflash.measure.forced import Forced
+from dflash.measure.parts import Parts, Probe
+from dflash.measure.workload import Item, Workload
+from dflash.models.decoder import Decoder
+
+BASELINE = DrafterConfig()  # the default strategy drafts nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Prompts that were decoded together, once, with one strategy.
+
+    Attributes:
+      task, strategy: names.
+      group: number of the prompts' group within the task.
+      round: number of the round.
+      completions: one per prompt, in their order.
+    """
+
+    task: str
+    strategy: str
+    group: int
+    round: int
+    completions: tuple[Completion, ...]
+
+    @property
+    def began_at(self) -> float:
+        """When the last of the prompts was on the device, its first token known; seconds."""
+        return max(one.finished_at - one.decode_ms / 1e3 for one in self.completions)
+
+    @property
+    def wall_ms(self) -> float:
+        """From then to the last token of all."""
+        return 1e3 * (max(one.finished_at for one in self.completions) - self.began_at)
+
+    @property
+    def token_ms(self) -> float:
+        """Time to each prompt's last token from `began_at`, summed over prompts."""
+        return 1e3 * sum(max(one.finished_at - self.began_at, 0.0) for one in self.completions)
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens after the first of each prompt."""
+        return sum(len(one.output_ids) - 1 for one in self.completions)
+
+    @property
+    def cycles(self) -> int:
+        """Trips of the loop that the group took; each is a cycle of every prompt still running."""
+        return max(len(one.acceptance_lengths) for one in self.completions)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRound:
+    """One round over one task: its samples, and the times of each strategy's parts."""
+
+    task: str
+    round: int
+    samples: tuple[Sample, ...]
+    parts: Mapping[str, Parts]
+
+
+class Bench:
+    """One target with its weights, and an engine per strategy; the baseline comes first."""
+
+    def __init__(
+        self, config: BenchmarkRun, strategies: Mapping[str, jobs.Job], workload: Workload
+    ):
+        """Use `prepare`."""
+        self.config = config
+        self.workload = workload
+        self.jobs = dict(strategies)
+        self.engines: dict[str, MeasuredEngine] = {}
+
+    @property
+    def baseline(self) -> str:
+        """Name of the strategy that all are compared with."""
+        return next(iter(self.jobs))
+
+    @property
+    def target(self):
+        """The target, shared by all strategies."""
+        return self.jobs[self.baseline].target
+
+    @property
+    def block_sizes(self) -> dict[str, int]:
+        """Rows that the target verifies, by strategy."""
+        return {name: job.drafter.block_size for name, job in self.jobs.items()}
+
+    @property
+    def longest_paths(self) -> dict[str, int]:
+        """What a cycle may commit at most, by strategy."""
+        return {name: job.drafter.longest_path for name, job in self.jobs.items()}
+
+    def load(self, *, target: bool = True) -> None:
+        """Reads all weights, the target's once, if at all, and makes the engines."""
+        if target:
+            assembly.load_weights(self.target, self.jobs[self.baseline].target_source)
+        longest = max((item.max_new_tokens for item in self.workload.items), default=0)
+        for name, job in self.jobs.items():
+            assembly.load_weights(job.drafter, job.drafter_source)
+            drafter, decode = job.drafter, self.config.decode
+            if self.workload.forced and drafter.num_draft_tokens:
+                drafter = Forced(
+                    drafter,
+                    batch=decode.batch_size,
+                    cycles=longest,
+                    sharding=self.target.sharding,
+                )
+            self.engines[name] = MeasuredEngine(
+                self.target,
+                drafter,
+                decode,
+                max_length=job.max_length,
+                # Forced acceptance commits whatever was drafted: a stop token there stops nothing.
+                stop_ids=() if self.workload.forced else job.stop_ids,
+            )
+
+    def compile(self, progress=lambda name, seconds: None) -> None:
+        """Compiles all programs of all strategies."""
+        lengths = [len(item.prompt.ids) for item in self.workload.items]
+        for name, engine in self.engines.items():
+            engine.compile(lengths, lambda what, s, name=name: progress(f"{name}: {what}", s))
+
+    def warm_up(self) -> None:
+        """Decodes one group of each task with every strategy, and times parts, for nothing."""
+        for task in self.workload.tasks:
+            self.task_round(task, 0, self.groups(task)[:1])
+
+    def groups(self, task: str) -> list[tuple[Item, ...]]:
+        """The task's prompts, as many at a time as there are slots."""
+        items, size = self.workload.tasks[task], self.config.decode.batch_size
+        return [items[begin : begin + size] for begin in range(0, len(items), size)]
+
+    def decode(self, strategy: str, group: tuple[Item, ...]) -> tuple[Completion, ...]:
+        """Decodes prompts together; there is a slot for each."""
+        engine = self.engines[strategy]
+        engine.follow([self._script(strategy, item) for item in group])
+        requests = [
+            scheduler.Request(item.prompt.index, item.prompt.ids, item.max_new_tokens)
+            for item in group
+        ]
+        events = scheduler.decode(engine, requests)
+        done = [event for event in events if isinstance(event, Completion)]
+        return tuple(sorted(done, key=lambda one: one.index))
+
+    def _script(self, strategy: str, item: Item) -> list[int]:
+        """The item's acceptance lengths, none beyond what the strategy's block yields.
+
+        Where they were cut they begin again from the first, so that they last to the end.
+        """
+        longest = self.longest_paths[strategy]
+        lengths = [min(length, longest) for length in item.lengths or ()]
+        repeated = itertools.cycle(lengths) if tuple(lengths) != item.lengths else lengths
+        return list(itertools.islice(repeated, item.max_new_tokens if lengths else 0))
+
+    def run(self) -> Iterator[TaskRound]:
+        """Measures: strategies take turns prompt by prompt, so that drift meets all alike.
+
+        The parts of each strategy's cycle are timed between the prompts, for the same reason.
+        """
+        for number in range(self.config.rounds):
+            for task in self.workload.tasks:
+                yield self.task_round(task, number, self.groups(task))
+
+    def task_round(self, task: str, number: int, groups: list[tuple[Item, ...]]) -> TaskRound:
+        """One round over some of a task's prompts."""
+        samples, probes = [], {}
+        times: dict[str, list[Parts]] = {name: [] for name in self.engines}
+        for place, group in enumerate(groups):
+            for name in self.engines:
+                samples.append(Sample(task, name, place, number, self.decode(name, group)))
+            probes = probes or self._probes(group, samples[0])
+            for name, probe in probes.items():
+                times[name].append(probe.parts())
+        parts = {name: _middle(some) for name, some in times.items()}
+        return TaskRound(task, number, tuple(samples), parts)
+
+    def _probes(self, group: tuple[Item, ...], plain: Sample) -> dict[str, Probe]:
+        """Probes in the middle of the first prompt's output, as the baseline has it."""
+        output = plain.completions[0].output_ids
+        context = (*group[0].prompt.ids, *output[: len(output) // 2])
+        probes = {name: Probe.behind(engine, context) for name, engine in self.engines.items()}
+        for probe in probes.values():
+            probe.parts()  # its first call is slower than all others
+        return probes
+
+
+def _middle(some: Sequence[Parts]) -> Parts:
+    """The medians of several timings."""
+    return Parts(
+        draft_ms=statistics.median(one.draft_ms for one in some),
+        verify_ms=statistics.median(one.verify_ms for one in some),
+        context_tokens=some[0].context_tokens,
+    )
+
+
+def prepare(config: BenchmarkRun, *, cut: bool = False, target: Decoder | None = None) -> Bench:
+    """Finds and builds all models, reads all prompts, and checks that they fit together.
+
+    Args:
+      config: of the run.
+      target: to be shared, with its weights; None to build one.
+      cut: let forced acceptance lengths exceed a strategy's block, which then cuts them.
+    Raises:
+      UserError: whatever is wrong.
+    """
+    prepared = prepare_models(config, target)
+    work = workloads.read(config, prepared[BASELINE.name])
+    prompts = [item.prompt for item in work.items]
+    ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
+    bench = Bench(config, ready, work)
+    if not cut:
+        drafting = {name: size for name, size in bench.longest_paths.items() if size > 1}
+        workloads.check_lengths(work, drafting)
+    return bench
+
+
+def prepare_models(config: BenchmarkRun, target: Decoder | None = None) -> dict[str, jobs.Job]:
+    """A job per strategy, the baseline first, all with one target: `target` if that is given."""
+    strategies = with_baseline(config.strategies)
+    prepared = {}
+    for name, drafter in strategies.items():
+        job = jobs.prepare_models(config.decode_run(drafter))
+        target = target or job.target
+        prepared[name] = dataclasses.replace(job, target=target)
+    return prepared
+
+
+def with_baseline(strategies: Mapping[str, DrafterConfig]) -> dict[str, DrafterConfig]:
+    """The strategies, with the one that drafts nothing in front, under its own name.
+
+    Raises:
+      ConfigError: another strategy has taken that name.
+    """
+    if strategies.get(BASELINE.name, BASELINE) != BASELINE:
+        raise errors.ConfigError(
+            f"strategies.{BASELINE.name}: the name of the baseline, which drafts nothing; "
+            "give the strategy another"
+        )
+    return {BASELINE.name: BASELINE, **strategies}

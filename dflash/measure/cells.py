@@ -1,0 +1,330 @@
+"""From samples to figures: plain arithmetic on the host, the same for every device.
+
+A cell is one strategy on one task. Its words: τ tokens per cycle; T_1 a cycle of the baseline,
+which is a plain token; T_draft and T_verify the two forwards of a cycle; rest what a cycle takes
+beside them. Then
+
+    speed-up = τ · T_1 / cycle,   and were there no rest:   ideal = τ · T_1 / (T_draft + T_verify).
+"""
+
+import dataclasses
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from dflash.measure.bench import Sample, TaskRound
+
+DRAWS = 2000  # of the bootstrap
+INTERVAL_PERCENT = 95.0
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Milliseconds of a cycle; the first is the sum of the others.
+
+    Attributes:
+      cycle: in the real loop, on the wall clock, host included.
+      draft: T_draft, timed alone.
+      verify: T_verify, timed alone.
+      rest: the difference: observing, committing, and the host between dispatches.
+    """
+
+    cycle: float
+    draft: float
+    verify: float
+    rest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One strategy on one task, over all rounds; None where no cycle was run.
+
+    Attributes:
+      task, strategy: names.
+      rounds, prompts: how many of each.
+      block_size: rows that the target verifies.
+      output_tokens, cycles: of all rounds; tokens without each prompt's first.
+      tau: mean acceptance length.
+      acceptance_histogram: cycles by acceptance length.
+      joint_acceptance: for each drafted slot, the share of cycles that accepted it.
+      conditional_acceptance: the share of those cycles in which the slots before it were.
+      ttft_ms: median over prompts and rounds, from the prompt's dispatch to its first token.
+      tpot_ms: time per token after the first, of a prompt.
+      tokens_per_second: of all slots together.
+      speedup: tokens per second over those of the baseline.
+      speedup_interval: the two ends of its bootstrap interval.
+      speedup_with_prefill: the same with every prompt's time to first token in both clocks.
+      identical_share: of prompts whose output is that of the baseline, token for token.
+      cost_ms: of a cycle.
+      baseline_cycle_ms: T_1.
+      ideal_speedup: see above.
+      share_of_ideal: speedup over that.
+      losses: by what factor each term keeps the speed-up below τ: "verify" T_verify over T_1,
+        "draft" (T_draft + T_verify) over T_verify, "rest" a cycle over T_draft + T_verify.
+    """
+
+    task: str
+    strategy: str
+    rounds: int
+    prompts: int
+    block_size: int
+    output_tokens: int
+    cycles: int
+    tau: float | None
+    acceptance_histogram: Mapping[str, int]
+    joint_acceptance: tuple[float, ...]
+    conditional_acceptance: tuple[float | None, ...]
+    ttft_ms: float
+    tpot_ms: float | None
+    tokens_per_second: float | None
+    speedup: float | None
+    speedup_interval: tuple[float, float] | None
+    speedup_with_prefill: float | None
+    identical_share: float | None
+    cost_ms: Cost | None
+    baseline_cycle_ms: float | None
+    ideal_speedup: float | None
+    share_of_ideal: float | None
+    losses: Mapping[str, float]
+
+
+def cells(
+    rounds: Sequence[TaskRound],
+    *,
+    baseline: str,
+    block_sizes: Mapping[str, int],
+    longest_paths: Mapping[str, int] | None = None,
+    forced: bool = False,
+) -> list[Cell]:
+    """All cells of the rounds that are done, task by task.
+
+    Args:
+      rounds: in any order.
+      baseline: name of the strategy that the others are compared with.
+      block_sizes: rows that the target verifies, by strategy.
+      longest_paths: what a cycle may commit at most, by strategy; None: the block sizes.
+      forced: acceptance lengths were given, so that outputs mean nothing and are not compared.
+    """
+    found = []
+    for task in dict.fromkeys(one.task for one in rounds):
+        done = [one for one in rounds if one.task == task]
+        by_strategy = {
+            name: [sample for one in done for sample in one.samples if sample.strategy == name]
+            for name in block_sizes
+        }
+        for name, block_size in block_sizes.items():
+            cell = _cell(
+                task,
+                name,
+                by_strategy,
+                baseline,
+                done,
+                (longest_paths or {}).get(name, block_size),
+                forced,
+            )
+            found.append(dataclasses.replace(cell, block_size=block_size))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """One strategy over all tasks, each task counting alike."""
+
+    strategy: str
+    tasks: int
+    tau: float | None
+    speedup: float | None
+    speedup_interval: tuple[float, float] | None
+    identical_share: float | None
+    share_of_ideal: float | None
+
+
+def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: str) -> list[Average]:
+    """The mean of each strategy's cells."""
+
+    def samples(task, strategy):
+        every = (sample for one in rounds for sample in one.samples)
+        return [one for one in every if (one.task, one.strategy) == (task, strategy)]
+
+    found = []
+    for name in dict.fromkeys(cell.strategy for cell in cells):
+        own = [cell for cell in cells if cell.strategy == name]
+        timed = [cell.task for cell in own if cell.speedup is not None]
+        pairs = [[samples(task, who) for task in timed] for who in (name, baseline)]
+        average, interval = bootstrap(*pairs) if timed else (None, None)
+        found.append(
+            Average(
+                strategy=name,
+                tasks=len(own),
+                tau=_mean(cell.tau for cell in own),
+                speedup=average,
+                speedup_interval=interval,
+                identical_share=_mean(cell.identical_share for cell in own),
+                share_of_ideal=_mean(cell.share_of_ideal for cell in own),
+            )
+        )
+    return found
+
+
+def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Cell:
+    samples, plain = by_strategy[name], by_strategy[baseline]
+    completions = [one for sample in samples for one in sample.completions]
+    lengths = [length for one in completions for length in one.acceptance_lengths]
+    counts = Counter(lengths)
+    joint, conditional = slot_acceptance(
+        [one.acceptance_lengths for one in completions], longest_path
+    )
+    speed = _tokens_per_ms(samples)
+    cost, baseline_ms = _cost(samples, rounds, name), _cycle_ms(plain)
+    speedup = _ratio(speed, _tokens_per_ms(plain))
+    tau = statistics.fmean(lengths) if lengths else None
+    two = cost.draft + cost.verify if cost else None
+    ideal = tau * baseline_ms / two if two and baseline_ms else None
+    return Cell(
+        task=task,
+        strategy=name,
+        rounds=len(rounds),
+        prompts=len({one.index for one in completions}),
+        block_size=longest_path,
+        output_tokens=sum(sample.tokens for sample in samples),
+        cycles=len(lengths),
+        tau=tau,
+        acceptance_histogram={str(n): counts[n] for n in range(1, longest_path + 1)},
+        joint_acceptance=joint,
+        conditional_acceptance=conditional,
+        ttft_ms=statistics.median(one.prefill_ms for one in completions),
+        tpot_ms=_ratio(sum(s.token_ms for s in samples), sum(s.tokens for s in samples)),
+        tokens_per_second=None if speed is None else 1e3 * speed,
+        speedup=speedup,
+        speedup_interval=bootstrap([samples], [plain])[1] if speedup else None,
+        speedup_with_prefill=_ratio(
+            _tokens_per_ms(samples, prefill=True), _tokens_per_ms(plain, prefill=True)
+        ),
+        identical_share=None if forced else identical_share(samples, plain),
+        cost_ms=cost,
+        baseline_cycle_ms=baseline_ms,
+        ideal_speedup=ideal,
+        share_of_ideal=_ratio(speedup, ideal),
+        losses=_losses(cost, baseline_ms),
+    )
+
+
+def slot_acceptance(
+    sequences: Sequence[Sequence[int]], block_size: int
+) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+    """Joint and conditional acceptance of drafted slots 1 … G.
+
+    The last cycle of each sequence is left out, for a limit or a stop token may have cut it short.
+
+    Args:
+      sequences: acceptance lengths, bonus included.
+      block_size: G + 1.
+    Returns:
+      For each slot the share of cycles that accepted it; and that share among the cycles that had
+      accepted all slots before it, None where there is none.
+    """
+    lengths = np.array([length for one in sequences for length in one[:-1]], int)
+    reached = [int(np.count_nonzero(lengths > slot)) for slot in range(block_size)]
+    total = max(len(lengths), 1)
+    joint = tuple(count / total for count in reached[1:])
+    pairs = zip(reached[1:], reached[:-1], strict=True)
+    return joint, tuple(count / before if before else None for count, before in pairs)
+
+
+def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float:
+    """Share of decoded prompts, rounds counted singly, whose output is the baseline's."""
+    expected = {one.index: one.output_ids for sample in plain for one in sample.completions}
+    equal = [
+        one.output_ids == expected[one.index] for sample in samples for one in sample.completions
+    ]
+    return statistics.fmean(equal)
+
+
+def bootstrap(
+    samples: Sequence[Sequence[Sample]], plain: Sequence[Sequence[Sample]]
+) -> tuple[float, tuple[float, float]]:
+    """The mean speed-up over tasks, and its bootstrap interval.
+
+    Groups of prompts are drawn with replacement within each task, and for each a round of its own;
+    strategy and baseline keep the same draws, as they ran side by side.
+
+    Args:
+      samples: of the strategy, by task.
+      plain: of the baseline, by task.
+    """
+    random = np.random.default_rng(_SEED)
+    point, drawn = [], []
+    for ours, theirs in zip(map(_table, samples), map(_table, plain), strict=True):
+        groups, rounds = ours[0].shape
+        whole = (np.arange(groups)[None, :, None], np.arange(rounds)[None, None, :])
+        some = (
+            random.integers(0, groups, (DRAWS, groups)),
+            random.integers(0, rounds, (DRAWS, groups)),
+        )
+        for places, into in ((whole, point), (some, drawn)):
+            ours_ms, ours_tokens, plain_ms, plain_tokens = (
+                table[places].reshape(len(places[0]), -1).sum(axis=1) for table in (*ours, *theirs)
+            )
+            into.append(ours_tokens / ours_ms * plain_ms / np.maximum(plain_tokens, 1))
+    means = np.mean(drawn, axis=0)
+    tail = (100 - INTERVAL_PERCENT) / 2
+    low, high = np.percentile(means, [tail, 100 - tail])
+    return float(np.mean(point)), (float(low), float(high))
+
+
+def _table(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Wall milliseconds and tokens, each [groups, rounds]."""
+    groups = sorted({sample.group for sample in samples})
+    rounds = sorted({sample.round for sample in samples})
+    times, tokens = np.zeros((2, len(groups), len(rounds)))
+    for sample in samples:
+        place = groups.index(sample.group), rounds.index(sample.round)
+        times[place], tokens[place] = max(sample.wall_ms, 1e-9), sample.tokens
+    return times, tokens
+
+
+def _tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:
+    """Tokens over wall time; with `prefill`, first tokens and the time to them count too."""
+    tokens = sum(sample.tokens for sample in samples)
+    wall = sum(sample.wall_ms for sample in samples)
+    if prefill:
+        completions = [one for sample in samples for one in sample.completions]
+        tokens += len(completions)
+        wall += sum(one.prefill_ms for one in completions)
+    return _ratio(tokens, wall)
+
+
+def _cycle_ms(samples: Sequence[Sample]) -> float | None:
+    return _ratio(sum(s.wall_ms for s in samples), sum(s.cycles for s in samples))
+
+
+def _cost(samples: Sequence[Sample], rounds: Sequence[TaskRound], name: str) -> Cost | None:
+    cycle = _cycle_ms(samples)
+    if cycle is None:
+        return None
+    draft = statistics.median(one.parts[name].draft_ms for one in rounds)
+    verify = statistics.median(one.parts[name].verify_ms for one in rounds)
+    return Cost(cycle, draft, verify, cycle - draft - verify)
+
+
+def _losses(cost: Cost | None, baseline_ms: float | None) -> dict[str, float]:
+    if cost is None or not baseline_ms:
+        return {}
+    return {
+        "verify": cost.verify / baseline_ms,
+        "draft": (cost.draft + cost.verify) / cost.verify,
+        "rest": cost.cycle / (cost.draft + cost.verify),
+    }
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    """part / whole; None where that says nothing."""
+    return part / whole if part and whole else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    values = [value for value in values if value is not None]
+    return statistics.fmean(values) if values else None

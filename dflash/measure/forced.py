@@ -1,0 +1,115 @@
+"""Acceptance lengths that are given, not found, while all the work of drafting is done.
+
+Random weights agree on nothing, so nothing can be told from their speed. With the acceptance
+lengths of a real pair forced upon them, a cycle costs and yields what it would with real weights.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash import errors
+from dflash.common.sharding import Sharding
+from dflash.drafters.base import Drafter, Proposal
+from dflash.layers import cache as kv
+
+
+class Script(nnx.Variable):
+    """Acceptance lengths by slot and cycle."""
+
+
+class Forced(Drafter):
+    """A drafter whose every draft is accepted as far as a script says."""
+
+    def __init__(self, inner: Drafter, *, batch: int, cycles: int, sharding: Sharding):
+        """Args: cycles: of the longest script; from its end on, one token a cycle is committed."""
+        self.inner = inner
+        self.feature_layers = inner.feature_layers
+        self.num_draft_tokens = inner.num_draft_tokens
+        self.has_probs = inner.has_probs
+        self.sharding = sharding
+        self._place = sharding.abstract((batch, cycles + 1), ("batch", None), jnp.int32)
+        self.script = Script(jnp.ones(self._place.shape, jnp.int32, device=self._place.sharding))
+
+    @property
+    def longest_path(self) -> int:
+        """The drafter's own."""
+        return self.inner.longest_path
+
+    def follow(self, lengths: Sequence[Sequence[int]]) -> None:
+        """Takes a script: the acceptance lengths of the sequence in each slot, from slot 0 on."""
+        script = np.ones(self._place.shape, np.int32)
+        for slot, row in enumerate(lengths):
+            row = row[: script.shape[1] - 1]
+            script[slot, : len(row)] = row
+        self.script.set_value(jax.device_put(script, self._place.sharding))
+
+    def init_state(self, batch, max_length):
+        """The drafter's own state, and how many cycles each sequence has seen."""
+        name, _ = kv.batch_axes(batch, self.sharding)
+        cycles = self.sharding.abstract((batch,), (name,), jnp.int32)
+        return self.inner.init_state(batch, max_length), cycles
+
+    def draft(self, state, anchor, position, sampler, heads):
+        """Drafts as ever, and says how much of it will be accepted."""
+        inner, cycles = state
+        proposal, inner = self.inner.draft(inner, anchor, position, sampler, heads)
+        if proposal.parents is not None:
+            raise errors.ConfigError(
+                f"{type(self.inner).__name__} drafts trees; acceptance lengths can be forced "
+                "upon chains only: leave the strategy out"
+            )
+        script = self.script.get_value()
+        now = jnp.minimum(cycles, script.shape[1] - 1)
+        length = jnp.take_along_axis(script, now[:, None], axis=1)[:, 0]
+        return dataclasses.replace(proposal, forced=length - 1), (inner, cycles + 1)
+
+    def observe(self, state, position, tokens, num_committed, features, heads):
+        """As the drafter does."""
+        inner, cycles = state
+        inner = self.inner.observe(inner, position, tokens, num_committed, features, heads)
+        return inner, cycles
+
+    def review(self, state, proposal, sampled):
+        """As the drafter does."""
+        inner, cycles = state
+        return self.inner.review(inner, proposal, sampled), cycles
+
+    def insert(self, state, prefix, slot):
+        """As the drafter does; the sequence has seen no cycle yet."""
+        inner = self.inner.insert(state[0], prefix[0], slot)
+        return inner, state[1].at[slot].set(0)
+
+
+class Canned(Drafter):
+    """Proposes the same at no cost: what is left of a cycle is the target's part."""
+
+    def __init__(self, proposal: Proposal, drafter: Drafter):
+        """Args: drafter: whose proposal it is, and in whose form it is verified."""
+        leaves, self.form = jax.tree.flatten(proposal)
+        self.leaves = nnx.List(nnx.Variable(leaf) for leaf in leaves)
+        self.feature_layers = drafter.feature_layers
+        self.num_draft_tokens = drafter.num_draft_tokens
+        self.has_probs = drafter.has_probs
+        self._longest_path = drafter.longest_path
+
+    @property
+    def longest_path(self) -> int:
+        """That of the drafter whose proposal it is."""
+        return self._longest_path
+
+    def init_state(self, batch, max_length):
+        """There is none."""
+        return ()
+
+    def draft(self, state, anchor, position, sampler, heads):
+        """Nothing to work out."""
+        return jax.tree.unflatten(self.form, [leaf.get_value() for leaf in self.leaves]), state
+
+    def observe(self, state, position, tokens, num_committed, features, heads):
+        """Nothing to keep."""
+        return state

@@ -1,0 +1,69 @@
+"""The report as one HTML page that needs nothing else: figures, plots, and a replay."""
+
+import base64
+import dataclasses
+import importlib.resources
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash.measure.replay import Replay
+
+_PLACE = "@DATA@"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A replay and its clock.
+
+    Attributes:
+      replay: what was written.
+      ttft_ms: when its first token is there.
+      cycle_ms: of every cycle after it.
+    """
+
+    replay: Replay
+    ttft_ms: float
+    cycle_ms: float
+
+
+def render(
+    results: Mapping[str, Any],
+    *,
+    limits: Sequence[str],
+    plots: Mapping[str, bytes],
+    replays: Mapping[str, tuple[str, Mapping[str, Timed]]],
+) -> str:
+    """The page.
+
+    Args:
+      results: the content of results.json.
+      limits: sentences about what holds whom back.
+      plots: PNG files by what they show.
+      replays: by task, the prompt's text and a replay by strategy.
+    """
+    data = {
+        "results": results,
+        "limits": list(limits),
+        "plots": {name: base64.b64encode(png).decode("ascii") for name, png in plots.items()},
+        "replays": {
+            task: {
+                "prompt": prompt,
+                "strategies": {name: _lane(timed) for name, timed in lanes.items()},
+            }
+            for task, (prompt, lanes) in replays.items()
+        },
+    }
+    # Inside a script element only "</" and "<!--" mean something; JSON can spell them otherwise.
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    template = importlib.resources.files("dflash.measure").joinpath("page.html")
+    return template.read_text(encoding="utf-8").replace(_PLACE, text)
+
+
+def _lane(timed: Timed) -> dict[str, Any]:
+    return {
+        "first": timed.replay.first,
+        "frames": [dataclasses.asdict(frame) for frame in timed.replay.frames],
+        "ttft_ms": timed.ttft_ms,
+        "cycle_ms": timed.cycle_ms,
+    }

@@ -1,0 +1,87 @@
+"""What a cycle's parts cost, each alone in a loop on the device as the cycle has it.
+
+A part's time is that of a dispatch of sync_every turns of it, over their number. So it carries its
+share of a dispatch, as a cycle of the real loop does.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from dflash.inference.state import DecodeState
+from dflash.measure.engine import MeasuredEngine, seconds_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Milliseconds of a cycle's two forwards.
+
+    Attributes:
+      draft_ms: the drafter's call.
+      verify_ms: the target over the block and the verdict: a cycle whose draft costs nothing and
+        that nobody observes.
+      context_tokens: in the cache when it was timed.
+    """
+
+    draft_ms: float
+    verify_ms: float
+    context_tokens: int
+
+
+class Probe:
+    """One strategy with the same context in every slot, to be timed as often as one likes.
+
+    After each timing the context has its length again; what was written past it is stale, as it
+    is in decoding.
+    """
+
+    def __init__(self, engine: MeasuredEngine, state: DecodeState):
+        """Args: state: with the context in every slot; taken over."""
+        self._engine = engine
+        self._state = state
+        self.context_tokens = int(jax.device_get(state.length).max()) - 1
+        names = ("length", "limit", "anchor", "active", "sampling")
+        self._small = _copy({name: getattr(self._state, name) for name in names})
+        self._target_alone = engine.target_alone(engine.propose(self._state))
+
+    @classmethod
+    def behind(cls, engine: MeasuredEngine, context: Sequence[int]) -> "Probe":
+        """A probe behind token ids, which are cut to leave room for the cycles of a dispatch."""
+        room = engine.layout.max_length - engine.turns - engine.block_size
+        return cls(engine, engine.occupied(context[: max(room, 1)]))
+
+    def parts(self) -> Parts:
+        """Times both parts once."""
+        return Parts(self.draft_ms(), self.verify_ms(), self.context_tokens)
+
+    def draft_ms(self) -> float:
+        """Milliseconds of a draft; 0 for a strategy that has none."""
+        if self._engine.block_size == 1:
+            return 0.0
+        seconds, state = seconds_of(self._engine.draft_alone, self._state)
+        self._restore(state)
+        return 1e3 * seconds / self._engine.turns
+
+    def verify_ms(self) -> float:
+        """Milliseconds of the target's part of a cycle."""
+        drafter = self._state.drafter
+        bare = dataclasses.replace(self._state, drafter=())
+        seconds, (state, report) = seconds_of(self._target_alone.generate, bare)
+        self._restore(dataclasses.replace(state, drafter=drafter))
+        return 1e3 * seconds / max(int(report.cycles), 1)
+
+    def cycle_ms(self) -> float:
+        """Milliseconds of a whole cycle."""
+        seconds, (state, report) = seconds_of(self._engine.generate, self._state)
+        self._restore(state)
+        return 1e3 * seconds / max(int(report.cycles), 1)
+
+    def _restore(self, state: DecodeState) -> None:
+        self._state = jax.block_until_ready(dataclasses.replace(state, **_copy(self._small)))
+
+
+def _copy(tree):
+    """A dispatch consumes its state."""
+    return jax.tree.map(jnp.copy, tree)

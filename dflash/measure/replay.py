@@ -1,0 +1,99 @@
+"""Decodes a prompt once more, off the clock, and keeps what was drafted beside what was kept."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from dflash.common.tokenizer import IncrementalDecoder, Tokenizer
+from dflash.inference.engine import Slot
+from dflash.measure.engine import MeasuredEngine
+from dflash.measure.workload import Item
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One cycle as text.
+
+    Attributes:
+      tokens: how many were committed.
+      accepted: drafted tokens that were kept.
+      bonus: the target's own token; empty where the sequence ended before it.
+      refused: drafted tokens that were not kept.
+    """
+
+    tokens: int
+    accepted: tuple[str, ...]
+    bonus: str
+    refused: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A whole sequence: its first token, which comes with the prompt, then a frame per cycle."""
+
+    first: str
+    frames: tuple[Frame, ...]
+
+
+def record(engine: MeasuredEngine, item: Item, tokenizer: Tokenizer, max_tokens: int) -> Replay:
+    """Decodes a prompt cycle by cycle.
+
+    Args:
+      engine: of the strategy.
+      item: the prompt.
+      tokenizer: of the target.
+      max_tokens: at which the replay ends, if the prompt does not end before.
+    """
+    engine.follow([item.lengths or ()])
+    prefix = engine.prefill(item.prompt.ids, item.prompt.index)
+    limit = len(item.prompt.ids) + min(item.max_new_tokens, max_tokens)
+    pages = tuple(range(1, 1 + engine.layout.pages_per_sequence))
+    state = engine.insert(engine.new_state(), prefix, Slot(0, pages), limit)
+    words = IncrementalDecoder(tokenizer)
+    first = words.push([int(jax.device_get(prefix.anchor)[0])])
+    frames = []
+    while jax.device_get(state.active)[0]:
+        state, tokens, counts, proposal = engine.show_cycle(state)
+        tokens, counts, proposal = jax.device_get((tokens, counts, proposal))
+        committed = tokens[0, : counts[0]].tolist()
+        parents = None if proposal.parents is None else proposal.parents[0]
+        kept, refused = split(proposal.tokens[0].tolist(), parents, committed)
+        texts = [words.push([token]) for token in committed]
+        frames.append(
+            Frame(
+                tokens=len(committed),
+                accepted=tuple(texts[:kept]),
+                bonus="".join(texts[kept:]),
+                refused=tuple(tokenizer.decode([token]) for token in refused),
+            )
+        )
+    return Replay(first, tuple(frames))
+
+
+def split(
+    drafted: Sequence[int], parents: Sequence[int] | np.ndarray | None, committed: Sequence[int]
+) -> tuple[int, list[int]]:
+    """Finds the drafts among what was committed.
+
+    Args:
+      drafted: token of each draft.
+      parents: row that each draft continues, rows counted from the anchor; None for a chain.
+      committed: tokens of the cycle.
+    Returns:
+      How many of `committed`, from the first on, are drafts; and the other drafts, in order.
+    """
+    parents = range(len(drafted)) if parents is None else parents
+    row, taken = 0, set()
+    for token in committed:
+        children = [
+            draft
+            for draft, parent in enumerate(parents)
+            if parent == row and drafted[draft] == token
+        ]
+        if not children:
+            break
+        taken.add(children[0])
+        row = children[0] + 1
+    return len(taken), [token for draft, token in enumerate(drafted) if draft not in taken]

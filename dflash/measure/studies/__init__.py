@@ -1,0 +1,17 @@
+"""Studies: one question about costs each, answered by a table, a plot, and the roofline beside."""
+
+from collections.abc import Callable, Mapping
+
+from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.measure.studies import timings, variants
+from dflash.measure.studies.table import Table as Table
+
+STUDIES: Mapping[str, Callable[[BenchmarkRun], Table]] = {
+    "cycle": timings.cycle,
+    "verify": timings.verify,
+    "draft": timings.draft,
+    "block": variants.block,
+    "layers": variants.layers,
+    "taps": variants.taps,
+    "batch": variants.batch,
+}

@@ -1,0 +1,240 @@
+"""What is decoded: prompts of real tasks, or made-up ones with acceptance lengths of their own."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash import errors, registry
+from dflash.common import jsonl
+from dflash.common.prompts import Prompt
+from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.config.schema import PromptsConfig
+from dflash.inference import job as jobs
+from dflash.measure import published
+
+DRAWN_PROMPT_TOKENS = 128  # of a made-up prompt, where nothing else is said
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One prompt of a task.
+
+    Attributes:
+      prompt: its tokens, numbered over all tasks.
+      max_new_tokens: at which decoding ends.
+      lengths: acceptance lengths to be forced, a cycle each; None for those that come about.
+    """
+
+    prompt: Prompt
+    max_new_tokens: int
+    lengths: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """All tasks of a run.
+
+    Attributes:
+      tasks: items by task.
+      acceptance: where acceptance lengths come from: {"source": "measured"}, or what is forced and
+        since when it is known; goes into the results as it is.
+    """
+
+    tasks: Mapping[str, tuple[Item, ...]]
+    acceptance: Mapping[str, Any]
+
+    @property
+    def forced(self) -> bool:
+        """Whether acceptance lengths are given."""
+        return any(item.lengths is not None for items in self.tasks.values() for item in items)
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Those of all tasks, in order of their index."""
+        return tuple(item for items in self.tasks.values() for item in items)
+
+
+def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
+    """Reads, records or draws what a run decodes.
+
+    Args:
+      config: of the run.
+      job: knows tokenizer and vocabulary.
+    Raises:
+      InputError: a file or a name in it is unusable.
+    """
+    vocab_size = job.target.arch.vocab_size
+    if config.trace is not None:
+        recorded = read_trace(config.trace, config.trace_tasks)
+        tasks = _made_up(config, recorded, vocab_size)
+    elif config.acceptance:
+        tasks = _made_up(config, _draw(config), vocab_size)
+    else:
+        tasks = _tasks(config, job)
+    return Workload(tasks, words(config))
+
+
+def words(config: BenchmarkRun) -> dict[str, Any]:
+    """Where acceptance lengths come from, for whoever reads the results."""
+    if config.trace is not None:
+        return {"source": "trace", "file": config.trace, "words": _TRACE_WORDS}
+    if config.acceptance:
+        return {
+            "source": "published",
+            "tasks": list(config.acceptance),
+            "origin": published.ORIGIN,
+            "words": _DRAWN_WORDS,
+        }
+    return {"source": "measured", "words": _MEASURED_WORDS}
+
+
+_MEASURED_WORDS = "acceptance lengths are those that drafter and target came to"
+_TRACE_WORDS = (
+    "acceptance lengths are forced: they were recorded elsewhere; the work of drafting and "
+    "verifying is done in full, the output means nothing"
+)
+_DRAWN_WORDS = (
+    "acceptance lengths are forced: they are drawn from published shares, each cycle for itself; "
+    "the work of drafting and verifying is done in full, the output means nothing"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """One prompt as it was recorded."""
+
+    where: str
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+
+
+def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording]]:
+    """Reads recorded acceptance lengths: a JSON list of objects, one a prompt.
+
+    Each has `acceptance_lengths` (tokens committed in each cycle, bonus included) and may have
+    `dataset` and `prompt_tokens`.
+
+    Args:
+      file: where.
+      tasks: data sets to keep; none for all.
+    Raises:
+      InputError: it cannot be read, is no such list, or lacks a task.
+    """
+    try:
+        rows = json.loads(pathlib.Path(file).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise errors.InputError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise errors.InputError(f"{file}: not JSON: {error}") from error
+    if not isinstance(rows, list) or not rows:
+        raise errors.InputError(f"{file}: expected a list of prompts, one object each")
+    found: dict[str, list[Recording]] = {}
+    for number, row in enumerate(rows):
+        where = f"{file}: prompt {number}"
+        if not isinstance(row, dict) or "acceptance_lengths" not in row:
+            raise errors.InputError(f"{where}: expected an object with acceptance_lengths")
+        try:
+            lengths = jsonl.check_ids(row["acceptance_lengths"], "acceptance_lengths")
+            (prompt_tokens,) = jsonl.check_ids(
+                [row.get("prompt_tokens", DRAWN_PROMPT_TOKENS)], "prompt_tokens"
+            )
+        except errors.InputError as error:
+            raise errors.InputError(f"{where}: {error}") from error
+        if min(lengths) < 1 or prompt_tokens < 1:
+            raise errors.InputError(f"{where}: acceptance_lengths and prompt_tokens begin at 1")
+        recording = Recording(where, prompt_tokens, lengths)
+        found.setdefault(str(row.get("dataset", "trace")), []).append(recording)
+    for task in tasks:
+        if task not in found:
+            raise errors.InputError(
+                f"trace_tasks: {file} has no {task!r}{registry.suggest(task, found)}"
+            )
+    return {task: found[task] for task in tasks or found}
+
+
+def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
+    """Raises InputError if a forced length is more than some strategy's block yields.
+
+    Args:
+      block_sizes: of each strategy that drafts.
+    """
+    for task, items in workload.tasks.items():
+        for item in items:
+            longest = max(item.lengths or (1,))
+            for strategy, block_size in block_sizes.items():
+                if longest > block_size:
+                    raise errors.InputError(
+                        f"{item.prompt.source} ({task}): commits {longest} tokens in a cycle, but "
+                        f"strategy {strategy!r} has a block of {block_size}; give it a larger "
+                        "block, or another recording"
+                    )
+
+
+def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
+    tasks: dict[str, tuple[Item, ...]] = {}
+    numbers = itertools.count()
+    for name in config.tasks:
+        source = PromptsConfig(
+            dataset=name,
+            split=config.split,
+            limit=config.prompts_per_task,
+            raw_dir=config.raw_dir,
+            thinking=config.thinking,
+        )
+        found = jobs.read_prompts(job, source, stdin=sys.stdin)
+        tasks[name] = tuple(
+            Item(
+                dataclasses.replace(prompt, index=next(numbers), later_turns=()),
+                config.decode.max_new_tokens,
+            )
+            for prompt in found
+        )
+    return tasks
+
+
+def _draw(config: BenchmarkRun) -> dict[str, list[Recording]]:
+    """Recordings with lengths drawn from the published shares."""
+    random = np.random.default_rng(_SEED)
+    drawn: dict[str, list[Recording]] = {}
+    for task in config.acceptance:
+        if task not in published.HISTOGRAMS:
+            near = registry.suggest(task, published.HISTOGRAMS)
+            raise errors.InputError(f"acceptance: nothing published on {task!r}{near}")
+        shares = np.array(published.HISTOGRAMS[task])
+        prompts = []
+        for number in range(config.prompts_per_task):
+            cycles = random.choice(
+                len(shares), size=config.decode.max_new_tokens, p=shares / shares.sum()
+            )
+            where = f"acceptance={task}: prompt {number}"
+            lengths = tuple(int(length) for length in 1 + cycles)
+            prompts.append(Recording(where, DRAWN_PROMPT_TOKENS, lengths))
+        drawn[task] = prompts
+    return drawn
+
+
+def _made_up(
+    config: BenchmarkRun, recorded: Mapping[str, Sequence[Recording]], vocab_size: int
+) -> dict[str, tuple[Item, ...]]:
+    """Prompts of random tokens, as long as recorded, with the lengths recorded."""
+    random = np.random.default_rng(_SEED)
+    tasks: dict[str, tuple[Item, ...]] = {}
+    index = 0
+    for task, recordings in recorded.items():
+        items = []
+        for recording in recordings[: config.prompts_per_task]:
+            size = config.prompt_tokens or recording.prompt_tokens
+            ids = tuple(random.integers(0, vocab_size, size).tolist())
+            limit = min(config.decode.max_new_tokens, 1 + sum(recording.lengths))
+            prompt = Prompt(index, ids, source=recording.where)
+            items.append(Item(prompt, limit, recording.lengths))
+            index += 1
+        tasks[task] = tuple(items)
+    return tasks

@@ -1,0 +1,139 @@
+"""The figures of a cell follow from its samples as docs/measuring.md says."""
+
+import numpy as np
+import pytest
+from made_samples import completion, task_round
+
+from dflash.measure import cells
+from dflash.measure.bench import Sample
+
+BLOCKS = {"none": 1, "dflash": 4}
+LENGTHS = ([4, 2, 4, 2], [3, 3, 3, 3])
+
+
+def rounds(cycle_ms=(6.0,), *, task="math", parts=(1.0, 4.0)):
+    """Plain tokens of 3 ms, and cycles of four rows that take as long as given, a round each."""
+    plain = [[1] * 12] * 2
+    return [
+        task_round(
+            task,
+            number,
+            {"none": (plain, 3.0), "dflash": (LENGTHS, ms)},
+            {"none": (0.0, 2.5), "dflash": parts},
+        )
+        for number, ms in enumerate(cycle_ms)
+    ]
+
+
+def cells_of(some, **options):
+    options = {"baseline": "none", "block_sizes": BLOCKS, "forced": False} | options
+    return {cell.strategy: cell for cell in cells.cells(some, **options)}
+
+
+def test_a_cell_says_what_happened():
+    cell = cells_of(rounds())["dflash"]
+    assert (cell.rounds, cell.prompts, cell.cycles, cell.output_tokens) == (1, 2, 8, 24)
+    assert cell.tau == 3.0
+    assert cell.acceptance_histogram == {"1": 0, "2": 2, "3": 4, "4": 2}
+    assert cell.tpot_ms == pytest.approx(2.0)
+    assert cell.tokens_per_second == pytest.approx(500.0)
+    assert cell.speedup == pytest.approx(1.5)
+    assert cell.ttft_ms == 5.0
+    assert cell.identical_share == 1.0
+    # 26 tokens in 48 + 10 ms against 26 tokens in 72 + 10 ms.
+    assert cell.speedup_with_prefill == pytest.approx(82 / 58)
+
+
+def test_the_baseline_is_its_own_measure():
+    cell = cells_of(rounds())["none"]
+    assert cell.tau == cell.speedup == 1.0
+    assert cell.speedup_interval == pytest.approx((1.0, 1.0))
+    assert cell.joint_acceptance == ()
+
+
+def test_the_cost_adds_up_and_gives_the_ideal():
+    cell = cells_of(rounds((6.0, 6.2, 5.8)))["dflash"]
+    cost = cell.cost_ms
+    assert cost.cycle == pytest.approx(6.0)
+    assert cost.draft + cost.verify + cost.rest == pytest.approx(cost.cycle)
+    assert (cost.draft, cost.verify) == (1.0, 4.0)
+    assert cell.baseline_cycle_ms == pytest.approx(3.0)
+    assert cell.ideal_speedup == pytest.approx(3.0 * 3.0 / 5.0)
+    assert cell.share_of_ideal == pytest.approx(5.0 / 6.0)
+    product = np.prod(list(cell.losses.values()))
+    assert cell.tau / product == pytest.approx(cell.speedup)
+
+
+def test_slots_leave_out_the_cycle_that_was_cut_short():
+    joint, conditional = cells.slot_acceptance([[4, 2, 1], [1, 4, 4]], block_size=4)
+    # 4, 2 and 1, 4 count: three of four accept slot 1, two of these three slots 2 and 3.
+    assert joint == (0.75, 0.5, 0.5)
+    assert conditional == (0.75, pytest.approx(2 / 3), 1.0)
+
+
+def test_slots_that_nobody_reached_have_no_condition():
+    joint, conditional = cells.slot_acceptance([[1, 1, 1]], block_size=4)
+    assert joint == (0.0, 0.0, 0.0)
+    assert conditional == (0.0, None, None)
+
+
+def test_prompts_that_ended_at_their_first_token_have_no_times():
+    done = task_round("math", 0, {"none": ([[]], 3.0), "dflash": ([[]], 6.0)}, {
+        "none": (0.0, 2.5), "dflash": (1.0, 4.0)})  # fmt: skip
+    cell = cells_of([done])["dflash"]
+    assert cell.tau is cell.speedup is cell.cost_ms is cell.ideal_speedup is None
+    assert cell.identical_share == 1.0
+    assert cells.averages([cell], [done], baseline="none")[0].speedup is None
+
+
+def test_outputs_are_compared_with_the_baseline_of_the_same_prompt():
+    plain = Sample("math", "none", 0, 0, (completion(0, [1, 1], 3.0, output=[5, 6, 7]),))
+    same = Sample("math", "dflash", 0, 0, (completion(0, [2], 3.0, output=[5, 6, 7]),))
+    other = Sample("math", "dflash", 0, 1, (completion(0, [2], 3.0, output=[5, 6, 8]),))
+    assert cells.identical_share([same], [plain]) == 1.0
+    assert cells.identical_share([same, other], [plain]) == 0.5
+
+
+def test_outputs_under_forced_acceptance_are_not_compared():
+    assert cells_of(rounds(), forced=True)["dflash"].identical_share is None
+
+
+def test_a_batch_is_timed_from_when_all_its_prompts_are_there():
+    early = completion(0, [2, 2], 10.0, begin=100.0)
+    late = completion(1, [2, 2], 10.0, begin=100.005)
+    sample = Sample("math", "dflash", 0, 0, (early, late))
+    assert sample.began_at == pytest.approx(100.005)
+    assert sample.wall_ms == pytest.approx(20.0)
+    assert (sample.cycles, sample.tokens) == (2, 8)
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    """Times with noise of 10 % about a true speed-up of 1.5: 95 % of intervals should hold it."""
+    random = np.random.default_rng(0)
+    held, trials = 0, 40
+    for _ in range(trials):
+        plain, ours = [], []
+        for group in range(12):
+            for number in range(3):
+                times = [ms * random.normal(1, 0.1) for ms in (3.0, 6.0)]
+                lengths = random.permutation([4, 2, 3]).tolist()
+                plain.append(
+                    Sample("t", "none", group, number, (completion(group, [1] * 9, times[0]),))
+                )
+                ours.append(
+                    Sample("t", "x", group, number, (completion(group, lengths, times[1]),))
+                )
+        _, (low, high) = cells.bootstrap([ours], [plain])
+        held += low <= 1.5 <= high
+        assert high - low < 0.35
+    assert held >= 0.85 * trials
+
+
+def test_averages_count_every_task_alike():
+    some = rounds() + rounds((12.0,), task="chat")
+    found = cells.cells(some, baseline="none", block_sizes=BLOCKS, forced=False)
+    by_name = {one.strategy: one for one in cells.averages(found, some, baseline="none")}
+    assert by_name["dflash"].speedup == pytest.approx((1.5 + 0.75) / 2)
+    assert by_name["dflash"].tasks == 2
+    low, high = by_name["dflash"].speedup_interval
+    assert low <= by_name["dflash"].speedup <= high

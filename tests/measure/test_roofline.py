@@ -1,0 +1,35 @@
+"""The least that a forward can cost, by hand for a target of round numbers."""
+
+import pytest
+from helpers import make_sharding, make_target
+
+from dflash.measure import roofline
+from dflash.measure.roofline import Machine, Work
+
+MACHINE = Machine("toy", flops_per_s=1e9, bytes_per_s=1e6, source="made up")
+
+
+def test_the_slower_of_computing_and_reading_counts():
+    assert Work(2e6, 1e3).ideal_ms(MACHINE) == pytest.approx(2.0)
+    assert Work(2e6, 5e3).ideal_ms(MACHINE) == pytest.approx(5.0)
+    assert MACHINE.ridge_rows == 1000
+
+
+def test_a_target_reads_its_weights_once_and_computes_every_row():
+    """D 32, F 48, V 48, 3 layers, N/K/H 4/2/16, head not tied: by hand 3 · (6144 + 4608 + 96) …"""
+    target = make_target()
+    layer = 32 * (2 * 4 + 2 * 2) * 16 + 3 * 32 * 48 + 2 * 32 + 2 * 16  # projections, mlp, norms
+    weights = 3 * layer + 32 + 48 * 32
+    one = roofline.target_work(target, batch=1, rows=1, context=0)
+    assert one.size_bytes == 4 * (weights + 2 * 3 * 2 * 16 * 1)
+    assert one.flops == 2 * weights + 4 * 3 * 4 * 16
+    many = roofline.target_work(target, batch=2, rows=8, context=100)
+    assert many.size_bytes == 4 * (weights + 2 * 3 * 2 * 16 * 2 * 108)
+    assert many.flops == 2 * weights * 16 + 4 * 3 * 4 * 16 * 2 * 8 * 108
+
+
+def test_a_machine_that_nobody_knows_is_measured():
+    machine = roofline.machine_of(make_sharding())
+    assert "measured" in machine.source
+    assert machine.flops_per_s > 1e8
+    assert machine.bytes_per_s > 1e7

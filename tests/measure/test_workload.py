@@ -1,0 +1,56 @@
+"""What is decoded: made-up prompts as long as recorded, with lengths recorded or drawn."""
+
+import types
+
+import numpy as np
+import pytest
+
+from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.config.schema import DecodeConfig
+from dflash.measure import published, workload
+
+JOB = types.SimpleNamespace(target=types.SimpleNamespace(arch=types.SimpleNamespace(vocab_size=50)))
+
+
+def read(**options) -> workload.Workload:
+    return workload.read(BenchmarkRun(**options), JOB)
+
+
+def test_drawn_lengths_follow_the_published_shares_and_never_change():
+    options = {"acceptance": ("math500", "alpaca"), "prompts_per_task": 8}
+    options["decode"] = DecodeConfig(max_new_tokens=500)
+    one, other = read(**options), read(**options)
+    assert one == other
+    assert one.forced
+    assert "tpu-spec-decode" in one.acceptance["origin"]
+    for task, items in one.tasks.items():
+        lengths = [length for item in items for length in item.lengths]
+        shares = np.array(published.HISTOGRAMS[task])
+        found = np.bincount(lengths, minlength=17)[1:] / len(lengths)
+        assert np.abs(found - shares / shares.sum()).max() < 0.02
+        assert all(item.max_new_tokens == 500 for item in items)
+    assert [item.prompt.index for item in one.items] == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("task", "tau"), [("math500", 7.847), ("gsm8k", 5.91), ("alpaca", 3.146), ("swe-bench", 3.482)]
+)
+def test_the_carried_over_shares_have_the_published_mean(task, tau):
+    shares = np.array(published.HISTOGRAMS[task])
+    assert np.dot(shares, np.arange(1, 17)) == pytest.approx(tau, abs=0.01)
+
+
+def test_a_prompt_is_as_long_as_recorded_and_ends_with_its_recording(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text('[{"acceptance_lengths": [3, 1], "prompt_tokens": 7, "dataset": "a"}]')
+    (item,) = read(trace=str(path)).items
+    assert len(item.prompt.ids) == 7
+    assert item.lengths == (3, 1)
+    assert item.max_new_tokens == 5
+    (item,) = read(trace=str(path), prompt_tokens=11).items
+    assert len(item.prompt.ids) == 11
+
+
+def test_without_a_recording_nothing_is_forced():
+    empty = workload.Workload({"a": ()}, {"source": "measured"})
+    assert not empty.forced

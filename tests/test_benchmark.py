@@ -1,0 +1,230 @@
+"""The benchmark as a user runs it: a config in; figures, plots, a page and clear complaints out."""
+
+import csv
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dflash import benchmark
+
+CONFIG = """
+target:
+  name: qwen3
+  checkpoint: random
+  architecture:
+    vocab_size: 300
+    hidden_size: 32
+    intermediate_size: 48
+    num_hidden_layers: 2
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 8
+    max_position_embeddings: 2048
+drafter:
+  name: dflash
+  checkpoint: random
+  architecture: {num_hidden_layers: 1, block_size: 4, target_layer_ids: [0, 1]}
+strategies: {dflash: }
+tasks: [math]
+prompts_per_task: 2
+rounds: 2
+replay_tokens: 8
+decode: {max_new_tokens: 24, sync_every: 4, page_size: 16, prefill_chunk: 64}
+dtype: float32
+"""
+LENGTHS = [[4, 1, 2, 4, 3], [1, 1, 4], [2, 2, 2, 2]]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command in a fresh directory; returns (exit status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yml").write_text(CONFIG)
+
+    def run_with(*argv):
+        with pytest.raises(SystemExit) as caught:
+            benchmark.main(["c.yml", *argv])
+        out, err = capsys.readouterr()
+        return caught.value.code, out, err
+
+    return run_with
+
+
+def write_trace(path: pathlib.Path, rows=None) -> None:
+    rows = rows or [
+        {"dataset": name, "prompt_tokens": 20, "acceptance_lengths": lengths}
+        for name, lengths in zip(("gsm8k", "gsm8k", "alpaca"), LENGTHS, strict=True)
+    ]
+    path.write_text(json.dumps(rows))
+
+
+def page_data(path: pathlib.Path) -> dict:
+    found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(found[1])
+
+
+def test_every_cell_is_measured_and_every_file_written(run, tmp_path):
+    status, out, err = run("--workdir=out", "strategies.short.block_size=3")
+    assert status == 0, err
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["complete"]
+    assert results["schema"] == "dflash.benchmark/1"
+    assert results["acceptance"]["source"] == "measured"
+    cells = {cell["strategy"]: cell for cell in results["cells"]}
+    assert set(cells) == {"none", "dflash", "short"}
+    for name, block_size in (("none", 1), ("dflash", 4), ("short", 3)):
+        cell = cells[name]
+        assert (cell["rounds"], cell["prompts"], cell["block_size"]) == (2, 2, block_size)
+        assert cell["identical_share"] == 1.0
+        assert cell["output_tokens"] == 2 * 2 * 23
+        cost = cell["cost_ms"]
+        parts = cost["draft"] + cost["verify"] + cost["rest"]
+        assert parts == pytest.approx(cost["cycle"], rel=0.02)
+        assert (cost["draft"] > 0) == (block_size > 1)
+        assert cost["verify"] > 0
+        assert cell["tpot_ms"] == pytest.approx(cost["cycle"] / cell["tau"], rel=1e-6)
+    with (tmp_path / "out/results.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["strategy"] for row in rows] == ["none", "dflash", "short"]
+    assert float(rows[1]["speedup"]) == pytest.approx(cells["dflash"]["speedup"])
+    for name in ("speedup", "acceptance", "cost"):
+        assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
+    data = page_data(tmp_path / "out/report.html")
+    lanes = data["replays"]["math"]["strategies"]
+    for name in cells:
+        committed = 1 + sum(frame["tokens"] for frame in lanes[name]["frames"])
+        assert committed == 8
+        text = lanes[name]["first"] + "".join(
+            "".join(frame["accepted"]) + frame["bonus"] for frame in lanes[name]["frames"]
+        )
+        assert text == lanes["none"]["first"] + "".join(
+            frame["bonus"] for frame in lanes["none"]["frames"]
+        )
+    assert all(len(frame["refused"]) <= 3 for frame in lanes["dflash"]["frames"])
+    assert "dflash" in out
+
+
+def test_a_trace_decides_acceptance_and_every_output_says_so(run, tmp_path):
+    """Two prompts at a time, so that each slot follows a script of its own."""
+    write_trace(tmp_path / "trace.json")
+    options = ("decode.batch_size=2", "rounds=1", "replay_tokens=4")
+    status, out, err = run("--trace", "trace.json", "--workdir=out", *options)
+    assert status == 0, err
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["batch_size"] == 2
+    assert results["acceptance"]["source"] == "trace"
+    assert results["acceptance"]["file"] == "trace.json"
+    assert "forced" in results["acceptance"]["words"]
+    assert "forced" in out
+    cells = {(cell["task"], cell["strategy"]): cell for cell in results["cells"]}
+    alpaca, gsm8k = cells["alpaca", "dflash"], cells["gsm8k", "dflash"]
+    assert alpaca["acceptance_histogram"] == {"1": 0, "2": 4, "3": 0, "4": 0}
+    assert gsm8k["acceptance_histogram"] == {"1": 3, "2": 1, "3": 1, "4": 3}
+    assert alpaca["tau"] == 2.0
+    assert cells["alpaca", "none"]["output_tokens"] == alpaca["output_tokens"] == 8
+    assert alpaca["identical_share"] is None
+    with (tmp_path / "out/results.csv").open() as lines:
+        assert {row["acceptance"] for row in csv.DictReader(lines)} == {"trace"}
+    assert page_data(tmp_path / "out/report.html")["results"]["acceptance"]["source"] == "trace"
+
+
+@pytest.mark.parametrize(
+    ("study", "options", "rows", "keys"),
+    [
+        ("verify", ["study.values=[1, 4]", "study.contexts=[16, 64]"], 4, "rows over_roofline"),
+        ("cycle", ["study.contexts=[32]"], 2, "cycle_over_parts roofline_ms"),
+        ("block", ["study.values=[2, 4, 9]"], 2, "trained used speedup roofline_ms"),
+        ("taps", ["study.values=[1, 2]"], 2, "taps draft_ms"),
+    ],
+)
+def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, keys):
+    options += ["study.repeats=1", "rounds=1", "prompts_per_task=1", "decode.max_new_tokens=20"]
+    options += ["prompt_tokens=8", "--acceptance=alpaca", "drafter.architecture.block_size=16"]
+    options += ["decode.sync_every=2", "drafter.block_size=4"]
+    status, out, err = run(f"study.name={study}", *options, "--workdir=out")
+    assert status == 0, err
+    values = json.loads((tmp_path / "out/study.json").read_text())
+    assert (values["schema"], values["study"]) == ("dflash.study/1", study)
+    assert len(values["rows"]) == rows
+    assert set(keys.split()) <= set(values["rows"][0])
+    assert any("roofline" in note for note in values["notes"])
+    assert values["acceptance"]["source"] == "published"
+    assert (tmp_path / "out/study.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "out/study.csv").read_text().splitlines()) == 1 + rows
+    assert "roofline" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tasks=[mth]"], "tasks: unknown task 'mth'; did you mean 'math'?"),
+        (["tasks=[]"], "tasks: required: a list of data sets, such as [math, code, chat]"),
+        (["strategies.dfl.name=dflsh"], "unknown name 'dflsh'; did you mean 'dflash'?"),
+        (["strategies.x=nowhere.yml"], "strategies.x: nowhere.yml: no such file"),
+        (["strategies.short.block_size=5"], "5 exceeds strategies.short.architecture.block_size=4"),
+        (["strategies.none.name=dflash"], "strategies.none: the name of the baseline"),
+        (["--trace=gone.json"], "gone.json: cannot be read: No such file or directory"),
+        (["--trace=t.json", "strategies.short.block_size=3"], "t.json: prompt 0 (gsm8k): commits 4 "
+         "tokens in a cycle, but strategy 'short' has a block of 3"),
+        (["--trace=t.json", "trace_tasks=[gsm]"], "has no 'gsm'; did you mean 'gsm8k'?"),
+        (["--acceptance=math50"], "nothing published on 'math50'; did you mean 'math500'?"),
+        (["--acceptance=alpaca", "--trace=t.json"], "trace: excludes acceptance"),
+        (["--workdir=file/out"], "cannot be written: Not a directory"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(run, tmp_path, argv, message):
+    write_trace(tmp_path / "t.json")
+    (tmp_path / "file").write_text("")
+    status, _, err = run(*argv)
+    assert status in (1, 2)
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({}, "expected a list of prompts"),
+        ([[1]], "prompt 0: expected an object with acceptance_lengths"),
+        ([{"acceptance_lengths": [1, "2"]}], "acceptance_lengths[1]: expected an integer"),
+        ([{"acceptance_lengths": [1, 0]}], "begin at 1"),
+        ([{"acceptance_lengths": []}], "prompt 0: empty acceptance_lengths"),
+    ],
+)
+def test_a_bad_trace_is_refused(run, tmp_path, rows, message):
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    status, _, err = run("--trace=t.json")
+    assert status == 2
+    assert message in err
+
+
+def test_results_of_another_config_stay(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/config.yml").write_text("rounds: 7\n")
+    (tmp_path / "out/results.json").write_text("{}")
+    status, _, err = run("--workdir=out")
+    assert status == 1
+    assert "holds results of another config" in err
+
+
+def test_an_interrupted_run_leaves_the_rounds_that_are_done(tmp_path):
+    (tmp_path / "c.yml").write_text(CONFIG)
+    command = [sys.executable, "-m", "dflash.benchmark", "c.yml", "rounds=100000", "--workdir=out"]
+    done = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    path = tmp_path / "out/results.json"
+    deadline = time.monotonic() + 300
+    while not path.exists() and time.monotonic() < deadline and done.poll() is None:
+        time.sleep(0.1)
+    done.send_signal(signal.SIGINT)
+    _, err = done.communicate(timeout=120)
+    assert done.returncode == 130, err
+    results = json.loads(path.read_text())
+    assert not results["complete"]
+    assert {cell["strategy"] for cell in results["cells"]} == {"none", "dflash"}
+    assert all(cell["rounds"] >= 1 for cell in results["cells"])

@@ -1,0 +1,171 @@
+"""The sweep command on real models, small: loads, resumes, refusals, one point a host."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dflash import decode, sweep
+from dflash.common import sweeps
+
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+CONFIG = f"""
+target: {{name: qwen3, checkpoint: random, architecture: {json.dumps(SHAPE)}}}
+decode: {{max_new_tokens: 6, page_size: 16, prefill_chunk: 16}}
+prompts: {{text: [One, Two two]}}
+dtype: float32
+"""
+DFLASH = """
+drafter:
+  name: dflash
+  checkpoint: random
+  architecture: {num_hidden_layers: 1, block_size: 4, target_layer_ids: [0, 1]}
+"""
+BLOCK = """
+sweep:
+  product:
+    decode.temperature: [0.5, 0.9]
+    target.architecture.rope_theta: [10000, 20000]
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command in a fresh directory; returns (exit status, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yml").write_text(CONFIG)
+    (tmp_path / "s.yml").write_text("base: [c.yml]\n" + BLOCK)
+
+    def run_with(*argv, command=sweep, config="s.yml"):
+        with pytest.raises(SystemExit) as caught:
+            command.main([config, *argv])
+        return caught.value.code, capsys.readouterr().err
+
+    return run_with
+
+
+def table():
+    return {row["name"]: row for row in sweeps.read_rows(pathlib.Path("w/sweep.csv"))}
+
+
+def output_ids(directory):
+    lines = map(json.loads, (pathlib.Path(directory) / "outputs.jsonl").read_text().splitlines())
+    return {record["index"]: record["output_ids"] for record in lines}
+
+
+def test_a_sweep_from_end_to_end(run):
+    status, err = run("--workdir=w")
+    assert status == 0, err
+    rows = table()
+    assert len(rows) == 4
+    for name, row in rows.items():
+        results = json.loads(pathlib.Path(f"w/points/{name}/results.json").read_text())
+        assert float(row["tau"]) == results["tau"]
+        assert float(row["tokens_per_second"]) == results["tokens_per_second"] > 0
+        assert row["config_hash"] == results["config_hash"]
+    # Temperature is the slower axis, but weights are read once for each of the two targets, and
+    # the drafter with them.
+    assert err.count("loading the target") == 2
+    assert err.count("loading the drafter") == 2
+    assert pathlib.Path("w/tau.png").read_bytes().startswith(b"\x89PNG")
+    assert pathlib.Path("w/tokens_per_second.png").exists()
+    assert "decode.temperature" in err.rpartition("\n\n")[2]  # the table comes last
+    # A point is what the decode command makes of the same values, kept weights or not.
+    values = "decode.temperature=0.9", "target.architecture.rope_theta=10000"
+    assert run(*values, "--workdir=alone", command=decode, config="c.yml")[0] == 0
+    assert output_ids("alone") == output_ids(f"w/points/{','.join(values)}")
+
+    status, err = run("--workdir=w")
+    assert status == 0
+    assert "4 of 4 points were finished before" in err
+    assert "loading" not in err
+    assert table() == rows
+
+
+def test_drafters_change_while_the_target_stays(run):
+    block = "sweep: {zip: {drafter.block_size: [2, 2, 3], decode.seed: [1, 2, 1]}}"
+    pathlib.Path("s.yml").write_text(f"base: [c.yml]{DFLASH}{block}\n")
+    status, err = run("--workdir=w")
+    assert status == 0, err
+    assert len(table()) == 3
+    assert err.count("loading the target") == 1
+    assert err.count("loading the drafter") == 2
+
+
+def test_one_point_per_host(run):
+    status, err = run("--workdir=w", "--index=1")
+    assert status == 0, err
+    assert list(table()) == ["decode.temperature=0.5,target.architecture.rope_theta=20000"]
+    status, err = run("--workdir=w", "--index=4")
+    assert (status, err) == (2, "error: --index: 4, but the points are 0 to 3\n")
+    status, err = run("--workdir=w", "--index=-1")
+    assert status == 2
+    assert "--index" in err
+
+
+def test_bad_points_are_reported_before_anything_runs(run):
+    status, err = run("--workdir=w", "sweep.product.decode.temperature=[0, -1]")
+    assert status == 2
+    assert err.startswith(
+        "error: command line: decode.temperature: expected a number >= 0, got -1 ["
+    )
+    # What only the models know: the last point asks for more positions than the target has.
+    status, err = run("--workdir=w", "sweep.product.decode.max_new_tokens=[4, 300]")
+    assert status == 2
+    assert "made for 256 positions" in err
+    assert "max_new_tokens=300" in err
+    assert not pathlib.Path("w").exists()
+    status, err = run("--workdir=w", "prompts.text=[]")
+    assert status == 2
+    assert err == (
+        "error: prompts: required: text, file or dataset; a sweep reads no prompts from stdin\n"
+    )
+    assert run() == (2, "error: --workdir: required: where points and their table go\n")
+    status, err = run("--workdir=w", "--coordinator_address=host:1")
+    assert status == 2
+    assert not pathlib.Path("w").exists()
+
+
+def test_a_dry_run_lists_the_points(run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        sweep.main(["s.yml", "--dry_run"])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "   1  decode.temperature=0.5,target.architecture.rope_theta=20000"
+    assert len(lines) == 4
+
+
+def test_a_killed_sweep_goes_on(run):
+    """SIGKILL after the first point, then the same command: every point once."""
+    block = BLOCK.replace("[0.5, 0.9]", "[0.5]")
+    pathlib.Path("s.yml").write_text(f"base: [c.yml]{block}")
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "dflash.sweep", "s.yml", "--workdir=w"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+    deadline = time.time() + 240
+    while time.time() < deadline and not list(pathlib.Path("w/points").glob("*/point.json")):
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = {path: path.read_text() for path in pathlib.Path("w/points").glob("*/point.json")}
+    assert len(before) == 1
+    status, err = run("--workdir=w")
+    assert status == 0, err
+    assert len(table()) == 2
+    assert err.count("loading the target") == 1
+    assert {path: path.read_text() for path in before} == before
