@@ -1,0 +1,101 @@
+"""Compiles a run for TPUs that need not be there: python -m dflash.compile CONFIG tpu.topology=…
+
+Exit status: 0; 3 when the run does not fit, or passes tpu.max_hbm_gb or tpu.max_cycle_ms; 2 for an
+unusable config.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+import tempfile
+
+from absl import flags
+
+from dflash import cli
+from dflash.config import loader, tpu_schema
+
+DESCRIPTION = (
+    "Compiles the programs of a decoding or training config for a TPU topology, on any Linux host, "
+    "and reports what the compiler says of memory, time, copies and collectives."
+)
+_OVER_BUDGET = 3
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command; see `python -m dflash.compile --help`."""
+    cli.run(
+        _compile,
+        name="dflash.compile",
+        schema=(tpu_schema.CompileDecode, tpu_schema.CompileTrain),
+        description=DESCRIPTION,
+        argv=argv,
+        define_flags=_define_flags,
+    )
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string(
+        "rows",
+        None,
+        "Also the cost of verifying so many rows at once, such as 1,16,64,128.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "kernels",
+        False,
+        "Also the static schedules of our own kernels; takes some disk and time.",
+        flag_values=values,
+    )
+
+
+def _compile(command: cli.Command) -> int:
+    # jax is imported below, after the config has been found good.
+    from dflash.compiler import topology
+
+    with contextlib.ExitStack() as stack:
+        schedules = None
+        if command.flags["kernels"]:
+            schedules = stack.enter_context(tempfile.TemporaryDirectory())
+        topology.prepare_environment(schedules)
+        return _report(command, schedules)
+
+
+def _report(command: cli.Command, schedules: str | None) -> int:
+    from dflash.compiler import bundles, curve, report, session, table
+
+    rows = curve.parse_rows(command.flags["rows"])
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    found = session.compile_run(command.config, progress)
+    print("\n".join(table.lines(found)), flush=True)
+    kernels = {}
+    if schedules:
+        names = {name for program in found.programs.values() for name in program.kernels}
+        kernels = bundles.of_kernels(pathlib.Path(schedules), sorted(names))
+        print("\n".join(bundles.lines(kernels)))
+    points = curve.measure(command.config, rows, progress)
+    print("\n".join(curve.lines(points, found.topology.chip)))
+    if command.workdir:
+        directory = pathlib.Path(command.workdir)
+        directory.mkdir(parents=True, exist_ok=True)
+        content = report.to_json(found) | {
+            "rows": curve.to_json(points),
+            "kernels": {
+                name: [dataclasses.asdict(part) for part in parts]
+                for name, parts in kernels.items()
+            },
+        }
+        (directory / "compile.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+        (directory / "config.yml").write_text(loader.to_yaml(command.config), encoding="utf-8")
+    broken = found.broken_budgets(command.config.tpu)
+    for line in broken:
+        print(f"over budget: {line}", file=sys.stderr)
+    return _OVER_BUDGET if broken else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The cost of verifying R rows at once: flat while weights stream, rising past the ridge.
+
+Two layers of the target are compiled with its head, and counted as often as the target is deep.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors
+from dflash.common import assembly
+from dflash.common.chips import Chip
+from dflash.compiler import components, costs, hlo, programs, topology
+from dflash.compiler.components import ATTENTION, MLP, Component
+from dflash.compiler.report import Situation
+from dflash.config.schema import DecodeConfig
+from dflash.layers.linear import matmul_precision
+
+_LAYERS = 2
+# Where the cost has risen by so much over a single row's, it is no longer flat.
+_FLAT = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One forward of the target over `rows` rows of a sequence, per device."""
+
+    rows: int
+    cost: Component
+
+
+def parse_rows(text: str | None) -> list[int]:
+    """Reads "1,16,64"; None is no rows.
+
+    Raises:
+      ConfigError: it is not a list of positive integers.
+    """
+    if text is None:
+        return []
+    try:
+        rows = sorted({int(item) for item in text.split(",")})
+    except ValueError:
+        rows = [0]
+    if rows[0] < 1:
+        raise errors.ConfigError(f"--rows: expected numbers such as 1,16,64, got {text!r}")
+    return rows
+
+
+def measure(config: Any, rows: Sequence[int], progress: Callable[[str], None]) -> list[Point]:
+    """Compiles a forward for each number of rows.
+
+    Args:
+      config: of the run, with its machine.
+      rows: numbers of rows, all of one sequence.
+      progress: told what is done.
+    Raises:
+      ConfigError: the target's shape is not in the config.
+    """
+    if not rows:
+        return []
+    machine = topology.find(config.tpu.topology, config.tpu.slices)
+    mesh = dataclasses.asdict(config.mesh)
+    sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
+    rates = topology.compiler_rates(machine)
+    shape = config.target.architecture
+    if shape is None:
+        raise errors.ConfigError("--rows: target.architecture must be given")
+    shallow = dataclasses.replace(shape, num_hidden_layers=_LAYERS)
+    group = dataclasses.replace(config.target, checkpoint=assembly.RANDOM, architecture=shallow)
+    source = assembly.find_target(group)
+    dtype = getattr(config, "dtype", "bfloat16")
+    target = assembly.build_target(group, source, dtype=dtype, sharding=sharding)
+    points = []
+    for count in rows:
+        begin = time.perf_counter()
+        cost = _cost(target, count, config, machine.chip, rates, shape.num_hidden_layers)
+        progress(f"compiled {count} rows in {time.perf_counter() - begin:.0f} s")
+        points.append(Point(count, cost))
+    return points
+
+
+def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component:
+    decode: DecodeConfig = getattr(config, "decode", None) or DecodeConfig()
+    context = config.tpu.context or (decode.max_length or decode.prefill_chunk)
+    pages = -(-(context + rows) // decode.page_size)
+    cache = target.new_cache(
+        batch=1, pages_per_sequence=pages, num_pages=pages + 1, page_size=decode.page_size
+    )
+    graph, params = nnx.split(target)
+    tokens = target.sharding.abstract((1, rows), (None, None), jnp.int32)
+
+    def verify(params, tokens, positions, cache):
+        model = nnx.merge(graph, params)
+        with jax.named_scope("target"):
+            output = model(tokens, positions, cache)
+        return jnp.argmax(model.unembed(output.hidden), axis=-1), output.cache
+
+    with jax.default_matmul_precision(matmul_precision(target.dtype)):
+        jitted = jax.jit(verify, donate_argnums=3)
+        compiled = jitted.lower(params, tokens, tokens, cache).compile()
+    situation = Situation(context)
+    module = hlo.parse(compiled.as_text())
+    found = costs.operations(module, trips=situation.trips, branch=situation.branch)
+    ideals = programs.target_ideals(target, context, cache)
+    parts = components.summarize(found, ideals, chip, rates)
+    repeats = {ATTENTION: depth / _LAYERS, MLP: depth / _LAYERS}
+    return components.total(
+        components.scaled(part, repeats.get(name, 1)) for name, part in parts.items()
+    )
+
+
+def lines(points: Sequence[Point], chip: Chip) -> list[str]:
+    """The curve as text; empty without points."""
+    if not points:
+        return []
+    first = points[0].cost
+    text = [
+        "",
+        f"one forward over so many rows; the ridge is at {chip.ridge_rows:.0f}",
+        f"  {'rows':>6}{'ideal ms':>11}{'roofline':>11}{'cycles':>11}{'× first, by cycles':>22}",
+    ]
+    for point in points:
+        cost, rise = point.cost, point.cost.cycles_ms / first.cycles_ms
+        note = "flat" if rise <= _FLAT else "not flat"
+        text.append(
+            f"  {point.rows:>6}{cost.ideal_ms:>11.3f}{cost.roofline_ms:>11.3f}"
+            f"{cost.cycles_ms:>11.3f}{rise:>22.2f}  {note}"
+        )
+    return text
+
+
+def to_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The curve as plain numbers."""
+    return [{"rows": point.rows, **dataclasses.asdict(point.cost)} for point in points]

@@ -1,0 +1,212 @@
+"""The programs of a run, compiled for a topology, and what each cannot do without."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.common import assembly, parameters
+from dflash.common.sharding import Sharding
+from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED, Ideal
+from dflash.config.schema import DecodeConfig, DecodeRun
+from dflash.config.tpu_schema import CompileTrain, TpuConfig
+from dflash.inference import plan
+from dflash.inference.engine import Engine
+from dflash.layers.cache import PagedCache
+from dflash.models.decoder import Decoder
+from dflash.training import state as states
+from dflash.training import tasks
+from dflash.training.optimizer import make_optimizer, make_schedule
+from dflash.training.step import make_train_step
+
+CYCLE, PREFILL, TRAIN = "cycle", "prefill", "train step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program of a run.
+
+    Attributes:
+      name: one of those above.
+      title: what one run of it does, in words.
+      compiled: for the topology.
+      seconds: that compiling it took.
+      context: tokens per sequence that its attention walks through.
+      ideals: by component, per device. Those of unembed are of one read of the head.
+      arguments: bytes on each device by kind, of what it is given.
+      turns: of its outermost loop in one dispatch; 1 for a program without one.
+    """
+
+    name: str
+    title: str
+    compiled: jax.stages.Compiled
+    seconds: float
+    context: int
+    ideals: Mapping[str, Ideal]
+    arguments: Mapping[str, int]
+    turns: int = 1
+
+    @property
+    def is_loop(self) -> bool:
+        """It is one loop, of which a turn is what counts."""
+        return self.name == CYCLE
+
+
+def of_decoding(config: DecodeRun, tpu: TpuConfig, sharding: Sharding) -> Iterator[Program]:
+    """The cycle and the largest prefill of a decoding run, each compiled when it is asked for."""
+    build = {"dtype": config.dtype, "sharding": sharding}
+    source = assembly.find_target(config.target, download=False)
+    target = assembly.build_target(config.target, source, **build)
+    found = assembly.find_drafter(config.drafter, download=False)
+    drafter = assembly.build_drafter(config.drafter, found, target.arch, **build)
+    yield from _decoding(target, drafter, config.decode, tpu)
+
+
+def of_training(config: CompileTrain, sharding: Sharding) -> Iterator[Program]:
+    """The step of a training run; for a drafter, the cycle and prefill that judge it too."""
+    task = tasks.make_task(config, sharding, download=False)
+    if _wanted(TRAIN, config.tpu):
+        yield _train_step(task, sharding)
+    if task.drafts and config.evaluation.prompts:
+        yield from _decoding(task.target, task.working, config.evaluation.decode, config.tpu)
+
+
+def _wanted(name: str, tpu: TpuConfig) -> bool:
+    return tpu.only in ("all", name)
+
+
+def _decoding(target, drafter, config: DecodeConfig, tpu: TpuConfig) -> Iterator[Program]:
+    max_length = config.max_length or config.prefill_chunk + config.max_new_tokens
+    engine = Engine(target, drafter, config, max_length=max_length)
+    most = max_length - drafter.block_size
+    context = min(tpu.context or most, most)
+    state = engine.abstract_state()
+    arguments = {
+        "target weights": plan.measure(nnx.state(target, nnx.Param)).device_bytes,
+        "drafter weights": plan.measure(nnx.state(drafter, nnx.Param)).device_bytes,
+        "target KV": plan.measure(state.cache).device_bytes,
+        "draft KV": plan.measure(state.drafter).device_bytes,
+    }
+    if _wanted(CYCLE, tpu):
+        title = f"cycle: batch {config.batch_size}, {drafter.block_size} rows each, after {context}"
+        compiled, seconds = _timed(engine, "generate")
+        ideals = _ideals(target, arguments, context, state.cache, engine.layout.capacity)
+        turns = config.sync_every
+        yield Program(CYCLE, title, compiled, seconds, context, ideals, arguments, turns)
+    if _wanted(PREFILL, tpu):
+        bucket = engine.layout.bucket(context)
+        chunk = engine.layout.chunk(bucket)
+        before = bucket - chunk
+        title = f"prefill: {chunk} tokens after {before}"
+        compiled, seconds = _timed(engine, "prefill", bucket)
+        ideals = _ideals(target, arguments, 0, state.cache, engine.layout.capacity)
+        yield Program(PREFILL, title, compiled, seconds, before, ideals, arguments)
+
+
+def _timed(engine: Engine, *name) -> tuple[jax.stages.Compiled, float]:
+    begin = time.perf_counter()
+    return engine.program(*name), time.perf_counter() - begin
+
+
+def _ideals(target: Decoder, arguments: Mapping[str, int], context: int, cache, capacity: int):
+    """The target's, and the drafter's weights and context."""
+    drafter = arguments["drafter weights"] + context / capacity * arguments["draft KV"]
+    return {**target_ideals(target, context, cache), DRAFTER: Ideal(drafter)}
+
+
+def target_ideals(target: Decoder, context: int, cache: PagedCache) -> dict[str, Ideal]:
+    """What one forward of a target cannot do without, on each device.
+
+    Args:
+      target: may be abstract.
+      context: tokens of every sequence that attention looks at.
+      cache: of the sequences; it gives their number, and where they live.
+    """
+    sizes = dict.fromkeys((ATTENTION, MLP, UNEMBED, REST), 0.0)
+    for path, param in parameters.named_parameters(target):
+        if name := _component_of_weight(path, target):
+            sizes[name] += plan.measure(param.get_value()).device_bytes
+    capacity = cache.keys[0].shape[1] * cache.page_size
+    share = context * cache.page_table.shape[0] / capacity
+    sizes[ATTENTION] += share * plan.measure((cache.keys, cache.values)).device_bytes
+    return {name: Ideal(size) for name, size in sizes.items()}
+
+
+def _component_of_weight(path: str, target: Decoder) -> str | None:
+    """None for a table that is only looked up: it gives but a few rows of itself."""
+    if ".self_attn." in path or path.endswith("input_layernorm.scale"):
+        return ATTENTION
+    if ".mlp." in path or path.endswith("post_attention_layernorm.scale"):
+        return MLP
+    head = "embed_tokens" if target.lm_head is None else "lm_head"
+    if path.startswith(head):
+        return UNEMBED
+    return None if path.startswith("embed_tokens") else REST
+
+
+def _train_step(task: tasks.Task, sharding: Sharding) -> Program:
+    config = task.config
+    steps = config.train.steps or 1
+    optimizer, schedule = (
+        make_optimizer(config.optimizer, steps),
+        make_schedule(config.optimizer, steps),
+    )
+    _, params = states.split(task.learner)
+    state = states.abstract(params, optimizer, sharding)
+    frozen = task.abstract_frozen()
+    batch = _abstract_batch(task, sharding)
+    step = make_train_step(
+        task.loss,
+        optimizer,
+        schedule,
+        dtype=task.dtype,
+        accumulate_steps=config.optimizer.accumulate_steps,
+        sharding=sharding,
+        state=state,
+    )
+    begin = time.perf_counter()
+    compiled = step.lower(state, frozen, batch).compile()
+    seconds = time.perf_counter() - begin
+    arguments = {
+        "learning weights": plan.measure(state.params).device_bytes,
+        "optimizer": plan.measure(state.optimizer).device_bytes,
+        "frozen weights": plan.measure(frozen).device_bytes,
+        "batch": plan.measure(batch).device_bytes,
+    }
+    learner = DRAFTER if task.drafts else MLP
+    sizes = {name: ideal.num_bytes for name, ideal in _frozen_ideals(task).items()}
+    # Weights and moments are read and written.
+    sizes[learner] = sizes.get(learner, 0) + 2 * (
+        arguments["learning weights"] + arguments["optimizer"]
+    )
+    title = f"train step: {config.train.batch_size} rows of {config.data.length} tokens"
+    ideals = {name: Ideal(size) for name, size in sizes.items()}
+    return Program(TRAIN, title, compiled, seconds, config.data.length, ideals, arguments)
+
+
+def _frozen_ideals(task: tasks.Task) -> dict[str, Ideal]:
+    if not task.drafts:
+        return {}
+    cache = task.target.new_cache(batch=1, pages_per_sequence=1, num_pages=1, page_size=8)
+    return target_ideals(task.target, 0, cache)
+
+
+def _abstract_batch(task: tasks.Task, sharding: Sharding) -> dict[str, Any]:
+    rows, length = task.config.train.batch_size, task.config.data.length
+
+    def array(*dims: int, dtype=jnp.int32):
+        names = ("batch", *(None,) * (1 + len(dims)))
+        return sharding.abstract((rows, length, *dims), names, dtype)
+
+    batch = {name: array() for name in ("tokens", "positions", "segment_ids")}
+    batch["loss_mask"] = array(dtype=jnp.float32)
+    if task.drafts and task.config.train.features == "cached":
+        width = task.target.arch.hidden_size
+        batch["features"] = array(len(task.working.feature_layers) * width, dtype=task.dtype)
+        if task.config.loss.uses_target_hidden:
+            batch["hidden"] = array(width, dtype=task.dtype)
+    return batch

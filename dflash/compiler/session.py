@@ -1,0 +1,71 @@
+"""Compiles a run for a topology and reports on it."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from dflash.compiler import programs, report, topology
+from dflash.compiler.programs import Program
+from dflash.compiler.report import ProgramReport, Report, Situation
+from dflash.compiler.topology import Topology
+from dflash.config.schema import DecodeConfig
+from dflash.config.tpu_schema import CompileDecode, CompileTrain
+
+# How the compiler words that a program wants more memory than there is.
+_FULL = "Ran out of memory"
+
+
+def compile_run(
+    config: CompileDecode | CompileTrain, progress: Callable[[str], None] = lambda line: None
+) -> Report:
+    """Compiles every program of a run, and reads what the compiler says of it.
+
+    Args:
+      config: with the machine in its `tpu` group.
+      progress: told what is done, a line at a time.
+    Raises:
+      ConfigError: no such machine, or a mesh or model that does not fit it.
+    """
+    machine = topology.find(config.tpu.topology, config.tpu.slices)
+    mesh = dataclasses.asdict(config.mesh)
+    sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
+    rates = topology.compiler_rates(machine)
+    trains = isinstance(config, CompileTrain)
+    decode = config.evaluation.decode if trains else config.decode
+    found, memory, refused = {}, {}, None
+    steps = (
+        programs.of_training(config, sharding)
+        if trains
+        else programs.of_decoding(config, config.tpu, sharding)
+    )
+    try:
+        for program in steps:
+            progress(f"compiled {program.title} in {program.seconds:.0f} s")
+            found[program.name] = _examine(program, decode, machine, rates)
+            memory = _larger(memory, _memory(program, found[program.name]))
+    except jax.errors.JaxRuntimeError as error:
+        if _FULL not in str(error):
+            raise
+        refused = " ".join(str(error).split())[:400]
+    capacity = machine.chip.hbm_gb * 1e9 / machine.chip.devices
+    return Report(machine, mesh, rates, memory, capacity, refused, found)
+
+
+def _examine(program: Program, decode: DecodeConfig, machine: Topology, rates) -> ProgramReport:
+    filtered = decode.top_k > 0 or decode.top_p < 1
+    situation = Situation(program.context, decode.temperature > 0, filtered)
+    return report.examine(program, situation, machine.chip, rates)
+
+
+def _memory(program: Program, found: ProgramReport) -> dict[str, int]:
+    return {
+        **program.arguments,
+        "temporaries": found.temporary_bytes,
+        "programs": found.code_bytes,
+    }
+
+
+def _larger(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    """Kind by kind the larger of both: programs run one after the other over the same arrays."""
+    return {kind: max(a.get(kind, 0), b.get(kind, 0)) for kind in {**a, **b}}

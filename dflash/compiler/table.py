@@ -1,0 +1,98 @@
+"""The compile report as text."""
+
+from collections.abc import Iterable
+
+from dflash.compiler.components import Component
+from dflash.compiler.report import LABEL, ProgramReport, Report
+
+
+def lines(report: Report) -> list[str]:
+    """The whole report, a line each."""
+    topology, chip = report.topology, report.topology.chip
+    mesh = " × ".join(f"{axis} {size}" for axis, size in report.mesh.items())
+    slices = f"{topology.slices} × " if topology.slices > 1 else ""
+    plural = "s" if topology.num_chips > 1 else ""
+    return [
+        f"{slices}{topology.name}: {topology.num_chips} chip{plural}, mesh {mesh}",
+        f"one chip: {chip.tflops:g} TFLOP/s bf16, {chip.hbm_gb_per_s:g} GB/s, {chip.hbm_gb:g} GB, "
+        f"ridge at {chip.ridge_rows:.0f} rows",
+        LABEL,
+        "",
+        *_memory(report),
+        *(line for one in report.programs.values() for line in ("", *_program(one))),
+    ]
+
+
+def _memory(report: Report) -> list[str]:
+    devices = report.topology.chip.devices
+    rows = [f"  {kind:<24}{size * devices / 1e9:>10.3f} GB" for kind, size in report.memory.items()]
+    used, capacity = report.used_bytes * devices / 1e9, report.capacity_bytes * devices / 1e9
+    verdict = "fits" if report.fits else "does NOT fit"
+    refused = [f"  the compiler refused: {report.refused}"] if report.refused else []
+    return [
+        "memory per chip",
+        *rows,
+        f"  {'sum':<24}{used:>10.3f} GB of {capacity:g} GB: {verdict}",
+        *refused,
+    ]
+
+
+def _program(one: ProgramReport) -> list[str]:
+    head = f"{'':<20}{'ideal':>10}{'roofline':>10}{'cycles':>10}{'prefetch':>10}"
+    whole = one.total
+    once = one.once
+    text = [
+        f"{one.title} (compiled in {one.compile_s:.0f} s)",
+        f"  {head}{'GFLOP':>10}{'MB':>10}",
+        *(_row(name, part) for name, part in one.components.items()),
+        _row("all", whole),
+    ]
+    if whole.ideal_ms:
+        by_roofline, by_cycles = (
+            whole.roofline_ms / whole.ideal_ms,
+            whole.cycles_ms / whole.ideal_ms,
+        )
+        text.append(f"  × ideal: {by_roofline:.2f} by roofline, {by_cycles:.2f} by cycles")
+    if once.cycles_ms or once.hbm_bytes:
+        text.append(
+            f"  around the loop, once in {one.turns} turns: {once.cycles_ms:.3f} ms by cycles, "
+            f"{once.hbm_bytes / 1e6:.0f} MB"
+        )
+    text += [_collectives(one), _copies(one)]
+    if one.kernels:
+        text.append(f"  kernels, not among the cycles: {_counts(one.kernels.items())}")
+    return text
+
+
+def _row(name: str, part: Component) -> str:
+    return (
+        f"  {name:<20}{part.ideal_ms:>10.3f}{part.roofline_ms:>10.3f}{part.cycles_ms:>10.3f}"
+        f"{part.async_ms:>10.3f}{part.flops / 1e9:>10.1f}{part.hbm_bytes / 1e6:>10.1f}"
+    )
+
+
+def _collectives(one: ProgramReport) -> str:
+    if not one.collectives:
+        return "  collectives: none"
+    kinds = ", ".join(
+        f"{count} × {kind} of {size / 1e6:.3f} MB in all"
+        for kind, (count, size) in one.collectives.items()
+    )
+    return f"  collectives: {kinds}"
+
+
+def _copies(one: ProgramReport) -> str:
+    if not one.copies:
+        return "  copies and changes of layout of 1 MiB or more: none"
+    times = sum(times for _, times, _, _ in one.copies)
+    size = sum(times * size for _, times, size, _ in one.copies) / 1e6
+    took = sum(times * took for _, times, _, took in one.copies)
+    largest = max(one.copies, key=lambda copy: copy[2])
+    return (
+        f"  copies and changes of layout of 1 MiB or more: {times}, {size:.1f} MB, {took:.3f} ms; "
+        f"the largest is {largest[0]} of {largest[2] / 1e6:.1f} MB"
+    )
+
+
+def _counts(items: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} × {name}" for name, count in items)

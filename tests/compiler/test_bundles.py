@@ -1,0 +1,65 @@
+"""Tests of reading static schedules, on the form in which the compiler writes them."""
+
+import pytest
+
+from dflash.compiler import bundles
+
+# The marks, the missing ones of an empty bundle, and the columns are as the compiler has them.
+SCHEDULE = """= control target key start
+LB: loop body
+= control target key end
+
+     0   :  { %1 = vsyncpa [#allocation1], 0  ;;  %s2226_s0 = inlined_call_operand.hbm [] }
+   0x1   :  { %s1861_s5 = smov 0 } /* End region 300 */
+   0x2 LB: > { %s1614_s6 = sadd.s32 4294967291, %s1847_s5 }
+   0x3   : >> { %p48_p0 = scmp.ge.s32.totalorder %s47_s7, 23  ;;  %s54_s8 = sadd.s32 1, %s1843_s4 }
+   0x4   :  {} /* End region 10 */
+   0x5   : > > { %v1883_v0 = vmatmul %s97_s10 }
+   0x6   : > { %65 = sbr.rel (%p1615_p2) target = $region12 }
+   0x7   :  { %1785 = shalt.err (%p1) }
+"""
+
+UTILIZATION = """== CAPACTIY:
+MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU
+    4     3     4     2     1     3     3     1     1     2
+== UTILIZATION:
+0 0 0 0 0 1 0 0 0 0
+0 0 0 0 0 1 0 0 0 0
+0 0 0 0 0 0 0 0 0 1
+1 0 2 0 0 0 1 0 0 0
+0 0 0 0 0 0 0 0 0 0
+3 0 0 0 0 0 0 0 2 0
+0 0 0 0 0 0 0 0 0 1
+0 0 0 0 0 0 0 0 0 0
+"""
+
+
+def test_sections_follow_the_depth_of_loops():
+    found = bundles.sections(SCHEDULE, UTILIZATION)
+    shapes = [(part.depth, part.bundles) for part in found]
+    assert shapes == [(0, 2), (1, 1), (2, 3), (1, 1), (0, 1)]
+    inner = bundles.inner_loop(found)
+    assert (inner.depth, inner.matmuls, inner.spills) == (2, 4, 3)
+
+
+def test_without_a_matrix_unit_the_deepest_counts():
+    zeros = UTILIZATION.replace("1 0 2 0 0 0 1", "0 0 2 0 0 0 1").replace("3 0 0", "0 0 0")
+    assert bundles.inner_loop(bundles.sections(SCHEDULE, zeros)).depth == 2
+
+
+def test_texts_of_different_programs_are_refused():
+    with pytest.raises(ValueError, match="8 bundles, but the use of 7"):
+        bundles.sections(SCHEDULE, UTILIZATION.rsplit("\n", 2)[0] + "\n")
+
+
+def test_kernels_are_found_by_name(tmp_path):
+    for name in ("my_kernel.1", "my_kernel_other.2"):
+        (tmp_path / f"17-{name}-03-final_bundles.txt").write_text(SCHEDULE)
+        use = f"17-{name}-01-final_hlo-static-per-bundle-utilization.txt"
+        (tmp_path / use).write_text(UTILIZATION)
+        (tmp_path / f"17-{name}-02-schedule-analysis_final_bundles.txt").write_text("")
+    found = bundles.of_kernels(tmp_path, ["my_kernel", "absent"])
+    assert list(found) == ["my_kernel"]
+    text = "\n".join(bundles.lines(found))
+    assert "my_kernel: 8 in all; inner loop, at depth 2: 3, with 4" in text
+    assert bundles.lines({}) == []

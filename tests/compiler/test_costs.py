@@ -1,0 +1,106 @@
+"""Tests of what operations cost, and of loops and branches around them."""
+
+import hlo_snippets as snippets
+import pytest
+
+from dflash.compiler import costs, hlo, traffic
+
+WEIGHT = 2560 * 9728 * 2
+TILE = 8 * 256 * 128 * 2
+
+
+@pytest.fixture(scope="module")
+def module():
+    return hlo.parse(snippets.MODULE)
+
+
+def run(module, *, turns=8, sampled=0):
+    found = costs.operations(module, trips=lambda loop: turns, branch=lambda one: sampled)
+    return {one.instruction.name: one for one in found}
+
+
+def test_turns_multiply(module):
+    found = run(module)
+    assert found["copy.1"].times == 1
+    assert found["copy.9"].times == 3  # known to the compiler
+    assert found["fusion.7"].times == 3 * 8
+    assert found["fusion.7"].loops == ("while.2", "while.1")
+    assert run(module, turns=None)["fusion.7"].times == 3
+
+
+def test_the_branch_that_is_taken_counts(module):
+    assert "draw.3" not in run(module)
+    assert run(module, sampled=1)["draw.3"].cycles == 9000
+    assert run(module, sampled=None)["draw.3"].times == 3  # the dearest, if nobody knows
+
+
+def test_a_slice_is_read_as_far_as_it_goes(module):
+    assert run(module)["fusion.7"].read_bytes == TILE
+    assert run(module)["fusion.7"].written_bytes == 0  # its result stays in VMEM
+
+
+def test_a_prefetch_counts_once(module):
+    found = run(module)
+    assert found["copy-start.1"].read_bytes == WEIGHT
+    assert found["copy-start.1"].written_bytes == 0
+    assert found["copy-start.1"].is_async
+    assert found["fusion.8"].read_bytes == 0
+    assert found["fusion.8"].written_bytes == 16 * 9728 * 2
+
+
+def test_a_copy_reads_and_writes(module):
+    copy = run(module)["copy.9"]
+    assert (copy.read_bytes, copy.written_bytes) == (WEIGHT, WEIGHT)
+
+
+def test_what_the_compiler_made_up_belongs_to_its_reader(module):
+    found = run(module)
+    assert found["copy-start.1"].scope.endswith("target/mlp/dot_general")
+    assert found["copy.1"].scope == "state.keys"
+
+
+def test_matrix_products_in_fusions_are_counted(module):
+    assert run(module)["fusion.7"].flops == pytest.approx(2 * 8 * 64 * 256 * 128)
+
+
+def test_a_projection_by_heads_is_no_batch(module):
+    heads = module.computations["heads"]
+    flops = traffic.matmul_flops(module, heads.root, heads.by_name())
+    assert flops == pytest.approx(2 * 16 * 2560 * 32 * 128)
+
+
+def test_collectives_are_told(module):
+    found = run(module)
+    assert found["all-reduce.1"].collective == "all-reduce"
+    assert found["fusion.8"].collective is None
+
+
+def test_a_kernel_costs_what_it_says(module):
+    stated = '"cost_estimate":{"flops":"77","transcendentals":"0","bytes_accessed":"1234"}'
+    kernel = 'custom_call_target="tpu_custom_call"'
+    text = snippets.MODULE.replace(kernel, f"{kernel}, backend_config={{{stated}}}")
+    found = run(hlo.parse(text))["fusion.8"]
+    assert (found.flops, found.read_bytes, found.written_bytes) == (77, 1234, 0)
+
+
+UPDATE = """
+%update (param_0: bf16[8,2304,128], param_1: bf16[8,16,128], param_2: s32[]) -> bf16[8,2304,128] {
+  %param_0 = bf16[8,2304,128]{2,1,0} parameter(0)
+  %param_1 = bf16[8,16,128]{2,1,0} parameter(1)
+  %param_2 = s32[] parameter(2)
+  ROOT %dus = bf16[8,2304,128]{2,1,0} dynamic-update-slice(%param_0, %param_1, %param_2, %param_2)
+}
+
+ENTRY %main (p0: bf16[8,2304,128], p1: bf16[8,16,128], p2: s32[]) -> bf16[8,2304,128] {
+  %p0 = bf16[8,2304,128]{2,1,0} parameter(0)
+  %p1 = bf16[8,16,128]{2,1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %fusion = bf16[8,2304,128]{2,1,0} fusion(%p0, %p1, %p2), kind=kLoop, calls=%update
+}
+"""
+
+
+def test_an_update_in_place_costs_the_update():
+    fusion = run(hlo.parse(UPDATE))["fusion"]
+    assert fusion.read_bytes == 8 * 16 * 128 * 2 + 4
+    assert fusion.written_bytes == 8 * 16 * 128 * 2

@@ -1,0 +1,71 @@
+"""Tests of reading the compiler's text."""
+
+import hlo_snippets as snippets
+import pytest
+
+from dflash.compiler import hlo
+
+
+@pytest.fixture(scope="module")
+def module():
+    return hlo.parse(snippets.MODULE)
+
+
+def test_the_entry_is_found(module):
+    assert module.entry.name == "main"
+    assert module.entry.root.name == "result"
+    assert set(module.computations) == {
+        *("fused_slice", "scores", "heads", "greedy", "draw"),
+        *("inner_condition", "inner_body", "body", "main"),
+    }
+
+
+def test_a_tuple_has_its_arrays_and_where_they_live(module):
+    start = module.computations["body"].by_name()["copy-start.1"]
+    assert [array.in_hbm for array in start.results] == [False, True, False]
+    assert start.results[0].dims == (2560, 9728)
+    assert start.results[0].num_bytes == 2560 * 9728 * 2
+    assert start.operands == ("body.4",)
+
+
+def test_a_loop_names_its_body_and_its_turns(module):
+    loop = module.entry.by_name()["while.2"]
+    assert loop.called == {"condition": ("inner_condition",), "body": ("body",)}
+    assert loop.trip_count == 3
+    assert module.computations["body"].by_name()["while.1"].trip_count is None
+
+
+def test_branches_keep_their_order(module):
+    conditional = module.computations["body"].by_name()["conditional.1"]
+    assert conditional.called["branch_computations"] == ("greedy", "draw")
+
+
+def test_cycles_and_scopes_are_read(module):
+    fusion = module.computations["inner_body"].by_name()["fusion.7"]
+    assert fusion.cycles == 7561
+    assert fusion.op_name.endswith("kbrh,kbsh->kbrs/dot_general")
+    assert module.computations["body"].by_name()["copy-start.1"].cycles is None
+
+
+def test_parameters_have_numbers(module):
+    numbers = {one.name: one.parameter for one in module.computations["scores"].instructions}
+    assert numbers["param_2.2"] == 2
+    assert numbers["fusion.2"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("f32[]", [4]),
+        ("pred[1]{0:T(512)(128)(4,1)S(1)}", [1]),
+        ("(bf16[2,3]{1,0:T(8,128)(2,1)}, /*index=5*/s4[8]{0}, f8e4m3fn[16])", [12, 4, 16]),
+        ("token[]", [0]),
+    ],
+)
+def test_sizes(text, sizes):
+    assert [array.num_bytes for array in hlo.arrays(text)] == sizes
+
+
+def test_other_text_is_refused():
+    with pytest.raises(ValueError, match="no entry computation"):
+        hlo.parse("module @jit_f {}")

@@ -1,0 +1,140 @@
+"""Tests of the report: what it says of a program, and when a budget is passed."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import hlo_snippets as snippets
+import pytest
+
+from dflash.common import chips
+from dflash.compiler import curve, report, table
+from dflash.compiler.components import MLP, UNEMBED, Component, Ideal
+from dflash.compiler.curve import Point
+from dflash.compiler.programs import CYCLE, PREFILL, Program
+from dflash.compiler.report import Report, Situation
+from dflash.compiler.topology import Rates, Topology
+from dflash.config.tpu_schema import TpuConfig
+from dflash.errors import ConfigError
+
+CHIP = chips.find("v5p")
+RATES = Rates(flops_per_s=400e12, bytes_per_s=2e12)
+WEIGHT = 2560 * 9728 * 2
+
+
+class Compiled:
+    """The compiler's answers about the snippets' module, as jax hands them on."""
+
+    def as_text(self):
+        return snippets.MODULE
+
+    def memory_analysis(self):
+        return SimpleNamespace(temp_size_in_bytes=10**9, generated_code_size_in_bytes=10**8)
+
+    def cost_analysis(self):
+        return {"flops": 1.0, "bytes accessed": 2.0, "optimal_seconds": 0.003}
+
+
+def examine(name=CYCLE):
+    ideals = {MLP: Ideal(WEIGHT), UNEMBED: Ideal(2765e6)}
+    program = Program(name, "a title", Compiled(), 1.5, 2000, ideals, {"target weights": WEIGHT}, 8)
+    return report.examine(program, Situation(2000), CHIP, RATES)
+
+
+def make_report(**changes):
+    values = {
+        "topology": Topology("v5p:2x2x1", CHIP, 1, (None,) * 4),
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 4},
+        "rates": RATES,
+        "memory": {"target weights": 40 * 10**9, "temporaries": 2 * 10**9},
+        "capacity_bytes": 95e9,
+        "refused": None,
+        "programs": {CYCLE: examine()},
+    }
+    return Report(**(values | changes))
+
+
+def test_a_loop_is_told_apart_from_what_stands_around_it():
+    found = examine()
+    assert found.once.cycles_ms == pytest.approx(17032 / 1.75e6)
+    assert [name for name, *_ in found.copies] == ["copy.9"]
+    assert found.collectives == {"all-reduce": (3, 3 * 16 * 2560 * 2)}
+    assert found.kernels == {"fusion": 3}
+    assert found.compiler["optimal_ms"] == pytest.approx(3)
+    assert examine(PREFILL).once.hbm_bytes == 0
+    assert len(examine(PREFILL).copies) == 2
+
+
+def test_the_head_is_read_at_least_once():
+    assert examine().components[UNEMBED].ideal_ms == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "changes", "message"),
+    [
+        ({}, {}, None),
+        ({"max_hbm_gb": 42.5, "max_cycle_ms": 10.0}, {}, None),
+        ({"max_hbm_gb": 41.0}, {}, "tpu.max_hbm_gb: 42.00 GB a chip, over 41"),
+        ({"max_cycle_ms": 0.01}, {}, "tpu.max_cycle_ms: 0.214 ms by cycles, over 0.01"),
+        ({}, {"capacity_bytes": 40e9}, "does not fit into the memory of v5p:2x2x1: 42.00 GB of 40"),
+        ({}, {"refused": "Ran out of memory"}, "v5p:2x2x1: Ran out of memory"),
+    ],
+)
+def test_budgets(limits, changes, message):
+    broken = make_report(**changes).broken_budgets(TpuConfig(**limits))
+    assert len(broken) == (message is not None)
+    if message:
+        assert message in broken[0]
+
+
+def test_two_devices_share_a_chip():
+    halves = dataclasses.replace(CHIP, devices=2)
+    found = make_report(topology=Topology("tpu7x:1x1x1", halves, 1, (None,) * 2))
+    assert found.broken_budgets(TpuConfig(max_hbm_gb=80.0)) == [
+        "tpu.max_hbm_gb: 84.00 GB a chip, over 80.0"
+    ]
+
+
+def test_the_table_says_what_it_is():
+    text = "\n".join(table.lines(make_report()))
+    assert "compiler estimates: nothing here was measured on a chip" in text
+    assert "42.000 GB of 95 GB: fits" in text
+    assert "3 × all-reduce of 0.246 MB in all" in text
+    assert "3, 149.4 MB, 0.109 ms; the largest is copy.9 of 49.8 MB" in text
+    assert "around the loop, once in 8 turns: 0.010 ms by cycles" in text
+    refused = "\n".join(table.lines(make_report(refused="Ran out of memory")))
+    assert "does NOT fit" in refused
+    assert "the compiler refused: Ran out of memory" in refused
+
+
+def test_rows_against_the_ridge():
+    def cost(cycles_ms):
+        return Component(1, 1, 1.0, 1.0, cycles_ms, 0.0)
+
+    points = [Point(1, cost(2.0)), Point(128, cost(2.1)), Point(512, cost(4.0))]
+    text = curve.lines(points, CHIP)
+    assert "the ridge is at 166" in text[1]
+    assert [line.split()[-1] for line in text[3:]] == ["flat", "flat", "flat"]
+    assert "not flat" in text[-1]
+    assert "not flat" not in text[-2]
+    assert [point["rows"] for point in curve.to_json(points)] == [1, 128, 512]
+    assert curve.lines([], CHIP) == []
+
+
+@pytest.mark.parametrize("text", ["16,x", "0", "", "-3,4"])
+def test_rows_that_are_none(text):
+    with pytest.raises(ConfigError, match="--rows: expected numbers such as 1,16,64"):
+        curve.parse_rows(text)
+
+
+def test_rows_are_sorted_and_single():
+    assert curve.parse_rows("64,1,64") == [1, 64]
+    assert curve.parse_rows(None) == []
+
+
+def test_the_json_is_plain():
+    needs_version = pytest.importorskip("libtpu", reason="states the compiler's version")
+    assert needs_version
+    content = json.loads(json.dumps(report.to_json(make_report())))
+    assert content["chip"]["ridge_rows"] == pytest.approx(166, rel=0.01)
+    assert content["programs"][CYCLE]["total"]["cycles_ms"] > 0

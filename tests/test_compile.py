@@ -1,0 +1,123 @@
+"""Tests of the compile command, end to end on a tiny model."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tpu_compiler import needs_compiler
+
+from dflash import errors
+from dflash.compiler import topology
+from dflash.config import loader, tpu_schema
+
+SCHEMAS = (tpu_schema.CompileDecode, tpu_schema.CompileTrain)
+TINY = (
+    "configs/random_tiny_dflash.yml",
+    "dtype=bfloat16",
+    "target.architecture.num_hidden_layers=2",
+    "drafter.architecture.num_hidden_layers=1",
+    "drafter.architecture.num_target_features=1",
+    "decode.max_length=256",
+    "tpu.topology=v5e:2x2",
+    "mesh.tensor=4",
+)
+
+
+def run(*arguments):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)
+    return subprocess.run(
+        [sys.executable, "-m", "dflash.compile", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=900,
+        check=False,
+    )
+
+
+@needs_compiler
+def test_a_tiny_model_is_compiled_and_reported(tmp_path):
+    done = run(*TINY, "--workdir", str(tmp_path), "--rows", "1,16", "tpu.max_cycle_ms=0.0001")
+    assert done.returncode == 3, done.stderr
+    assert "over budget: tpu.max_cycle_ms: 0." in done.stderr
+    assert "compiler estimates: nothing here was measured on a chip" in done.stdout
+    found = json.loads((tmp_path / "compile.json").read_text())
+    assert found["fits"]
+    assert (found["chips"], found["mesh"]["tensor"]) == (4, 4)
+    cycle = found["programs"]["cycle"]
+    # Two of each transformer layer and one of each unembedding, of 16 rows at most.
+    assert set(cycle["collectives"]) <= {"all-reduce", "all-gather"}
+    assert sum(size for _, size in cycle["collectives"].values()) < 20 * 16 * 512 * 4
+    for name in ("target attention", "target mlp", "unembed", "drafter"):
+        part = cycle["components"][name]
+        assert 0 < part["ideal_ms"] < part["roofline_ms"] + part["cycles_ms"], name
+    # Matrix products of 16 rows on a quarter of the weights.
+    mlp = 2 * 2 * 16 * 3 * 512 * 1536 / 4
+    assert cycle["components"]["target mlp"]["flops"] == pytest.approx(mlp, rel=0.01)
+    weights = found["memory_bytes"]["target weights"]
+    assert weights == pytest.approx(2 * (2 * 3.15e6 + 4096 * 512) / 4, rel=0.02)
+    assert [point["rows"] for point in found["rows"]] == [1, 16]
+    assert loader.load(tmp_path / "config.yml", schema=SCHEMAS).tpu.topology == "v5e:2x2"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (None, "tpu.topology: required, such as v5p:2x2x1"),
+        ("v5z:2x2", "tpu.topology: v5z:2x2: unknown chip 'v5z'; did you mean"),
+        ("v5e", "tpu.topology: v5e: expected chip:AxB or AxBxC"),
+        ("v5p:3x5x1", "tpu.topology: v5p:3x5x1: no such machine"),
+    ],
+)
+def test_machines_that_are_not(name, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        topology.find(name)
+
+
+@needs_compiler
+def test_the_mesh_takes_all_of_the_machine():
+    machine = topology.find("v5p:2x2x1", slices=2)
+    assert (machine.num_chips, machine.chip.devices) == (8, 1)
+    rules = tpu_schema.CompileDecode().sharding_rules
+    sizes = {"data": 2, "fsdp": 1, "tensor": 4}
+    mesh = topology.make_sharding(machine, sizes, rules).mesh
+    for row, index in zip(mesh.devices, range(2), strict=True):
+        assert {device.slice_index for device in row.flat} == {index}
+    with pytest.raises(errors.ConfigError, match=r"= 4 devices, but 2 × v5p:2x2x1 has 8"):
+        topology.make_sharding(machine, sizes | {"data": 1}, rules)
+    with pytest.raises(errors.ConfigError, match=r"mesh.data: 1 does not divide over tpu.slices=2"):
+        topology.make_sharding(machine, {"data": 1, "fsdp": 1, "tensor": 8}, rules)
+
+
+def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(errors.UserError, match=r"pip install 'jax\[tpu\]'"):
+        topology.prepare_environment()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("configs/qwen3_4b_dflash.yml", tpu_schema.CompileDecode),
+        ("configs/random_tiny_dflash.yml", tpu_schema.CompileDecode),
+        ("configs/train/qwen3_4b_dflash.yml", tpu_schema.CompileTrain),
+        ("configs/train/tiny_target.yml", tpu_schema.CompileTrain),
+    ],
+)
+def test_the_file_decides_what_is_compiled(path, kind):
+    config = loader.load(path, ["tpu.topology=v5p:2x2x1"], SCHEMAS)
+    assert type(config) is kind
+    assert config.tpu.topology == "v5p:2x2x1"
+
+
+def test_bad_rows_are_refused():
+    done = run(*TINY, "--rows", "16,x")
+    assert done.returncode in (1, 2)  # 1 without the compiler
+    if done.returncode == 2:
+        assert "--rows: expected numbers such as 1,16,64, got '16,x'" in done.stderr
+    assert "Traceback" not in done.stderr
