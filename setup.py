@@ -26,6 +26,7 @@ REQUIRES = [
     "flax>=0.12",
     "jax>=0.10",
     "jinja2>=3.1",  # chat templates, those of the embedded models included
+    "matplotlib>=3.9",  # plots and heat maps
     "ml-collections>=1.0",
     "numpy>=2.0",
     "optax>=0.2.6",
@@ -34,6 +35,7 @@ REQUIRES = [
     "rich>=13.7",  # progress bars and tables; flax needs it anyway
     "safetensors>=0.5",
     "sentencepiece>=0.2",
+    "pyarrow>=17.0",  # parquet files; tensorflow-datasets needs it anyway
     # Neither its import nor reading array_record files needs TensorFlow, so that is not listed.
     "tensorflow-datasets>=4.9.8",
     "tensorboardX>=2.6",  # writes TensorBoard's files; small, and needs no TensorFlow either
@@ -82,6 +84,6 @@ setuptools.setup(
     # inside the package, where the loader finds it from any directory.
     packages=[*setuptools.find_packages(include=["dflash", "dflash.*"]), "dflash.configs"],
     package_dir={"dflash.configs": "configs"},
-    package_data={"dflash.configs": ["**/*.yml"], "dflash": ["assets/**/*"]},
+    package_data={"dflash.configs": ["**/*.yml"], "dflash": ["assets/**/*", "measure/*.html"]},
     zip_safe=False,
 )

@@ -53,12 +53,14 @@ def test_wheel_holds_every_module_and_config(wheel):
     names = set(wheel.namelist())
     modules = tree("dflash", ".py")
     configs = {f"dflash/{name}" for name in tree("configs", ".yml")}
+    pages = tree("dflash", ".html")
     assert modules
     assert configs
-    assert (modules | configs) - names == set()
+    assert pages
+    assert (modules | configs | pages) - names == set()
     files = {name for name in names if ".dist-info/" not in name}
     assets = {name for name in files if name.startswith("dflash/assets/")}
-    assert files - modules - configs - assets == set()
+    assert files - modules - configs - pages - assets == set()
 
 
 def test_every_folder_with_modules_is_a_package():

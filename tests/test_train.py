@@ -301,3 +301,51 @@ def test_the_4b_recipe_plans_in_full_and_trains_in_small(data, tmp_path, capsys)
     assert run(recipe, *options, "--workdir", tmp_path / "run") == 0
     shape = checkpoint.read_config(tmp_path / "run" / "hf")
     assert (shape["num_hidden_layers"], shape["block_size"]) == (5, 16)
+
+
+EAGLE3 = (
+    "drafter.name=eagle3",
+    "drafter.checkpoint=random",
+    "drafter.num_draft_tokens=3",
+    "drafter.training_steps=3",
+    "drafter.architecture.draft_vocab_size=64",
+    "drafter.architecture.target_layer_ids=[0, 1]",
+    "loss.name=kl",
+)
+
+
+def test_a_draft_vocabulary_is_chosen_once_and_stays(config, tmp_path):
+    """By how often tokens are to be predicted: when a run begins, goes on, or starts from one."""
+    workdir = tmp_path / "run"
+    assert run(config, *EAGLE3, "--workdir", workdir) == 0
+    stored = weights(workdir / "hf")
+    assert (stored["d2t"].dtype, stored["t2d"].dtype) == (np.int64, np.bool_)
+    chosen = np.arange(64) + stored["d2t"]
+    np.testing.assert_array_equal(chosen, np.flatnonzero(stored["t2d"]))
+    # The answers are letters in their order, and end with token 2.
+    assert 2 in chosen
+    assert not np.array_equal(chosen, np.arange(64)), "the first tokens are not the frequent ones"
+
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    shutil.rmtree(workdir / "hf")
+    assert run(config, *EAGLE3, "--workdir", workdir) == 0
+    again = weights(workdir / "hf")
+    assert again.keys() == stored.keys()
+    for name, array in stored.items():
+        np.testing.assert_array_equal(again[name], array)
+
+    onward = (
+        "drafter.name=eagle3",
+        f"drafter.checkpoint={workdir / 'hf'}",
+        "drafter.tree={budget: 4, top_k: 2, depth: 2}",
+        "loss.name=kl",
+        "train.steps=1",
+        "evaluation.every=1",
+        "evaluation.prompts=2",
+    )
+    assert run(config, *onward, "--workdir", tmp_path / "onward") == 0
+    lines = map(json.loads, (tmp_path / "onward" / "metrics.jsonl").read_text().splitlines())
+    assert [1 <= line["tau"] <= 3 for line in lines if line["kind"] == "evaluation"] == [True]
+    after = weights(tmp_path / "onward" / "hf")
+    np.testing.assert_array_equal(after["d2t"], stored["d2t"])
+    assert not np.array_equal(after["fc.weight"], stored["fc.weight"])

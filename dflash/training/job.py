@@ -1,10 +1,12 @@
 """A training run before it starts: models built, data found, everything checked, nothing filled."""
 
 import dataclasses
+import itertools
 import math
 import pathlib
 from typing import Any
 
+import numpy as np
 import optax
 
 from dflash import errors
@@ -21,6 +23,8 @@ from dflash.training import plan, tasks
 from dflash.training import step as steps_lib
 from dflash.training.optimizer import make_optimizer, make_schedule
 from dflash.training.tasks import Task
+
+COUNTED_TOKENS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,19 @@ class Job:
     def batches_per_epoch(self) -> int:
         """Batches that one pass over the training data fills."""
         return self.batches().num_rows // self.config.train.batch_size
+
+    def token_counts(self) -> np.ndarray:
+        """How often each token is to be predicted in the batches of a run, int64 [V].
+
+        The same on every process. Of a long run, the beginning: more would rank the tokens alike.
+        """
+        source = batches.batches(self.config.data, self.tokenizer, batch_size=1)
+        seen = self.steps() * self.config.train.batch_size
+        rows = min(seen, source.num_rows, COUNTED_TOKENS // self.config.data.length)
+        counts = np.zeros(self.task.target.arch.vocab_size, np.int64)
+        for row in itertools.islice(source, rows):
+            counts += np.bincount(row["tokens"][row["loss_mask"] != 0], minlength=len(counts))
+        return counts
 
     def steps(self) -> int:
         """Of the whole run.

@@ -59,7 +59,7 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> Plan:
     sharding = task.learner.sharding
     _, params = states.split(task.learner)
     state = states.abstract(params, optimizer, sharding)
-    frozen = states.split(task.target)[1] if task.drafts else ()
+    frozen = task.abstract_frozen()
     counts = {"learning": parameters.count(task.learner)}
     memory = {
         "weights (float32)": _device_bytes(state.params),

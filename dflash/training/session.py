@@ -34,7 +34,7 @@ def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -
       UserError: something is wrong with data, weights, numbers or files.
     """
     steps = job.steps()
-    frozen = job.task.load_frozen()
+    frozen = job.task.load_frozen(job.token_counts)
     keep_last = job.config.train.keep_last
     with Checkpoints(directory.path / rundir.CHECKPOINTS, keep_last=keep_last) as checkpoints:
         notes: list[str] = []

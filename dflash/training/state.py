@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from dflash.common.parameters import Table
 from dflash.common.sharding import Sharding
 
 Params = Any  # nnx.State of arrays
@@ -33,9 +34,13 @@ class TrainState:
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
-    """The static part of a module, and its parameters."""
-    graph, params = nnx.split(model, nnx.Param)
-    return graph, params
+    """The static part of a module, and its parameters. What else it may hold: see `tables`."""
+    return nnx.graphdef(model), nnx.state(model, nnx.Param)
+
+
+def tables(model: nnx.Module) -> Params:
+    """What a module holds besides parameters, and does not learn; often nothing."""
+    return nnx.state(model, Table)
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:

@@ -3,10 +3,12 @@
 import abc
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dflash import errors
@@ -20,6 +22,8 @@ from dflash.models.decoder import Decoder
 from dflash.training import state as states
 from dflash.training.state import Params
 from dflash.training.step import Batch, Metrics
+
+CountTokens = Callable[[], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +72,16 @@ class Task(abc.ABC):
         return states.split(self.learner)[1]
 
     @abc.abstractmethod
-    def load_frozen(self) -> Params:
-        """Reads the weights that do not learn; the loss wants them."""
+    def load_frozen(self, count_tokens: CountTokens) -> Params:
+        """Reads or makes what does not learn; the loss wants it.
+
+        Args:
+          count_tokens: see `Drafter.prepare_training`.
+        """
+
+    @abc.abstractmethod
+    def abstract_frozen(self) -> Params:
+        """Shapes and places of what `load_frozen` returns."""
 
     @abc.abstractmethod
     def loss(
@@ -98,44 +110,62 @@ class TargetTask(Task):
 
     drafts = False
 
-    def load_frozen(self) -> Params:
+    def load_frozen(self, count_tokens: CountTokens) -> Params:
+        return ()
+
+    def abstract_frozen(self) -> Params:
         return ()
 
     def loss(self, params, frozen, batch, key):
         model = nnx.merge(nnx.graphdef(self.working), params)
-        return model.loss(TrainBatch(**batch), remat=self.config.train.remat)
+        with jax.named_scope("target"):
+            return model.loss(TrainBatch(**batch), remat=self.config.train.remat)
 
     def hf_config(self) -> dict[str, Any]:
         return type(self.learner).config_to_hf(self.learner.arch)
 
 
 class DrafterTask(Task):
-    """A strategy's own loss, with features of the frozen target."""
+    """A strategy's own loss, with features of the frozen target.
+
+    What is frozen: {"target": its weights, "tables": of the drafter}.
+    """
 
     drafts = True
 
-    def load_frozen(self) -> Params:
+    def load_frozen(self, count_tokens: CountTokens) -> Params:
         assembly.load_weights(self.target, self.target_source)
-        return states.split(self.target)[1]
+        if self.from_scratch:
+            self.learner.prepare_training(count_tokens)
+            parameters.fill_tables(self.learner)
+        elif jax.tree.leaves(states.tables(self.learner)):
+            assembly.load_weights(self.learner, self.learner_source)
+        nnx.update(self.working, states.tables(self.learner))
+        return self.abstract_frozen()
+
+    def abstract_frozen(self) -> Params:
+        return {"target": states.split(self.target)[1], "tables": states.tables(self.learner)}
 
     def loss(self, params, frozen, batch, key):
-        target = nnx.merge(nnx.graphdef(self.target), frozen)
+        target = nnx.merge(nnx.graphdef(self.target), frozen["target"])
         if "features" not in batch:
             batch = batch | self.features(frozen, batch)
-        drafter = nnx.merge(nnx.graphdef(self.working), params)
-        return drafter.loss(
-            TrainBatch(**batch), target, key, self.config.loss, remat=self.config.train.remat
-        )
+        drafter = nnx.merge(nnx.graphdef(self.working), params, frozen["tables"])
+        with jax.named_scope("drafter"):
+            return drafter.loss(
+                TrainBatch(**batch), target, key, self.config.loss, remat=self.config.train.remat
+            )
 
     def features(self, frozen: Params, batch: Batch) -> Batch:
         """What the drafter learns from beside the tokens: one forward of the target."""
-        target = nnx.merge(nnx.graphdef(self.target), frozen)
-        hidden, features = target.forward(
-            batch["tokens"],
-            batch["positions"],
-            batch["segment_ids"],
-            feature_layers=self.working.feature_layers,
-        )
+        target = nnx.merge(nnx.graphdef(self.target), frozen["target"])
+        with jax.named_scope("target"):
+            hidden, features = target.forward(
+                batch["tokens"],
+                batch["positions"],
+                batch["segment_ids"],
+                feature_layers=self.working.feature_layers,
+            )
         found = {"features": jax.lax.stop_gradient(features)}
         if self.config.loss.uses_target_hidden:
             found["hidden"] = jax.lax.stop_gradient(hidden)

@@ -33,7 +33,7 @@ def nbytes(tree) -> int:
 
 
 def test_weights_and_optimizer_are_counted_exactly():
-    job, plan = make_plan()
+    job, plan = make_plan("optimizer.name=adamw")
     optimizer, _ = job.optimizer(10)
     _, params = states.split(job.task.learner)
     state = states.abstract(params, optimizer, job.sharding)

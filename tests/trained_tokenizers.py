@@ -1,0 +1,110 @@
+"""Tokenizers of every kind, trained on the spot, and chat templates, for tests that need them."""
+
+import io
+import json
+
+import pytest
+
+from dflash import errors
+
+TEXTS = [
+    "Hello, world! How are you?",
+    "naïve café — 你好，世界 🦜🚀 ½ ﷽",
+    "  two  spaces\n\ttabs\r\nend ",
+    "👩‍👩‍👧 family; combining: e\u0301",
+]
+# The essentials of Qwen3's template: roles between special tokens, then an opened answer.
+QWEN_TEMPLATE = """\
+{%- for message in messages %}
+{%- if loop.first and message.role == 'tool' %}
+{{- raise_exception('Conversations start with a user.') }}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA_TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 < 3 & 你好?"},
+]
+
+
+def write_json(path, content):
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def train_byte_level(directory, *, bos=None, specials=("<|im_start|>", "<|im_end|>")):
+    """Byte-level BPE as Qwen and Llama 3 have it; `bos` is put before every text."""
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[*specials, *([bos] if bos else [])],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    if bos:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
+def train_byte_fallback(directory):
+    """BPE with ▁ for spaces and byte tokens for rare characters, as Llama 2's tokenizer.json."""
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for piece in ["▁", *"Helowrd!,H"]:
+        vocab.setdefault(piece, len(vocab))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>")
+    )
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def train_sentencepiece(directory):
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXTS[:1] * 200, *TEXTS]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=300,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        character_coverage=0.98,
+        control_symbols=["<|im_start|>", "<|im_end|>"],
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        normalization_rule_name="identity",
+        pad_id=3,
+        minloglevel=2,
+    )
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+
+
+def failure(function, *args):
+    with pytest.raises(errors.InputError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
