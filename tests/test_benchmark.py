@@ -70,14 +70,18 @@ def page_data(path: pathlib.Path) -> dict:
 
 
 def test_every_cell_is_measured_and_every_file_written(run, tmp_path):
-    status, out, err = run("--workdir=out", "strategies.short.block_size=3")
+    chosen = "strategies.chosen.block_size=auto"
+    status, out, err = run("--workdir=out", "strategies.short.block_size=3", chosen)
     assert status == 0, err
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["complete"]
     assert results["schema"] == "dflash.benchmark/1"
     assert results["acceptance"]["source"] == "measured"
     cells = {cell["strategy"]: cell for cell in results["cells"]}
-    assert set(cells) == {"none", "dflash", "short"}
+    assert set(cells) == {"none", "dflash", "short", "chosen"}
+    assert cells["chosen"]["identical_share"] == 1.0
+    assert cells["chosen"]["cost_ms"]["cycle"] > 0
+    assert cells["chosen"]["cost_ms"]["draft"] is None
     for name, block_size in (("none", 1), ("dflash", 4), ("short", 3)):
         cell = cells[name]
         assert (cell["rounds"], cell["prompts"], cell["block_size"]) == (2, 2, block_size)
@@ -91,13 +95,14 @@ def test_every_cell_is_measured_and_every_file_written(run, tmp_path):
         assert cell["tpot_ms"] == pytest.approx(cost["cycle"] / cell["tau"], rel=1e-6)
     with (tmp_path / "out/results.csv").open() as lines:
         rows = list(csv.DictReader(lines))
-    assert [row["strategy"] for row in rows] == ["none", "dflash", "short"]
-    assert float(rows[1]["speedup"]) == pytest.approx(cells["dflash"]["speedup"])
+    assert [row["strategy"] for row in rows] == ["none", "chosen", "dflash", "short"]
+    assert float(rows[2]["speedup"]) == pytest.approx(cells["dflash"]["speedup"])
     for name in ("speedup", "acceptance", "cost"):
         assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
     data = page_data(tmp_path / "out/report.html")
     lanes = data["replays"]["math"]["strategies"]
-    for name in cells:
+    assert set(lanes) == {"none", "dflash", "short"}
+    for name in lanes:
         committed = 1 + sum(frame["tokens"] for frame in lanes[name]["frames"])
         assert committed == 8
         text = lanes[name]["first"] + "".join(

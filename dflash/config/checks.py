@@ -161,8 +161,9 @@ def _strategies(config: Any) -> Iterator[Problem]:
         for keys, message in (*_checkpoints(alone), *_drafter_architecture(beside)):
             renamed = (re.sub(r"^drafter\b", own, key) for key in keys)
             yield tuple(renamed), re.sub(r"\bdrafter\.", f"{own}.", message)
-        if getattr(drafter, "block_size", None) == schema.AUTO:
-            yield (f"{own}.block_size",), "auto is for decoding; parts are measured at one size"
+        if getattr(drafter, "block_size", None) == schema.AUTO and (config.forced or config.study):
+            keys = f"{own}.block_size", "study" if config.study else "acceptance"
+            yield keys, "auto looks at what is accepted: neither for studies nor forced acceptance"
 
 
 def _tasks(config: Any) -> Iterator[Problem]:

@@ -67,7 +67,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class TaskRound:
-    """One round over one task: its samples, and the times of each strategy's parts."""
+    """One round over one task: its samples, and the times of each strategy's parts.
+
+    A strategy that chooses its block size has no parts: no two cycles need be alike.
+    """
 
     task: str
     round: int
@@ -181,13 +184,13 @@ class Bench:
     def task_round(self, task: str, number: int, groups: list[tuple[Item, ...]]) -> TaskRound:
         """One round over some of a task's prompts."""
         samples, probes = [], {}
-        times: dict[str, list[Parts]] = {name: [] for name in self.engines}
+        times: dict[str, list[Parts]] = {}
         for place, group in enumerate(groups):
             for name in self.engines:
                 samples.append(Sample(task, name, place, number, self.decode(name, group)))
             probes = probes or self._probes(group, samples[0])
             for name, probe in probes.items():
-                times[name].append(probe.parts())
+                times.setdefault(name, []).append(probe.parts())
         parts = {name: _middle(some) for name, some in times.items()}
         return TaskRound(task, number, tuple(samples), parts)
 
@@ -195,7 +198,11 @@ class Bench:
         """Probes in the middle of the first prompt's output, as the baseline has it."""
         output = plain.completions[0].output_ids
         context = (*group[0].prompt.ids, *output[: len(output) // 2])
-        probes = {name: Probe.behind(engine, context) for name, engine in self.engines.items()}
+        probes = {
+            name: Probe.behind(engine, context)
+            for name, engine in self.engines.items()
+            if engine.has_parts
+        }
         for probe in probes.values():
             probe.parts()  # its first call is slower than all others
         return probes

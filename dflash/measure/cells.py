@@ -25,6 +25,8 @@ _SEED = 0
 class Cost:
     """Milliseconds of a cycle; the first is the sum of the others.
 
+    Where the block size is chosen anew for every cycle, only the mean cycle is known.
+
     Attributes:
       cycle: in the real loop, on the wall clock, host included.
       draft: T_draft, timed alone.
@@ -33,9 +35,9 @@ class Cost:
     """
 
     cycle: float
-    draft: float
-    verify: float
-    rest: float
+    draft: float | None
+    verify: float | None
+    rest: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,13 +177,13 @@ def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Ce
     lengths = [length for one in completions for length in one.acceptance_lengths]
     counts = Counter(lengths)
     joint, conditional = slot_acceptance(
-        [one.acceptance_lengths for one in completions], longest_path
+        [(one.acceptance_lengths, one.block_sizes) for one in completions], longest_path
     )
     speed = _tokens_per_ms(samples)
     cost, baseline_ms = _cost(samples, rounds, name), _cycle_ms(plain)
     speedup = _ratio(speed, _tokens_per_ms(plain))
     tau = statistics.fmean(lengths) if lengths else None
-    two = cost.draft + cost.verify if cost else None
+    two = cost.draft + cost.verify if cost and cost.verify else None
     ideal = tau * baseline_ms / two if two and baseline_ms else None
     return Cell(
         task=task,
@@ -213,25 +215,30 @@ def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Ce
 
 
 def slot_acceptance(
-    sequences: Sequence[Sequence[int]], block_size: int
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]]], longest_path: int
 ) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
     """Joint and conditional acceptance of drafted slots 1 … G.
 
     The last cycle of each sequence is left out, for a limit or a stop token may have cut it short.
+    A cycle says nothing about slots past its block; so the joint share is the product of the
+    conditional ones (Kaplan & Meier 1958), which is a mere share where all blocks are alike.
 
     Args:
-      sequences: acceptance lengths, bonus included.
-      block_size: G + 1.
+      sequences: for each its cycles' acceptance lengths, bonus included, and rows verified.
+      longest_path: G + 1.
     Returns:
       For each slot the share of cycles that accepted it; and that share among the cycles that had
       accepted all slots before it, None where there is none.
     """
-    lengths = np.array([length for one in sequences for length in one[:-1]], int)
-    reached = [int(np.count_nonzero(lengths > slot)) for slot in range(block_size)]
-    total = max(len(lengths), 1)
-    joint = tuple(count / total for count in reached[1:])
-    pairs = zip(reached[1:], reached[:-1], strict=True)
-    return joint, tuple(count / before if before else None for count, before in pairs)
+    cycles = [pair for one in sequences for pair in list(zip(*one, strict=True))[:-1]]
+    lengths, rows = np.array(cycles, int).reshape(-1, 2).T
+    conditional = []
+    for slot in range(1, longest_path):
+        tried = int(np.count_nonzero((lengths >= slot) & (rows > slot)))
+        kept = int(np.count_nonzero((lengths > slot) & (rows > slot)))
+        conditional.append(kept / tried if tried else None)
+    joint = np.cumprod([share or 0.0 for share in conditional])
+    return tuple(joint.tolist()), tuple(conditional)
 
 
 def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float:
@@ -305,13 +312,15 @@ def _cost(samples: Sequence[Sample], rounds: Sequence[TaskRound], name: str) -> 
     cycle = _cycle_ms(samples)
     if cycle is None:
         return None
+    if any(name not in one.parts for one in rounds):
+        return Cost(cycle, None, None, None)
     draft = statistics.median(one.parts[name].draft_ms for one in rounds)
     verify = statistics.median(one.parts[name].verify_ms for one in rounds)
     return Cost(cycle, draft, verify, cycle - draft - verify)
 
 
 def _losses(cost: Cost | None, baseline_ms: float | None) -> dict[str, float]:
-    if cost is None or not baseline_ms:
+    if cost is None or not cost.verify or not baseline_ms:
         return {}
     return {
         "verify": cost.verify / baseline_ms,

@@ -29,6 +29,11 @@ class MeasuredEngine(Engine):
         return self.layout.block_size
 
     @property
+    def has_parts(self) -> bool:
+        """Whether all cycles have the same parts; a chosen block size makes them differ."""
+        return len(self.block_sizes) == 1
+
+    @property
     def turns(self) -> int:
         """Cycles, or parts of them, in one dispatch."""
         return self._config.sync_every

@@ -77,7 +77,7 @@ def survival(cells: Sequence[Cell], note: str = "") -> bytes:
 
 def costs(cells: Sequence[Cell], note: str = "") -> bytes:
     """What a cycle is made of, beside the plain token of its task."""
-    shown = [cell for cell in cells if cell.cost_ms]
+    shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
     figure, axes = _figure(8.0, 1.4 + 0.36 * len(shown))
     labels = [f"{cell.task}, {cell.strategy}" for cell in shown]
     begin = [0.0] * len(shown)

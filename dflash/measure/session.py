@@ -108,6 +108,8 @@ def record_replays(bench: Bench, found: list[cells.Cell]) -> dict:
     for task, items in bench.workload.tasks.items():
         lanes = {}
         for name, engine in bench.engines.items():
+            if not engine.has_parts:
+                continue  # cycle by cycle, from outside of the loop, nothing would be chosen
             cell = next(one for one in found if (one.task, one.strategy) == (task, name))
             recorded = replay.record(engine, items[0], bench.jobs[name].tokenizer, size)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0

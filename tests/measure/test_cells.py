@@ -1,5 +1,7 @@
 """The figures of a cell follow from its samples as docs/measuring.md says."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from made_samples import completion, task_round
@@ -65,16 +67,36 @@ def test_the_cost_adds_up_and_gives_the_ideal():
 
 
 def test_slots_leave_out_the_cycle_that_was_cut_short():
-    joint, conditional = cells.slot_acceptance([[4, 2, 1], [1, 4, 4]], block_size=4)
+    joint, conditional = cells.slot_acceptance(
+        [([4, 2, 1], [4, 4, 4]), ([1, 4, 4], [4, 4, 4])], longest_path=4
+    )
     # 4, 2 and 1, 4 count: three of four accept slot 1, two of these three slots 2 and 3.
-    assert joint == (0.75, 0.5, 0.5)
+    assert joint == pytest.approx((0.75, 0.5, 0.5))
     assert conditional == (0.75, pytest.approx(2 / 3), 1.0)
 
 
 def test_slots_that_nobody_reached_have_no_condition():
-    joint, conditional = cells.slot_acceptance([[1, 1, 1]], block_size=4)
+    joint, conditional = cells.slot_acceptance([([1, 1, 1], [4, 4, 4])], longest_path=4)
     assert joint == (0.0, 0.0, 0.0)
     assert conditional == (0.0, None, None)
+
+
+def test_a_cycle_says_nothing_about_slots_that_it_did_not_draft():
+    lengths, rows = [1, 2, 4, 2, 1, 1], [1, 2, 4, 4, 2, 4]
+    joint, conditional = cells.slot_acceptance([(lengths, rows)], longest_path=4)
+    # Slot 1 was drafted by four cycles that count and kept by three; slot 2 by two, kept by one.
+    assert conditional == (0.75, 0.5, 1.0)
+    assert joint == pytest.approx((0.75, 0.375, 0.375))
+
+
+def test_chosen_block_sizes_leave_a_cycle_without_parts():
+    done = rounds()
+    alone = [dataclasses.replace(one, parts={"none": one.parts["none"]}) for one in done]
+    cell, wanted = cells_of(alone)["dflash"], cells_of(done)["dflash"]
+    assert cell.cost_ms == cells.Cost(wanted.cost_ms.cycle, None, None, None)
+    assert cell.ideal_speedup is cell.share_of_ideal is None
+    assert cell.losses == {}
+    assert (cell.speedup, cell.tau) == (wanted.speedup, wanted.tau)
 
 
 def test_prompts_that_ended_at_their_first_token_have_no_times():
