@@ -79,9 +79,10 @@ CASES = [
 
 
 # Every case is one more program to compile. The loop is the same for all, so one drafter meets all
-# of them, and the others a large ragged batch and a single slot.
+# of them, and the others a ragged batch, which all further tests use too, and a single slot.
 THOROUGH = Form("dflash")
-SOME_CASES = [Case(2, 5, 8, ONE_BUCKET), Case(8, 1, 8, ONE_BUCKET, stop_ids=(3,))]
+RAGGED = Case(4, 5, 2, ONE_BUCKET)
+SOME_CASES = [RAGGED, Case(8, 1, 8, ONE_BUCKET, stop_ids=(3,))]
 
 
 def cases() -> list:
@@ -89,22 +90,38 @@ def cases() -> list:
     found = []
     for form in FORMS:
         mine = CASES if form == THOROUGH else SOME_CASES
-        if not takes(form.name, "block_size"):
-            mine = list(dict.fromkeys(dataclasses.replace(case, block_size=None) for case in mine))
+        mine = dict.fromkeys(fitting(form, case) for case in mine)
         found += [pytest.param(form, case, id=f"{form}-{case}") for case in mine]
     return found
 
 
-@pytest.mark.parametrize(("form", "case"), cases())
-def test_output_is_that_of_plain_decoding(form, case):
-    run = engine(
+def fitting(form: Form, case: Case) -> Case:
+    """The case without what the form's drafter does not take."""
+    if takes(form.name, "block_size"):
+        return case
+    return dataclasses.replace(case, block_size=None)
+
+
+@functools.cache
+def case_engine(form: Form, case: Case, verify: str = "coupled") -> Engine:
+    return engine(
         drafter(form.name, block_size=case.block_size, tree=form.tree),
         batch_size=case.batch_size,
         sync_every=case.sync_every,
         prefill_chunk=PREFILL_CHUNK,
         max_length=max(case.lengths) + 32,
         stop_ids=case.stop_ids,
+        verify=verify,
     )
+
+
+def ragged_engine(form: Form, verify: str = "coupled") -> Engine:
+    return case_engine(form, fitting(form, RAGGED), verify)
+
+
+@pytest.mark.parametrize(("form", "case"), cases())
+def test_output_is_that_of_plain_decoding(form, case):
+    run = case_engine(form, case)
     prompts = random_prompts(case.lengths)
     reasons = set()
     for temperature, seed in [(0.0, 0), (0.8, 0), (0.8, 1), (0.8, 2**32 - 1)]:
@@ -121,13 +138,6 @@ def check_acceptance_lengths(done: Sequence[Completion], longest: int) -> None:
     for one in done:
         assert sum(one.acceptance_lengths) == len(one.output_ids) - 1
         assert all(1 <= length <= longest for length in one.acceptance_lengths)
-
-
-@functools.cache
-def default_engine(form: Form, batch_size: int, verify: str = "coupled") -> Engine:
-    block_size = 4 if takes(form.name, "block_size") else None
-    model = drafter(form.name, block_size=block_size, tree=form.tree)
-    return engine(model, batch_size=batch_size, sync_every=2, max_length=64, verify=verify)
 
 
 class Watch:
@@ -153,7 +163,7 @@ def test_a_hundred_prompts_keep_eight_slots_busy(form):
     rng = np.random.default_rng(7)
     prompts = random_prompts(rng.integers(1, 17, 100).tolist())
     limits = rng.integers(1, 25, 100).tolist()
-    watch = Watch(default_engine(form, 8))
+    watch = Watch(case_engine(form, fitting(form, Case(4, 8, 2, ONE_BUCKET))))
     done = decode(watch, prompts, limits)
     wanted = expected(prompts, limits, temperature=0.0)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
@@ -172,7 +182,7 @@ def test_a_hundred_prompts_keep_eight_slots_busy(form):
 @each_form
 def test_greedy_rejection_is_plain_greedy_decoding(form):
     prompts = random_prompts(ONE_BUCKET)
-    run = default_engine(form, 5, "rejection")
+    run = ragged_engine(form, "rejection")
     if not weighs_drafts(run._abstract_drafter):
         with pytest.raises(ValueError, match="a proposal without probabilities"):
             decode(run, prompts, LIMITS)
@@ -192,7 +202,7 @@ def weighs_drafts(model) -> bool:
 def test_top_k_and_top_p_apply_alike(form):
     prompts = random_prompts(ONE_BUCKET)
     how = {"temperature": 1.5, "top_k": 6, "top_p": 0.8}
-    done = decode(resampled(default_engine(form, 5), **how), prompts, LIMITS)
+    done = decode(resampled(ragged_engine(form), **how), prompts, LIMITS)
     wanted = expected(prompts, LIMITS, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     assert wanted != expected(prompts, LIMITS, temperature=1.5), "the filters took nothing away"
@@ -213,7 +223,7 @@ def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:
 @functools.cache
 def propose(form: Form, with_probs: bool = False):
     """The proposal of a drafter for a state, jitted."""
-    model, heads = default_engine(form, 5)._abstract_drafter, target()
+    model, heads = ragged_engine(form)._abstract_drafter, target()
 
     def draft(state, anchor, position):
         sampler = make_sampler(anchor.shape[0], with_probs=with_probs)
@@ -228,7 +238,7 @@ def test_live_state_drafts_as_a_freshly_prefilled_one(form):
 
     Unless a strategy reviews refused rows too: its drafts then hang on what it has guessed before.
     """
-    run = default_engine(form, 5)
+    run = ragged_engine(form)
     prompts = random_prompts([10, 16, 9, 31, 12])
     limits = [20, 15, 25, 12, 20]
     whole = expected(prompts, limits, temperature=0.0)
@@ -261,7 +271,7 @@ def test_live_state_drafts_as_a_freshly_prefilled_one(form):
 @pytest.mark.parametrize("with_probs", [False, True])
 @each_form
 def test_proposals_are_well_formed(form, with_probs):
-    model = default_engine(form, 5)._abstract_drafter
+    model = ragged_engine(form)._abstract_drafter
     abstract = model.init_state(5, 64)
     assert all(leaf.sharding is not None for leaf in jax.tree.leaves(abstract))
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
