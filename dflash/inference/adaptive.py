@@ -11,7 +11,7 @@ from dflash.common.sharding import Sharding
 from dflash.drafters.base import Drafter
 from dflash.inference import backlog, block_choice
 from dflash.inference.backlog import Backlog
-from dflash.inference.block_choice import BlockChoice
+from dflash.inference.block_choice import BlockChoice, Pool
 
 PLAIN = 0  # index of block size 1, at which nothing is drafted
 
@@ -94,6 +94,16 @@ def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
     if state is None:
         return None
     return dataclasses.replace(state, choice=dataclasses.replace(state.choice, seconds=seconds))
+
+
+def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
+    """The state with what earlier sequences have shown, if there is any."""
+    if state is None or pool is None:
+        return state
+    # Copies: a dispatch consumes its state.
+    tried, accepted = map(jnp.copy, pool)
+    choice = dataclasses.replace(state.choice, pool_tried=tried, pool_accepted=accepted)
+    return dataclasses.replace(state, choice=choice)
 
 
 def only(index: int, sizes: Sequence[int]) -> np.ndarray:

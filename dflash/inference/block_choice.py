@@ -52,6 +52,15 @@ class BlockChoice:
     index: jax.Array
 
 
+# How often each draft was verified, and accepted, of all sequences; float32 [G] each.
+Pool = tuple[jax.Array, jax.Array]
+
+
+def pool(choice: BlockChoice) -> Pool:
+    """What is known beyond single sequences."""
+    return choice.pool_tried, choice.pool_accepted
+
+
 def block_sizes(largest: int) -> tuple[int, ...]:
     """Sizes to choose from, ascending, from 1 (plain decoding) to `largest`."""
     return (*(size for size in SIZES if size < largest), largest)

@@ -22,7 +22,7 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, cycle, timing
+from dflash.inference import adaptive, block_choice, cycle, timing
 from dflash.inference.lowering import loop_options, lower
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import prefill_chunk
@@ -81,6 +81,8 @@ class Engine:
         self.block_sizes = adaptive.block_sizes(drafter)
         # Of each block size, in seconds; measured by `compile` where there is a choice.
         self.cycle_seconds: tuple[float, ...] | None = None
+        # What earlier runs found out about drafts, where there is a choice; see `retire`.
+        self._known: block_choice.Pool | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -167,7 +169,13 @@ class Engine:
 
     def new_state(self) -> DecodeState:
         """A batch of empty slots."""
-        return self.program("new_state")(np.array(self._measured(), np.float32))
+        state = self.program("new_state")(np.array(self._measured(), np.float32))
+        return dataclasses.replace(state, adaptive=adaptive.with_pool(state.adaptive, self._known))
+
+    def retire(self, state: DecodeState) -> None:
+        """Ends a run: what it taught about block sizes, the next one begins with."""
+        if state.adaptive is not None:
+            self._known = block_choice.pool(state.adaptive.choice)
 
     # --- ahead of time --------------------------------------------------------------------------
 

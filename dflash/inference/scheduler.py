@@ -138,6 +138,7 @@ class _Offline:
             self.clock_s += end - begin
             events = self.collect(report, begin, end)
             events += self.refill()
+        self.engine.retire(self.state)
         yield from events
 
     def refill(self) -> list[Tokens | Completion]:

@@ -95,6 +95,16 @@ def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, i
     assert 1 in sizes_of(done)
 
 
+def test_a_run_begins_with_what_the_run_before_has_found_out():
+    wrong = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
+    wrong.adaptive = True
+    run = redrafted(scripted_engine(1), wrong)
+    first, second = (sizes_of(decode(run, PROMPTS[:1], 32)) for _ in range(2))
+    assert max(first) == 8, "a stranger is given a chance"
+    assert sum(second) < sum(first)
+    assert max(second) <= 2, "and trials alone thereafter"
+
+
 def test_long_plain_stretches_fill_the_backlog():
     """More plain cycles in a row than rows can be put aside, and then a draft."""
     run = engine(adaptive("dflash"), batch_size=2, sync_every=16, max_length=96 + backlog.ROWS)
