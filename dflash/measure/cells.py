@@ -44,7 +44,7 @@ class Cell:
 
     Attributes:
       task, strategy: names.
-      rounds, prompts: how many of each.
+      rounds, prompts: how many of each; every turn of a conversation is a prompt.
       block_size: rows that the target verifies.
       output_tokens, cycles: of all rounds; tokens without each prompt's first.
       tau: mean acceptance length.
@@ -248,8 +248,8 @@ def bootstrap(
 ) -> tuple[float, tuple[float, float]]:
     """The mean speed-up over tasks, and its bootstrap interval.
 
-    Groups of prompts are drawn with replacement within each task, and for each a round of its own;
-    strategy and baseline keep the same draws, as they ran side by side.
+    Groups of conversations are drawn with replacement within each task, and for each a round of its
+    own; strategy and baseline keep the same draws, as they ran side by side.
 
     Args:
       samples: of the strategy, by task.
@@ -282,7 +282,8 @@ def _table(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     times, tokens = np.zeros((2, len(groups), len(rounds)))
     for sample in samples:
         place = groups.index(sample.group), rounds.index(sample.round)
-        times[place], tokens[place] = max(sample.wall_ms, 1e-9), sample.tokens
+        times[place] += max(sample.wall_ms, 1e-9)
+        tokens[place] += sample.tokens
     return times, tokens
 
 

@@ -38,7 +38,10 @@ def run(bench: Bench, directory: results.Directory, display: Display) -> dict[st
     """
     with display.status("loading weights"):
         bench.load()
-    with display.status(f"compiling for {len(bench.engines)} strategies"):
+    if bench.workload.has_later_turns:
+        with display.status("decoding what later turns answer to"):
+            bench.converse()
+    with display.status(f"compiling for {len(bench.jobs)} strategies"):
         bench.compile()
     with display.status("warming up"):
         bench.warm_up()

@@ -30,11 +30,13 @@ class Item:
       prompt: its tokens, numbered over all tasks.
       max_new_tokens: at which decoding ends.
       lengths: acceptance lengths to be forced, a cycle each; None for those that come about.
+      turn: number in its conversation, from 0; items of a conversation are neighbours.
     """
 
     prompt: Prompt
     max_new_tokens: int
     lengths: tuple[int, ...] | None = None
+    turn: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +58,48 @@ class Workload:
         return any(item.lengths is not None for items in self.tasks.values() for item in items)
 
     @property
+    def has_later_turns(self) -> bool:
+        """Whether some turns are not items yet, since they answer what is not said yet."""
+        return any(item.prompt.later_turns for item in self.items)
+
+    @property
     def items(self) -> tuple[Item, ...]:
         """Those of all tasks, in order of their index."""
         return tuple(item for items in self.tasks.values() for item in items)
+
+    def with_turns(self, turns: Sequence[Prompt]) -> "Workload":
+        """The workload with an item for each turn of its conversations.
+
+        Args:
+          turns: every turn as a prompt of its own.
+        """
+        by_index = {prompt.index: prompt for prompt in turns}
+        tasks = {
+            task: tuple(
+                dataclasses.replace(item, prompt=by_index[index], turn=item.turn + turn)
+                for item in items
+                for turn, index in enumerate(item.prompt.indices)
+            )
+            for task, items in self.tasks.items()
+        }
+        return dataclasses.replace(self, tasks=tasks)
+
+    def groups(self, task: str, size: int) -> list[tuple[int, tuple[Item, ...]]]:
+        """What is decoded together: the same turn of up to `size` neighbouring conversations.
+
+        Returns:
+          The number of these conversations' group, which all their turns share, and the items.
+        """
+        conversations: list[list[Item]] = []
+        for item in self.tasks[task]:
+            if not item.turn:
+                conversations.append([])
+            conversations[-1].append(item)
+        found = []
+        for number, begin in enumerate(range(0, len(conversations), size)):
+            for turn in itertools.zip_longest(*conversations[begin : begin + size]):
+                found.append((number, tuple(item for item in turn if item is not None)))
+        return found
 
 
 def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
@@ -179,23 +220,23 @@ def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
 
 def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
     tasks: dict[str, tuple[Item, ...]] = {}
-    numbers = itertools.count()
+    begin = 0
     for name in config.tasks:
         source = PromptsConfig(
             dataset=name,
             split=config.split,
             limit=config.prompts_per_task,
             raw_dir=config.raw_dir,
-            thinking=config.thinking,
         )
         found = jobs.read_prompts(job, source, stdin=sys.stdin)
         tasks[name] = tuple(
             Item(
-                dataclasses.replace(prompt, index=next(numbers), later_turns=()),
+                dataclasses.replace(prompt, index=begin + prompt.index),
                 config.decode.max_new_tokens,
             )
             for prompt in found
         )
+        begin += found[-1].indices.stop
     return tasks
 
 

@@ -129,6 +129,19 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     assert held >= 0.85 * trials
 
 
+def test_turns_of_a_conversation_are_drawn_together():
+    """Fast first turns and slow second ones: apart they would spread the interval."""
+    samples = {"none": [], "x": []}
+    for name, times in (("none", (4.0, 4.0)), ("x", (2.0, 6.0))):
+        for turn, ms in enumerate(times):
+            for group in range(3):
+                done = (completion(2 * group + turn, [1] * 9, ms),)
+                samples[name].append(Sample("t", name, group, 0, done))
+    speedup, interval = cells.bootstrap([samples["x"]], [samples["none"]])
+    assert speedup == pytest.approx(1.0)
+    assert interval == pytest.approx((1.0, 1.0))
+
+
 def test_averages_count_every_task_alike():
     some = rounds() + rounds((12.0,), task="chat")
     found = cells.cells(some, baseline="none", block_sizes=BLOCKS, forced=False)

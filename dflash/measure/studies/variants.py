@@ -117,6 +117,7 @@ def _rows(
     bench: benches.Bench, keys: Mapping[str, Mapping], machine: roofline.Machine
 ) -> list[dict]:
     """Measures every cell; a row for each of a strategy that has keys."""
+    bench.converse()
     bench.compile()
     bench.warm_up()
     found = cells.cells(
