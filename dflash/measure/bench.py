@@ -31,6 +31,7 @@ class Sample:
       group: number, within the task, of the group of conversations that the prompts are from.
       round: number of the round.
       completions: one per prompt, in their order.
+      marks: whether each came to the right answer; None where there is none to come to.
     """
 
     task: str
@@ -38,6 +39,7 @@ class Sample:
     group: int
     round: int
     completions: tuple[Completion, ...]
+    marks: tuple[bool | None, ...] = ()
 
     @property
     def began_at(self) -> float:
@@ -176,6 +178,14 @@ class Bench:
         done = [event for event in events if isinstance(event, Completion)]
         return tuple(sorted(done, key=lambda one: one.index))
 
+    def marks(self, group: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
+        """Whether each output comes to the right answer; None where there is none to come to."""
+        words = self.jobs[self.baseline].tokenizer
+        return tuple(
+            item.grader(words.decode(one.output_ids)) if item.grader else None
+            for item, one in zip(group, done, strict=True)
+        )
+
     def _script(self, strategy: str, item: Item) -> list[int]:
         """The item's acceptance lengths, none beyond what the strategy's block yields.
 
@@ -203,7 +213,8 @@ class Bench:
         times: dict[str, list[Parts]] = {name: [] for name in self.engines}
         for place, group in groups:
             for name in self.engines:
-                samples.append(Sample(task, name, place, number, self.decode(name, group)))
+                done = self.decode(name, group)
+                samples.append(Sample(task, name, place, number, done, self.marks(group, done)))
             probes = probes or self._probes(group, samples[0])
             for name, probe in probes.items():
                 times[name].append(probe.parts())

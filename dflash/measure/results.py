@@ -115,8 +115,8 @@ def as_values(
 _COLUMNS = (
     *("task", "strategy", "rounds", "prompts", "block_size", "output_tokens", "cycles", "tau"),
     *("ttft_ms", "tpot_ms", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
-    *("speedup_with_prefill", "identical_share", "cycle_ms", "draft_ms", "verify_ms", "rest_ms"),
-    *("ideal_speedup", "share_of_ideal", "acceptance"),
+    *("speedup_with_prefill", "identical_share", "checked", "correct_share", "cycle_ms"),
+    *("draft_ms", "verify_ms", "rest_ms", "ideal_speedup", "share_of_ideal", "acceptance"),
 )
 
 
@@ -147,7 +147,7 @@ def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def lines(cells: Sequence[Cell], averages: Sequence[Average]) -> list[str]:
     """The cells as text for a terminal."""
     rows = [("task", "strategy", "τ", "TTFT ms", "TPOT ms", "tok/s", "speed-up", "95 %")]
-    rows[0] += ("same", "cycle ms", "draft", "verify", "rest", "of ideal")
+    rows[0] += ("same", "right", "cycle ms", "draft", "verify", "rest", "of ideal")
     for cell in cells:
         cost = cell.cost_ms
         rows.append(
@@ -155,7 +155,7 @@ def lines(cells: Sequence[Cell], averages: Sequence[Average]) -> list[str]:
                 *(cell.task, cell.strategy, _number(cell.tau), _number(cell.ttft_ms)),
                 *(_number(cell.tpot_ms), _number(cell.tokens_per_second, 1)),
                 *(_number(cell.speedup), _interval(cell.speedup_interval)),
-                _percent(cell.identical_share),
+                *(_percent(cell.identical_share), _percent(cell.correct_share)),
                 *(_number(getattr(cost, part, None)) for part in _PARTS),
                 _percent(cell.share_of_ideal),
             )
@@ -164,8 +164,8 @@ def lines(cells: Sequence[Cell], averages: Sequence[Average]) -> list[str]:
         rows.append(
             (
                 *("mean", one.strategy, _number(one.tau), "", "", "", _number(one.speedup)),
-                *(_interval(one.speedup_interval), _percent(one.identical_share), "", "", "", ""),
-                _percent(one.share_of_ideal),
+                *(_interval(one.speedup_interval), _percent(one.identical_share)),
+                *(_percent(one.correct_share), "", "", "", "", _percent(one.share_of_ideal)),
             )
         )
     return aligned(rows)

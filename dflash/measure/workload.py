@@ -30,12 +30,15 @@ class Item:
       prompt: its tokens, numbered over all tasks.
       max_new_tokens: at which decoding ends.
       lengths: acceptance lengths to be forced, a cycle each; None for those that come about.
+      grader: says of a text whether it comes to the right answer, None if it cannot be said; None
+        where the prompt has no answer to come to, as all but the last turn of a conversation.
       turn: number in its conversation, from 0; items of a conversation are neighbours.
     """
 
     prompt: Prompt
     max_new_tokens: int
     lengths: tuple[int, ...] | None = None
+    grader: jobs.Grader | None = None
     turn: int = 0
 
 
@@ -74,12 +77,17 @@ class Workload:
           turns: every turn as a prompt of its own.
         """
         by_index = {prompt.index: prompt for prompt in turns}
-        tasks = {
-            task: tuple(
-                dataclasses.replace(item, prompt=by_index[index], turn=item.turn + turn)
-                for item in items
-                for turn, index in enumerate(item.prompt.indices)
+
+        def one(item: Item, index: int) -> Item:
+            return dataclasses.replace(
+                item,
+                prompt=by_index[index],
+                grader=item.grader if index == item.prompt.indices[-1] else None,
+                turn=item.turn + index - item.prompt.index,
             )
+
+        tasks = {
+            task: tuple(one(item, index) for item in items for index in item.prompt.indices)
             for task, items in self.tasks.items()
         }
         return dataclasses.replace(self, tasks=tasks)
@@ -229,12 +237,14 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
             raw_dir=config.raw_dir,
         )
         found = jobs.read_prompts(job, source, stdin=sys.stdin)
+        graders = jobs.find_graders(source) or [None] * len(found)
         tasks[name] = tuple(
             Item(
                 dataclasses.replace(prompt, index=begin + prompt.index),
                 config.decode.max_new_tokens,
+                grader=grader,
             )
-            for prompt in found
+            for prompt, grader in zip(found, graders, strict=True)
         )
         begin += found[-1].indices.stop
     return tasks

@@ -5,7 +5,8 @@ import pytest
 from made_samples import completion, task_round
 
 from dflash.measure import cells
-from dflash.measure.bench import Sample
+from dflash.measure.bench import Sample, TaskRound
+from dflash.measure.parts import Parts
 
 BLOCKS = {"none": 1, "dflash": 4}
 LENGTHS = ([4, 2, 4, 2], [3, 3, 3, 3])
@@ -96,6 +97,20 @@ def test_outputs_are_compared_with_the_baseline_of_the_same_prompt():
 
 def test_outputs_under_forced_acceptance_are_not_compared():
     assert cells_of(rounds(), forced=True)["dflash"].identical_share is None
+
+
+def test_the_share_of_right_answers_is_of_those_that_were_checked():
+    def sample(*marks, number=0):
+        done = tuple(completion(index, [1], 3.0) for index in range(len(marks)))
+        return Sample("math", "none", 0, number, done, marks)
+
+    parts = {"none": Parts(0.0, 2.5, context_tokens=64)}
+    marked = (sample(True, None, False), sample(True, None, True, number=1))
+    done = [TaskRound("math", one.round, (one,), parts) for one in marked]
+    cell = cells_of(done, block_sizes={"none": 1})["none"]
+    assert (cell.checked, cell.correct_share) == (4, 0.75)
+    assert cells.averages([cell], done, baseline="none")[0].correct_share == 0.75
+    assert cells_of(rounds())["none"].correct_share is None
 
 
 def test_a_batch_is_timed_from_when_all_its_prompts_are_there():

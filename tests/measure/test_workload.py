@@ -64,7 +64,7 @@ def test_turns_are_decoded_together_with_those_of_neighbours():
         Prompt(2, (2,)),
         Prompt(3, (3,), later_turns=("d", "e")),
     ]
-    items = tuple(workload.Item(prompt, 4) for prompt in openings)
+    items = tuple(workload.Item(prompt, 4, grader=str.isdigit) for prompt in openings)
     some = workload.Workload({"a": items}, {"source": "measured"})
     assert some.has_later_turns
     turns = some.with_turns([Prompt(index, (index,)) for index in range(6)])
@@ -72,4 +72,6 @@ def test_turns_are_decoded_together_with_those_of_neighbours():
     groups = [
         (number, [one.prompt.index for one in group]) for number, group in turns.groups("a", 2)
     ]
+    graded = [one.prompt.index for one in turns.items if one.grader]
+    assert graded == [1, 2, 5]  # the last turn of each
     assert groups == [(0, [0, 2]), (0, [1]), (1, [3]), (1, [4]), (1, [5])]
