@@ -84,9 +84,15 @@ class Bench:
     """
 
     def __init__(
-        self, config: BenchmarkRun, strategies: Mapping[str, jobs.Job], workload: Workload
+        self,
+        config: BenchmarkRun,
+        strategies: Mapping[str, jobs.Job],
+        workload: Workload,
+        *,
+        target_loaded: bool,
     ):
         """Use `prepare`."""
+        self._target_loaded = target_loaded
         self.config = config
         self.workload = workload
         self.jobs = dict(strategies)
@@ -112,9 +118,9 @@ class Bench:
         """What a cycle may commit at most, by strategy."""
         return {name: job.drafter.longest_path for name, job in self.jobs.items()}
 
-    def load(self, *, target: bool = True) -> None:
-        """Reads all weights, the target's once, if at all."""
-        if target:
+    def load(self) -> None:
+        """Reads all weights, the target's once, if they are not there already."""
+        if not self._target_loaded:
             assembly.load_weights(self.target, self.jobs[self.baseline].target_source)
         for job in self.jobs.values():
             assembly.load_weights(job.drafter, job.drafter_source)
@@ -254,7 +260,7 @@ def prepare(config: BenchmarkRun, *, cut: bool = False, target: Decoder | None =
     work = workloads.read(config, prepared[BASELINE.name])
     prompts = [item.prompt for item in work.items]
     ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
-    bench = Bench(config, ready, work)
+    bench = Bench(config, ready, work, target_loaded=target is not None)
     if not cut:
         drafting = {name: size for name, size in bench.longest_paths.items() if size > 1}
         workloads.check_lengths(work, drafting)

@@ -112,25 +112,24 @@ def as_values(
     }
 
 
-_COLUMNS = (
-    *("task", "strategy", "rounds", "prompts", "block_size", "output_tokens", "cycles", "tau"),
+FIGURES = (
+    *("rounds", "prompts", "block_size", "output_tokens", "cycles", "tau"),
     *("ttft_ms", "tpot_ms", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
     *("speedup_with_prefill", "identical_share", "checked", "correct_share", "cycle_ms"),
     *("draft_ms", "verify_ms", "rest_ms", "ideal_speedup", "share_of_ideal", "acceptance"),
 )
 
 
-def as_csv(cells: Sequence[Cell], acceptance: str) -> str:
-    """The cells as a table, one a line; `acceptance` says where acceptance lengths come from."""
-    rows = []
-    for cell in cells:
-        values = dataclasses.asdict(cell)
-        low, high = cell.speedup_interval or (None, None)
-        cost = {f"{name}_ms": value for name, value in (values["cost_ms"] or {}).items()}
-        own = {"speedup_low": low, "speedup_high": high, "acceptance": acceptance}
-        values |= cost | own
-        rows.append({column: values.get(column) for column in _COLUMNS})
-    return table_csv(rows)
+def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The cells of results.json as lines of a table: task, strategy and `FIGURES`."""
+    found = []
+    for cell in values["cells"]:
+        low, high = cell["speedup_interval"] or (None, None)
+        cost = {f"{name}_ms": value for name, value in (cell["cost_ms"] or {}).items()}
+        own = {"speedup_low": low, "speedup_high": high}
+        line = {**cell, **cost, **own, "acceptance": values["acceptance"]["source"]}
+        found.append({column: line.get(column) for column in ("task", "strategy", *FIGURES)})
+    return found
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -58,7 +58,7 @@ def run(bench: Bench, directory: results.Directory, display: Display) -> dict[st
             f"round {one.round + 1} of {bench.config.rounds} · {one.task} · {seconds:.0f} s"
         )
     found, averages = table(bench, done)
-    directory.write("results.csv", results.as_csv(found, bench.workload.acceptance["source"]))
+    directory.write("results.csv", results.table_csv(results.rows(values)))
     show(bench, found, averages)
     if directory.path is not None:
         with display.status("plots and page"):
