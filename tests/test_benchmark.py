@@ -213,8 +213,8 @@ def test_a_sweep_runs_no_studies(tmp_path):
         ("block", ["study.values=[2, 4, 9]"], 2, "trained used speedup roofline_ms"),
         (
             "taps",
-            ["study.values=[2]", "target.architecture.num_hidden_layers=2"],
-            1,
+            ["study.values=[1, 2]", "target.architecture.num_hidden_layers=2"],
+            2,
             "taps draft_ms",
         ),
     ],
