@@ -66,6 +66,9 @@ DATASETS: Mapping[str, str] = {
 # What the points of a sweep may run: a `Runner` of dflash/common/sweeps.py, and a run's schema.
 RUNS: Mapping[str, Entry] = {
     "decode": Entry("dflash.inference.points:DecodePoints", "dflash.config.schema:DecodeRun"),
+    "benchmark": Entry(
+        "dflash.measure.points:BenchmarkPoints", "dflash.config.benchmark_schema:BenchmarkRun"
+    ),
 }
 
 

@@ -63,10 +63,11 @@ def _sweep(command: cli.Command) -> int:
     with contextlib.closing(Display(stream=False)) as display:
         runner = kind(display)
         outcome = driver.run(sweep, runner, directory, display, index=command.flags["index"])
+        columns = driver.columns(runner, outcome.rows.values())
         if outcome.rows:
-            display.table(driver.table(sweep, runner.shown, outcome.rows))
+            display.table(driver.table(sweep, columns, outcome.rows))
         with directories.explained(directory):
-            for metric in runner.shown:
+            for metric in columns:
                 heat_map.draw(sweep, metric, outcome.rows, directory / f"{metric}.png")
         for name, reason in outcome.failed.items():
             display.note(f"failed: {name}: {reason}")

@@ -16,6 +16,11 @@ from dflash.models.qwen3 import Qwen3
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GOLDEN_CASES = ("qwen3_b1", "qwen3_v12", "qwen3_v64")
+# A target for commands to run, as YAML. Without a checkpoint its tokens are bytes; one layer, since
+# every command compiles all of its programs.
+BYTE_TARGET = """{name: qwen3, checkpoint: random, architecture: {
+  vocab_size: 256, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1,
+  num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 256}}"""
 
 
 def make_sharding(**axis_sizes: int) -> sharding.Sharding:

@@ -1,6 +1,9 @@
 """The benchmark as a user runs it: a config in; figures, plots, a page and clear complaints out."""
 
+import contextlib
 import csv
+import io
+import itertools
 import json
 import pathlib
 import re
@@ -10,50 +13,83 @@ import sys
 import time
 
 import pytest
+from helpers import BYTE_TARGET
 
-from dflash import benchmark
+from dflash import benchmark, sweep
+from dflash.common import sweeps
 
-CONFIG = """
-target:
-  name: qwen3
-  checkpoint: random
-  architecture:
-    vocab_size: 300
-    hidden_size: 32
-    intermediate_size: 48
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    head_dim: 8
-    max_position_embeddings: 2048
+CONFIG = f"""
+target: {BYTE_TARGET}
 drafter:
   name: dflash
   checkpoint: random
-  architecture: {num_hidden_layers: 1, block_size: 4, target_layer_ids: [0, 1]}
-strategies: {dflash: }
-tasks: [math]
+  architecture: {{num_hidden_layers: 1, block_size: 4, target_layer_ids: [0]}}
+strategies: {{dflash: }}
+tasks: [spec-bench]
+raw_dir: raw
 prompts_per_task: 2
 rounds: 2
 replay_tokens: 8
-decode: {max_new_tokens: 24, sync_every: 4, page_size: 16, prefill_chunk: 64}
+decode: {{max_new_tokens: 9, sync_every: 4, page_size: 16, prefill_chunk: 64}}
 dtype: float32
 """
+# Every turn, the answer before it included, takes 33 to 64 bytes: programs of one size do.
+QUESTIONS = [
+    {"turns": ["Which of the two is the larger?!", "A?"]},
+    {"turns": ["What do one and two come to then?"], "reference": ["That is\n#### 3"]},
+]
+SWEEP = """
+base: [c.yml]
+sweep: {run: benchmark, product: {decode.batch_size: [1, 2]}}
+"""
+SWEPT = ["trace=trace.json", "rounds=1", "replay_tokens=4", "decode.max_new_tokens=24"]
 LENGTHS = [[4, 1, 2, 4, 3], [1, 1, 4], [2, 2, 2, 2]]
 
 
+def command(argv, directory: pathlib.Path, entry=benchmark, config="c.yml"):
+    """Runs a command in a directory; returns its exit status, stdout and stderr."""
+    directory.joinpath("c.yml").write_text(CONFIG)
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(directory),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as caught,
+    ):
+        entry.main([config, *argv])
+    return caught.value.code, out.getvalue(), err.getvalue()
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path):
     """Runs the command in a fresh directory; returns (exit status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yml").write_text(CONFIG)
+    return lambda *argv: command(argv, tmp_path)
 
-    def run_with(*argv):
-        with pytest.raises(SystemExit) as caught:
-            benchmark.main(["c.yml", *argv])
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err
 
-    return run_with
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What a whole run prints and leaves; for all who want to look at it."""
+    directory = tmp_path_factory.mktemp("measured")
+    path = directory / "raw" / "spec_bench" / "question.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    others = "strategies.short.block_size=3", "strategies.chosen.block_size=auto"
+    status, out, err = command([*others, "--workdir=out"], directory)
+    assert status == 0, err
+    return directory / "out", out
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep over forced benchmarks of two batch sizes, and what it printed."""
+    directory = tmp_path_factory.mktemp("swept")
+    write_trace(directory / "trace.json")
+    (directory / "s.yml").write_text(SWEEP)
+    status, out, err = command([*SWEPT, "--workdir=w"], directory, sweep, "s.yml")
+    assert status == 0, err
+    (directory / "stdout").write_text(out)
+    (directory / "stderr").write_text(err)
+    return directory
 
 
 def write_trace(path: pathlib.Path, rows=None) -> None:
@@ -69,11 +105,9 @@ def page_data(path: pathlib.Path) -> dict:
     return json.loads(found[1])
 
 
-def test_every_cell_is_measured_and_every_file_written(run, tmp_path):
-    chosen = "strategies.chosen.block_size=auto"
-    status, out, err = run("--workdir=out", "strategies.short.block_size=3", chosen)
-    assert status == 0, err
-    results = json.loads((tmp_path / "out/results.json").read_text())
+def test_every_cell_is_measured(measured):
+    directory, out = measured
+    results = json.loads((directory / "results.json").read_text())
     assert results["complete"]
     assert results["schema"] == "dflash.benchmark/1"
     assert results["acceptance"]["source"] == "measured"
@@ -84,23 +118,31 @@ def test_every_cell_is_measured_and_every_file_written(run, tmp_path):
     assert cells["chosen"]["cost_ms"]["draft"] is None
     for name, block_size in (("none", 1), ("dflash", 4), ("short", 3)):
         cell = cells[name]
-        assert (cell["rounds"], cell["prompts"], cell["block_size"]) == (2, 2, block_size)
+        # Three prompts: a conversation of two turns, and one of one.
+        assert (cell["rounds"], cell["prompts"], cell["block_size"]) == (2, 3, block_size)
         assert cell["identical_share"] == 1.0
-        assert cell["output_tokens"] == 2 * 2 * 23
+        assert cell["output_tokens"] == 2 * 3 * 8
+        # Random weights do not know that one and two are three.
+        assert (cell["checked"], cell["correct_share"]) == (2, 0.0)
         cost = cell["cost_ms"]
         parts = cost["draft"] + cost["verify"] + cost["rest"]
         assert parts == pytest.approx(cost["cycle"], rel=0.02)
         assert (cost["draft"] > 0) == (block_size > 1)
         assert cost["verify"] > 0
         assert cell["tpot_ms"] == pytest.approx(cost["cycle"] / cell["tau"], rel=1e-6)
-    with (tmp_path / "out/results.csv").open() as lines:
+    with (directory / "results.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     assert [row["strategy"] for row in rows] == ["none", "chosen", "dflash", "short"]
     assert float(rows[2]["speedup"]) == pytest.approx(cells["dflash"]["speedup"])
+    assert {row["correct_share"] for row in rows} == {"0.0"}
     for name in ("speedup", "acceptance", "cost"):
-        assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
-    data = page_data(tmp_path / "out/report.html")
-    lanes = data["replays"]["math"]["strategies"]
+        assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "dflash" in out
+
+
+def test_the_page_replays_what_every_strategy_wrote(measured):
+    directory, _ = measured
+    lanes = page_data(directory / "report.html")["replays"]["spec-bench"]["strategies"]
     assert set(lanes) == {"none", "dflash", "short"}
     for name in lanes:
         committed = 1 + sum(frame["tokens"] for frame in lanes[name]["frames"])
@@ -112,21 +154,17 @@ def test_every_cell_is_measured_and_every_file_written(run, tmp_path):
             frame["bonus"] for frame in lanes["none"]["frames"]
         )
     assert all(len(frame["refused"]) <= 3 for frame in lanes["dflash"]["frames"])
-    assert "dflash" in out
 
 
-def test_a_trace_decides_acceptance_and_every_output_says_so(run, tmp_path):
+def test_a_trace_decides_acceptance_and_every_output_says_so(swept):
     """Two prompts at a time, so that each slot follows a script of its own."""
-    write_trace(tmp_path / "trace.json")
-    options = ("decode.batch_size=2", "rounds=1", "replay_tokens=4")
-    status, out, err = run("--trace", "trace.json", "--workdir=out", *options)
-    assert status == 0, err
-    results = json.loads((tmp_path / "out/results.json").read_text())
+    point = swept / "w/points/decode.batch_size=2"
+    results = json.loads((point / "results.json").read_text())
     assert results["batch_size"] == 2
     assert results["acceptance"]["source"] == "trace"
     assert results["acceptance"]["file"] == "trace.json"
     assert "forced" in results["acceptance"]["words"]
-    assert "forced" in out
+    assert "forced" in (swept / "stdout").read_text()
     cells = {(cell["task"], cell["strategy"]): cell for cell in results["cells"]}
     alpaca, gsm8k = cells["alpaca", "dflash"], cells["gsm8k", "dflash"]
     assert alpaca["acceptance_histogram"] == {"1": 0, "2": 4, "3": 0, "4": 0}
@@ -134,9 +172,41 @@ def test_a_trace_decides_acceptance_and_every_output_says_so(run, tmp_path):
     assert alpaca["tau"] == 2.0
     assert cells["alpaca", "none"]["output_tokens"] == alpaca["output_tokens"] == 8
     assert alpaca["identical_share"] is None
-    with (tmp_path / "out/results.csv").open() as lines:
+    with (point / "results.csv").open() as lines:
         assert {row["acceptance"] for row in csv.DictReader(lines)} == {"trace"}
-    assert page_data(tmp_path / "out/report.html")["results"]["acceptance"]["source"] == "trace"
+    assert page_data(point / "report.html")["results"]["acceptance"]["source"] == "trace"
+
+
+def test_a_sweep_has_the_figures_of_every_cell_and_runs_each_point_once(swept):
+    rows = {row["name"]: row for row in sweeps.read_rows(swept / "w/sweep.csv")}
+    assert len(rows) == 2
+    for name, row in rows.items():
+        with (swept / "w/points" / name / "results.csv").open() as lines:
+            cells = {(line["task"], line["strategy"]): line for line in csv.DictReader(lines)}
+        for task, figure in itertools.product(("alpaca", "gsm8k"), ("tau", "speedup", "draft_ms")):
+            assert row[f"{task}.dflash.{figure}"] == cells[task, "dflash"][figure]
+        assert float(row["alpaca.dflash.tau"]) == 2.0
+        assert "alpaca.none.tau" not in row
+    assert (swept / "w/gsm8k.dflash.speedup.png").read_bytes().startswith(b"\x89PNG")
+    # However narrow the terminal, no name is cut: lines break instead.
+    shown = (swept / "stderr").read_text()
+    assert "gsm8k.dflash.speedup" in "".join(shown.split())
+    assert "…" not in shown.rpartition("\n\n")[2]
+    before = (swept / "w/sweep.csv").read_text()
+    status, out, err = command([*SWEPT, "--workdir=w"], swept, sweep, "s.yml")
+    assert (status, out) == (0, "")
+    assert "2 of 2 points were finished before" in err
+    assert (swept / "w/sweep.csv").read_text() == before
+
+
+def test_a_sweep_runs_no_studies(tmp_path):
+    (tmp_path / "s.yml").write_text(SWEEP)
+    status, _, err = command(["study.name=cycle", "--workdir=w"], tmp_path, sweep, "s.yml")
+    assert status == 2
+    assert (
+        err == "error: study: a sweep runs no studies: run this one by python -m dflash.benchmark\n"
+    )
+    assert not (tmp_path / "w").exists()
 
 
 @pytest.mark.parametrize(
@@ -145,12 +215,17 @@ def test_a_trace_decides_acceptance_and_every_output_says_so(run, tmp_path):
         ("verify", ["study.values=[1, 4]", "study.contexts=[16, 64]"], 4, "rows over_roofline"),
         ("cycle", ["study.contexts=[32]"], 2, "cycle_over_parts roofline_ms"),
         ("block", ["study.values=[2, 4, 9]"], 2, "trained used speedup roofline_ms"),
-        ("taps", ["study.values=[1, 2]"], 2, "taps draft_ms"),
+        (
+            "taps",
+            ["study.values=[1, 2]", "target.architecture.num_hidden_layers=2"],
+            2,
+            "taps draft_ms",
+        ),
     ],
 )
 def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, keys):
-    options += ["study.repeats=1", "rounds=1", "prompts_per_task=1", "decode.max_new_tokens=20"]
-    options += ["prompt_tokens=8", "--acceptance=alpaca", "drafter.architecture.block_size=16"]
+    options += ["study.repeats=1", "rounds=1", "prompts_per_task=1", "prompt_tokens=8"]
+    options += ["--acceptance=alpaca", "drafter.architecture.block_size=16"]
     options += ["decode.sync_every=2", "drafter.block_size=4"]
     status, out, err = run(f"study.name={study}", *options, "--workdir=out")
     assert status == 0, err
@@ -220,8 +295,14 @@ def test_results_of_another_config_stay(run, tmp_path):
 
 def test_an_interrupted_run_leaves_the_rounds_that_are_done(tmp_path):
     (tmp_path / "c.yml").write_text(CONFIG)
-    command = [sys.executable, "-m", "dflash.benchmark", "c.yml", "rounds=100000", "--workdir=out"]
-    done = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    write_trace(tmp_path / "t.json")
+    options = ["--trace", "t.json", "rounds=100000", "--workdir=out"]
+    done = subprocess.Popen(
+        [sys.executable, "-m", "dflash.benchmark", "c.yml", *options],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     path = tmp_path / "out/results.json"
     deadline = time.monotonic() + 300
     while not path.exists() and time.monotonic() < deadline and done.poll() is None:

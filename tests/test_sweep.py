@@ -9,22 +9,13 @@ import sys
 import time
 
 import pytest
+from helpers import BYTE_TARGET
 
 from dflash import decode, sweep
 from dflash.common import sweeps
 
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
 CONFIG = f"""
-target: {{name: qwen3, checkpoint: random, architecture: {json.dumps(SHAPE)}}}
+target: {BYTE_TARGET}
 decode: {{max_new_tokens: 6, page_size: 16, prefill_chunk: 16}}
 prompts: {{text: [One, Two two]}}
 dtype: float32
@@ -33,7 +24,7 @@ DFLASH = """
 drafter:
   name: dflash
   checkpoint: random
-  architecture: {num_hidden_layers: 1, block_size: 4, target_layer_ids: [0, 1]}
+  architecture: {num_hidden_layers: 1, block_size: 4, target_layer_ids: [0]}
 """
 BLOCK = """
 sweep:

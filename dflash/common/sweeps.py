@@ -30,6 +30,9 @@ POINTS, POINT, TABLE, CONFIG = "points", "point.json", "sweep.csv", "config.yml"
 class Runner(abc.ABC):
     """Something that points can run; registered in `registry.RUNS`.
 
+    A run that comes to the same figures several times, in cells, gives each the cell's name in
+    front, such as math.dflash.tau.
+
     Attributes:
       metrics: names of the figures that every point comes to.
       shown: those that deserve a place in the table on screen, and a heat map each.
@@ -112,9 +115,9 @@ def run(
             failed[point.name] = str(error).partition("\n")[0] or type(error).__name__
             display.note(f"{title}: failed: {failed[point.name]}")
             continue
-        rows[point.name] = _record(directory, point, {m: metrics[m] for m in runner.metrics})
-        figures = ", ".join(f"{name} {shown(metrics[name])}" for name in runner.shown)
-        display.note(f"{title}: {figures}")
+        rows[point.name] = _record(directory, point, _named(runner.metrics, metrics))
+        main = _named(runner.shown, metrics)
+        display.note(f"{title}: {', '.join(f'{key} {shown(main[key])}' for key in main)}")
     return Outcome({name: rows[name] for name in sweep.points if name in rows}, failed)
 
 
@@ -168,6 +171,18 @@ def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
         return []
     with path.open(encoding="utf-8", newline="") as lines:
         return list(csv.DictReader(lines))
+
+
+def columns(runner: Runner, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Keys of the figures to be shown, as far as any of the rows has them."""
+    return list(dict.fromkeys(key for row in rows for key in _named(runner.shown, row)))
+
+
+def _named(names: Sequence[str], figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of these names, one name after another, of all cells."""
+    return {
+        key: figures[key] for name in names for key in figures if key.rpartition(".")[2] == name
+    }
 
 
 def shown(value: Any) -> str:
@@ -261,7 +276,7 @@ def table(sweep: Sweep, columns: Iterable[str], rows: Mapping[str, Mapping[str, 
     keys = [key for axis in sweep.axes for key in axis]
     made = rich.table.Table(box=None, pad_edge=False)
     for key in (*keys, *columns):
-        made.add_column(key, justify="right")
+        made.add_column(key, justify="right", overflow="fold")
     for row in rows.values():
-        made.add_row(*(label(row[key]) for key in keys), *(shown(row[key]) for key in columns))
+        made.add_row(*(label(row[key]) for key in keys), *(shown(row.get(key)) for key in columns))
     return made

@@ -45,13 +45,13 @@ class Records:
         Raises:
           WorkdirError: earlier records belong to other prompts.
         """
-        turns = sum(len(prompt.indices) for prompt in prompts)
+        turns = {index for prompt in prompts for index in prompt.indices}
         first_turns = {prompt.index: prompt for prompt in prompts}
         for index, record in self.completed().items():
-            if index >= turns:
+            if index not in turns:
                 raise errors.WorkdirError(
                     f"{self._name()} holds prompt {index}, but now there are only "
-                    f"{turns} prompts: use the same prompts, or another --workdir"
+                    f"{len(turns)} prompts: use the same prompts, or another --workdir"
                 )
             # What a later turn is made from has been compared when its first turn was.
             prompt = first_turns.get(index)

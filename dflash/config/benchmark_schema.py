@@ -55,15 +55,13 @@ class BenchmarkRun:
         """Whether acceptance lengths are given rather than found."""
         return self.trace is not None or bool(self.acceptance)
 
-    def decode_run(
-        self, drafter: schema.DrafterConfig, prompts: schema.PromptsConfig | None = None
-    ) -> schema.DecodeRun:
+    def decode_run(self, drafter: schema.DrafterConfig) -> schema.DecodeRun:
         """The decode run that measures one strategy."""
         return schema.DecodeRun(
             target=self.target,
             drafter=drafter,
             decode=self.decode,
-            prompts=prompts or schema.PromptsConfig(),
+            prompts=schema.PromptsConfig(thinking=self.thinking),
             mesh=self.mesh,
             sharding_rules=self.sharding_rules,
             dtype=self.dtype,

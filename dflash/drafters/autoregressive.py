@@ -22,7 +22,8 @@ from dflash.config.schema import (
     DraftModelArchitecture,
     TargetArchitecture,
 )
-from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters import chain
+from dflash.drafters.base import Drafter
 from dflash.layers.cache import PagedCache, batch_axes
 
 PAGE_TOKENS = 128
@@ -96,24 +97,19 @@ class Autoregressive(Drafter):
         The anchor itself went through the model when it was committed.
         """
 
-        def choose(hidden, step):
-            logits = self.model.unembed(hidden[:, None])
-            drawn = sampler.propose(logits, (position + step)[:, None])
-            return jax.tree.map(lambda row: row[:, 0], drawn)
+        def extend(hidden, tokens, state, step):
+            del hidden  # the token says it all
+            return self.run(state, tokens, position + 1 + step)
 
-        def extend(carry, step):
-            state, token = carry
-            hidden, state = self.run(state, token[:, None], position + step)
-            token, probs = choose(hidden[:, 0], step + 1)
-            return (state, token), (token, probs)
-
-        first = choose(state.hidden, 1)
-        steps = jnp.arange(1, self.num_draft_tokens)
-        (after, _), rest = jax.lax.scan(extend, (state, first[0]), steps)
-        tokens, probs = jax.tree.map(
-            lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), first, rest
+        return chain.draft(
+            state.hidden[:, None],
+            state,
+            position,
+            num_draft_tokens=self.num_draft_tokens,
+            logits=self.model.unembed,
+            extend=extend,
+            sampler=sampler,
         )
-        return Proposal(tokens, probs=probs), dataclasses.replace(after, hidden=state.hidden)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Runs the committed tokens and the new anchor in one pass; see `Drafter.observe`."""

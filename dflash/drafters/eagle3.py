@@ -16,8 +16,8 @@ import numpy as np
 from dflash.common import parameters
 from dflash.common.sharding import Sharding
 from dflash.config.schema import BeamTree, Eagle3Config, TargetArchitecture
-from dflash.drafters import beam_tree, eagle3_shape, unrolled
-from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters import beam_tree, chain, eagle3_shape, unrolled
+from dflash.drafters.base import Drafter
 from dflash.drafters.eagle3_layer import EagleLayer
 from dflash.drafters.eagle3_shape import Eagle3Shape
 from dflash.drafters.unrolled import Vocabulary
@@ -151,28 +151,19 @@ class Eagle3(Drafter):
         """Keys and values of drafts go past the committed ones, where `observe` overwrites them."""
         vocabulary = self.vocabulary()
 
-        def choose(hidden, step):
-            logits = self._target_logits(hidden, vocabulary)
-            tokens, probs = sampler.propose(logits, (position + 1 + step)[:, None])
-            return tokens, None if probs is None else probs[:, 0]
+        def extend(hidden, tokens, cache, step):
+            return self.run(hidden, heads.embed(tokens), cache, position + step)
 
-        def extend(carry, step):
-            hidden, tokens, cache = carry
-            hidden, cache = self.run(hidden, heads.embed(tokens), cache, position + step)
-            tokens, probs = choose(hidden, step + 1)
-            return (hidden, tokens, cache), (tokens[:, 0], probs)
-
-        hidden = state.hidden[:, None]
-        first, first_probs = choose(hidden, 0)
-        (_, _, cache), rest = jax.lax.scan(
-            extend, (hidden, first, state.cache), jnp.arange(self.num_draft_tokens - 1)
+        proposal, cache = chain.draft(
+            state.hidden[:, None],
+            state.cache,
+            position,
+            num_draft_tokens=self.num_draft_tokens,
+            logits=lambda hidden: self._target_logits(hidden, vocabulary),
+            extend=extend,
+            sampler=sampler,
         )
-        tokens, probs = jax.tree.map(
-            lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1),
-            (first[:, 0], first_probs),
-            rest,
-        )
-        return Proposal(tokens, probs=probs), dataclasses.replace(state, cache=cache)
+        return proposal, dataclasses.replace(state, cache=cache)
 
     def _draft_tree(self, state, position, sampler, heads):
         """Rows of all levels share a table of keys and values; each row sees its own ancestors."""

@@ -4,7 +4,8 @@ Nothing here fills memory, so whatever is wrong with a run is found before its w
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from dflash import errors
@@ -21,6 +22,8 @@ from dflash.inference import plan, scheduler
 from dflash.inference.engine import Engine
 from dflash.inference.scheduler import Request
 from dflash.models.decoder import Decoder
+
+Grader = Callable[[str], bool | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +98,12 @@ class Job:
         Returns:
           "checked", and how many of them are "correct"; nothing where there is none to check.
         """
-        name = self.config.prompts.dataset
-        if name is None:
-            return {}
-        dataset = datasets.find(name, DataConfig())
-        if not dataset.has_answers:
+        graders = find_graders(self.config.prompts)
+        if not graders:
             return {}
         marks = [
-            dataset.is_correct(example, records[prompt.indices[-1]].text)
-            for prompt, example in zip(self.prompts, _examples(self.config.prompts), strict=True)
+            grader(records[prompt.indices[-1]].text)
+            for prompt, grader in zip(self.prompts, graders, strict=True)
             if prompt.indices[-1] in records
         ]
         marks = [mark for mark in marks if mark is not None]
@@ -203,6 +203,20 @@ def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prom
         conversations=[example.opening for example in examples],
         later_turns=[example.later_turns for example in examples],
     )
+
+
+def find_graders(source: PromptsConfig) -> list[Grader]:
+    """What tells right last answers from wrong ones, a prompt each; none without answers to find.
+
+    Returns:
+      Functions of the answer's text; they say None where there is nothing to compare it with.
+    """
+    if source.dataset is None:
+        return []
+    dataset = datasets.find(source.dataset, DataConfig())
+    if not dataset.has_answers:
+        return []
+    return [functools.partial(dataset.is_correct, example) for example in _examples(source)]
 
 
 def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:

@@ -105,6 +105,32 @@ def run(
     return _report(job, records, display, cycle_ms)
 
 
+def all_turns(job: Job) -> list[Prompt]:
+    """Every turn of a job's conversations as a prompt of its own, in order of their indices.
+
+    What the model says between two turns is decoded to this end; without later turns nothing is.
+
+    Args:
+      job: its weights are in place.
+    Raises:
+      InputError: the chat template refuses, or a conversation has grown too long.
+    """
+    # Nothing is asked after the last answer, so that one need not be known.
+    asked = [
+        dataclasses.replace(prompt, later_turns=prompt.later_turns[:-1])
+        for prompt in job.prompts
+        if prompt.later_turns
+    ]
+    job_between, records = dataclasses.replace(job, prompts=tuple(asked)), Records()
+    _decode(job_between, records, _ready(job_between, records), Display.silent())
+    done, turns = records.completed(), []
+    for prompt in job.prompts:
+        turns.append(dataclasses.replace(prompt, later_turns=()))
+        for turn in range(1, len(prompt.indices)):
+            turns.append(job.follow(prompt, turn, done[prompt.index + turn - 1]))
+    return turns
+
+
 def _decode(
     job: Job,
     records: Records,

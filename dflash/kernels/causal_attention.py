@@ -1,11 +1,13 @@
 """Causal attention over rows that hold several documents each; the cache-free form for training."""
 
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from dflash.kernels import online_softmax
+from dflash.kernels.online_softmax import Partial
 
 # Queries per step. Scores exist for one step at a time, forward and backward, and a step looks at
 # no key after its last query. A CPU is fastest when a step's scores stay in its cache.
@@ -40,48 +42,75 @@ def causal_attention(
       ValueError: shapes that do not fit each other; the message names them.
     """
     _check(queries, keys, values, segment_ids)
-    length = queries.shape[1]
-    chunk = chunk_tokens or default_chunk(length)
-    attend = jax.checkpoint(functools.partial(_attend_chunk, scale=scale))
+    attend = functools.partial(_attend_chunk, scale=scale)
+    return in_chunks(attend, (queries, segment_ids), (keys, values, segment_ids), chunk_tokens)
+
+
+def in_chunks(
+    attend: Callable[..., jax.Array],
+    here: Sequence[jax.Array],
+    so_far: Sequence[jax.Array],
+    chunk_tokens: int | None = None,
+) -> jax.Array:
+    """Runs a causal attention chunk by chunk, forward and again backward.
+
+    Args:
+      attend: from the chunk's rows of all `here` and the rows up to its last of all `so_far`, both
+        as arguments in order, to the output [B, C, N, H] of its C rows.
+      here: each [B, T, ...].
+      so_far: each [B, T, ...].
+      chunk_tokens: rows of a chunk; None for a length that suits T.
+    Returns:
+      [B, T, N, H].
+    """
+    length = here[0].shape[1]
+    chunk = chunk_tokens or max(CHUNK_TOKENS, -(-length // MAX_CHUNKS))
+    attend = jax.checkpoint(attend)
     outputs = []
     for begin in range(0, length, chunk):
         end = min(begin + chunk, length)
-        outputs.append(
-            attend(
-                queries[:, begin:end],
-                keys[:, :end],
-                values[:, :end],
-                segment_ids[:, begin:end],
-                segment_ids[:, :end],
-            )
-        )
+        own = (array[:, begin:end] for array in here)
+        outputs.append(attend(*own, *(array[:, :end] for array in so_far)))
     return jnp.concatenate(outputs, axis=1)
 
 
-def default_chunk(length: int) -> int:
-    """Queries per step that suit rows of `length` tokens."""
-    return max(CHUNK_TOKENS, -(-length // MAX_CHUNKS))
+def attend_so_far(
+    rows: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    query_segments: jax.Array,
+    key_segments: jax.Array,
+    *,
+    scale: float,
+) -> Partial:
+    """Attention of a chunk's rows to themselves and to earlier rows of the same document.
 
-
-def visible_keys(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
-    """bool [B, C, S]; which of S keys each of C queries sees, both ending at the same row."""
+    Args:
+      rows: [K, B, C·N/K, H]; grouped queries, of which the last one stands where the keys end.
+      keys: [B, S, K, H].
+      values: [B, S, K, H].
+      query_segments: int32 [B, C].
+      key_segments: int32 [B, S].
+      scale: factor on the scores.
+    """
     chunk, context = query_segments.shape[1], key_segments.shape[1]
     same = query_segments[:, :, None] == key_segments[:, None, :]
-    return same & jnp.tril(jnp.ones((chunk, context), bool), context - chunk)
-
-
-def _attend_chunk(queries, keys, values, query_segments, key_segments, *, scale):
-    """Queries [B, C, N, H] that end where the keys [B, S, K, H] end."""
-    chunk, kv_heads = queries.shape[1], keys.shape[2]
-    visible = visible_keys(query_segments, key_segments)
-    partial = online_softmax.attend(
-        online_softmax.group_queries(queries, kv_heads),
+    visible = same & jnp.tril(jnp.ones((chunk, context), bool), context - chunk)
+    return online_softmax.attend(
+        rows,
         keys.transpose(2, 0, 1, 3),
         values.transpose(2, 0, 1, 3),
-        jnp.repeat(visible, queries.shape[2] // kv_heads, axis=1),
+        jnp.repeat(visible, rows.shape[2] // chunk, axis=1),
         scale=scale,
     )
-    return online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), chunk)
+
+
+def _attend_chunk(queries, query_segments, keys, values, key_segments, *, scale):
+    """Queries [B, C, N, H] that end where the keys [B, S, K, H] end."""
+    rows = online_softmax.group_queries(queries, keys.shape[2])
+    partial = attend_so_far(rows, keys, values, query_segments, key_segments, scale=scale)
+    whole = online_softmax.normalise(partial, queries.dtype)
+    return online_softmax.ungroup(whole, queries.shape[1])
 
 
 def _check(queries, keys, values, segment_ids):

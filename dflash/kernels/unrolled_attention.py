@@ -46,45 +46,27 @@ def unrolled_attention(
       ValueError: shapes that do not fit each other; the message names them.
     """
     _check(queries, keys, values, first_keys, first_values, segment_ids)
-    length = queries.shape[1]
-    chunk = chunk_tokens or causal_attention.default_chunk(length)
-    attend = jax.checkpoint(functools.partial(_attend_chunk, scale=scale))
-    outputs = []
-    for begin in range(0, length, chunk):
-        end = min(begin + chunk, length)
-        here, before = slice(begin, end), slice(0, end)
-        outputs.append(
-            attend(
-                queries[:, here],
-                keys[:, here],
-                values[:, here],
-                first_keys[:, before],
-                first_values[:, before],
-                segment_ids[:, here],
-                segment_ids[:, before],
-            )
-        )
-    return jnp.concatenate(outputs, axis=1)
+    return causal_attention.in_chunks(
+        functools.partial(_attend_chunk, scale=scale),
+        (queries, keys, values, segment_ids),
+        (first_keys, first_values, segment_ids),
+        chunk_tokens,
+    )
 
 
 def _attend_chunk(
-    queries, keys, values, first_keys, first_values, query_segments, key_segments, *, scale
+    queries, keys, values, query_segments, first_keys, first_values, key_segments, *, scale
 ):
     """Queries [B, C, N, H] that end where the first step's keys [B, S, K, H] end."""
-    kv_heads = first_keys.shape[2]
-    rows = online_softmax.group_queries(queries, kv_heads)
-    visible = causal_attention.visible_keys(query_segments, key_segments)
-    partial = online_softmax.attend(
-        rows,
-        first_keys.transpose(2, 0, 1, 3),
-        first_values.transpose(2, 0, 1, 3),
-        jnp.repeat(visible, queries.shape[2] // kv_heads, axis=1),
-        scale=scale,
+    rows = online_softmax.group_queries(queries, first_keys.shape[2])
+    partial = online_softmax.merge(
+        causal_attention.attend_so_far(
+            rows, first_keys, first_values, query_segments, key_segments, scale=scale
+        ),
+        _attend_own(rows, keys, values, scale),
     )
-    partial = online_softmax.merge(partial, _attend_own(rows, keys, values, scale))
-    return online_softmax.ungroup(
-        online_softmax.normalise(partial, queries.dtype), queries.shape[1]
-    )
+    whole = online_softmax.normalise(partial, queries.dtype)
+    return online_softmax.ungroup(whole, queries.shape[1])
 
 
 def _attend_own(rows: jax.Array, keys: jax.Array, values: jax.Array, scale: float) -> Partial:

@@ -10,7 +10,7 @@ from dflash.common import assembly
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
 from dflash.inference import job as jobs
-from dflash.inference import scheduler
+from dflash.inference import scheduler, session
 from dflash.inference.scheduler import Completion
 from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine
@@ -28,9 +28,10 @@ class Sample:
 
     Attributes:
       task, strategy: names.
-      group: number of the prompts' group within the task.
+      group: number, within the task, of the group of conversations that the prompts are from.
       round: number of the round.
       completions: one per prompt, in their order.
+      marks: whether each came to the right answer; None where there is none to come to.
     """
 
     task: str
@@ -38,6 +39,7 @@ class Sample:
     group: int
     round: int
     completions: tuple[Completion, ...]
+    marks: tuple[bool | None, ...] = ()
 
     @property
     def began_at(self) -> float:
@@ -79,12 +81,21 @@ class TaskRound:
 
 
 class Bench:
-    """One target with its weights, and an engine per strategy; the baseline comes first."""
+    """One target with its weights, and an engine per strategy; the baseline comes first.
+
+    To be called in this order: `load`, `converse`, `compile`, `warm_up`, `run`.
+    """
 
     def __init__(
-        self, config: BenchmarkRun, strategies: Mapping[str, jobs.Job], workload: Workload
+        self,
+        config: BenchmarkRun,
+        strategies: Mapping[str, jobs.Job],
+        workload: Workload,
+        *,
+        target_loaded: bool,
     ):
         """Use `prepare`."""
+        self._target_loaded = target_loaded
         self.config = config
         self.workload = workload
         self.jobs = dict(strategies)
@@ -110,45 +121,59 @@ class Bench:
         """What a cycle may commit at most, by strategy."""
         return {name: job.drafter.longest_path for name, job in self.jobs.items()}
 
-    def load(self, *, target: bool = True) -> None:
-        """Reads all weights, the target's once, if at all, and makes the engines."""
-        if target:
+    def load(self) -> None:
+        """Reads all weights, the target's once, if they are not there already."""
+        if not self._target_loaded:
             assembly.load_weights(self.target, self.jobs[self.baseline].target_source)
-        longest = max((item.max_new_tokens for item in self.workload.items), default=0)
-        for name, job in self.jobs.items():
+        for job in self.jobs.values():
             assembly.load_weights(job.drafter, job.drafter_source)
-            drafter, decode = job.drafter, self.config.decode
-            if self.workload.forced and drafter.num_draft_tokens:
-                drafter = Forced(
-                    drafter,
-                    batch=decode.batch_size,
-                    cycles=longest,
-                    sharding=self.target.sharding,
-                )
-            self.engines[name] = MeasuredEngine(
-                self.target,
-                drafter,
-                decode,
-                max_length=job.max_length,
-                # Forced acceptance commits whatever was drafted: a stop token there stops nothing.
-                stop_ids=() if self.workload.forced else job.stop_ids,
-            )
+
+    def converse(self) -> None:
+        """Makes the later turns of conversations prompts like all others.
+
+        They answer what the baseline has said before, whichever strategy decodes them, so that all
+        decode the same.
+
+        Raises:
+          InputError: a conversation has grown too long.
+        """
+        turns = session.all_turns(self.jobs[self.baseline])
+        self.workload = self.workload.with_turns(turns)
+        self.jobs = {name: jobs.with_prompts(job, turns) for name, job in self.jobs.items()}
 
     def compile(self, progress=lambda name, seconds: None) -> None:
-        """Compiles all programs of all strategies."""
+        """Makes the engines and compiles all programs of all strategies."""
         lengths = [len(item.prompt.ids) for item in self.workload.items]
-        for name, engine in self.engines.items():
+        for name, job in self.jobs.items():
+            engine = self.engines[name] = self._engine(job)
             engine.compile(lengths, lambda what, s, name=name: progress(f"{name}: {what}", s))
+
+    def _engine(self, job: jobs.Job) -> MeasuredEngine:
+        drafter, decode, forced = job.drafter, self.config.decode, self.workload.forced
+        if forced and drafter.num_draft_tokens:
+            drafter = Forced(
+                drafter,
+                batch=decode.batch_size,
+                cycles=max(item.max_new_tokens for item in self.workload.items),
+                sharding=self.target.sharding,
+            )
+        return MeasuredEngine(
+            self.target,
+            drafter,
+            decode,
+            max_length=job.max_length,
+            # Forced acceptance commits whatever was drafted: a stop token there stops nothing.
+            stop_ids=() if forced else job.stop_ids,
+        )
 
     def warm_up(self) -> None:
         """Decodes one group of each task with every strategy, and times parts, for nothing."""
         for task in self.workload.tasks:
             self.task_round(task, 0, self.groups(task)[:1])
 
-    def groups(self, task: str) -> list[tuple[Item, ...]]:
-        """The task's prompts, as many at a time as there are slots."""
-        items, size = self.workload.tasks[task], self.config.decode.batch_size
-        return [items[begin : begin + size] for begin in range(0, len(items), size)]
+    def groups(self, task: str) -> list[tuple[int, tuple[Item, ...]]]:
+        """The task's prompts, as many at a time as there are slots; see `Workload.groups`."""
+        return self.workload.groups(task, self.config.decode.batch_size)
 
     def decode(self, strategy: str, group: tuple[Item, ...]) -> tuple[Completion, ...]:
         """Decodes prompts together; there is a slot for each."""
@@ -161,6 +186,14 @@ class Bench:
         events = scheduler.decode(engine, requests)
         done = [event for event in events if isinstance(event, Completion)]
         return tuple(sorted(done, key=lambda one: one.index))
+
+    def marks(self, group: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
+        """Whether each output comes to the right answer; None where there is none to come to."""
+        words = self.jobs[self.baseline].tokenizer
+        return tuple(
+            item.grader(words.decode(one.output_ids)) if item.grader else None
+            for item, one in zip(group, done, strict=True)
+        )
 
     def _script(self, strategy: str, item: Item) -> list[int]:
         """The item's acceptance lengths, none beyond what the strategy's block yields.
@@ -181,13 +214,16 @@ class Bench:
             for task in self.workload.tasks:
                 yield self.task_round(task, number, self.groups(task))
 
-    def task_round(self, task: str, number: int, groups: list[tuple[Item, ...]]) -> TaskRound:
-        """One round over some of a task's prompts."""
+    def task_round(
+        self, task: str, number: int, groups: Sequence[tuple[int, tuple[Item, ...]]]
+    ) -> TaskRound:
+        """One round over some of a task's prompts, as `groups` gives them."""
         samples, probes = [], {}
         times: dict[str, list[Parts]] = {}
-        for place, group in enumerate(groups):
+        for place, group in groups:
             for name in self.engines:
-                samples.append(Sample(task, name, place, number, self.decode(name, group)))
+                done = self.decode(name, group)
+                samples.append(Sample(task, name, place, number, done, self.marks(group, done)))
             probes = probes or self._probes(group, samples[0])
             for name, probe in probes.items():
                 times.setdefault(name, []).append(probe.parts())
@@ -231,7 +267,7 @@ def prepare(config: BenchmarkRun, *, cut: bool = False, target: Decoder | None =
     work = workloads.read(config, prepared[BASELINE.name])
     prompts = [item.prompt for item in work.items]
     ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
-    bench = Bench(config, ready, work)
+    bench = Bench(config, ready, work, target_loaded=target is not None)
     if not cut:
         drafting = {name: size for name, size in bench.longest_paths.items() if size > 1}
         workloads.check_lengths(work, drafting)

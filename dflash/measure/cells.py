@@ -46,7 +46,7 @@ class Cell:
 
     Attributes:
       task, strategy: names.
-      rounds, prompts: how many of each.
+      rounds, prompts: how many of each; every turn of a conversation is a prompt.
       block_size: rows that the target verifies.
       output_tokens, cycles: of all rounds; tokens without each prompt's first.
       tau: mean acceptance length.
@@ -60,6 +60,8 @@ class Cell:
       speedup_interval: the two ends of its bootstrap interval.
       speedup_with_prefill: the same with every prompt's time to first token in both clocks.
       identical_share: of prompts whose output is that of the baseline, token for token.
+      checked: outputs, rounds counted singly, that have an answer to come to.
+      correct_share: of these, how many came to it; None without any.
       cost_ms: of a cycle.
       baseline_cycle_ms: T_1.
       ideal_speedup: see above.
@@ -86,6 +88,8 @@ class Cell:
     speedup_interval: tuple[float, float] | None
     speedup_with_prefill: float | None
     identical_share: float | None
+    checked: int
+    correct_share: float | None
     cost_ms: Cost | None
     baseline_cycle_ms: float | None
     ideal_speedup: float | None
@@ -141,6 +145,7 @@ class Average:
     speedup: float | None
     speedup_interval: tuple[float, float] | None
     identical_share: float | None
+    correct_share: float | None
     share_of_ideal: float | None
 
 
@@ -165,6 +170,7 @@ def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: st
                 speedup=average,
                 speedup_interval=interval,
                 identical_share=_mean(cell.identical_share for cell in own),
+                correct_share=_mean(cell.correct_share for cell in own),
                 share_of_ideal=_mean(cell.share_of_ideal for cell in own),
             )
         )
@@ -176,6 +182,7 @@ def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Ce
     completions = [one for sample in samples for one in sample.completions]
     lengths = [length for one in completions for length in one.acceptance_lengths]
     counts = Counter(lengths)
+    marks = [mark for sample in samples for mark in sample.marks if mark is not None]
     joint, conditional = slot_acceptance(
         [(one.acceptance_lengths, one.block_sizes) for one in completions], longest_path
     )
@@ -206,6 +213,8 @@ def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Ce
             _tokens_per_ms(samples, prefill=True), _tokens_per_ms(plain, prefill=True)
         ),
         identical_share=None if forced else identical_share(samples, plain),
+        checked=len(marks),
+        correct_share=_mean(marks),
         cost_ms=cost,
         baseline_cycle_ms=baseline_ms,
         ideal_speedup=ideal,
@@ -255,8 +264,8 @@ def bootstrap(
 ) -> tuple[float, tuple[float, float]]:
     """The mean speed-up over tasks, and its bootstrap interval.
 
-    Groups of prompts are drawn with replacement within each task, and for each a round of its own;
-    strategy and baseline keep the same draws, as they ran side by side.
+    Groups of conversations are drawn with replacement within each task, and for each a round of its
+    own; strategy and baseline keep the same draws, as they ran side by side.
 
     Args:
       samples: of the strategy, by task.
@@ -289,7 +298,8 @@ def _table(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     times, tokens = np.zeros((2, len(groups), len(rounds)))
     for sample in samples:
         place = groups.index(sample.group), rounds.index(sample.round)
-        times[place], tokens[place] = max(sample.wall_ms, 1e-9), sample.tokens
+        times[place] += max(sample.wall_ms, 1e-9)
+        tokens[place] += sample.tokens
     return times, tokens
 
 

@@ -112,25 +112,24 @@ def as_values(
     }
 
 
-_COLUMNS = (
-    *("task", "strategy", "rounds", "prompts", "block_size", "output_tokens", "cycles", "tau"),
+FIGURES = (
+    *("rounds", "prompts", "block_size", "output_tokens", "cycles", "tau"),
     *("ttft_ms", "tpot_ms", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
-    *("speedup_with_prefill", "identical_share", "cycle_ms", "draft_ms", "verify_ms", "rest_ms"),
-    *("ideal_speedup", "share_of_ideal", "acceptance"),
+    *("speedup_with_prefill", "identical_share", "checked", "correct_share", "cycle_ms"),
+    *("draft_ms", "verify_ms", "rest_ms", "ideal_speedup", "share_of_ideal", "acceptance"),
 )
 
 
-def as_csv(cells: Sequence[Cell], acceptance: str) -> str:
-    """The cells as a table, one a line; `acceptance` says where acceptance lengths come from."""
-    rows = []
-    for cell in cells:
-        values = dataclasses.asdict(cell)
-        low, high = cell.speedup_interval or (None, None)
-        cost = {f"{name}_ms": value for name, value in (values["cost_ms"] or {}).items()}
-        own = {"speedup_low": low, "speedup_high": high, "acceptance": acceptance}
-        values |= cost | own
-        rows.append({column: values.get(column) for column in _COLUMNS})
-    return table_csv(rows)
+def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The cells of results.json as lines of a table: task, strategy and `FIGURES`."""
+    found = []
+    for cell in values["cells"]:
+        low, high = cell["speedup_interval"] or (None, None)
+        cost = {f"{name}_ms": value for name, value in (cell["cost_ms"] or {}).items()}
+        own = {"speedup_low": low, "speedup_high": high}
+        line = {**cell, **cost, **own, "acceptance": values["acceptance"]["source"]}
+        found.append({column: line.get(column) for column in ("task", "strategy", *FIGURES)})
+    return found
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -147,7 +146,7 @@ def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def lines(cells: Sequence[Cell], averages: Sequence[Average]) -> list[str]:
     """The cells as text for a terminal."""
     rows = [("task", "strategy", "τ", "TTFT ms", "TPOT ms", "tok/s", "speed-up", "95 %")]
-    rows[0] += ("same", "cycle ms", "draft", "verify", "rest", "of ideal")
+    rows[0] += ("same", "right", "cycle ms", "draft", "verify", "rest", "of ideal")
     for cell in cells:
         cost = cell.cost_ms
         rows.append(
@@ -155,7 +154,7 @@ def lines(cells: Sequence[Cell], averages: Sequence[Average]) -> list[str]:
                 *(cell.task, cell.strategy, _number(cell.tau), _number(cell.ttft_ms)),
                 *(_number(cell.tpot_ms), _number(cell.tokens_per_second, 1)),
                 *(_number(cell.speedup), _interval(cell.speedup_interval)),
-                _percent(cell.identical_share),
+                *(_percent(cell.identical_share), _percent(cell.correct_share)),
                 *(_number(getattr(cost, part, None)) for part in _PARTS),
                 _percent(cell.share_of_ideal),
             )
@@ -164,8 +163,8 @@ def lines(cells: Sequence[Cell], averages: Sequence[Average]) -> list[str]:
         rows.append(
             (
                 *("mean", one.strategy, _number(one.tau), "", "", "", _number(one.speedup)),
-                *(_interval(one.speedup_interval), _percent(one.identical_share), "", "", "", ""),
-                _percent(one.share_of_ideal),
+                *(_interval(one.speedup_interval), _percent(one.identical_share)),
+                *(_percent(one.correct_share), "", "", "", "", _percent(one.share_of_ideal)),
             )
         )
     return aligned(rows)

@@ -38,7 +38,10 @@ def run(bench: Bench, directory: results.Directory, display: Display) -> dict[st
     """
     with display.status("loading weights"):
         bench.load()
-    with display.status(f"compiling for {len(bench.engines)} strategies"):
+    if bench.workload.has_later_turns:
+        with display.status("decoding what later turns answer to"):
+            bench.converse()
+    with display.status(f"compiling for {len(bench.jobs)} strategies"):
         bench.compile()
     with display.status("warming up"):
         bench.warm_up()
@@ -55,7 +58,7 @@ def run(bench: Bench, directory: results.Directory, display: Display) -> dict[st
             f"round {one.round + 1} of {bench.config.rounds} · {one.task} · {seconds:.0f} s"
         )
     found, averages = table(bench, done)
-    directory.write("results.csv", results.as_csv(found, bench.workload.acceptance["source"]))
+    directory.write("results.csv", results.table_csv(results.rows(values)))
     show(bench, found, averages)
     if directory.path is not None:
         with display.status("plots and page"):

@@ -30,11 +30,16 @@ class Item:
       prompt: its tokens, numbered over all tasks.
       max_new_tokens: at which decoding ends.
       lengths: acceptance lengths to be forced, a cycle each; None for those that come about.
+      grader: says of a text whether it comes to the right answer, None if it cannot be said; None
+        where the prompt has no answer to come to, as all but the last turn of a conversation.
+      turn: number in its conversation, from 0; items of a conversation are neighbours.
     """
 
     prompt: Prompt
     max_new_tokens: int
     lengths: tuple[int, ...] | None = None
+    grader: jobs.Grader | None = None
+    turn: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +61,53 @@ class Workload:
         return any(item.lengths is not None for items in self.tasks.values() for item in items)
 
     @property
+    def has_later_turns(self) -> bool:
+        """Whether some turns are not items yet, since they answer what is not said yet."""
+        return any(item.prompt.later_turns for item in self.items)
+
+    @property
     def items(self) -> tuple[Item, ...]:
         """Those of all tasks, in order of their index."""
         return tuple(item for items in self.tasks.values() for item in items)
+
+    def with_turns(self, turns: Sequence[Prompt]) -> "Workload":
+        """The workload with an item for each turn of its conversations.
+
+        Args:
+          turns: every turn as a prompt of its own.
+        """
+        by_index = {prompt.index: prompt for prompt in turns}
+
+        def one(item: Item, index: int) -> Item:
+            return dataclasses.replace(
+                item,
+                prompt=by_index[index],
+                grader=item.grader if index == item.prompt.indices[-1] else None,
+                turn=item.turn + index - item.prompt.index,
+            )
+
+        tasks = {
+            task: tuple(one(item, index) for item in items for index in item.prompt.indices)
+            for task, items in self.tasks.items()
+        }
+        return dataclasses.replace(self, tasks=tasks)
+
+    def groups(self, task: str, size: int) -> list[tuple[int, tuple[Item, ...]]]:
+        """What is decoded together: the same turn of up to `size` neighbouring conversations.
+
+        Returns:
+          The number of these conversations' group, which all their turns share, and the items.
+        """
+        conversations: list[list[Item]] = []
+        for item in self.tasks[task]:
+            if not item.turn:
+                conversations.append([])
+            conversations[-1].append(item)
+        found = []
+        for number, begin in enumerate(range(0, len(conversations), size)):
+            for turn in itertools.zip_longest(*conversations[begin : begin + size]):
+                found.append((number, tuple(item for item in turn if item is not None)))
+        return found
 
 
 def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
@@ -179,23 +228,25 @@ def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
 
 def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
     tasks: dict[str, tuple[Item, ...]] = {}
-    numbers = itertools.count()
+    begin = 0
     for name in config.tasks:
         source = PromptsConfig(
             dataset=name,
             split=config.split,
             limit=config.prompts_per_task,
             raw_dir=config.raw_dir,
-            thinking=config.thinking,
         )
         found = jobs.read_prompts(job, source, stdin=sys.stdin)
+        graders = jobs.find_graders(source) or [None] * len(found)
         tasks[name] = tuple(
             Item(
-                dataclasses.replace(prompt, index=next(numbers), later_turns=()),
+                dataclasses.replace(prompt, index=begin + prompt.index),
                 config.decode.max_new_tokens,
+                grader=grader,
             )
-            for prompt in found
+            for prompt, grader in zip(found, graders, strict=True)
         )
+        begin += found[-1].indices.stop
     return tasks
 
 

@@ -3,21 +3,12 @@
 import json
 
 import pytest
+from helpers import BYTE_TARGET
 
 from dflash import decode
 
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
 CONFIG = f"""
-target: {{name: qwen3, checkpoint: random, architecture: {json.dumps(SHAPE)}}}
+target: {BYTE_TARGET}
 decode: {{max_new_tokens: 6, page_size: 16, max_length: 128, batch_size: 2, temperature: 0.9}}
 dtype: float32
 """

@@ -7,7 +7,8 @@ import pytest
 from made_samples import completion, task_round
 
 from dflash.measure import cells
-from dflash.measure.bench import Sample
+from dflash.measure.bench import Sample, TaskRound
+from dflash.measure.parts import Parts
 
 BLOCKS = {"none": 1, "dflash": 4}
 LENGTHS = ([4, 2, 4, 2], [3, 3, 3, 3])
@@ -120,6 +121,20 @@ def test_outputs_under_forced_acceptance_are_not_compared():
     assert cells_of(rounds(), forced=True)["dflash"].identical_share is None
 
 
+def test_the_share_of_right_answers_is_of_those_that_were_checked():
+    def sample(*marks, number=0):
+        done = tuple(completion(index, [1], 3.0) for index in range(len(marks)))
+        return Sample("math", "none", 0, number, done, marks)
+
+    parts = {"none": Parts(0.0, 2.5, context_tokens=64)}
+    marked = (sample(True, None, False), sample(True, None, True, number=1))
+    done = [TaskRound("math", one.round, (one,), parts) for one in marked]
+    cell = cells_of(done, block_sizes={"none": 1})["none"]
+    assert (cell.checked, cell.correct_share) == (4, 0.75)
+    assert cells.averages([cell], done, baseline="none")[0].correct_share == 0.75
+    assert cells_of(rounds())["none"].correct_share is None
+
+
 def test_a_batch_is_timed_from_when_all_its_prompts_are_there():
     early = completion(0, [2, 2], 10.0, begin=100.0)
     late = completion(1, [2, 2], 10.0, begin=100.005)
@@ -149,6 +164,19 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
         held += low <= 1.5 <= high
         assert high - low < 0.35
     assert held >= 0.85 * trials
+
+
+def test_turns_of_a_conversation_are_drawn_together():
+    """Fast first turns and slow second ones: apart they would spread the interval."""
+    samples = {"none": [], "x": []}
+    for name, times in (("none", (4.0, 4.0)), ("x", (2.0, 6.0))):
+        for turn, ms in enumerate(times):
+            for group in range(3):
+                done = (completion(2 * group + turn, [1] * 9, ms),)
+                samples[name].append(Sample("t", name, group, 0, done))
+    speedup, interval = cells.bootstrap([samples["x"]], [samples["none"]])
+    assert speedup == pytest.approx(1.0)
+    assert interval == pytest.approx((1.0, 1.0))
 
 
 def test_averages_count_every_task_alike():

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from dflash.common.prompts import Prompt
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DecodeConfig
 from dflash.measure import published, workload
@@ -54,3 +55,23 @@ def test_a_prompt_is_as_long_as_recorded_and_ends_with_its_recording(tmp_path):
 def test_without_a_recording_nothing_is_forced():
     empty = workload.Workload({"a": ()}, {"source": "measured"})
     assert not empty.forced
+
+
+def test_turns_are_decoded_together_with_those_of_neighbours():
+    """Three conversations of two, one and three turns, in two slots."""
+    openings = [
+        Prompt(0, (1,), later_turns=("b",)),
+        Prompt(2, (2,)),
+        Prompt(3, (3,), later_turns=("d", "e")),
+    ]
+    items = tuple(workload.Item(prompt, 4, grader=str.isdigit) for prompt in openings)
+    some = workload.Workload({"a": items}, {"source": "measured"})
+    assert some.has_later_turns
+    turns = some.with_turns([Prompt(index, (index,)) for index in range(6)])
+    assert not turns.has_later_turns
+    groups = [
+        (number, [one.prompt.index for one in group]) for number, group in turns.groups("a", 2)
+    ]
+    graded = [one.prompt.index for one in turns.items if one.grader]
+    assert graded == [1, 2, 5]  # the last turn of each
+    assert groups == [(0, [0, 2]), (0, [1]), (1, [3]), (1, [4]), (1, [5])]

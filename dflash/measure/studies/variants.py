@@ -58,7 +58,7 @@ def batch(config: BenchmarkRun) -> Table:
         keys = {name: {"drafter": name, "batch": size} for name in config.strategies}
         measured = benches.prepare(variant, target=target)
         _check_full(measured, size)
-        measured.load(target=target is None)
+        measured.load()
         target = measured.target
         machine = machine or roofline.machine_of(target.sharding)
         rows += _rows(measured, keys, machine)
@@ -117,6 +117,7 @@ def _rows(
     bench: benches.Bench, keys: Mapping[str, Mapping], machine: roofline.Machine
 ) -> list[dict]:
     """Measures every cell; a row for each of a strategy that has keys."""
+    bench.converse()
     bench.compile()
     bench.warm_up()
     found = cells.cells(

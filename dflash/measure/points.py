@@ -1,0 +1,51 @@
+"""Points of a sweep that are benchmarks; the target stays loaded for as long as points need it."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from dflash import errors
+from dflash.common.display import Display
+from dflash.common.sweeps import Runner
+from dflash.config import loader
+from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.inference import points
+from dflash.measure import bench as benches
+from dflash.measure import results, session
+from dflash.models.decoder import Decoder
+
+
+class BenchmarkPoints(Runner):
+    """Measures cells; a point's directory is a work directory of `dflash.benchmark`."""
+
+    metrics = results.FIGURES
+    shown = ("tau", "speedup")
+
+    def __init__(self, display: Display):
+        super().__init__(display)
+        self._targets: dict[str, Decoder] = {}  # one at most, by what its weights hang on
+
+    def check(self, config: BenchmarkRun) -> None:
+        if config.study is not None:
+            raise errors.ConfigError(
+                "study: a sweep runs no studies: run this one by python -m dflash.benchmark"
+            )
+        benches.prepare(config)
+
+    def affinity(self, config: BenchmarkRun) -> str:
+        return points.target_key(config.decode_run(benches.BASELINE))
+
+    def run(self, config: BenchmarkRun, directory: pathlib.Path) -> Mapping[str, Any]:
+        key = self.affinity(config)
+        # Another target goes before this one comes: there may be no room for both.
+        self._targets = {one: target for one, target in self._targets.items() if one == key}
+        bench = benches.prepare(config, target=self._targets.get(key))
+        with results.open_directory(str(directory), loader.to_yaml(config)) as opened:
+            values = session.run(bench, opened, Display.silent())
+        self._targets[key] = bench.target
+        return {
+            f"{row['task']}.{row['strategy']}.{name}": row[name]
+            for row in results.rows(values)
+            if row["strategy"] != bench.baseline
+            for name in self.metrics
+        }

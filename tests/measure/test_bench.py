@@ -1,0 +1,52 @@
+"""Conversations in a benchmark: what later turns answer to, and that it is the same for all."""
+
+import dataclasses
+import json
+
+from helpers import make_architecture
+
+from dflash.config import benchmark_schema, schema
+from dflash.inference import scheduler
+from dflash.measure import bench as benches
+
+ROWS = [{"turns": ["What?", "Why is it so?", "Oh."]}, {"turns": ["One turn only."]}]
+
+
+def make_config(raw_dir) -> benchmark_schema.BenchmarkRun:
+    shape = make_architecture(vocab_size=256, num_hidden_layers=1, head_dim=8)
+    return benchmark_schema.BenchmarkRun(
+        target=schema.TargetConfig(name="qwen3", checkpoint="random", architecture=shape),
+        tasks=("mt-bench",),
+        raw_dir=str(raw_dir),
+        decode=schema.DecodeConfig(max_new_tokens=5, page_size=16, prefill_chunk=16),
+        dtype="float32",
+    )
+
+
+def test_later_turns_follow_what_the_baseline_has_said(tmp_path):
+    path = tmp_path / "mt_bench" / "question.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    bench = benches.prepare(make_config(tmp_path))
+    bench.load()
+    bench.converse()
+    items = bench.workload.items
+    assert [(item.prompt.index, item.turn) for item in items] == [(0, 0), (1, 1), (2, 2), (3, 0)]
+    job = bench.jobs["none"]
+    assert job.max_length == len(items[2].prompt.ids) + 5
+    requests = job.requests([item.prompt for item in items[:2]])
+    said = [
+        job.tokenizer.decode(event.output_ids).encode("utf-8", "replace").decode("utf-8")
+        for event in scheduler.decode(job.engine(), requests)
+        if isinstance(event, scheduler.Completion)
+    ]
+    assert [dict(message)["content"] for message in items[2].prompt.messages] == [
+        "What?", said[0], "Why is it so?", said[1], "Oh.",
+    ]  # fmt: skip
+    bench.converse()  # there is nothing left to be said
+    assert bench.workload.items == items
+
+
+def test_a_benchmark_asks_for_reasoning_where_it_is_told_to(tmp_path):
+    config = dataclasses.replace(make_config(tmp_path), thinking=True)
+    assert config.decode_run(schema.DrafterConfig()).prompts.thinking
