@@ -11,9 +11,7 @@ something else must have written them; ours writes them.
 """
 
 import functools
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -32,21 +30,22 @@ CORES_PER_DEVICE = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}
 
 
 def main(argv: list[str]) -> None:
-    """Prints the table; each kernel is compiled in a process of its own."""
+    """Prints the table."""
     name = argv[0] if argv else "v5p:1x1x1"
-    print(f"{name}: bundles of the inner loop; spills and fills in it; trips; bundles × trips")
-    for batch, context in CASES:
-        for kernel in (OURS, THEIRS):
-            with tempfile.TemporaryDirectory() as directory:
-                command = [sys.executable, __file__, name, kernel, str(batch), str(context)]
-                subprocess.run([*command, directory], check=True, env=os.environ)
-                sections = bundles.of_kernels(pathlib.Path(directory), [kernel])[kernel]
-            inner = bundles.inner_loop(sections)
-            turns = trips(kernel, name, batch, context)
-            print(
-                f"batch {batch:>2}, context {context:>5}, {kernel:<30}{inner.bundles:>6}"
-                f"{inner.spills:>6}{turns:>6}{inner.bundles * turns:>9}"
-            )
+    with tempfile.TemporaryDirectory() as directory:
+        topology.prepare_environment(directory)
+        print(f"{name}: bundles of the kernel, of its inner loop; spills and fills; trips; product")
+        for batch, context in CASES:
+            for kernel in (OURS, THEIRS):
+                found = schedule(name, kernel, batch, context, pathlib.Path(directory))
+                inner = bundles.inner_loop(found)
+                turns = trips(kernel, name, batch, context)
+                print(
+                    f"batch {batch:>2}, context {context:>5}, {kernel:<30}"
+                    f"{sum(part.bundles for part in found):>6}{inner.bundles:>6}{inner.spills:>6}"
+                    f"{turns:>6}{inner.bundles * turns:>9}",
+                    flush=True,
+                )
 
 
 def trips(kernel: str, name: str, batch: int, context: int) -> int:
@@ -59,17 +58,23 @@ def trips(kernel: str, name: str, batch: int, context: int) -> int:
     return batch * tiles * groups // CORES_PER_DEVICE.get(kind, 1)
 
 
-def compile_one(name: str, kernel: str, batch: str, context: str, directory: str) -> None:
-    """Compiles one kernel; the compiler leaves its schedule in the directory."""
-    topology.prepare_environment(directory)
-    place = jax.sharding.SingleDeviceSharding(topology.find(name).devices[0])
-    mesh = jax.sharding.Mesh([topology.find(name).devices[0]], ("x",))
-    function, shapes = arguments(kernel, int(batch), int(context))
+def schedule(
+    name: str, kernel: str, batch: int, context: int, directory: pathlib.Path
+) -> list[bundles.Section]:
+    """Compiles one kernel; the compiler leaves its schedule in the directory, which is emptied."""
+    device = topology.find(name).devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    mesh = jax.sharding.Mesh([device], ("x",))
+    function, shapes = arguments(kernel, batch, context)
     inputs = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
     # jax's kernel asks for the kind of chip while it is traced.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function).lower(*inputs)
     lowered.compile()
+    found = bundles.of_kernels(directory, [kernel])
+    for path in directory.iterdir():
+        path.unlink()
+    return found[kernel]
 
 
 def arguments(kernel: str, batch: int, context: int):
@@ -105,4 +110,4 @@ def arguments(kernel: str, batch: int, context: int):
 
 
 if __name__ == "__main__":
-    compile_one(*sys.argv[1:]) if len(sys.argv) > 2 else main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from tpu_compiler import needs_compiler
 
 from dflash import errors
-from dflash.compiler import topology
+from dflash.compiler import costs, hlo, topology
 from dflash.config import loader, tpu_schema
+from dflash.layers.linear import Embedding
 
 SCHEMAS = (tpu_schema.CompileDecode, tpu_schema.CompileTrain)
 TINY = (
@@ -92,6 +96,26 @@ def test_the_mesh_takes_all_of_the_machine():
         topology.make_sharding(machine, sizes | {"data": 1}, rules)
     with pytest.raises(errors.ConfigError, match=r"mesh.data: 1 does not divide over tpu.slices=2"):
         topology.make_sharding(machine, {"data": 1, "fsdp": 1, "tensor": 8}, rules)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("data", "batch"), [(1, 1), (4, 4), (4, 1)])
+def test_a_lone_row_goes_through_the_matrix_unit(data, batch):
+    rules = tpu_schema.CompileDecode().sharding_rules
+    sizes = {"data": data, "fsdp": 1, "tensor": 1}
+    machine = topology.find("v5p:2x2x1" if data > 1 else "v5p:1x1x1")
+    sharding = topology.make_sharding(machine, sizes, rules)
+    head = Embedding(1024, 256, dtype=jnp.bfloat16, sharding=sharding)
+    graph, params = nnx.split(head)
+    place = "batch" if batch == data else None
+    hidden = sharding.abstract((batch, 1, 256), (place, None, None), jnp.bfloat16)
+    compiled = jax.jit(lambda p, x: nnx.merge(graph, p).attend(x)).lower(params, hidden).compile()
+    operations = costs.operations(
+        hlo.parse(compiled.as_text()), trips=lambda _: None, branch=lambda _: None
+    )
+    # Two rows, the second of zeros.
+    assert sum(one.flops for one in operations) == 2 * 2 * 256 * 1024
+    assert jax.tree.leaves(compiled.out_info)[0].shape == (batch, 1, 1024)
 
 
 def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):

@@ -30,10 +30,11 @@ def hbm_bytes(module: Module, one: Instruction, by_name: Names) -> tuple[int, in
     """
     operands = [by_name[name] for name in one.operands if name in by_name]
     if one.opcode.endswith("-start"):
-        # The result is a tuple of where to, where from, and a semaphore.
-        target = one.results[0] if one.results else None
-        if target is None:
+        if not one.results:
             return 0, 0
+        # A copy's result is where to, where from, a semaphore. Others repeat their operands first.
+        first = 0 if one.opcode == "copy-start" else len(one.operands)
+        target = one.results[min(first, len(one.results) - 1)]
         reads = any(operand.hbm_bytes for operand in operands)
         return target.num_bytes if reads else 0, target.num_bytes if target.in_hbm else 0
     if one.opcode in _SLICES:

@@ -190,20 +190,24 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
 
 def _top_k_top_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
     """Masks all but the k likeliest tokens and, of those, all but the nucleus of mass p."""
-    vocab = logits.shape[-1]
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
-    top_k = jnp.where(params.top_k > 0, params.top_k, vocab)[:, None, None]
-    ranked = jnp.where(jnp.arange(vocab) < top_k, ranked, -jnp.inf)
-    mass = jax.nn.softmax(ranked, axis=-1)
+    rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    # Sorted together with the tokens' numbers; of equals the lower number comes first.
+    negated, order = jax.lax.sort((-logits, rank), num_keys=1, is_stable=True)
+    top_k, top_p = params.top_k[:, None, None], params.top_p[:, None, None]
+    likely = (rank < top_k) | (top_k <= 0)
+    mass = jax.nn.softmax(jnp.where(likely, -negated, -jnp.inf), axis=-1)
     # A token stays while the mass before it is under p: the one that crosses p still counts, and
     # the likeliest always does.
     before = jnp.cumsum(mass, axis=-1) - mass
-    top_p = params.top_p[:, None, None]
     # 1 is off, whatever the sum rounds to.
-    keep = (before < top_p) | (top_p >= 1) | (jnp.arange(vocab) == 0)
-    ranked = jnp.where(keep, ranked, -jnp.inf)
-    return jnp.put_along_axis(logits, order, ranked, axis=-1, inplace=False)
+    stays = likely & ((before < top_p) | (top_p >= 1) | (rank == 0))
+    # Whoever does not come after the last that stays. Putting all back in their places instead
+    # would scatter the vocabulary, over all devices where it is split.
+    last = stays.sum(axis=-1, keepdims=True) - 1
+    value = -jnp.take_along_axis(negated, last, axis=-1)
+    token = jnp.take_along_axis(order, last, axis=-1)
+    stays = (logits > value) | ((logits == value) & (rank <= token))
+    return jnp.where(stays, logits, -jnp.inf)
 
 
 def probabilities(logits: jax.Array, params: SamplingParams) -> jax.Array:

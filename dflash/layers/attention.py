@@ -4,12 +4,17 @@ How rows meet context differs (pages for a target, a static array for a drafter)
 itself is the caller's.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dflash.common.sharding import Sharding
-from dflash.layers import linear, rotary
+from dflash.kernels import implementation
+from dflash.kernels.split_heads import split_heads
+from dflash.layers import linear
+from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear, RMSNorm
 
 
@@ -49,20 +54,35 @@ class Attention(nnx.Module):
 
     def queries(self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
         """[B, T, D] -> rotated queries [B, T, N, H]."""
-        return rotary.rotate(self._heads(self.q_proj(x), self.q_norm), cos_sin)
+        return self._heads(self.q_proj(x), self.q_norm, cos_sin, "heads")
 
     def keys_values(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """[B, T, D] -> rotated keys and plain values, each [B, T, K, H]."""
-        keys = rotary.rotate(self._heads(self.k_proj(x), self.k_norm), cos_sin)
-        return keys, self._heads(self.v_proj(x), None)
+        values = linear.finish(self.v_proj(x), self.sharding)
+        values = values.reshape(*values.shape[:2], -1, self.head_dim)
+        return self._heads(self.k_proj(x), self.k_norm, cos_sin, "kv_heads"), values
 
     def output(self, attended: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D]."""
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
-    def _heads(self, x, norm):
-        x = linear.finish(x, self.sharding)
-        split = x.reshape(*x.shape[:2], -1, self.head_dim)
-        return split if norm is None else norm(split)
+    def _heads(self, product, norm, cos_sin, name):
+        """Normed and rotated heads [B, T, n, H] of a projection, whose columns are `name`."""
+        arrays = [linear.finish(product, self.sharding), cos_sin]
+        batch, _ = batch_axes(product.shape[0], self.sharding)
+        names = [(batch, None, name), (batch, None, None, None)]
+        if norm is not None:
+            arrays.append(norm.scale[...])
+            names.append((None,))
+        chosen = implementation.for_platform(self.sharding.platform)
+        split = functools.partial(
+            split_heads, eps=0.0 if norm is None else norm.eps, implementation=chosen
+        )
+        if chosen == "reference":
+            # XLA splits plain JAX over devices by itself, but not a kernel.
+            return split(*arrays)
+        out = ((batch, None, name, None),)
+        (heads,) = self.sharding.map(lambda *arrays: (split(*arrays),), names, out)(*arrays)
+        return heads

@@ -9,6 +9,7 @@ from flax import nnx
 
 from dflash.common import parameters
 from dflash.common.sharding import Sharding
+from dflash.kernels.split_heads import rms_norm
 
 
 class Linear(nnx.Module):
@@ -40,12 +41,11 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., out]."""
-        return _project(x, widen_late(x, self.kernel[...], self.sharding))
+        return _project(x, self.kernel[...], self.sharding)
 
     def attend(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 logits [..., V], for a kernel that is an output head."""
-        kernel = widen_late(hidden, self.kernel[...], self.sharding)
-        return _project(hidden, kernel, dtype=jnp.float32)
+        return _project(hidden, self.kernel[...], self.sharding, dtype=jnp.float32)
 
 
 class Embedding(nnx.Module):
@@ -67,15 +67,12 @@ class Embedding(nnx.Module):
 
     def attend(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 logits [..., V]."""
-        table = widen_late(hidden, self.embedding[...], self.sharding)
-        return _project(hidden, table, transposed=True, dtype=jnp.float32)
+        table = self.embedding[...]
+        return _project(hidden, table, self.sharding, transposed=True, dtype=jnp.float32)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm with a learned scale, computed in float32.
-
-    Source: Zhang and Sennrich 2019.
-    """
+    """Root-mean-square norm with a learned scale; see `rms_norm`."""
 
     def __init__(self, width: int, eps: float, *, dtype: jnp.dtype, sharding: Sharding):
         self.scale = parameters.declare(
@@ -85,14 +82,34 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D] in the dtype of x."""
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return self.scale[...] * wide.astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
-def _project(x, weights, *, transposed: bool = False, dtype: jnp.dtype | None = None) -> jax.Array:
+def _project(
+    x: jax.Array,
+    weights: jax.Array,
+    sharding: Sharding,
+    *,
+    transposed: bool = False,
+    dtype: jnp.dtype | None = None,
+) -> jax.Array:
     """x [..., D] @ weights [D, F], or [F, D] if transposed, in `dtype` (None: as they come)."""
-    return _product(x, weights, transposed, dtype)
+    weights = widen_late(x, weights, sharding)
+    if not _is_lone_row(x, sharding):
+        return _product(x, weights, transposed, dtype)
+    pair = jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, 1), (0, 0)))
+    return _product(pair, weights, transposed, dtype)[..., :1, :]
+
+
+def _is_lone_row(x: jax.Array, sharding: Sharding) -> bool:
+    """Each device of a TPU has one row of x.
+
+    XLA multiplies one row by the vector units, which it expects to take three times as long as
+    reading the weights; two go through the matrix unit.
+    """
+    if sharding.platform != "tpu" or x.ndim < 2 or x.shape[-2] != 1:
+        return False
+    return math.prod(x.shape[:-1]) <= sharding.size("batch")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

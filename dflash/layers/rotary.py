@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split form, with Llama 3's frequency scaling.
+"""Angles of rotary position embedding, half-split form, with Llama 3's frequency scaling.
 
 Source: Su et al. 2021; scaling as in the Llama 3.1 release.
 """
@@ -34,11 +34,3 @@ def angles(positions: jax.Array, arch: TargetArchitecture) -> tuple[jax.Array, j
     freqs = frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling)
     turned = positions[..., None, None].astype(jnp.float32) * freqs
     return jnp.cos(turned), jnp.sin(turned)
-
-
-def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates x [B, T, heads, H] by the angles of its positions, in float32."""
-    cos, sin = cos_sin
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return rotated.astype(x.dtype)

@@ -104,3 +104,18 @@ def test_an_update_in_place_costs_the_update():
     fusion = run(hlo.parse(UPDATE))["fusion"]
     assert fusion.read_bytes == 8 * 16 * 128 * 2 + 4
     assert fusion.written_bytes == 8 * 16 * 128 * 2
+
+
+PARTS = """HloModule parts
+
+ENTRY %main (p0: bf16[4096,3072]) -> bf16[1024,3072] {
+  %p0 = bf16[4096,3072]{1,0:T(8,128)(2,1)} parameter(0)
+  %slice-start = ((bf16[4096,3072]{1,0:T(8,128)(2,1)}), bf16[1024,3072]{1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)}) slice-start(%p0), slice={[1024:2048], [0:3072]}
+  ROOT %slice-done = bf16[1024,3072]{1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
+}
+"""  # noqa: E501
+
+
+def test_a_prefetched_part_is_read_as_far_as_it_goes():
+    part = run(hlo.parse(PARTS))["slice-start"]
+    assert (part.read_bytes, part.written_bytes) == (1024 * 3072 * 2, 0)

@@ -82,6 +82,23 @@ def test_top_k_comes_before_top_p(option, kept):
     assert jnp.count_nonzero(probabilities(logits, make_params(option))) == kept
 
 
+@pytest.mark.parametrize(
+    ("option", "kept"), [((1.0, 3, 1.0), [1, 2, 4]), ((1.0, 0, 0.6), [1, 2, 4])]
+)
+def test_of_equals_the_lower_number_stays(option, kept):
+    logits = jnp.array([[[0.0, 3.0, 2.0, -jnp.inf, 2.0, 2.0, 1.0]]])
+    found = sampling.filter_logits(logits, make_params(option))[0, 0]
+    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(found)), kept)
+    np.testing.assert_array_equal(found[jnp.array(kept)], logits[0, 0, jnp.array(kept)])
+
+
+def test_filters_put_nothing_back_by_scatter():
+    logits = jnp.zeros((1, 2, 50))
+    program = jax.make_jaxpr(sampling.filter_logits)(logits, make_params((1.0, 5, 0.9)))
+    assert "sort" in str(program)
+    assert "scatter" not in str(program)
+
+
 def test_neighbours_do_not_change_what_a_sequence_may_draw():
     """The filters run for a whole batch as soon as one sequence asks for them."""
     logits = jnp.linspace(0.0, 40.0, 300)[None, None]

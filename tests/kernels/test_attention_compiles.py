@@ -10,6 +10,7 @@ from tpu_compiler import CHIPS, compile_for, needs_compiler
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.kernels.paged_attention import paged_attention
+from dflash.kernels.split_heads import split_heads
 
 pytestmark = needs_compiler
 
@@ -115,3 +116,25 @@ def test_anchored_attention_and_its_gradients(chip, blocks, rows, kv_heads, grou
 
     shapes = anchored_shapes(blocks, rows, kv_heads, group, width, 1500, dtype)
     compile_for(chip, gradients, shapes)
+
+
+def split(rows, cos, sin, scale):
+    return split_heads(rows, (cos, sin), scale)
+
+
+def split_shapes(length, heads, width, dtype, batch=2):
+    angles = (batch, length, 1, width // 2), F32
+    return [((batch, length, heads * width), dtype), angles, angles, ((width,), dtype)]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_split_heads(chip):
+    compile_for(chip, split, split_shapes(16, 32, 128, BF16))
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "width", "dtype"),
+    [(1, 1, 128, BF16), (15, 8, 128, F32), (1024, 8, 256, BF16)],
+)
+def test_shapes_of_split_heads(length, heads, width, dtype):
+    compile_for(V5P, split, split_shapes(length, heads, width, dtype))

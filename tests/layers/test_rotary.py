@@ -6,6 +6,7 @@ import pytest
 from helpers import import_transformers, make_architecture
 
 from dflash.config.schema import RopeScaling
+from dflash.kernels.split_heads import rotate
 from dflash.layers import rotary
 
 LLAMA31 = RopeScaling(8.0, 1.0, 4.0, 8192)
@@ -57,7 +58,7 @@ def test_rotation_is_transformers(scaling):
     heads_first = torch.from_numpy(x).transpose(1, 2)
     expected, _ = modeling_llama.apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
     arch = make_architecture(head_dim=64, rope_theta=5e5, rope_scaling=scaling)
-    rotated = rotary.rotate(jnp.asarray(x), rotary.angles(jnp.asarray(positions), arch))
+    rotated = rotate(jnp.asarray(x), rotary.angles(jnp.asarray(positions), arch))
     np.testing.assert_allclose(rotated, expected.transpose(1, 2).numpy(), atol=1e-3, rtol=1e-3)
 
 
@@ -70,7 +71,7 @@ def test_rotation_turns_pairs_in_the_complex_plane():
         1j * np.asarray(positions)[..., None, None] * freqs
     )
     arch = make_architecture(head_dim=8, rope_theta=1e4)
-    rotated = rotary.rotate(jnp.asarray(x, jnp.float32), rotary.angles(positions, arch))
+    rotated = rotate(jnp.asarray(x, jnp.float32), rotary.angles(positions, arch))
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(rotated, expected, atol=1e-5)
 
@@ -78,7 +79,7 @@ def test_rotation_turns_pairs_in_the_complex_plane():
 def test_bfloat16_is_rotated_in_float32():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 1, 64)), jnp.bfloat16)
     cos_sin = rotary.angles(jnp.array([[4093]]), make_architecture(head_dim=64))
-    rotated = rotary.rotate(x, cos_sin)
+    rotated = rotate(x, cos_sin)
     assert rotated.dtype == jnp.bfloat16
-    wide = rotary.rotate(x.astype(jnp.float32), cos_sin)
+    wide = rotate(x.astype(jnp.float32), cos_sin)
     np.testing.assert_array_equal(rotated, wide.astype(jnp.bfloat16))
