@@ -67,6 +67,43 @@ def test_trees_with_a_window_and_a_soft_cap():
     check(case, keys=8)
 
 
+@pytest.mark.parametrize(
+    ("length", "starts", "kv_heads", "group", "dtype", "kv_dtype", "queries"),
+    [
+        (1, [0, 127, 128, 300], 2, 4, F32, "int8", 128),
+        (16, [0, 120, 256], 1, 2, BF16, "float8_e4m3fn", 128),
+        (17, [130, 0, 111], 2, 1, F32, "float8_e4m3fn", 128),
+        (37, [250, 0], 1, 1, F32, "int8", 16),
+    ],
+)
+def test_quantised_pages(length, starts, kv_heads, group, dtype, kv_dtype, queries):
+    case = make_case(
+        starts, length, kv_heads=kv_heads, group=group, width=64, page_size=128, table_pages=4,
+        dtype=dtype, kv_dtype=kv_dtype,
+    )  # fmt: skip
+    # Past a sequence's last page its table holds anything: no such page is touched.
+    last = np.array(starts)[:, None] + length - 1
+    unused = np.arange(4) > last // 128
+    table = case.arguments["page_table"]
+    case.arguments["page_table"] = jnp.where(unused, 10**6, table)
+    check(case, keys=256, queries=queries)
+
+
+def test_trees_over_quantised_pages():
+    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
+    case = make_case(
+        [126, 0], 6, kv_heads=1, width=64, page_size=128, tree_mask=trees, window=100, soft_cap=1.5,
+        kv_dtype="int8",
+    )  # fmt: skip
+    check(case, keys=128)
+
+
+def test_scales_need_pages_of_whole_tiles_of_lanes():
+    case = make_case([3], 2, width=64, page_size=32, kv_dtype="int8")
+    with pytest.raises(ValueError, match="scales of pages of 32 rows are no multiple of 128"):
+        paged_attention(**case.arguments, **case.view, implementation="pallas")
+
+
 def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
     case = make_case([3], 2, width=128, page_size=8)
     case.arguments |= {
