@@ -35,6 +35,8 @@ from dflash.registry import DRAFTERS
         ("decode.ignore_eos=1", "decode.ignore_eos: expected true or false, got 1"),
         ("decode.verify=coupld", "decode.verify: expected one of coupled, rejection, "
          "got 'coupld'; did you mean 'coupled'?"),
+        ("decode.kv_dtype=int9", "decode.kv_dtype: expected one of auto, int8, float8_e4m3fn, "
+         "got 'int9'; did you mean 'int8'?"),
         ("dtype=float23", "dtype: expected one of float32, bfloat16, got 'float23'; "
          "did you mean 'float32'?"),
         ("dtype=zzz", "dtype: expected one of float32, bfloat16, got 'zzz'"),
