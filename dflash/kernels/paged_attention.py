@@ -174,21 +174,32 @@ def read_pages(pages: Rows, index: jax.Array) -> Rows:
 
 def write_slots(pages: Rows, index: jax.Array, rows: Rows) -> Rows:
     """Writes rows [K, B, T, H] at flat slots index [B, T] of pages [K, P, S, H]."""
+    places = _places(pages, index)
     if isinstance(pages, Quantised):
-        page, slot = jnp.divmod(index, pages.shape[2])
-        scales = pages.scales.at[:, page, 0, slot].set(rows.scales[:, :, 0])
-        return Quantised(write_slots(pages.values, index, rows.values), scales)
-    flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
-    return flat.at[:, index].set(rows.astype(pages.dtype)).reshape(pages.shape)
+        scales = pages.scales.reshape(-1).at[places].set(rows.scales[:, :, 0])
+        values = write_slots(pages.values, index, rows.values)
+        return Quantised(values, scales.reshape(pages.scales.shape))
+    flat = pages.reshape(-1, pages.shape[-1])
+    return flat.at[places].set(rows.astype(pages.dtype)).reshape(pages.shape)
 
 
 def read_slots(pages: Rows, index: jax.Array) -> Rows:
     """The rows [K, B, T, H] at flat slots index [B, T] of pages [K, P, S, H]."""
+    places = _places(pages, index)
     if isinstance(pages, Quantised):
-        page, slot = jnp.divmod(index, pages.shape[2])
-        scales = pages.scales[:, page, 0, slot][:, :, None]
+        scales = pages.scales.reshape(-1)[places][:, :, None]
         return Quantised(read_slots(pages.values, index), scales)
-    return pages.reshape(pages.shape[0], -1, pages.shape[-1])[:, index]
+    return pages.reshape(-1, pages.shape[-1])[places]
+
+
+def _places(pages: Rows, index: jax.Array) -> jax.Array:
+    """Flat slots [B, T] of every head -> rows [K, B, T] of all heads' slots, one after another.
+
+    Indexed by row alone, a pool is moved within in the layout that it has on a TPU; with a window
+    of all heads, XLA would first copy it into another.
+    """
+    kv_heads, num_pages, page_size, _ = pages.shape
+    return jnp.arange(kv_heads)[:, None, None] * (num_pages * page_size) + index
 
 
 def move_slots(pages: Rows, source: jax.Array, destination: jax.Array) -> Rows:

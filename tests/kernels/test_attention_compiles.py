@@ -1,6 +1,7 @@
 """The attention kernels pass the TPU compiler, for every chip and every kind of shape."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
-from dflash.kernels.paged_attention import paged_attention
+from dflash.kernels.paged_attention import move_slots, paged_attention, slot_index
 from dflash.kernels.quantised import Quantised
 
 pytestmark = needs_compiler
@@ -59,6 +60,36 @@ def test_shapes_of_paged_attention(length, kv_heads, group, width, dtype):
 def test_trees_windows_and_soft_caps():
     call = functools.partial(paged_attention, scale=0.1, window=64, soft_cap=30.0)
     compile_for(V5P, call, paged_shapes(33, 2, 4, 128, BF16, tree=True))
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, jnp.int8])
+def test_a_tree_s_rows_move_within_their_pool(kv_dtype):
+    """A pool is written where it lies: no program has room for a copy of one."""
+    shapes = paged_shapes(17, 8, 4, 128, BF16, batch=16, pages=16, tree=True)
+    pool, _ = shapes[3]
+    pages = jax.ShapeDtypeStruct(pool, kv_dtype)
+    if kv_dtype == jnp.int8:
+        pages = Quantised(pages, jax.ShapeDtypeStruct((*pool[:2], 1, pool[2]), F32))
+    pools, form = jax.tree.flatten((pages, pages))
+
+    def call(*arrays):
+        pools = jax.tree.unflatten(form, arrays[: len(arrays) - 7])
+        *new, table, start, tree, path = arrays[-7:]
+        _, *pools = paged_attention(*new, *pools, table, start, tree, scale=0.1)
+        source, target = (
+            slot_index(table, start[:, None] + rows, 128) for rows in (path, jnp.arange(8)[None])
+        )
+        return [move_slots(pages, source, target) for pages in pools]
+
+    shapes = [
+        *((leaf.shape, leaf.dtype) for leaf in pools),
+        *shapes[:3],
+        *shapes[5:],
+        ((16, 8), jnp.int32),
+    ]
+    donated = tuple(range(len(pools)))
+    memory = compile_for(V5P, call, shapes, donate=donated).memory_analysis()
+    assert memory.temp_size_in_bytes < math.prod(pool) // 2
 
 
 def compile_quantised(chip, kv_dtype, length, *args, **options):
