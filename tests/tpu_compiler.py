@@ -16,13 +16,14 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def compile_for(topology, function, shapes):
+def compile_for(topology, function, shapes, donate=()):
     """Compiles `function` for one device of a topology, and makes sure that it runs a kernel.
 
     Args:
       topology: such as "v5p:2x2x1".
       function: takes arrays.
       shapes: of each argument, shape and dtype.
+      donate: numbers of the arguments whose memory results may take.
     """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Nothing takes hold of a chip: other processes may be compiling too.
@@ -30,6 +31,6 @@ def compile_for(topology, function, shapes):
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
     arguments = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
-    compiled = jax.jit(function).lower(*arguments).compile()
+    compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
     assert "tpu_custom_call" in compiled.as_text()
     return compiled

@@ -89,7 +89,11 @@ def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component
     context = config.tpu.context or (decode.max_length or decode.prefill_chunk)
     pages = -(-(context + rows) // decode.page_size)
     cache = target.new_cache(
-        batch=1, pages_per_sequence=pages, num_pages=pages + 1, page_size=decode.page_size
+        batch=1,
+        pages_per_sequence=pages,
+        num_pages=pages + 1,
+        page_size=decode.page_size,
+        kv_dtype=decode.kv_dtype,
     )
     graph, params = nnx.split(target)
     tokens = target.sharding.abstract((1, rows), (None, None), jnp.int32)

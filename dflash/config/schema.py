@@ -246,6 +246,8 @@ class DecodeConfig:
     sync_every: int = option(8, minimum=1)  # cycles per dispatch
     max_length: int | None = option(None, minimum=2)  # None: the longest prompt + max_new_tokens
     page_size: int = option(128, minimum=8)  # tokens per page of the target's cache
+    # Of that cache. auto: the run's dtype; else 8 bits, and a scale for each token and kv head.
+    kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
     prefill_chunk: int = option(512, minimum=8)  # longest piece of a prompt run at once
 
 

@@ -221,6 +221,7 @@ class Engine:
                 pages_per_sequence=layout.pages_per_sequence,
                 num_pages=layout.pages_per_share * layout.num_shares,
                 page_size=layout.page_size,
+                kv_dtype=self._config.kv_dtype,
             ),
             drafter=drafter.init_state(batch, layout.capacity + adaptive.spare_rows(drafter)),
             adaptive=adaptive.abstract(
@@ -366,6 +367,7 @@ class Engine:
                 pages_per_sequence=pages,
                 num_pages=pages + 1,
                 page_size=self.layout.page_size,
+                kv_dtype=self._config.kv_dtype,
             ),
             drafter=self._abstract_drafter.init_state(1, bucket),
             bucket=bucket,

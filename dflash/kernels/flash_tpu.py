@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dflash.kernels import quantised
+from dflash.kernels.quantised import Quantised, Rows
+
 LANES = 128
 LOG2_E = math.log2(math.e)
 # Large and finite: a masked score must vanish in exp2 without ever making inf - inf.
@@ -64,24 +67,29 @@ class Softmax:
         shapes = [(heads, LANES), (heads, LANES), (heads, width), (2, tile)]
         return [pltpu.VMEM((outer, rows, lanes), jnp.float32) for outer, lanes in shapes]
 
-    def begin(self, head, scores: jax.Array, values: jax.Array) -> None:
+    def begin(self, head, scores: jax.Array, values: Rows) -> None:
         """Starts a head over with scores [R, S] of its first keys and their values [S, H]."""
         peak = jnp.broadcast_to(scores.max(axis=-1, keepdims=True), self.peak.shape[1:])
         weights, total = _weigh(scores, peak)
         self.peak[head] = peak
         self.total[head] = total
-        self.weighted[head] = dot(weights.astype(values.dtype), values)
+        self.weighted[head] = _sum_values(weights, values)
 
     def begin_single(self, head, queries, key, value, scale, soft_cap=None) -> None:
         """Starts a head over with a single key [1, H] and its value; Mosaic has no such product."""
-        raw = queries.astype(jnp.float32) * key.astype(jnp.float32)
+        # One scale a row: with a single row, of all that there is.
+        key, value = (
+            quantised.scaled(*quantised.split(row, jnp.float32)).astype(jnp.float32)
+            for row in (key, value)
+        )
+        raw = queries.astype(jnp.float32) * key
         found = to_log2(raw.sum(axis=-1, keepdims=True), scale, soft_cap)
         self.peak[head] = jnp.broadcast_to(found, self.peak.shape[1:])
         self.total[head] = _first_lane(jnp.ones_like(found))
         shape = self.weighted.shape[1:]
-        self.weighted[head] = jnp.broadcast_to(value.astype(jnp.float32), shape)
+        self.weighted[head] = jnp.broadcast_to(value, shape)
 
-    def fold_in(self, head, scores: jax.Array, values: jax.Array) -> None:
+    def fold_in(self, head, scores: jax.Array, values: Rows) -> None:
         """Adds scores [R, S] of more keys and their values [S, H]."""
         before = self.peak[head]
         peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
@@ -89,7 +97,7 @@ class Softmax:
         weights, total = _weigh(scores, peak)
         self.peak[head] = peak
         self.total[head] = keep * self.total[head] + total
-        seen = dot(weights.astype(values.dtype), values)
+        seen = _sum_values(weights, values)
         self.weighted[head] = _lanes(keep, seen.shape[-1]) * self.weighted[head] + seen
 
     def weigh_later(self, head, scores: jax.Array) -> None:
@@ -102,11 +110,11 @@ class Softmax:
         self.total[head] = keep * self.total[head]
         self.weighted[head] = _lanes(keep, self.weighted.shape[-1]) * self.weighted[head]
 
-    def weigh_now(self, head, values: jax.Array) -> None:
+    def weigh_now(self, head, values: Rows) -> None:
         """The second half: adds the values [S, H] of the tile."""
         weights, total = _weigh(self.scores[head % 2], self.peak[head])
         self.total[head] += total
-        self.weighted[head] += dot(weights.astype(values.dtype), values)
+        self.weighted[head] += _sum_values(weights, values)
 
     def outputs(self, head) -> jax.Array:
         """[R, H], normalised."""
@@ -134,13 +142,15 @@ def _dot(a, b, contract_a, contract_b):
     )
 
 
-def scores(queries, keys, *, scale: float, soft_cap: float | None = None) -> jax.Array:
+def scores(queries, keys: Rows, *, scale: float, soft_cap: float | None = None) -> jax.Array:
     """Scores [R, S] of queries [R, H] and keys [S, H], in units of log2."""
-    return to_log2(dot(queries, keys, transpose_b=True), scale, soft_cap)
+    keys, key_scales = quantised.split(keys, queries.dtype)
+    raw = dot(queries, keys, transpose_b=True)
+    return to_log2(raw, scale if key_scales is None else scale * key_scales, soft_cap)
 
 
-def to_log2(raw, scale: float, soft_cap: float | None):
-    """Scores of raw products, in units of log2."""
+def to_log2(raw, scale, soft_cap: float | None):
+    """Scores of raw products, in units of log2; the scale is a number, or [1, S] of each key."""
     if soft_cap is None:
         return raw * (scale * LOG2_E)
     return jnp.tanh(raw * (scale / soft_cap)) * (soft_cap * LOG2_E)
@@ -155,24 +165,23 @@ def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:
       softmax: of all heads.
       stream: a TileStream.
       slot: buffer of the tile.
-      score: (head, keys [S, H]) -> scores [R, S].
+      score: (head, keys [S, H], plain or quantised) -> scores [R, S].
       mask: (head, scores) -> scores, those of keys that are not to be seen replaced.
       filled: rows of the tile that hold something; None for all.
     """
-    heads, tile = softmax.peak.shape[0], stream.tile
+    heads = softmax.peak.shape[0]
 
     def weigh_later(head):
-        softmax.weigh_later(head, mask(head, score(head, stream.keys[slot, head])))
+        softmax.weigh_later(head, mask(head, score(head, stream.rows(0, slot, head))))
 
     weigh_later(0)
     for head in range(heads):
         if head + 1 < heads:
             weigh_later(head + 1)
-        values = stream.values[slot, head]
+        values = stream.rows(1, slot, head)
         if filled is not None:
             # Their weight is zero, which is not enough: rows that were never copied may be NaN.
-            present = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0) < filled
-            values = jnp.where(present, values, jnp.zeros_like(values))
+            values = _clear_past(values, filled)
         softmax.weigh_now(head, values)
 
 
@@ -235,6 +244,22 @@ def padded_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
     tile = row_tile(dtype)
     padded = -(-rows // tile) * tile * (-(-lanes // LANES) * LANES)
     return math.prod(outer) * padded * jnp.dtype(dtype).itemsize
+
+
+def _clear_past(rows: Rows, filled, axis: int = 0) -> Rows:
+    """Rows [S, H] with zeros from `filled` on; `axis` is that of the rows."""
+    if isinstance(rows, Quantised):
+        cleared = _clear_past(rows.values, filled), _clear_past(rows.scales, filled, axis=1)
+        return Quantised(*cleared)
+    shape = tuple(length if i == axis else 1 for i, length in enumerate(rows.shape))
+    present = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < filled
+    return jnp.where(present, rows, jnp.zeros_like(rows))
+
+
+def _sum_values(weights, values: Rows):
+    """weights [R, S] · values [S, H] -> float32 [R, H]."""
+    values, value_scales = quantised.split(values, values.dtype)
+    return dot(quantised.scaled(weights, value_scales).astype(values.dtype), values)
 
 
 def _weigh(scores, peak):

@@ -14,6 +14,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dflash.kernels import quantised
+
 # Large and finite: a masked score must vanish in exp without ever making inf - inf.
 MASKED = -1e30
 
@@ -52,8 +54,8 @@ def ungroup(rows: jax.Array, length: int) -> jax.Array:
 
 def attend(
     queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: quantised.Rows,
+    values: quantised.Rows,
     visible: jax.Array,
     *,
     scale: float,
@@ -69,7 +71,10 @@ def attend(
       scale: factor on the scores.
       soft_cap: bound that scores are bent towards, by tanh; None for none.
     """
+    keys, key_scales = quantised.split(keys, queries.dtype)
+    values, value_scales = quantised.split(values, queries.dtype)
     scores = scale * jnp.einsum("kbrh,kbsh->kbrs", queries, keys, preferred_element_type="float32")
+    scores = quantised.scaled(scores, key_scales)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, MASKED)
@@ -77,9 +82,8 @@ def attend(
     peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     # A row that sees nothing here has peak = MASKED; its weights must be zero, not one.
     weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
-    weighted = jnp.einsum(
-        "kbrs,kbsh->kbrh", weights.astype(values.dtype), values, preferred_element_type="float32"
-    )
+    on_values = quantised.scaled(weights, value_scales).astype(values.dtype)
+    weighted = jnp.einsum("kbrs,kbsh->kbrh", on_values, values, preferred_element_type="float32")
     return Partial(peak, weights.sum(axis=-1, keepdims=True), weighted)
 
 

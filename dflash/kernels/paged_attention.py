@@ -14,11 +14,13 @@ from dflash.kernels import (
 )
 from dflash.kernels import (
     online_softmax,
+    quantised,
     tuning,
 )
 from dflash.kernels import (
     paged_attention_tpu as tpu,
 )
+from dflash.kernels.quantised import Quantised, Rows
 
 # Keys per step of the loop over the context. Larger tiles amortise the loop, smaller ones waste
 # less on short contexts; between 128 and 512 the difference on a CPU is in the noise.
@@ -29,8 +31,8 @@ def paged_attention(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
+    key_pages: Rows,
+    value_pages: Rows,
     page_table: jax.Array,
     start: jax.Array,
     tree_mask: jax.Array | None = None,
@@ -40,7 +42,7 @@ def paged_attention(
     soft_cap: float | None = None,
     implementation: str = "auto",
     sizes: tuning.BlockSizes | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Rows, Rows]:
     """Appends T rows to each sequence's cache and attends over context and new rows.
 
     Row r of sequence b is stored at cache slot `start[b] + r`. It sees every slot below
@@ -51,12 +53,15 @@ def paged_attention(
     Slots past `start + T` are stale: the kernel may overwrite those that share a tile of memory
     with a new row.
 
+    Pages may be quantised. New rows then are too before anybody sees them, so that every row meets
+    the same keys and values whether its predecessors came in this call or in one before.
+
     Args:
       queries: [B, T, N, H].
       keys: [B, T, K, H]; N is a multiple of K.
       values: [B, T, K, H].
-      key_pages: [K, P, S, H]; pages of S slots.
-      value_pages: [K, P, S, H].
+      key_pages: [K, P, S, H]; pages of S slots. Plain, or `Quantised` with scales [K, P, 1, S].
+      value_pages: [K, P, S, H], likewise.
       page_table: int32 [B, M]; slot s of sequence b is in page `page_table[b, s // S]`.
       start: int32 [B]; slots in use before this call. start + T must not exceed M · S.
       tree_mask: bool [B, T, T] or None; entry [b, r, c]: row r sees new row c.
@@ -70,8 +75,11 @@ def paged_attention(
     Raises:
       ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
     """
+    _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask)
+    # The only place where rows become what is stored: by head, cast or quantised.
+    keys = quantised.encode(keys.swapaxes(1, 2), key_pages)
+    values = quantised.encode(values.swapaxes(1, 2), value_pages)
     arrays = (queries, keys, values, key_pages, value_pages, page_table, start)
-    _check(*arrays, tree_mask)
     view = {"scale": scale, "window": window, "soft_cap": soft_cap}
     sizes = sizes or tuning.PAGED_ATTENTION.get(queries.shape[-1])
     return implementations.run(
@@ -98,13 +106,15 @@ def _reference(
     window,
     soft_cap,
 ):
-    batch, length = queries.shape[:2]
+    """`keys` and `values` are [B, K, T, H], as the pages store them."""
+    length = queries.shape[1]
     kv_heads, _, page_size, _ = key_pages.shape
+    keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
     slots = slot_index(page_table, start[:, None] + jnp.arange(length), page_size)
     # Written first and read after: the loop below then has one version of the pages to read, and
     # XLA updates them in place.
-    key_pages = write_slots(key_pages, slots, keys.transpose(2, 0, 1, 3))
-    value_pages = write_slots(value_pages, slots, values.transpose(2, 0, 1, 3))
+    key_pages = write_slots(key_pages, slots, keys)
+    value_pages = write_slots(value_pages, slots, values)
 
     rows = online_softmax.group_queries(queries, kv_heads)
     group = queries.shape[2] // kv_heads
@@ -116,12 +126,7 @@ def _reference(
     if window is not None:
         tree_mask &= depth[:, :, None] - depth[:, None, :] < window
         first_visible = jnp.maximum(start[:, None] + depth - window + 1, 0)
-    partial = attend(
-        rows,
-        keys.transpose(2, 0, 1, 3),
-        values.transpose(2, 0, 1, 3),
-        jnp.repeat(tree_mask, group, axis=1),
-    )
+    partial = attend(rows, keys, values, jnp.repeat(tree_mask, group, axis=1))
 
     pages_per_tile = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
     tile = pages_per_tile * page_size
@@ -129,18 +134,12 @@ def _reference(
 
     def fold_in_tile(i, partial):
         pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile, axis=1)
-        shape = (kv_heads, batch, tile, queries.shape[-1])
         slots = i * tile + jnp.arange(tile)
         visible = slots < start[:, None, None]
         if window is not None:
             seen_by_row = slots >= first_visible[:, :, None]
             visible &= jnp.repeat(seen_by_row, group, axis=1)
-        seen = attend(
-            rows,
-            key_pages[:, pages].reshape(shape),
-            value_pages[:, pages].reshape(shape),
-            visible,
-        )
+        seen = attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
         return online_softmax.merge(partial, seen)
 
     tiles_in_use = (start.max() + tile - 1) // tile
@@ -164,16 +163,48 @@ def slot_index(page_table: jax.Array, slots: jax.Array, page_size: int) -> jax.A
     return pages * page_size + slots % page_size
 
 
-def write_slots(pages: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
+def read_pages(pages: Rows, index: jax.Array) -> Rows:
+    """The rows [K, B, N·S, H] of pages index [B, N] of pages [K, P, S, H]."""
+    if isinstance(pages, Quantised):
+        scales = read_pages(pages.scales.mT, index).mT
+        return Quantised(read_pages(pages.values, index), scales)
+    picked = pages[:, index]
+    return picked.reshape(*picked.shape[:2], -1, picked.shape[-1])
+
+
+def write_slots(pages: Rows, index: jax.Array, rows: Rows) -> Rows:
     """Writes rows [K, B, T, H] at flat slots index [B, T] of pages [K, P, S, H]."""
-    flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
-    return flat.at[:, index].set(rows.astype(pages.dtype)).reshape(pages.shape)
+    places = _places(pages, index)
+    if isinstance(pages, Quantised):
+        scales = pages.scales.reshape(-1).at[places].set(rows.scales[:, :, 0])
+        values = write_slots(pages.values, index, rows.values)
+        return Quantised(values, scales.reshape(pages.scales.shape))
+    flat = pages.reshape(-1, pages.shape[-1])
+    return flat.at[places].set(rows.astype(pages.dtype)).reshape(pages.shape)
 
 
-def move_slots(pages: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+def read_slots(pages: Rows, index: jax.Array) -> Rows:
+    """The rows [K, B, T, H] at flat slots index [B, T] of pages [K, P, S, H]."""
+    places = _places(pages, index)
+    if isinstance(pages, Quantised):
+        scales = pages.scales.reshape(-1)[places][:, :, None]
+        return Quantised(read_slots(pages.values, index), scales)
+    return pages.reshape(-1, pages.shape[-1])[places]
+
+
+def _places(pages: Rows, index: jax.Array) -> jax.Array:
+    """Flat slots [B, T] of every head -> rows [K, B, T] of all heads' slots, one after another.
+
+    Indexed by row alone, a pool is moved within in the layout that it has on a TPU; with a window
+    of all heads, XLA would first copy it into another.
+    """
+    kv_heads, num_pages, page_size, _ = pages.shape
+    return jnp.arange(kv_heads)[:, None, None] * (num_pages * page_size) + index
+
+
+def move_slots(pages: Rows, source: jax.Array, destination: jax.Array) -> Rows:
     """Copies flat slots source [B, T] of pages [K, P, S, H] to flat slots destination [B, T]."""
-    flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
-    return write_slots(pages, destination, flat[:, source])
+    return write_slots(pages, destination, read_slots(pages, source))
 
 
 def _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask):
@@ -188,6 +219,10 @@ def _check(queries, keys, values, key_pages, value_pages, page_table, start, tre
     }
     if tree_mask is not None:
         expected["tree_mask"] = (tree_mask, (batch, length, length))
+    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if isinstance(pages, Quantised):
+            scales = (*pages.shape[:2], 1, pages.shape[2])
+            expected[f"{name}.scales"] = (pages.scales, scales)
     for name, (array, shape) in expected.items():
         if array.shape != shape:
             raise ValueError(f"paged_attention: {name} is {array.shape}, expected {shape}")

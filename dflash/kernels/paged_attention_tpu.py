@@ -4,8 +4,10 @@ One step serves one sequence (a long prompt takes several, one per tile of queri
 the kv heads where their number is even: a chip with two cores gives one half to each. Queries are
 [K, R, H] with R = N/K · T rows, ordered by head of the group, then by query, so that keys and
 values are read as they lie. The new rows are attended from their own arrays while the context's
-last tile arrives. They enter that tile's pages in windows of whole memory tiles, because HBM is
-not written row by row: what the first window held is put back in front of them.
+last tile arrives; see paged_write_tpu.py for how they enter that tile's pages.
+
+Quantised new rows come as numbers of the queries' dtype, which holds them exactly, and become eight
+bits on their way to the pages.
 """
 
 import functools
@@ -17,7 +19,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dflash.kernels import flash_tpu
 from dflash.kernels.flash_tpu import Softmax
-from dflash.kernels.tile_stream_tpu import BUFFERS, TileStream
+from dflash.kernels.paged_write_tpu import PageWriter
+from dflash.kernels.quantised import Quantised
+from dflash.kernels.tile_stream_tpu import BUFFERS, TileScales, TileStream
 from dflash.kernels.tuning import BlockSizes
 
 OP = "paged_attention"
@@ -39,12 +43,11 @@ def paged_attention_tpu(
     sizes: BlockSizes,
     interpret,
 ):
-    """Arguments and results as those of `paged_attention`."""
+    """As `paged_attention`, but keys and values are [B, K, T, H] as the pages store them."""
     plan = Plan(queries, key_pages, page_table, tree_mask, sizes)
     batch, length = queries.shape[:2]
     rows = plan.split_queries(queries)
-    new = [plan.pad(x.astype(key_pages.dtype)).swapaxes(1, 2) for x in (keys, values)]
-    arrays = [rows, *new]
+    arrays = [rows, *plan.new_rows(keys, values)]
     if tree_mask is not None:
         arrays += plan.tree_inputs(tree_mask, window)
     kernel = functools.partial(
@@ -54,25 +57,34 @@ def paged_attention_tpu(
         window=window,
         soft_cap=soft_cap,
     )
-    pools = [key_pages, value_pages]
+    pools = _parts(key_pages, value_pages)
     first_pool = 2 + len(arrays)
     outputs, *pools = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(plan.head_groups, batch, plan.query_tiles),
-            in_specs=[*plan.specs(arrays), *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
-            out_specs=[plan.specs(arrays)[0], *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
+            in_specs=[*plan.specs(arrays), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
+            out_specs=[plan.specs(arrays)[0], *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
             scratch_shapes=plan.scratch(),
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rows, *pools)],
-        input_output_aliases={first_pool: 1, first_pool + 1: 2},
+        input_output_aliases={first_pool + i: 1 + i for i in range(len(pools))},
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary", "arbitrary"),
         cost_estimate=plan.cost(),
         interpret=interpret,
         name=f"{OP}_t{length}",
     )(page_table.reshape(-1), start, *arrays, *pools)
+    if plan.quantised:
+        pools = [Quantised(pools[kind], pools[2 + kind]) for kind in range(2)]
     return plan.join_queries(outputs), *pools
+
+
+def _parts(keys, values) -> list:
+    """Arrays of keys and of values, and then the scales of both if they have any."""
+    if isinstance(keys, Quantised):
+        return [keys.values, values.values, keys.scales, values.scales]
+    return [keys, values]
 
 
 class Plan:
@@ -82,6 +94,8 @@ class Plan:
         self.batch, self.length, self.heads, self.width = queries.shape
         self.kv_heads, _, self.page_size, _ = pages.shape
         self.dtype, self.pool_dtype = jnp.dtype(queries.dtype), jnp.dtype(pages.dtype)
+        self.quantised = isinstance(pages, Quantised)
+        self.new_dtype = self.dtype if self.quantised else self.pool_dtype
         self.table_width = page_table.shape[1]
         self.has_tree = tree_mask is not None
         self.group = self.heads // self.kv_heads
@@ -96,6 +110,10 @@ class Plan:
         self.tile = pages_per_tile * self.page_size
         self.window_rows = self._window_rows()
         self.windows = -(-(self.length + self.window_rows - 1) // self.window_rows)
+        # Scales are written in whole pages.
+        self.scale_pages = -(-(self.length + self.page_size - 1) // self.page_size)
+        lanes = max(self.scale_pages * self.page_size, self.padded)
+        self.scale_lanes = lanes + -lanes % self.page_size
         flash_tpu.check_vmem(OP, self._vmem())
 
     def _window_rows(self) -> int:
@@ -122,10 +140,17 @@ class Plan:
         joined = tiled.transpose(0, 1, 4, 2, 3, 5)
         return joined.reshape(self.batch, self.padded, self.heads, self.width)[:, : self.length]
 
-    def pad(self, array):
-        """[B, T, ...] -> a whole number of query tiles; causality hides what is added."""
-        extra = self.padded - self.length
-        return jnp.pad(array, ((0, 0), (0, extra), (0, 0), (0, 0))) if extra else array
+    def pad(self, array, axis=1, wanted=None):
+        """Pads T to a whole number of query tiles, or to what is wanted; causality hides it."""
+        extra = (wanted or self.padded) - self.length
+        widths = [(0, extra if i == axis else 0) for i in range(array.ndim)]
+        return jnp.pad(array, widths) if extra else array
+
+    def new_rows(self, keys, values):
+        """Keys and values [B, K, padded, H]; with scales, those too, [B, K, 1, scale lanes]."""
+        parts = _parts(keys, values)
+        rows = [self.pad(x.astype(self.new_dtype), 2) for x in parts[:2]]
+        return [*rows, *(self.pad(x, 3, self.scale_lanes) for x in parts[2:])]
 
     def tree_inputs(self, tree_mask, window):
         """Which new rows each row sees [B, R, T], and its depth in its tree [B, R, 1]."""
@@ -138,7 +163,7 @@ class Plan:
         ]
 
     def specs(self, arrays):
-        """Block specs of queries, keys, values and what a tree adds."""
+        """Block specs of queries, keys, values, their scales and what a tree adds."""
         heads = self.step_heads
         rows = (None, None, heads, self.rows, self.width)
         new = (None, heads, self.padded, self.width)
@@ -147,7 +172,10 @@ class Plan:
             pl.BlockSpec(new, lambda g, b, i, *_: (b, g, 0, 0)),
             pl.BlockSpec(new, lambda g, b, i, *_: (b, g, 0, 0)),
         ]
-        for extra in arrays[3:]:
+        if self.quantised:
+            scales = (None, heads, 1, self.scale_lanes)
+            found += [pl.BlockSpec(scales, lambda g, b, i, *_: (b, g, 0, 0))] * 2
+        for extra in arrays[len(found) :]:
             found.append(pl.BlockSpec((None, *extra.shape[1:]), lambda g, b, i, *_: (b, 0, 0)))
         return found
 
@@ -160,14 +188,21 @@ class Plan:
             pltpu.VMEM((2, heads, staged, self.width), self.pool_dtype),
             pltpu.VMEM((self.window_rows + staged, min(self.width, flash_tpu.LANES)), jnp.float32),
             pltpu.SemaphoreType.DMA,
+            *(self.scale_scratch() if self.quantised else ()),
         ]
+
+    def scale_scratch(self):
+        """What scales need: buffers of the context's, and the new ones in their places."""
+        heads = self.step_heads
+        staged = pltpu.VMEM((2, heads, 1, self.scale_lanes), jnp.float32)
+        return [*TileScales.scratch(heads, self.tile), staged]
 
     def _vmem(self):
         heads, width = self.step_heads, self.width
         staged = self.windows * self.window_rows
         arrays = {
             "queries and outputs": ((4, heads, self.rows, width), self.dtype),
-            "new keys and values": ((4, heads, self.padded, width), self.pool_dtype),
+            "new keys and values": ((4, heads, self.padded, width), self.new_dtype),
             "pages": ((2 * BUFFERS, heads, self.tile, width), self.pool_dtype),
             "running softmax": ((heads, self.rows, width + 2 * flash_tpu.LANES), jnp.float32),
             "scores": ((4, self.rows, max(self.tile, self.query_tile)), jnp.float32),
@@ -176,6 +211,9 @@ class Plan:
         }
         if self.has_tree:
             arrays["tree"] = ((2, self.rows, self.length + flash_tpu.LANES), jnp.int32)
+        if self.quantised:
+            lanes = 2 * BUFFERS * self.tile + 6 * self.scale_lanes
+            arrays["scales"] = ((heads, 1, lanes), jnp.float32)
         return arrays
 
     def cost(self) -> pl.CostEstimate:
@@ -187,27 +225,39 @@ class Plan:
 
 def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
     refs = list(refs)
-    queries_ref, keys_ref, values_ref = refs[:3]
-    tree_ref, depth_ref = refs[3:5] if plan.has_tree else (None, None)
+    queries_ref, refs = refs[0], refs[1:]
+    # Of keys and of values, and then of the scales of both if there are any.
+    parts = 4 if plan.quantised else 2
+    new, refs = refs[:parts], refs[parts:]
+    tree_ref, depth_ref = refs[:2] if plan.has_tree else (None, None)
     # The pools are updated in place: what comes in under them is not looked at.
-    refs = refs[3 + 2 * plan.has_tree + 2 :]
-    outputs_ref, *pools = refs[:3]
-    softmax, refs = Softmax(*refs[3:7]), refs[7:]
-    buffers, (staged_ref, shifted_ref, written) = refs[:3], refs[3:]
+    refs = refs[2 * plan.has_tree + parts :]
+    outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
+    softmax, refs = Softmax(*refs[:4]), refs[4:]
+    buffers, (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:6], refs[6:]
+    scale_buffers, staged_scales_ref = (refs[:2], refs[2]) if plan.quantised else ((), None)
 
     head_group, sequence, query_tile = (pl.program_id(axis) for axis in range(3))
     last_query_tile = query_tile == plan.query_tiles - 1
     own_heads = pl.ds(head_group * plan.step_heads, plan.step_heads)
     start = start_ref[sequence]
 
-    def pages_of(sequence, row, rows):
-        page = table_ref[sequence * plan.table_width + flash_tpu.div(row, plan.page_size)]
-        return [
-            pool.at[own_heads, page, pl.ds(flash_tpu.rem(row, plan.page_size), rows)]
-            for pool in pools
-        ]
+    def page_of(sequence, row):
+        return table_ref[sequence * plan.table_width + flash_tpu.div(row, plan.page_size)]
 
-    stream = TileStream(*buffers, pages_of, plan.page_size, lambda b: start_ref[b])
+    def pages_of(sequence, row, rows):
+        place = pl.ds(flash_tpu.rem(row, plan.page_size), rows)
+        return [pool.at[own_heads, page_of(sequence, row), place] for pool in pools[:2]]
+
+    def scales_of(sequence, row):
+        return [pool.at[own_heads, page_of(sequence, row)] for pool in pools[2:]]
+
+    scales = TileScales(scale_buffers, scales_of, plan.dtype) if plan.quantised else None
+    stream = TileStream(*buffers, pages_of, plan.page_size, lambda b: start_ref[b], scales)
+    writer = PageWriter(
+        plan, start, own_heads, functools.partial(page_of, sequence), new, pools,
+        staged_ref, shifted_ref, staged_scales_ref, written,
+    )  # fmt: skip
 
     @pl.when((sequence == 0) & (query_tile == 0))
     def _():
@@ -238,17 +288,21 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
     def attend_own(first_key, fold, masked):
         place = pl.ds(pl.multiple_of(first_key, plan.query_tile), plan.query_tile)
         if plan.query_tiles == 1:
-            place = slice(None)
+            place = slice(0, plan.query_tile)
+
+        def own(kind, head):
+            rows = new[kind][head, place]
+            return Quantised(rows, new[2 + kind][head, :, place]) if plan.quantised else rows
 
         def visit(head):
             if plan.query_tile == 1:
-                own = keys_ref[head], values_ref[head]
-                softmax.begin_single(head, queries_ref[head], *own, scale, soft_cap)
+                rows = own(0, head), own(1, head)
+                softmax.begin_single(head, queries_ref[head], *rows, scale, soft_cap)
                 return
-            found = score(head, keys_ref[head, place])
+            found = score(head, own(0, head))
             if masked:
                 found = jnp.where(own_visible(first_key), found, flash_tpu.MASKED)
-            fold(head, found, values_ref[head, place])
+            fold(head, found, own(1, head))
 
         for_each_head(visit)
 
@@ -268,8 +322,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
     def visit_last(slot, tile):
         @pl.when(last_query_tile)
         def _():
-            _write(plan, start, table_ref, sequence, own_heads, slot, stream, keys_ref, values_ref,
-                   pools, staged_ref, shifted_ref, written)  # fmt: skip
+            writer.write(stream, slot)
 
         visit(slot, tile, last=True)
 
@@ -295,8 +348,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
 
     @pl.when((start == 0) & last_query_tile)
     def _():
-        _write(plan, start, table_ref, sequence, own_heads, 0, None, keys_ref, values_ref,
-               pools, staged_ref, shifted_ref, written)  # fmt: skip
+        writer.write()
 
     stream.run(
         sequence,
@@ -314,58 +366,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
 
     @pl.when(last_query_tile)
     def _():
-        _copy_windows(plan, start, table_ref, sequence, own_heads, pools, staged_ref, written,
-                      lambda copy: copy.wait())  # fmt: skip
-
-
-def _write(plan, start, table_ref, sequence, own_heads, slot, stream, keys_ref, values_ref,
-           pools, staged_ref, shifted_ref, written):  # fmt: skip
-    """Puts the new rows in place in whole windows, and starts their copies to the pages.
-
-    `stream` is None where the sequence has no context, and no window has anything to keep.
-    """
-    window, staged = plan.window_rows, plan.windows * plan.window_rows
-    before = flash_tpu.rem(start, window)
-    kept = jax.lax.broadcasted_iota(jnp.int32, (window, 1), 0) < before
-    for kind, new_ref in enumerate((keys_ref, values_ref)):
-        buffers = None if stream is None else (stream.keys, stream.values)[kind]
-        for head in range(plan.step_heads):
-            # Only 32-bit rows can be read from any row on, and only one tile of lanes at a time.
-            moved = []
-            lanes = shifted_ref.shape[-1]
-            for i in range(plan.width // lanes):
-                new = new_ref[head, : plan.length, i * lanes : (i + 1) * lanes]
-                shifted_ref[...] = jnp.zeros_like(shifted_ref)
-                shifted_ref[window : window + plan.length] = new.astype(jnp.float32)
-                moved.append(shifted_ref[pl.ds(window - before, staged)])
-            moved = jnp.concatenate(moved, axis=-1).astype(staged_ref.dtype)
-            if stream is not None:
-                filled = flash_tpu.rem(start - 1, plan.tile) + 1
-                first = pl.multiple_of(jnp.minimum(filled - before, plan.tile - window), window)
-                old = buffers[slot, head, pl.ds(first, window)]
-                first_window = jnp.where(kept, old, moved[:window])
-                staged_ref[kind, head, :window] = first_window
-                if staged > window:
-                    staged_ref[kind, head, window:] = moved[window:]
-            else:
-                staged_ref[kind, head] = moved
-    _copy_windows(plan, start, table_ref, sequence, own_heads, pools, staged_ref, written,
-                  lambda copy: copy.start())  # fmt: skip
-
-
-def _copy_windows(plan, start, table_ref, sequence, own_heads, pools, staged_ref, written, act):
-    window = plan.window_rows
-    first = start - flash_tpu.rem(start, window)
-    for i in range(plan.windows):
-        row = first + i * window
-
-        @pl.when(row < start + plan.length)
-        def _(i=i, row=row):
-            page = table_ref[sequence * plan.table_width + flash_tpu.div(row, plan.page_size)]
-            place = pl.ds(pl.multiple_of(flash_tpu.rem(row, plan.page_size), window), window)
-            for kind, pool in enumerate(pools):
-                staged = staged_ref.at[kind, :, i * window : (i + 1) * window]
-                act(pltpu.make_async_copy(staged, pool.at[own_heads, page, place], written))
+        writer.wait()
 
 
 def unsupported(queries, key_pages) -> str | None:
@@ -377,4 +378,6 @@ def unsupported(queries, key_pages) -> str | None:
     if page_size % unit:
         dtype = jnp.dtype(key_pages.dtype).name
         return f"{OP}: pages of {page_size} rows are no multiple of {unit}, a tile of {dtype}"
+    if isinstance(key_pages, Quantised) and page_size % flash_tpu.LANES:
+        return f"{OP}: scales of pages of {page_size} rows are no multiple of {flash_tpu.LANES}"
     return None

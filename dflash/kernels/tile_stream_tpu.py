@@ -14,9 +14,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash.kernels import flash_tpu
+from dflash.kernels.quantised import Quantised, Rows
 
 BUFFERS = 3
 LAST = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TileScales:
+    """What a stream of quantised rows has beside them.
+
+    Attributes:
+      buffers: of keys and of values, each float32 [3, K, 1, tile] in VMEM.
+      source: (sequence, first row of a piece) -> scales of the piece's keys and of its values, each
+        [K, 1, piece] in HBM. Lanes are not cut, so a piece's scales come whole.
+      dtype: to multiply in.
+    """
+
+    buffers: tuple[jax.Ref, jax.Ref]
+    source: Callable
+    dtype: jnp.dtype
+
+    @staticmethod
+    def scratch(heads: int, tile: int) -> list:
+        """Scratch shapes of the buffers."""
+        return [pltpu.VMEM((BUFFERS, heads, 1, tile), jnp.float32)] * 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +53,7 @@ class TileStream:
         lie within one piece.
       piece: rows that lie together in HBM; a tile is a whole number of pieces.
       length: sequence -> rows in use.
+      scales: of quantised rows; None for others.
     """
 
     keys: jax.Ref
@@ -39,6 +62,7 @@ class TileStream:
     source: Callable
     piece: int
     length: Callable
+    scales: TileScales | None = None
 
     @staticmethod
     def scratch(heads: int, tile: int, width: int, dtype: jnp.dtype) -> list:
@@ -50,6 +74,13 @@ class TileStream:
     def tile(self) -> int:
         """Rows of a tile."""
         return self.keys.shape[2]
+
+    def rows(self, kind: int, slot, head) -> Rows:
+        """The tile of keys (kind 0) or values (1) of a head in a buffer: [tile, H]."""
+        values = (self.keys, self.values)[kind][slot, head]
+        if self.scales is None:
+            return values
+        return Quantised(values.astype(self.scales.dtype), self.scales.buffers[kind][slot, head])
 
     def open(self, sequence) -> None:
         """Starts the very first copy; later sequences are announced to `run`."""
@@ -98,10 +129,11 @@ class TileStream:
     def _copy_whole(self, sequence, tile, slot):
         for begin in range(0, self.tile, self.piece):
             self._copy(sequence, tile * self.tile + begin, slot, begin, self.piece, _start)
+            self._copy_scales(sequence, tile * self.tile + begin, slot, begin, _start)
 
     def _wait_whole(self, slot):
         # Semaphores count bytes: one wait serves all pieces.
-        for buffer in (self.keys, self.values):
+        for buffer in (self.keys, self.values, *(self.scales.buffers if self.scales else ())):
             _wait(pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self.semaphores.at[slot]))
 
     def _copy_last(self, sequence, act):
@@ -112,7 +144,11 @@ class TileStream:
         for begin in range(0, self.tile, self.piece):
             rows = length - base - begin
 
-            @pl.when(rows >= self.piece)
+            @pl.when((rows > 0) & (length > 0))
+            def _(begin=begin):
+                self._copy_scales(sequence, base + begin, LAST, begin, act)
+
+            @pl.when((rows >= self.piece) & (length > 0))
             def _(begin=begin):
                 self._copy(sequence, base + begin, LAST, begin, self.piece, act)
 
@@ -133,6 +169,16 @@ class TileStream:
         where = (slot, slice(None), pl.ds(begin, rows))
         for source, buffer in zip(
             self.source(sequence, row, rows), (self.keys, self.values), strict=True
+        ):
+            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[slot]))
+
+    def _copy_scales(self, sequence, row, slot, begin, act):
+        """The scales of the piece that begins with `row`, if there are any."""
+        if self.scales is None:
+            return
+        where = (slot, slice(None), slice(None), pl.ds(begin, self.piece))
+        for source, buffer in zip(
+            self.scales.source(sequence, row), self.scales.buffers, strict=True
         ):
             act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[slot]))
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dflash.common.sharding import Sharding
 from dflash.kernels import paged_attention as paged
+from dflash.kernels.quantised import Quantised, Rows
 
 # Accelerators copy whole tiles of rows, of up to this many.
 SLOT_TILE = 32
@@ -25,13 +26,13 @@ class PagedCache:
     devices. Page 0 of each share is scratch: slots that nobody owns are written there.
 
     Attributes:
-      keys: one [K, P, S, H] per layer.
-      values: one [K, P, S, H] per layer.
+      keys: one [K, P, S, H] per layer; plain, or `Quantised`.
+      values: one [K, P, S, H] per layer, likewise.
       page_table: int32 [B, M].
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[Rows, ...]
+    values: tuple[Rows, ...]
     page_table: jax.Array
 
     @property
@@ -85,8 +86,9 @@ class PagedCache:
         def move(keys, values, table, start, path, rows):
             source = paged.slot_index(table, start[:, None] + path, self.page_size)
             destination = paged.slot_index(table, rows, self.page_size)
-            return jax.tree.map(
-                lambda pages: paged.move_slots(pages, source, destination), (keys, values)
+            return tuple(
+                tuple(paged.move_slots(pages, source, destination) for pages in pools)
+                for pools in (keys, values)
             )
 
         batch, pages = batch_axes(path.shape[0], sharding)
@@ -118,12 +120,19 @@ def paged_cache(
     num_pages: int,
     page_size: int,
     dtype: jnp.dtype,
+    quantised: bool = False,
     sharding: Sharding,
 ) -> PagedCache:
-    """An abstract cache; filled with zeros, every sequence owns the scratch page alone."""
+    """An abstract cache; filled with zeros, every sequence owns the scratch page alone.
+
+    Args: quantised: rows of `dtype` have scales, which are split over devices as they are.
+    """
     batch_name, pages_name = batch_axes(batch, sharding)
     names = ("kv_heads", pages_name, None, None)
     pool = sharding.abstract((num_kv_heads, num_pages, page_size, head_dim), names, dtype)
+    if quantised:
+        scales = (num_kv_heads, num_pages, 1, page_size)
+        pool = Quantised(pool, sharding.abstract(scales, names, jnp.float32))
     table = sharding.abstract((batch, pages_per_sequence), (batch_name, None), jnp.int32)
     return PagedCache((pool,) * num_layers, (pool,) * num_layers, table)
 

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from dflash.common import chips, parameters
 from dflash.common.sharding import Sharding
+from dflash.config.schema import AUTO
 from dflash.drafters.base import Drafter
+from dflash.inference import plan
 from dflash.measure.engine import seconds_of
 from dflash.models.decoder import Decoder
 
@@ -79,7 +81,9 @@ def machine_of(sharding: Sharding) -> Machine:
     return Machine(name, *_measured_rates(), "measured here: matrix product, matrix times vector")
 
 
-def target_work(target: Decoder, *, batch: int, rows: int, context: int) -> Work:
+def target_work(
+    target: Decoder, *, batch: int, rows: int, context: int, kv_dtype: str = AUTO
+) -> Work:
     """One target forward over `rows` new rows of each sequence, the logits of all rows included."""
     arch = target.arch
     # An embedding that is no head is looked up, not multiplied with.
@@ -87,9 +91,12 @@ def target_work(target: Decoder, *, batch: int, rows: int, context: int) -> Work
     weights = parameters.count(target) - unread
     width = arch.num_hidden_layers * arch.head_dim
     scores = 4 * width * arch.num_attention_heads * batch * rows * (context + rows)
-    cached = 2 * width * arch.num_key_value_heads * batch * (context + rows)
-    itemsize = target.dtype.itemsize
-    return Work(2 * weights * batch * rows + scores, (weights + cached) * itemsize)
+    token = target.new_cache(
+        batch=1, pages_per_sequence=1, num_pages=1, page_size=1, kv_dtype=kv_dtype
+    )
+    cached = plan.measure((token.keys, token.values)).total_bytes * batch * (context + rows)
+    flops = 2 * weights * batch * rows + scores
+    return Work(flops, weights * target.dtype.itemsize + cached)
 
 
 def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> Work:

@@ -17,7 +17,7 @@ from dflash import errors
 from dflash.common import hf_config
 from dflash.common.sharding import Sharding
 from dflash.common.train_batch import TrainBatch
-from dflash.config.schema import TargetArchitecture
+from dflash.config.schema import AUTO, TargetArchitecture
 from dflash.kernels import implementation
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import paged_attention
@@ -219,9 +219,16 @@ class Decoder(nnx.Module):
             return self.sharding.constrain(logits, batch, None, "vocab")
 
     def new_cache(
-        self, *, batch: int, pages_per_sequence: int, num_pages: int, page_size: int
+        self,
+        *,
+        batch: int,
+        pages_per_sequence: int,
+        num_pages: int,
+        page_size: int,
+        kv_dtype: str = AUTO,
     ) -> kv.PagedCache:
-        """An abstract paged cache for `batch` sequences."""
+        """An abstract paged cache for `batch` sequences; see `DecodeConfig.kv_dtype`."""
+        quantised = kv_dtype != AUTO
         return kv.paged_cache(
             num_layers=self.arch.num_hidden_layers,
             num_kv_heads=self.arch.num_key_value_heads,
@@ -230,7 +237,8 @@ class Decoder(nnx.Module):
             pages_per_sequence=pages_per_sequence,
             num_pages=num_pages,
             page_size=page_size,
-            dtype=self.dtype,
+            dtype=jnp.dtype(kv_dtype) if quantised else self.dtype,
+            quantised=quantised,
             sharding=self.sharding,
         )
 

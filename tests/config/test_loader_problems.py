@@ -18,7 +18,7 @@ from dflash.registry import DRAFTERS
         ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor"),
         ("decode.copy=1", "decode.copy: unknown key; expected one of max_new_tokens, temperature, "
          "top_k, top_p, seed, verify, stop_ids, ignore_eos, baseline, batch_size, sync_every, "
-         "max_length, page_size, prefill_chunk"),
+         "max_length, page_size, kv_dtype, prefill_chunk"),
         ("decode.seed=abc", "decode.seed: expected an integer in [0, 4294967295], got 'abc'"),
         ("decode.seed=true", "decode.seed: expected an integer in [0, 4294967295], got true"),
         ("decode.seed=010", "decode.seed: expected an integer in [0, 4294967295], got '010'"),
@@ -35,6 +35,8 @@ from dflash.registry import DRAFTERS
         ("decode.ignore_eos=1", "decode.ignore_eos: expected true or false, got 1"),
         ("decode.verify=coupld", "decode.verify: expected one of coupled, rejection, "
          "got 'coupld'; did you mean 'coupled'?"),
+        ("decode.kv_dtype=int9", "decode.kv_dtype: expected one of auto, int8, float8_e4m3fn, "
+         "got 'int9'; did you mean 'int8'?"),
         ("dtype=float23", "dtype: expected one of float32, bfloat16, got 'float23'; "
          "did you mean 'float32'?"),
         ("dtype=zzz", "dtype: expected one of float32, bfloat16, got 'zzz'"),

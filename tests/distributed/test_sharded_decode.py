@@ -35,3 +35,16 @@ def test_a_mesh_decodes_as_one_device(name, mesh):
     assert len(keys.sharding.device_set) == 8
     assert keys.addressable_shards[0].data.size * 8 == keys.size, "the cache is not split"
     assert jax.tree.all(jax.tree.map(lambda x: len(x.sharding.device_set) == 8, state))
+
+
+def test_a_mesh_splits_quantised_pages_and_their_scales():
+    prompts, limits = random_prompts([9, 16, 13, 31]), [20, 7, 12, 16]
+    wanted = decode(engine(batch_size=4, kv_dtype="int8"), prompts, limits)
+    model = drafter("dflash", mesh=ALL_AXES, tree=True)
+    run = engine(model, mesh=ALL_AXES, batch_size=4, sync_every=4, kv_dtype="int8")
+    done = decode(run, prompts, limits)
+    assert [one.output_ids for one in done] == [one.output_ids for one in wanted]
+    assert max(max(one.acceptance_lengths) for one in done) > 1, "no draft was accepted"
+    keys = run.new_state().cache.keys[0]
+    for part in (keys.values, keys.scales):
+        assert part.addressable_shards[0].data.size * 8 == part.size, "the cache is not split"

@@ -1,6 +1,7 @@
 """The attention kernels pass the TPU compiler, for every chip and every kind of shape."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ from tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
-from dflash.kernels.paged_attention import paged_attention
+from dflash.kernels.paged_attention import move_slots, paged_attention, slot_index
+from dflash.kernels.quantised import Quantised
 from dflash.kernels.split_heads import split_heads
 
 pytestmark = needs_compiler
@@ -59,6 +61,68 @@ def test_shapes_of_paged_attention(length, kv_heads, group, width, dtype):
 def test_trees_windows_and_soft_caps():
     call = functools.partial(paged_attention, scale=0.1, window=64, soft_cap=30.0)
     compile_for(V5P, call, paged_shapes(33, 2, 4, 128, BF16, tree=True))
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, jnp.int8])
+def test_a_tree_s_rows_move_within_their_pool(kv_dtype):
+    """A pool is written where it lies: no program has room for a copy of one."""
+    shapes = paged_shapes(17, 8, 4, 128, BF16, batch=16, pages=16, tree=True)
+    pool, _ = shapes[3]
+    pages = jax.ShapeDtypeStruct(pool, kv_dtype)
+    if kv_dtype == jnp.int8:
+        pages = Quantised(pages, jax.ShapeDtypeStruct((*pool[:2], 1, pool[2]), F32))
+    pools, form = jax.tree.flatten((pages, pages))
+
+    def call(*arrays):
+        pools = jax.tree.unflatten(form, arrays[: len(arrays) - 7])
+        *new, table, start, tree, path = arrays[-7:]
+        _, *pools = paged_attention(*new, *pools, table, start, tree, scale=0.1)
+        source, target = (
+            slot_index(table, start[:, None] + rows, 128) for rows in (path, jnp.arange(8)[None])
+        )
+        return [move_slots(pages, source, target) for pages in pools]
+
+    shapes = [
+        *((leaf.shape, leaf.dtype) for leaf in pools),
+        *shapes[:3],
+        *shapes[5:],
+        ((16, 8), jnp.int32),
+    ]
+    donated = tuple(range(len(pools)))
+    memory = compile_for(V5P, call, shapes, donate=donated).memory_analysis()
+    assert memory.temp_size_in_bytes < math.prod(pool) // 2
+
+
+def compile_quantised(chip, kv_dtype, length, *args, **options):
+    shapes = paged_shapes(length, *args, **options)
+    (kv_heads, num_pages, page, width), _ = shapes[3]
+    shapes[3:5] = [((kv_heads, num_pages, page, width), kv_dtype)] * 2
+    shapes += [((kv_heads, num_pages, 1, page), F32)] * 2
+
+    def call(*arrays):
+        *plain, key_scales, value_scales = arrays
+        plain[3:5] = Quantised(plain[3], key_scales), Quantised(plain[4], value_scales)
+        return paged_attention(*plain, scale=0.1, soft_cap=30.0)
+
+    compile_for(chip, call, shapes)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kv_dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_quantised_paged_attention(chip, kv_dtype):
+    compile_quantised(chip, kv_dtype, 16, 8, 4, 128, BF16)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "length", "width", "dtype", "tree"),
+    [
+        (jnp.int8, 1, 64, F32, False),
+        (jnp.float8_e4m3fn, 17, 256, BF16, True),
+        (jnp.int8, 512, 128, BF16, False),
+    ],
+)
+def test_shapes_of_quantised_paged_attention(kv_dtype, length, width, dtype, tree):
+    compile_quantised(V5P, kv_dtype, length, 2, 2, width, dtype, tree=tree)
 
 
 def block_shapes(rows, kv_heads, group, width, dtype, batch=2, capacity=1024):

@@ -1,5 +1,6 @@
 """Tests of paged attention against dense attention over whole sequences in float64."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -76,6 +77,43 @@ def test_tree_mask_differs_by_sequence():
         case.check(run(case), 1e-5)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("length", "group", "kv_heads", "window"), [(1, 4, 1, None), (16, 2, 2, None), (17, 1, 3, 6)]
+)
+def test_quantised_pages(length, group, kv_heads, window, kv_dtype):
+    """As exact as plain ones, given what their eight bits stand for; new rows are rounded too."""
+    case = make_case(
+        [0, 1, 3, 4, 8, 9, 16, 23], length, group=group, kv_heads=kv_heads, window=window,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    case.check(run(case), 1e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_trees_over_quantised_pages(kv_dtype):
+    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
+    case = make_case([0, 9, 4], 6, tree_mask=trees, window=3, soft_cap=1.5, kv_dtype=kv_dtype)
+    case.check(run(case), 1e-5)
+
+
+def test_rows_overwritten_leave_no_trace():
+    """Slots that speculative rows were written to end up as if only the last rows had been."""
+    once = make_case([2, 7], 6, table_pages=4, kv_dtype="int8")
+    pages = once.arguments["key_pages"], once.arguments["value_pages"]
+    wrong = once.arguments | {
+        "keys": 50 * once.arguments["keys"],
+        "values": -once.arguments["keys"],
+    }
+    _, *pages = paged.paged_attention(**wrong, scale=SCALE)
+    again = once.arguments | dict(zip(("key_pages", "value_pages"), pages, strict=True))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        paged.paged_attention(**again, scale=SCALE),
+        paged.paged_attention(**once.arguments, scale=SCALE),
+    )
+
+
 compiled = jax.jit(functools.partial(paged.paged_attention, scale=SCALE))
 
 
@@ -147,6 +185,16 @@ def test_wrong_shapes_are_named(name):
     with pytest.raises(ValueError, match=r"^paged_attention: ") as caught:
         run(case)
     assert str(caught.value) == f"paged_attention: {message}"
+
+
+def test_scales_must_fit_their_pages():
+    case = make_case([5, 7], 3, kv_dtype="int8")
+    pages = case.arguments["value_pages"]
+    case.arguments["value_pages"] = dataclasses.replace(pages, scales=pages.scales.mT)
+    with pytest.raises(
+        ValueError, match=r"value_pages.scales is \(2, 8, 4, 1\), expected \(2, 8, 1, 4\)"
+    ):
+        run(case)
 
 
 def test_head_width_must_be_the_cache_s():

@@ -6,14 +6,17 @@ mixes sequences with no context, with some, and with starts around the edges of 
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreter import interpret
+from jax.experimental.pallas import tpu as pltpu
 from paged_cases import ancestry, make_case
 
 from dflash.kernels import flash_tpu
 from dflash.kernels.paged_attention import paged_attention
+from dflash.kernels.paged_attention_tpu import paged_attention_tpu
 from dflash.kernels.tuning import BlockSizes
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -65,6 +68,52 @@ def test_trees_with_a_window_and_a_soft_cap():
         [0, 19, 8], 6, kv_heads=1, width=64, page_size=8, tree_mask=trees, window=4, soft_cap=1.5
     )
     check(case, keys=8)
+
+
+def test_a_sequence_without_context_starts_no_copy():
+    """Nobody would wait for it. Copies run here as they start, and stray ones raise."""
+    case = make_case([3, 0], 2, kv_heads=1, width=64, page_size=8, table_pages=2)
+    # No sequence has a second page.
+    case.arguments["page_table"] = case.arguments["page_table"].at[:, 1].set(10**6)
+    keys, values = (case.arguments[name].swapaxes(1, 2) for name in ("keys", "values"))
+    params = pltpu.InterpretParams(dma_execution_mode="eager", out_of_bounds_reads="raise")
+    call = functools.partial(
+        paged_attention_tpu, sizes=BlockSizes(16, 128), interpret=params, **case.view
+    )
+    result = jax.jit(call)(**case.arguments | {"keys": keys, "values": values})
+    case.check(result, 2e-5, stale_unit=case.page_size)
+
+
+@pytest.mark.parametrize(
+    ("length", "starts", "kv_heads", "group", "dtype", "kv_dtype", "queries"),
+    [
+        (1, [0, 127, 128, 300], 2, 4, F32, "int8", 128),
+        (16, [0, 120, 256], 1, 2, BF16, "float8_e4m3fn", 128),
+        (17, [130, 0, 111], 2, 1, F32, "float8_e4m3fn", 128),
+        (37, [250, 0], 1, 1, F32, "int8", 16),
+    ],
+)
+def test_quantised_pages(length, starts, kv_heads, group, dtype, kv_dtype, queries):
+    case = make_case(
+        starts, length, kv_heads=kv_heads, group=group, width=64, page_size=128, table_pages=4,
+        dtype=dtype, kv_dtype=kv_dtype,
+    )  # fmt: skip
+    check(case, keys=256, queries=queries)
+
+
+def test_trees_over_quantised_pages():
+    trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
+    case = make_case(
+        [126, 0], 6, kv_heads=1, width=64, page_size=128, tree_mask=trees, window=100, soft_cap=1.5,
+        kv_dtype="int8",
+    )  # fmt: skip
+    check(case, keys=128)
+
+
+def test_scales_need_pages_of_whole_tiles_of_lanes():
+    case = make_case([3], 2, width=64, page_size=32, kv_dtype="int8")
+    with pytest.raises(ValueError, match="scales of pages of 32 rows are no multiple of 128"):
+        paged_attention(**case.arguments, **case.view, implementation="pallas")
 
 
 def test_what_vmem_cannot_hold_is_refused_with_its_sizes():

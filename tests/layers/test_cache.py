@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import make_sharding, zeros
+from paged_cases import by_slot
 
 from dflash.common import sharding as shardings
 from dflash.layers import cache as kv
 
 
-def make_paged(batch=2, pages_per_sequence=3, page_size=4, *, shares=1, sharding=None):
-    """A cache of two layers whose every slot holds a number of its own."""
+def make_paged(
+    batch=2, pages_per_sequence=3, page_size=4, *, shares=1, sharding=None, kv_dtype=None
+):
+    """A cache of two layers whose every slot holds a number of its own, or has such a scale."""
     abstract = kv.paged_cache(
         num_layers=2,
         num_kv_heads=2,
@@ -20,20 +23,24 @@ def make_paged(batch=2, pages_per_sequence=3, page_size=4, *, shares=1, sharding
         pages_per_sequence=pages_per_sequence,
         num_pages=shares * (batch // shares * pages_per_sequence + 1),
         page_size=page_size,
-        dtype=jnp.float32,
+        dtype=kv_dtype or jnp.float32,
+        quantised=kv_dtype is not None,
         sharding=sharding or make_sharding(),
     )
-    pools = jax.tree.leaves((abstract.keys, abstract.values))
+    pools, form = jax.tree.flatten((abstract.keys, abstract.values))
     numbers = [
-        jax.device_put(np.arange(pool.size, dtype=np.float32).reshape(pool.shape) + 1e4 * i, place)
+        jax.device_put(
+            (np.arange(pool.size).reshape(pool.shape) % most + 1e4 * i % most).astype(pool.dtype),
+            pool.sharding,
+        )
         for i, pool in enumerate(pools)
-        for place in [pool.sharding]
+        for most in [100 if pool.dtype == jnp.int8 else 1e9]
     ]
     # Within each share, pages are handed out backwards from the last.
     local = batch // shares * pages_per_sequence
     table = np.tile(np.arange(local, 0, -1), shares).reshape(batch, pages_per_sequence)
     table = jax.device_put(table.astype(np.int32), abstract.page_table.sharding)
-    return kv.PagedCache(tuple(numbers[:2]), tuple(numbers[2:]), table)
+    return kv.PagedCache(*jax.tree.unflatten(form, numbers), table)
 
 
 def rows_of(pages, table, page_base=0):
@@ -45,11 +52,11 @@ def rows_of(pages, table, page_base=0):
 def check_compacted(before, after, start, path, shares=1):
     batch = len(start)
     per_share = before.keys[0].shape[1] // shares
-    for old, new in zip(
-        jax.tree.leaves((before.keys, before.values)),
-        jax.tree.leaves((after.keys, after.values)),
-        strict=True,
-    ):
+    olds, news = (
+        [part for pool in (*cache.keys, *cache.values) for part in by_slot(pool)]
+        for cache in (before, after)
+    )
+    for old, new in zip(olds, news, strict=True):
         expected_pool = np.array(old)
         for b in range(batch):
             base = b // (batch // shares) * per_share
@@ -83,10 +90,11 @@ def test_compact_of_a_chain_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
-def test_compact_on_eight_devices():
+@pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
+def test_compact_on_eight_devices(kv_dtype):
     sharding = make_sharding(data=2, fsdp=2, tensor=2)
-    cache = make_paged(batch=4, shares=4, sharding=sharding)
-    assert len(cache.keys[0].sharding.device_set) == 8
+    cache = make_paged(batch=4, shares=4, sharding=sharding, kv_dtype=kv_dtype)
+    assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(cache.keys))
     start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
     compact = jax.jit(lambda *args: cache.compact(*args, sharding))
     after = compact(jnp.array(start), jnp.array(path))
@@ -133,6 +141,9 @@ def test_caches_lie_where_their_sequences_are():
     paged, static = make_paged(4, shares=4, sharding=sharding), make_static(4, sharding=sharding)
     spec = jax.sharding.PartitionSpec
     assert paged.keys[0].sharding.spec == spec("tensor", ("data", "fsdp"), None, None)
+    quantised = make_paged(4, shares=4, sharding=sharding, kv_dtype=jnp.int8).keys[0]
+    assert quantised.scales.sharding.spec == quantised.values.sharding.spec
+    assert quantised.scales.sharding.spec == paged.keys[0].sharding.spec
     assert paged.page_table.sharding.spec == spec(("data", "fsdp"), None)
     assert static.keys[0].sharding.spec == spec(("data", "fsdp"), "tensor", None, None)
 

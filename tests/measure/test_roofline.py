@@ -26,6 +26,10 @@ def test_a_target_reads_its_weights_once_and_computes_every_row():
     many = roofline.target_work(target, batch=2, rows=8, context=100)
     assert many.size_bytes == 4 * (weights + 2 * 3 * 2 * 16 * 2 * 108)
     assert many.flops == 2 * weights * 16 + 4 * 3 * 4 * 16 * 2 * 8 * 108
+    # In 8 bits a row of 16 has a byte a number, and 4 for its scale.
+    small = roofline.target_work(target, batch=2, rows=8, context=100, kv_dtype="int8")
+    assert small.size_bytes == 4 * weights + 2 * 3 * 2 * (16 + 4) * 2 * 108
+    assert small.flops == many.flops
 
 
 def test_a_machine_that_nobody_knows_is_measured():

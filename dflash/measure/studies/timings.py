@@ -45,8 +45,9 @@ def cycle(config: BenchmarkRun) -> Table:
         some = some[1:]  # the first ones are slower than all others
         drafter, batch = jobs[name].drafter, config.decode.batch_size
         ideal = roofline.target_work(
-            first.target, batch=batch, rows=drafter.block_size, context=context
-        ).ideal_ms(machine)
+            first.target, batch=batch, rows=drafter.block_size, context=context,
+            kv_dtype=config.decode.kv_dtype,
+        ).ideal_ms(machine)  # fmt: skip
         ideal += roofline.draft_work(first.target, drafter, batch=batch).ideal_ms(machine)
         columns = [statistics.median(column) for column in zip(*some, strict=True)]
         ratios = [whole / (draft + verify) for whole, draft, verify in some]
@@ -93,7 +94,10 @@ def verify(config: BenchmarkRun) -> Table:
         lines[f"context {context}"] = (list(middle), list(middle.values()))
         ideals = {}
         for count, taken in middle.items():
-            work = roofline.target_work(job.target, batch=batch, rows=count, context=context)
+            work = roofline.target_work(
+                job.target, batch=batch, rows=count, context=context,
+                kv_dtype=config.decode.kv_dtype,
+            )  # fmt: skip
             ideals[count] = work.ideal_ms(machine)
             rows.append(
                 {

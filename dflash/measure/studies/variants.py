@@ -136,8 +136,9 @@ def _rows(
         context = sum(len(i.prompt.ids) for i in bench.workload.tasks[cell.task])
         context = context // len(bench.workload.tasks[cell.task])
         least = roofline.target_work(
-            bench.target, batch=size, rows=cell.block_size, context=context
-        ).ideal_ms(machine)
+            bench.target, batch=size, rows=cell.block_size, context=context,
+            kv_dtype=bench.config.decode.kv_dtype,
+        ).ideal_ms(machine)  # fmt: skip
         least += roofline.draft_work(bench.target, drafter, batch=size).ideal_ms(machine)
         rows.append(
             {

@@ -1,0 +1,85 @@
+"""Keys and values in eight bits: each row of each head with a scale of its own.
+
+A row's scale is its largest magnitude over the largest number of the dtype. It depends on nothing
+but the row, so a row is stored in the same bits whichever call writes it, beside whichever others.
+
+Scales are float32: they multiply scores and weights, which are float32 too, and cost 4 bytes beside
+a row of 128. They lie along the last dimension, so that a tile of them fits one of scores as it is
+and no row of scales is padded in a TPU's memory. Nobody multiplies keys or values themselves:
+q · (s k) = s (q · k) and w · (s v) = (s w) · v, which for a few queries is far less work, and the
+eight bits fit bfloat16 without rounding.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# The largest number of each dtype; see `config.schema.DecodeConfig.kv_dtype`.
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """Rows in eight bits.
+
+    Attributes:
+      values: [..., S, H] of a dtype of `LARGEST`.
+      scales: float32 [..., 1, S]; row s is values[..., s, :] · scales[..., 0, s].
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+
+# Rows as they are, or in eight bits.
+Rows = jax.Array | Quantised
+
+
+def encode(rows: jax.Array, like: Rows) -> Rows:
+    """Rows [..., S, H] as `like` stores its own: cast, or quantised to nearest.
+
+    Raises:
+      ValueError: `like` is of a dtype that has no scales here.
+    """
+    if not isinstance(like, Quantised):
+        return rows.astype(like.dtype)
+    name = jnp.dtype(like.dtype).name
+    if name not in LARGEST:
+        raise ValueError(f"quantised rows are {' or '.join(LARGEST)}, not {name}")
+    rows = rows.astype(jnp.float32)
+    peak = jnp.abs(rows).max(axis=-1, keepdims=True)
+    # A product, for compilers may turn the quotient into one or not, from program to program.
+    scales = jnp.where(peak > 0, peak * (1.0 / LARGEST[name]), 1.0)
+    values = rows / scales
+    if name == "int8":
+        values = jnp.round(values)
+    return Quantised(values.astype(like.dtype), scales.mT)
+
+
+def split(rows: Rows, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Values [..., S, H] to multiply with, and their scales [..., 1, S].
+
+    Args:
+      rows: left alone if they are not quantised; then there are no scales.
+      dtype: of the values if they are quantised; bfloat16 and float32 hold them exactly.
+    """
+    if isinstance(rows, Quantised):
+        return rows.values.astype(dtype), rows.scales
+    return rows, None
+
+
+def scaled(array: jax.Array, scales: jax.Array | None) -> jax.Array:
+    """Scores or weights [..., R, S] times scales [..., 1, S], if there are any."""
+    return array if scales is None else array * scales
