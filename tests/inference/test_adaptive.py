@@ -99,10 +99,9 @@ def test_a_run_begins_with_what_the_run_before_has_found_out():
     wrong = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
     wrong.adaptive = True
     run = redrafted(scripted_engine(1), wrong)
-    first, second = (sizes_of(decode(run, PROMPTS[:1], 32)) for _ in range(2))
-    assert max(first) == 8, "a stranger is given a chance"
-    assert sum(second) < sum(first)
-    assert max(second) <= 2, "and trials alone thereafter"
+    first, *_, last = (sizes_of(decode(run, PROMPTS[:1], 32)) for _ in range(4))
+    assert first.count(8) > 3, "a stranger is given a chance"
+    assert last.count(8) <= 1, "and not every time anew"
 
 
 def test_long_plain_stretches_fill_the_backlog():
