@@ -9,6 +9,9 @@ FLAGS = (
     # The tests compile many tiny programs and run each a few times.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    # With these two it takes less than half the time (7.0 against 3.0 s for a DFlash engine).
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
