@@ -13,6 +13,7 @@ from dflash.measure.cells import Cell
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 PARTS = {"draft": "#ee6677", "verify": "#4477aa", "rest": "#bbbbbb"}
 _DPI = 120
+_WITHIN = 8  # curves whose legend still fits into the axes
 
 
 def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
@@ -50,8 +51,8 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
 
 def survival(cells: Sequence[Cell], note: str = "") -> bytes:
     """The share of cycles in which each drafted slot and all before it were accepted."""
-    figure, axes = _figure(7.0)
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
+    figure, axes = _figure(7.0 if len(drafting) <= _WITHIN else 9.6)
     strategies = list(dict.fromkeys(cell.strategy for cell in drafting))
     tasks = list(dict.fromkeys(cell.task for cell in drafting))
     lines = ("-", "--", ":", "-.")
@@ -64,7 +65,7 @@ def survival(cells: Sequence[Cell], note: str = "") -> bytes:
             if len(strategies) == 1
             else lines[strategies.index(cell.strategy) % len(lines)],
             color=COLOURS[tasks.index(cell.task) % len(COLOURS)],
-            marker="o",
+            marker="os^D"[strategies.index(cell.strategy) // len(lines) % 4],
             markersize=3,
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",
         )
@@ -152,7 +153,7 @@ def _figure(width: float, height: float = 4.2) -> tuple[Figure, Axes]:
 
 
 def _finish(axes: Axes, title: str, note: str, *, below: bool = False) -> None:
-    """Title, note, grid and legend; `below`: the legend stands under the axes, not within."""
+    """Title, note, grid and legend, which stands under the axes if `below`, or beside if long."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18 if note else 8)
     if note:
         axes.annotate(note, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points",
@@ -160,6 +161,9 @@ def _finish(axes: Axes, title: str, note: str, *, below: bool = False) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
-    if axes.get_legend_handles_labels()[0]:
-        place = {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "ncol": 4} if below else {}
+    names = axes.get_legend_handles_labels()[1]
+    if names:
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        under = {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "ncol": 4}
+        place = under if below else beside if len(names) > _WITHIN else {}
         axes.legend(fontsize=8, frameon=False, **place)
