@@ -108,8 +108,12 @@ def weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def losses(workdir: pathlib.Path, kind: str = "train") -> list[float]:
+    return metrics(workdir, kind, "loss")
+
+
+def metrics(workdir: pathlib.Path, kind: str, name: str) -> list[float]:
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["kind"] == kind]
+    return [line[name] for line in lines if line["kind"] == kind]
 
 
 @pytest.mark.parametrize("task", [TARGET, DRAFTER], ids=["target", "drafter"])
@@ -164,10 +168,14 @@ def test_other_precisions_pieces_and_meshes_go_the_same_way(config, tmp_path):
 
 
 def test_a_sharded_drafter_learns_as_on_one_device(config, tmp_path):
-    assert run(config, *DRAFTER, "--workdir", tmp_path / "one") == 0
+    # A single slot, where there are four replicas.
+    judged = "evaluation.every=6", "evaluation.prompts=2", "evaluation.decode.batch_size=1"
+    assert run(config, *DRAFTER, *judged, "--workdir", tmp_path / "one") == 0
     mesh = "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"
-    assert run(config, *DRAFTER, *mesh, "--workdir", tmp_path / "eight") == 0
+    assert run(config, *DRAFTER, *judged, *mesh, "--workdir", tmp_path / "eight") == 0
     np.testing.assert_allclose(losses(tmp_path / "eight"), losses(tmp_path / "one"), rtol=1e-4)
+    (one,), (eight,) = (metrics(tmp_path / name, "evaluation", "tau") for name in ("one", "eight"))
+    assert one == eight
 
 
 @pytest.mark.parametrize(("name", "rule"), [("dpace", "muon"), ("kl", "adamw")])

@@ -72,7 +72,7 @@ def of_training(config: CompileTrain, sharding: Sharding) -> Iterator[Program]:
     if _wanted(TRAIN, config.tpu):
         yield _train_step(task, sharding)
     if task.drafts and config.evaluation.prompts:
-        yield from _decoding(task.target, task.working, config.evaluation.decode, config.tpu)
+        yield from _decoding(task.target, task.working, config.evaluation_decode, config.tpu)
 
 
 def _wanted(name: str, tpu: TpuConfig) -> bool:

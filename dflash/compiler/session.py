@@ -32,7 +32,7 @@ def compile_run(
     sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
     rates = topology.compiler_rates(machine)
     trains = isinstance(config, CompileTrain)
-    decode = config.evaluation.decode if trains else config.decode
+    decode = config.evaluation_decode if trains else config.decode
     found, memory, refused = {}, {}, None
     steps = (
         programs.of_training(config, sharding)

@@ -1,6 +1,7 @@
 """Everything that a training config may hold, and which of it may change when a run goes on."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -58,6 +59,18 @@ class TrainRun:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     mesh: schema.MeshConfig = dataclasses.field(default_factory=schema.MeshConfig)
     sharding_rules: Mapping[str, tuple[str, ...]] = option(schema.SHARDING_RULES)
+
+    @property
+    def evaluation_decode(self) -> schema.DecodeConfig:
+        """How held-out prompts are decoded: `evaluation.decode`, with a slot for every replica.
+
+        What comes out does not hang on the number of slots, so it is rounded up as the mesh needs.
+        """
+        decode, axes = self.evaluation.decode, self.sharding_rules.get("batch", ())
+        replicas = math.prod(getattr(self.mesh, axis) for axis in axes)
+        return dataclasses.replace(
+            decode, batch_size=math.ceil(decode.batch_size / replicas) * replicas
+        )
 
 
 # Keys, or groups of them, that a continued run may change: they say where it runs and how often it
