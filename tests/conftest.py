@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import sys
 
 FLAGS = (
@@ -16,5 +17,8 @@ FLAGS = (
 
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A job in the background ignores ctrl-C, and so would every command that the tests start and stop.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Modules that several tests share lie beside this file.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))

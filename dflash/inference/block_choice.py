@@ -23,7 +23,7 @@ TRIALS = 0.01  # most of the time that trials may cost
 # tried must look worth trying. Weights and memories are in drafts verified.
 PRIOR, PRIOR_WEIGHT = 0.8, 8.0
 POOL_WEIGHT = 8.0
-MEMORY, POOL_MEMORY = 64.0, 1024.0
+MEMORY, POOL_MEMORY = 64.0, 128.0
 
 
 @jax.tree_util.register_dataclass
