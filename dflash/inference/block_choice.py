@@ -138,7 +138,7 @@ def choose(
 
 
 def learn(
-    choice: BlockChoice, drafts: int, num_accepted: jax.Array, active: jax.Array
+    choice: BlockChoice, drafts: int, num_accepted: jax.Array, num_committed: jax.Array
 ) -> BlockChoice:
     """Takes in the outcome of the cycle that `choice` chose.
 
@@ -146,12 +146,14 @@ def learn(
       choice: as it was before the cycle.
       drafts: tokens that were verified of each sequence; one less than the block's size.
       num_accepted: int32 [B], in [0, drafts].
-      active: bool [B]; sequences that count.
+      num_committed: int32 [B]; tokens that came of it: one more, fewer where the sequence ended
+        before, none where there is no sequence.
     """
-    slots, run = jnp.arange(choice.tried.shape[1]), num_accepted[:, None]
-    # The first refused draft is the last one that says anything.
-    tried = (active[:, None] & (slots < drafts) & (slots <= run)).astype(jnp.float32)
-    accepted = tried * (slots < run)
+    slots = jnp.arange(choice.tried.shape[1])
+    # The first refused draft is the last one that says anything; and what came after a sequence's
+    # end, which is easily guessed, was worth nothing.
+    tried = ((slots < drafts) & (slots < num_committed[:, None])).astype(jnp.float32)
+    accepted = tried * (slots < num_accepted[:, None])
     fade = 1 - tried / MEMORY
     pool_fade = (1 - 1 / POOL_MEMORY) ** tried.sum(axis=0)
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]

@@ -30,6 +30,11 @@ def blank(batch: int, sizes: tuple[int, ...], seconds) -> BlockChoice:
 choose = jax.jit(functools.partial(block_choice.choose, sizes=SIZES))
 
 
+def learn(choice: BlockChoice, drafts, accepted: jax.Array, active=True) -> BlockChoice:
+    """`block_choice.learn` from sequences that go on."""
+    return block_choice.learn(choice, drafts, accepted, jnp.where(active, accepted + 1, 0))
+
+
 def knowing(rates: np.ndarray, seconds, credit: float = 0.0) -> BlockChoice:
     """What somebody knows who has seen these rates, [B, G], for long enough to be sure."""
     choice = blank(BATCH, SIZES, seconds)
@@ -81,7 +86,7 @@ def test_a_trial_waits_until_the_time_spent_pays_for_it():
     for _ in range(160):
         choice = choose(choice, EVERYONE, FAR)
         indices.append(int(choice.index))
-        choice = block_choice.learn(choice, SIZES[indices[-1]] - 1, jnp.zeros(BATCH, int), EVERYONE)
+        choice = learn(choice, SIZES[indices[-1]] - 1, jnp.zeros(BATCH, int))
     trials = np.flatnonzero(indices)
     assert set(indices) == {0, 1}, "a trial is the next larger size"
     assert 2 <= len(trials) <= 4
@@ -93,21 +98,28 @@ def test_a_trial_waits_until_the_time_spent_pays_for_it():
 def test_what_was_not_tried_is_not_counted():
     choice = blank(BATCH, SIZES, np.ones(4))
     accepted = jnp.array([0, 2, 3])
-    active = jnp.array([True, True, False])
-    after = block_choice.learn(choice, 3, accepted, active)
+    after = learn(choice, 3, accepted, jnp.array([True, True, False]))
     np.testing.assert_array_equal(after.tried[:, :4], [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(after.accepted[:, :3], [[0, 0, 0], [1, 1, 0], [0, 0, 0]])
     assert not after.tried[:, 3:].any()
     np.testing.assert_array_equal(after.pool_tried[:4], [2, 1, 1, 0])
     np.testing.assert_array_equal(after.pool_accepted[:4], [1, 1, 0, 0])
-    whole = block_choice.learn(choice, 3, jnp.full(BATCH, 3), EVERYONE)
+    whole = learn(choice, 3, jnp.full(BATCH, 3))
     np.testing.assert_array_equal(whole.accepted[0], [1, 1, 1, 0, 0, 0, 0])
+
+
+def test_what_comes_after_the_end_is_not_counted():
+    choice = blank(BATCH, SIZES, np.ones(4))
+    # Of seven right drafts the second ends the first sequence; the others go on.
+    after = block_choice.learn(choice, 7, jnp.array([7, 7, 1]), jnp.array([2, 8, 2]))
+    np.testing.assert_array_equal(after.tried.sum(axis=1), [2, 7, 2])
+    np.testing.assert_array_equal(after.accepted.sum(axis=1), [2, 7, 1])
 
 
 def test_a_new_sequence_knows_what_the_pool_knows():
     choice = blank(BATCH, SIZES, np.ones(4))
     for _ in range(100):
-        choice = block_choice.learn(choice, 7, jnp.array([0, 7, 7]), EVERYONE)
+        choice = learn(choice, 7, jnp.array([0, 7, 7]))
     rates = np.asarray(block_choice.rates(choice))
     assert rates[0, 0] < 0.12 < 0.9 < rates[1, 0]
     rates = np.asarray(block_choice.rates(block_choice.forget(choice, jnp.int32(0))))
@@ -165,7 +177,7 @@ def simulate_once(choice, costs, rates, key):
         right = jax.random.uniform(noise, own.shape) < own
         accepted = jnp.minimum(jnp.cumprod(right, axis=1).sum(axis=1), drafts)
         seconds += costs[choice.index]
-        choice = block_choice.learn(choice, drafts, accepted, active)
+        choice = learn(choice, drafts, accepted, active)
         committed = jnp.where(active, jnp.minimum(accepted + 1, left), 0)
         done += committed
         ended = active & (done >= NUM_TOKENS)
