@@ -6,11 +6,14 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import yaml
 
 from dflash import errors
 
+CONFIG = "config.yml"  # the resolved config of the run that has the directory
 MAX_KEYS_SHOWN = 5
 # A run that was killed a moment ago may not have let go of its lock yet.
 PATIENCE_S = 2.0
@@ -91,6 +94,43 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value
+
+
+def config_differences(
+    directory: pathlib.Path, config_yaml: str, matters: Callable[[str], bool] = lambda key: True
+) -> str | None:
+    """Says how a directory's config.yml differs from a run's config; None if there is none.
+
+    Args:
+      directory: where config.yml is looked for.
+      config_yaml: the run's resolved config.
+      matters: whether the value of a dotted key may not differ.
+    Returns:
+      the keys that differ, as `differences` names them; empty where none does.
+    Raises:
+      WorkdirError: config.yml is not a config.
+    """
+    path = directory / CONFIG
+    try:
+        there = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise errors.WorkdirError(f"{path}: not a config: use another --workdir") from error
+    pair = (
+        {key: value for key, value in flatten(config) if matters(key)}
+        for config in (there, yaml.safe_load(config_yaml))
+    )
+    return differences(*pair)
+
+
+def another_config(directory: pathlib.Path, found: str | None = None) -> errors.WorkdirError:
+    """The error for a directory whose config differs, in what `config_differences` has found."""
+    keys = f" ({found})" if found else ""
+    return errors.WorkdirError(
+        f"{directory}: belongs to a run of another config{keys}: "
+        "use another --workdir, or delete this one"
+    )
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -16,15 +16,13 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import yaml
-
 from dflash import errors
 from dflash.common import directories
 from dflash.common.display import Display
 from dflash.config import loader
 from dflash.config.sweep import Point, Sweep, label
 
-POINTS, POINT, TABLE, CONFIG = "points", "point.json", "sweep.csv", "config.yml"
+POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
 
 
 class Runner(abc.ABC):
@@ -138,7 +136,8 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise errors.WorkdirError(f"{path}: damaged: delete it to run it again") from error
         if found != loader.config_hash(point.config):
-            raise errors.WorkdirError(_foreign(path.parent, point))
+            differs = directories.config_differences(path.parent, loader.to_yaml(point.config))
+            raise directories.another_config(path.parent, differs)
         rows[point.name] = {**point.values, **metrics, "config_hash": found}
     return rows
 
@@ -221,23 +220,9 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) ->
 
 def _check_directory(directory: pathlib.Path, point: Point) -> None:
     """Raises WorkdirError if a run of another config was begun where the point is to run."""
-    try:
-        there = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise errors.WorkdirError(f"{directory / CONFIG}: not a config") from error
-    if there != yaml.safe_load(loader.to_yaml(point.config)):
-        raise errors.WorkdirError(_foreign(directory, point, there))
-
-
-def _foreign(directory: pathlib.Path, point: Point, there: Any = None) -> str:
-    found = ""
-    if there is not None:
-        here = yaml.safe_load(loader.to_yaml(point.config))
-        pairs = (dict(directories.flatten(config)) for config in (there, here))
-        found = f" ({directories.differences(*pairs)})"
-    return f"{directory}: belongs to a run of another config{found}: use another --workdir"
+    found = directories.config_differences(directory, loader.to_yaml(point.config))
+    if found:
+        raise directories.another_config(directory, found)
 
 
 def _in_order(runner: Runner, points: Sequence[Point]) -> Iterator[Point]:

@@ -12,8 +12,6 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import yaml
-
 from dflash import errors
 from dflash.common import directories, outputs
 from dflash.common import prompts as prompts_lib
@@ -21,7 +19,6 @@ from dflash.common import prompts as prompts_lib
 OUTPUTS = "outputs.jsonl"
 BASELINE = "baseline.jsonl"  # the same, decoded without drafting (decode.baseline)
 RESULTS = "results.json"
-CONFIG = "config.yml"
 
 
 class Records:
@@ -150,7 +147,7 @@ class Workdir(Records):
                 if os.fstat(descriptor).st_size:
                     _check_config(directory, config_yaml, required=True)
                 os.ftruncate(descriptor, complete_bytes)
-                directories.write_whole(directory / CONFIG, config_yaml)
+                directories.write_whole(directory / directories.CONFIG, config_yaml)
         except BaseException:
             os.close(descriptor)
             raise
@@ -215,20 +212,11 @@ def _check_config(directory: pathlib.Path, config_yaml: str, *, required: bool) 
     Raises:
       WorkdirError: they differ, in keys that the message names; or it is missing and `required`.
     """
-    path = directory / CONFIG
-    try:
-        there = dict(directories.flatten(yaml.safe_load(path.read_text(encoding="utf-8"))))
-    except FileNotFoundError as error:
-        if not required:
-            return
+    found = directories.config_differences(directory, config_yaml)
+    if found is None and required:
         raise errors.WorkdirError(
-            f"{path}: missing, so nobody knows what the outputs here are of: use another --workdir"
-        ) from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise errors.WorkdirError(f"{path}: not a config: use another --workdir") from error
-    found = directories.differences(there, dict(directories.flatten(yaml.safe_load(config_yaml))))
-    if found:
-        raise errors.WorkdirError(
-            f"{directory}: belongs to a run of another config ({found}): "
-            "use another --workdir, or delete this one"
+            f"{directory / directories.CONFIG}: missing, so nobody knows what the outputs here are "
+            "of: use another --workdir"
         )
+    if found:
+        raise directories.another_config(directory, found)

@@ -14,14 +14,11 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from dflash import errors
 from dflash.common import directories
 from dflash.measure.cells import Average, Cell
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
-RESULTS, STUDY, CONFIG, LOCK = "results.json", "study.json", "config.yml", ".lock"
+RESULTS, STUDY, LOCK = "results.json", "study.json", ".lock"
 
 
 class Directory:
@@ -76,7 +73,7 @@ def open_directory(path: str | None, config_yaml: str) -> Iterator[Directory]:
         directories.lock(directory, descriptor)
         _check_config(directory, config_yaml)
         opened = Directory(directory)
-        opened.write(CONFIG, config_yaml)
+        opened.write(directories.CONFIG, config_yaml)
         yield opened
     finally:
         os.close(descriptor)
@@ -84,19 +81,10 @@ def open_directory(path: str | None, config_yaml: str) -> Iterator[Directory]:
 
 def _check_config(directory: pathlib.Path, config_yaml: str) -> None:
     """Refuses to write over the results of another config."""
-    path = directory / CONFIG
-    if not path.exists() or not any((directory / name).exists() for name in (RESULTS, STUDY)):
-        return
-    try:
-        there = dict(directories.flatten(yaml.safe_load(path.read_text(encoding="utf-8"))))
-    except (ValueError, yaml.YAMLError) as error:
-        raise errors.WorkdirError(f"{path}: not a config: use another --workdir") from error
-    found = directories.differences(there, dict(directories.flatten(yaml.safe_load(config_yaml))))
-    if found:
-        raise errors.WorkdirError(
-            f"{directory}: holds results of another config ({found}): "
-            "use another --workdir, or delete this one"
-        )
+    if any((directory / name).exists() for name in (RESULTS, STUDY)):
+        found = directories.config_differences(directory, config_yaml)
+        if found:
+            raise directories.another_config(directory, found)
 
 
 def as_values(

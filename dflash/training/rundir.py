@@ -16,14 +16,13 @@ import pathlib
 from typing import Any
 
 import jax
-import yaml
 
 from dflash import errors
 from dflash.common import directories
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
 
-CONFIG, CHECKPOINTS, METRICS = "config.yml", "checkpoints", "metrics.jsonl"
+CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 TENSORBOARD, FEATURES, EXPORT = "tensorboard", "features", "hf"
 _LOCK = ".lock"
 
@@ -48,7 +47,7 @@ class RunDirectory:
                 try:
                     directories.lock(self.path, self._descriptor)
                     self._check(config)
-                    directories.write_whole(self.path / CONFIG, loader.to_yaml(config))
+                    directories.write_whole(self.path / directories.CONFIG, loader.to_yaml(config))
                 except BaseException:
                     self.close()
                     raise
@@ -74,21 +73,16 @@ class RunDirectory:
         checkpoints = self.path / CHECKPOINTS
         if not checkpoints.is_dir() or not any(p.name.isdecimal() for p in checkpoints.iterdir()):
             return  # nothing was learned here yet
-        try:
-            text = (self.path / CONFIG).read_text(encoding="utf-8")
-            there = _matters(yaml.safe_load(text))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        found = directories.config_differences(
+            self.path, loader.to_yaml(config), lambda key: not train_schema.is_free(key)
+        )
+        if found is None:
             raise errors.WorkdirError(
-                f"{self.path / CONFIG}: missing or not a config, so nobody knows what the "
-                "checkpoints are of: use another --workdir"
-            ) from error
-        here = _matters(yaml.safe_load(loader.to_yaml(config)))
-        found = directories.differences(there, here)
-        if found:
-            raise errors.WorkdirError(
-                f"{self.path}: holds checkpoints of another config ({found}): "
-                "use another --workdir, or delete this one"
+                f"{self.path / directories.CONFIG}: missing, so nobody knows what the checkpoints "
+                "are of: use another --workdir"
             )
+        if found:
+            raise directories.another_config(self.path, found)
 
 
 def identity(config: TrainRun) -> str:

@@ -79,8 +79,8 @@ def _begin(
         return Restored(0, state, {"data": None, "identity": directory.identity})
     if found.facts.get("identity") != directory.identity:
         raise errors.WorkdirError(
-            f"{directory.path}: holds checkpoints of another config than its {rundir.CONFIG} says: "
-            "use another --workdir, or delete this one"
+            f"{directory.path}: holds checkpoints of another config than its {directories.CONFIG} "
+            "says: use another --workdir, or delete this one"
         )
     tell(f"going on after step {found.step}")
     return found

@@ -86,7 +86,7 @@ def test_many_differences_are_counted_not_listed(used):
 
 def test_checkpoints_without_their_config_are_nobodys(used):
     (used / "config.yml").unlink()
-    with pytest.raises(errors.WorkdirError, match=r"config\.yml: missing or not a config"):
+    with pytest.raises(errors.WorkdirError, match=r"config\.yml: missing, so nobody"):
         RunDirectory(used, BASE)
 
 
