@@ -36,9 +36,9 @@ class Adaptive:
         choice = block_choice.choose(self.choice, active, left, sizes)
         return dataclasses.replace(self, choice=choice)
 
-    def learn(self, drafts: int, num_accepted: jax.Array, num_committed: jax.Array) -> "Adaptive":
+    def learn(self, drafts: int, num_committed: jax.Array, limited: jax.Array) -> "Adaptive":
         """Takes in the outcome of a cycle; see `block_choice.learn`."""
-        choice = block_choice.learn(self.choice, drafts, num_accepted, num_committed)
+        choice = block_choice.learn(self.choice, drafts, num_committed, limited)
         return dataclasses.replace(self, choice=choice)
 
     def put_aside(

@@ -17,13 +17,15 @@ import jax.numpy as jnp
 from dflash.common.sharding import Sharding
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-TRIALS = 0.01  # most of the time that trials may cost
+TRIALS = 0.02  # most of the time that trials may cost
 
-# A rate starts at what all sequences together say, which starts at PRIOR: high, for what was never
-# tried must look worth trying. Weights and memories are in drafts verified.
+# A draft's rate starts at what all sequences together say of it, and that at what they say of the
+# drafts before it; the first of all at PRIOR: high, for drafts must look worth trying at first.
+# Weights and MEMORY are in drafts verified, POOL_MEMORY is in cycles of a sequence: what is rarely
+# tried must be forgotten as fast as the rest, or a deep draft's rate is that of an earlier task.
 PRIOR, PRIOR_WEIGHT = 0.8, 8.0
 POOL_WEIGHT = 8.0
-MEMORY, POOL_MEMORY = 64.0, 128.0
+MEMORY, POOL_MEMORY = 64.0, 64.0
 
 
 @jax.tree_util.register_dataclass
@@ -100,8 +102,10 @@ def forget(choice: BlockChoice, slot: jax.Array) -> BlockChoice:
 
 def rates(choice: BlockChoice) -> jax.Array:
     """float32 [B, G]; how likely each draft is accepted if all before it are."""
-    pool = choice.pool_accepted + PRIOR_WEIGHT * PRIOR
-    pool = pool / (choice.pool_tried + PRIOR_WEIGHT)
+    tried, accepted = choice.pool_tried, choice.pool_accepted
+    tried_before, accepted_before = jnp.cumsum(tried) - tried, jnp.cumsum(accepted) - accepted
+    prior = (accepted_before + PRIOR_WEIGHT * PRIOR) / (tried_before + PRIOR_WEIGHT)
+    pool = (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
     return (choice.accepted + POOL_WEIGHT * pool) / (choice.tried + POOL_WEIGHT)
 
 
@@ -138,24 +142,25 @@ def choose(
 
 
 def learn(
-    choice: BlockChoice, drafts: int, num_accepted: jax.Array, num_committed: jax.Array
+    choice: BlockChoice, drafts: int, num_committed: jax.Array, limited: jax.Array
 ) -> BlockChoice:
     """Takes in the outcome of the cycle that `choice` chose.
 
     Args:
       choice: as it was before the cycle.
       drafts: tokens that were verified of each sequence; one less than the block's size.
-      num_accepted: int32 [B], in [0, drafts].
-      num_committed: int32 [B]; tokens that came of it: one more, fewer where the sequence ended
-        before, none where there is no sequence.
+      num_committed: int32 [B]; tokens that came of it, none where there is no sequence.
+      limited: bool [B]; sequences that came to their limit, which may have cut the cycle.
     """
     slots = jnp.arange(choice.tried.shape[1])
-    # The first refused draft is the last one that says anything; and what came after a sequence's
-    # end, which is easily guessed, was worth nothing.
-    tried = ((slots < drafts) & (slots < num_committed[:, None])).astype(jnp.float32)
-    accepted = tried * (slots < num_accepted[:, None])
+    # The first draft that brought nothing is the last one that says anything: it was refused, or
+    # the sequence ended before it. Ends count, for blocks reach past them; limits are known ahead.
+    num_useful = num_committed[:, None] - 1
+    tried = (slots < drafts) & (slots < num_useful + ~limited[:, None])
+    tried = (tried & (num_useful >= 0)).astype(jnp.float32)
+    accepted = tried * (slots < num_useful)
     fade = 1 - tried / MEMORY
-    pool_fade = (1 - 1 / POOL_MEMORY) ** tried.sum(axis=0)
+    pool_fade = (1 - 1 / POOL_MEMORY) ** tried[:, :1].sum()
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]
     credit = choice.credit + TRIALS * best - (spent - best)
     return dataclasses.replace(

@@ -73,7 +73,8 @@ def cycle(
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = state.adaptive
     if adaptive is not None:
-        adaptive = adaptive.learn(block_size - 1, verdict.num_accepted, num_committed)
+        limited = state.length + num_committed >= state.limit
+        adaptive = adaptive.learn(block_size - 1, num_committed, limited)
     if adaptive is not None and block_size == 1:
         adaptive = adaptive.put_aside(following, num_committed, features)
     else:

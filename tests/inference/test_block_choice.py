@@ -32,7 +32,8 @@ choose = jax.jit(functools.partial(block_choice.choose, sizes=SIZES))
 
 def learn(choice: BlockChoice, drafts, accepted: jax.Array, active=True) -> BlockChoice:
     """`block_choice.learn` from sequences that go on."""
-    return block_choice.learn(choice, drafts, accepted, jnp.where(active, accepted + 1, 0))
+    committed = jnp.where(active, accepted + 1, 0)
+    return block_choice.learn(choice, drafts, committed, jnp.zeros(len(accepted), bool))
 
 
 def knowing(rates: np.ndarray, seconds, credit: float = 0.0) -> BlockChoice:
@@ -108,12 +109,14 @@ def test_what_was_not_tried_is_not_counted():
     np.testing.assert_array_equal(whole.accepted[0], [1, 1, 1, 0, 0, 0, 0])
 
 
-def test_what_comes_after_the_end_is_not_counted():
+def test_an_end_is_a_refusal_and_a_limit_is_not():
     choice = blank(BATCH, SIZES, np.ones(4))
-    # Of seven right drafts the second ends the first sequence; the others go on.
-    after = block_choice.learn(choice, 7, jnp.array([7, 7, 1]), jnp.array([2, 8, 2]))
-    np.testing.assert_array_equal(after.tried.sum(axis=1), [2, 7, 2])
-    np.testing.assert_array_equal(after.accepted.sum(axis=1), [2, 7, 1])
+    # Of seven drafts two tokens came: the first sequence ended there, the second reached its limit.
+    # The third brought all.
+    limited = jnp.array([False, True, False])
+    after = block_choice.learn(choice, 7, jnp.array([2, 2, 8]), limited)
+    np.testing.assert_array_equal(after.tried.sum(axis=1), [2, 1, 7])
+    np.testing.assert_array_equal(after.accepted.sum(axis=1), [1, 1, 7])
 
 
 def test_a_new_sequence_knows_what_the_pool_knows():
@@ -125,6 +128,30 @@ def test_a_new_sequence_knows_what_the_pool_knows():
     rates = np.asarray(block_choice.rates(block_choice.forget(choice, jnp.int32(0))))
     assert rates[0, 0] == pytest.approx(2 / 3, abs=0.05)
     assert rates[1, 0] > 0.9
+
+
+def test_a_draft_never_tried_is_thought_as_good_as_those_before_it():
+    choice = blank(BATCH, SIZES, np.ones(4))
+    assert np.asarray(block_choice.rates(choice)) == pytest.approx(block_choice.PRIOR)
+    for accepted in [3, 0] * 100:
+        choice = learn(choice, 3, jnp.full(BATCH, accepted))
+    fresh = np.asarray(block_choice.rates(block_choice.forget(choice, jnp.int32(0))))[0]
+    assert fresh[0] == pytest.approx(0.5, abs=0.1)
+    assert fresh[1] > 0.9
+    # Three drafts of the four that were tried in two cycles were accepted.
+    assert fresh[3:] == pytest.approx(0.75, abs=0.05)
+
+
+def test_what_is_rarely_tried_is_forgotten_as_fast_as_the_rest():
+    choice = blank(BATCH, SIZES, np.ones(4))
+    for _ in range(100):
+        choice = learn(choice, 7, jnp.full(BATCH, 7))
+    deep = float(choice.pool_tried[-1])
+    for _ in range(100):
+        choice = learn(choice, 3, jnp.zeros(BATCH, int))
+    assert choice.pool_tried[-1] < 0.02 * deep
+    plain = learn(choice, 0, jnp.zeros(BATCH, int))
+    np.testing.assert_array_equal(plain.pool_tried, choice.pool_tried)
 
 
 # --- against simulated drafters ------------------------------------------------------------------
