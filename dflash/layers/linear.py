@@ -108,10 +108,11 @@ def join(linears: Sequence[Linear]) -> Linear:
         raise errors.ConfigError(f"sharding_rules: {words}: give them the same axes")
     rows, columns = kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels)
     joined = Linear(rows, columns, first.axes, dtype=kernels[0].dtype, sharding=sharding)
-    place = joined.kernel.get_value()
     if not isinstance(kernels[0], jax.ShapeDtypeStruct):
-        shares = sharding.size(first.axes[1])
-        joined.kernel.set_value(_side_by_side(shares, place.sharding)(kernels))
+        shares, place = sharding.size(first.axes[1]), joined.kernel.get_value().sharding
+        values = _side_by_side(shares, place)(kernels)
+        # Else the next layer's copy would be made before this one's sources are gone.
+        joined.kernel.set_value(jax.block_until_ready(values))
     return joined
 
 

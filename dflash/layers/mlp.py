@@ -18,7 +18,6 @@ class Mlp(nnx.Module):
         self.gate_proj = Linear(width, hidden, ("embed", "mlp"), **build)
         self.up_proj = Linear(width, hidden, ("embed", "mlp"), **build)
         self.down_proj = Linear(hidden, width, ("mlp", "embed"), **build)
-
         self.is_joined = False
         self.sharding = sharding
 
