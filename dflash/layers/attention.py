@@ -75,12 +75,11 @@ class Attention(nnx.Module):
         """[B, T, D] -> rotated keys and plain values, each [B, T, K, H].
 
         Raises:
-          ValueError: the projections are joined, and were not built with `takes_context`.
+          ValueError: this was not built with `takes_context`.
         """
-        queries, *others = self.products
-        if queries != "q":
-            raise ValueError("keys and values are joined with the queries: say takes_context=True")
-        return self._heads_of(others, x, cos_sin)
+        if not self.takes_context:
+            raise ValueError("keys and values alone: build the attention with takes_context=True")
+        return self._heads_of(self.products[1:], x, cos_sin)
 
     def output(self, attended: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D]."""

@@ -106,8 +106,9 @@ def test_heads_are_those_of_projections_apart(mesh, takes_context):
             assert ours.shape == plain.shape
             np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
     if not takes_context:
-        with pytest.raises(ValueError, match="say takes_context=True"):
-            together.keys_values(x, cos_sin)
+        for module in (together, attention):
+            with pytest.raises(ValueError, match="with takes_context=True"):
+                module.keys_values(x, cos_sin)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
