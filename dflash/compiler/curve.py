@@ -19,6 +19,7 @@ from dflash.compiler import components, costs, hlo, programs, topology
 from dflash.compiler.components import ATTENTION, MLP, Component
 from dflash.compiler.report import Situation
 from dflash.config.schema import DecodeConfig
+from dflash.inference import weights
 from dflash.layers.linear import matmul_precision
 
 _LAYERS = 2
@@ -75,6 +76,7 @@ def measure(config: Any, rows: Sequence[int], progress: Callable[[str], None]) -
     source = assembly.find_target(group)
     dtype = getattr(config, "dtype", "bfloat16")
     target = assembly.build_target(group, source, dtype=dtype, sharding=sharding)
+    weights.arrange(target, sharding)
     points = []
     for count in rows:
         begin = time.perf_counter()

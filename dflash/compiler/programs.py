@@ -14,7 +14,7 @@ from dflash.common.sharding import Sharding
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED, Ideal
 from dflash.config.schema import DecodeConfig, DecodeRun
 from dflash.config.tpu_schema import CompileTrain, TpuConfig
-from dflash.inference import plan
+from dflash.inference import plan, weights
 from dflash.inference.engine import Engine
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
@@ -63,6 +63,8 @@ def of_decoding(config: DecodeRun, tpu: TpuConfig, sharding: Sharding) -> Iterat
     target = assembly.build_target(config.target, source, **build)
     found = assembly.find_drafter(config.drafter, download=False)
     drafter = assembly.build_drafter(config.drafter, found, target.arch, **build)
+    for model in (target, drafter):
+        weights.arrange(model, sharding)
     yield from _decoding(target, drafter, config.decode, tpu)
 
 

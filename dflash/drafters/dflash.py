@@ -99,7 +99,7 @@ class DFlash(SlotDrafter):
     @staticmethod
     def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
         """One draft layer."""
-        return TransformerLayer(shape.decoder, qk_norm=True, **build)
+        return TransformerLayer(shape.decoder, qk_norm=True, takes_context=True, **build)
 
     def init_state(self, batch: int, max_length: int) -> kv.StaticCache:
         """Abstract context; `observe` may write a whole block from the last position on."""

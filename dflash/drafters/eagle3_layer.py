@@ -51,8 +51,7 @@ class EagleLayer(nnx.Module):
         """Features and embeddings [B, T, D] -> [B, T, D], and what `attend` gave back besides."""
         batch, _ = batch_axes(features.shape[0], self.sharding)
         x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(features)], axis=-1)
-        queries = self.self_attn.queries(x, cos_sin)
-        attended, kept = attend(queries, *self.self_attn.keys_values(x, cos_sin))
+        attended, kept = attend(*self.self_attn.project(x, cos_sin))
         out = features + self.self_attn.output(attended)
         out = self.sharding.constrain(out, batch, None, None)
         out = out + self.mlp(self.post_attention_layernorm(out))

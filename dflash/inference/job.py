@@ -18,7 +18,7 @@ from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
 from dflash.data import datasets
 from dflash.data.example import Example
 from dflash.drafters.base import Drafter
-from dflash.inference import plan, scheduler
+from dflash.inference import plan, scheduler, weights
 from dflash.inference.engine import Engine
 from dflash.inference.scheduler import Request
 from dflash.models.decoder import Decoder
@@ -115,8 +115,9 @@ class Job:
         Raises:
           CheckpointError: a checkpoint is damaged, or does not fit.
         """
-        assembly.load_weights(self.target, self.target_source)
-        assembly.load_weights(self.drafter, self.drafter_source)
+        placed = self.target.sharding
+        weights.load(self.target, self.target_source, placed)
+        weights.load(self.drafter, self.drafter_source, placed)
 
     def without_drafting(self) -> "Job":
         """The baseline: the same prompts, target and loop, and a drafter that proposes nothing."""

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.common import assembly
 from dflash.common.display import Display
 from dflash.common.sweeps import Runner
 from dflash.config import loader
 from dflash.config.schema import DecodeRun
 from dflash.inference import job as jobs
-from dflash.inference import session
+from dflash.inference import session, weights
 from dflash.inference.job import Job
 
 
@@ -68,14 +67,14 @@ class Weights:
         self._loaded = {
             role: (key, model) for role, (key, model) in self._loaded.items() if key == wanted[role]
         }
-        target = self._model("target", wanted["target"], job.target, job.target_source)
-        drafter = self._model("drafter", wanted["drafter"], job.drafter, job.drafter_source)
-        return dataclasses.replace(job, target=target, drafter=drafter)
+        models = {role: self._model(role, key, job) for role, key in wanted.items()}
+        return dataclasses.replace(job, **models)
 
-    def _model(self, role: str, key: str, model: Any, source: assembly.Source) -> Any:
+    def _model(self, role: str, key: str, job: Job) -> Any:
         if role not in self._loaded:
+            model, source = getattr(job, role), getattr(job, f"{role}_source")
             with self._display.status(f"loading the {role}"):
-                assembly.load_weights(model, source)
+                weights.load(model, source, job.target.sharding)
             self._loaded[role] = key, model
         return self._loaded[role][1]
 

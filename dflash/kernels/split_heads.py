@@ -6,6 +6,8 @@ kernel does it in one, and leaves the heads outside of the rows, as attention re
 """
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,39 +16,60 @@ from dflash.kernels import implementation as implementations
 from dflash.kernels import split_heads_tpu as tpu
 
 
+class Part(NamedTuple):
+    """Columns of a projection that lie together, such as those of all queries.
+
+    Attributes:
+      share: how many heads it has, in proportion to the other parts.
+      rotated: by the angles of the rows' positions, after the norm if there is one; else its heads
+        are what the columns say.
+    """
+
+    share: int = 1
+    rotated: bool = True
+
+
 def split_heads(
     rows: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
-    scale: jax.Array | None = None,
+    scales: Sequence[jax.Array] = (),
     *,
+    parts: Sequence[Part] = (Part(),),
     eps: float = 0.0,
     implementation: str = "auto",
-) -> jax.Array:
-    """Rotated heads of projected rows.
+) -> tuple[jax.Array, ...]:
+    """Heads of projected rows.
 
     Args:
-      rows: [B, T, n·H]; the columns of one head lie together.
+      rows: [B, T, n·H]; the columns of one head lie together, and those of one part.
       cos_sin: of the rows' positions, each float32 [B, T, 1, H/2].
-      scale: [H]; of a root-mean-square norm of each head, before it is rotated. None: no norm.
-      eps: of the norm.
+      scales: [H] for each part that is rotated, of a root-mean-square norm of each of its heads
+        before that. Empty: no norms.
+      parts: what the columns are, in their order.
+      eps: of the norms.
       implementation: see `implementation.run`. Gradients are those of the reference.
     Returns:
-      [B, T, n, H]; in the dtype of `rows` times that of `scale`.
+      [B, T, n, H] for each part; rotated ones in the dtype of `rows` times that of their scale.
     Raises:
       ValueError: shapes that do not fit each other.
     """
     width = 2 * cos_sin[0].shape[-1]
-    if rows.shape[-1] % width or (scale is not None and scale.shape != (width,)):
-        shape = None if scale is None else scale.shape
-        raise ValueError(f"split_heads: rows {rows.shape}, scale {shape}, heads of {width}")
-    arrays = (rows, *cos_sin, *(() if scale is None else (scale,)))
-    reference = functools.partial(_reference, eps=eps)
+    shares = sum(part.share for part in parts)
+    shapes = [scale.shape for scale in scales]
+    wanted = [(width,)] * sum(part.rotated for part in parts)
+    if rows.shape[-1] % (width * shares) or shapes not in ([], wanted):
+        raise ValueError(
+            f"split_heads: rows {rows.shape}, scales {shapes}, {shares} × n heads of {width}"
+        )
+    arrays = (rows, *cos_sin, *scales)
+    options = {"parts": tuple(parts), "eps": eps}
+    reference = functools.partial(_reference, **options)
     run = functools.partial(
         implementations.run,
         implementation,
         reference=reference,
-        pallas=functools.partial(tpu.split_heads_tpu, eps=eps),
-        unsupported=tpu.unsupported(*arrays),
+        pallas=functools.partial(tpu.split_heads_tpu, **options),
+        unsupported=tpu.unsupported(*arrays, parts=parts),
     )
     if implementation == "reference":
         return run(*arrays)
@@ -75,6 +98,15 @@ def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
     return rotated.astype(x.dtype)
 
 
-def _reference(rows, cos, sin, scale=None, *, eps):
+def _reference(rows, cos, sin, *scales, parts, eps):
     heads = rows.reshape(*rows.shape[:2], -1, 2 * cos.shape[-1])
-    return rotate(heads if scale is None else rms_norm(heads, scale, eps), (cos, sin))
+    unit = heads.shape[2] // sum(part.share for part in parts)
+    found, begin, scales = [], 0, iter(scales)
+    for part in parts:
+        own = heads[:, :, begin : begin + unit * part.share]
+        begin += own.shape[2]
+        if part.rotated:
+            scale = next(scales, None)
+            own = rotate(own if scale is None else rms_norm(own, scale, eps), (cos, sin))
+        found.append(own)
+    return tuple(found)

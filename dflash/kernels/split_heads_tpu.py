@@ -1,8 +1,8 @@
 """The Pallas kernel of split_heads; see split_heads.py for what it computes.
 
-One step serves a tile of rows, and half of the heads where their number is even: a chip with two
-cores gives one half to each. A head is as wide as the lanes, so taking it out of its row moves
-nothing.
+One step serves a tile of rows, and half of the heads of every part where their numbers are even: a
+chip with two cores gives one half to each. A head is as wide as the lanes, so taking it out of its
+row moves nothing.
 """
 
 import functools
@@ -17,28 +17,33 @@ OP = "split_heads"
 TILE_ROWS = 128
 
 
-def split_heads_tpu(rows, cos, sin, scale=None, *, eps: float, interpret):
+def split_heads_tpu(rows, cos, sin, *scales, parts, eps: float, interpret):
     """Arguments and results as those of `split_heads`."""
     batch, length, columns = rows.shape
     width = 2 * cos.shape[-1]
-    heads = columns // width
-    step_heads = flash_tpu.heads_per_step(heads)
+    heads, steps = _heads(columns // width, parts)
     tile = min(length, TILE_ROWS)
     # A half turn of the lanes and these stand for the two halves of a rotation.
     turns = [jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)]
-    arrays = [rows, *(turn[:, :, 0] for turn in turns)]
-    columns_of_step = pl.BlockSpec((None, tile, step_heads * width), lambda g, b, i: (b, i, g))
+    # Each part has a view of its own on the same rows.
+    columns_of_step, heads_of_step, before = [], [], 0
+    for count in heads:
+        own = count // steps
+        first, before = before // own, before + count
+        columns_of_step.append(
+            pl.BlockSpec((None, tile, own * width), lambda g, b, i, first=first: (b, i, first + g))
+        )
+        heads_of_step.append(pl.BlockSpec((None, own, tile, width), lambda g, b, i: (b, g, i, 0)))
     angles = pl.BlockSpec((None, tile, width), lambda g, b, i: (b, i, 0))
-    specs = [columns_of_step, angles, angles]
-    if scale is not None:
-        arrays.append(scale[None])
-        specs.append(pl.BlockSpec((1, width), lambda g, b, i: (0, 0)))
+    scale = pl.BlockSpec((1, width), lambda g, b, i: (0, 0))
     outputs = pl.pallas_call(
-        functools.partial(_kernel, eps=eps),
-        grid=(heads // step_heads, batch, length // tile),
-        in_specs=specs,
-        out_specs=pl.BlockSpec((None, step_heads, tile, width), lambda g, b, i: (b, g, i, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, length, width), rows.dtype),
+        functools.partial(_kernel, parts=parts, normed=bool(scales), eps=eps),
+        grid=(steps, batch, length // tile),
+        in_specs=[*columns_of_step, angles, angles, *(scale for _ in scales)],
+        out_specs=heads_of_step,
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, count, length, width), rows.dtype) for count in heads
+        ],
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary", "arbitrary"),
         cost_estimate=pl.CostEstimate(
             flops=8 * rows.size,
@@ -47,28 +52,48 @@ def split_heads_tpu(rows, cos, sin, scale=None, *, eps: float, interpret):
         ),
         interpret=interpret,
         name=OP,
-    )(*arrays)
-    return outputs.swapaxes(1, 2)
+    )(*(rows for _ in parts), *(turn[:, :, 0] for turn in turns), *(each[None] for each in scales))
+    return tuple(each.swapaxes(1, 2) for each in outputs)
 
 
-def _kernel(rows_ref, cos_ref, sin_ref, *refs, eps):
-    *scale_ref, outputs_ref = refs
-    heads, _, width = outputs_ref.shape
-    cos, sin = cos_ref[...], sin_ref[...]
-    scale = scale_ref[0][...].astype(jnp.float32) if scale_ref else None
-    for head in range(heads):
-        x = rows_ref[:, head * width : (head + 1) * width].astype(jnp.float32)
-        if scale is not None:
-            x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-            # Rounded where plain JAX rounds.
-            x = scale * x.astype(rows_ref.dtype).astype(jnp.float32)
-            x = x.astype(rows_ref.dtype).astype(jnp.float32)
-        half = width // 2
-        turned = jnp.concatenate([x[:, half:], x[:, :half]], axis=-1)
-        outputs_ref[head] = (x * cos + turned * sin).astype(outputs_ref.dtype)
+def _heads(count, parts) -> tuple[list[int], int]:
+    """Heads of each part, of `count` in all, and in how many steps they are done."""
+    unit = count // sum(part.share for part in parts)
+    heads = [unit * part.share for part in parts]
+    return heads, 1 if any(own % 2 for own in heads) else 2
 
 
-def unsupported(rows, cos, sin, scale=None) -> str | None:
+def _kernel(*refs, parts, normed, eps):
+    rows, rest, outputs = refs[: len(parts)], refs[len(parts) : -len(parts)], refs[-len(parts) :]
+    cos, sin = (ref[...] for ref in rest[:2])
+    scales = iter(rest[2:])
+    for part, rows_ref, outputs_ref in zip(parts, rows, outputs, strict=True):
+        scale = next(scales)[...].astype(jnp.float32) if normed and part.rotated else None
+        heads, _, width = outputs_ref.shape
+        for head in range(heads):
+            x = rows_ref[:, head * width : (head + 1) * width]
+            if part.rotated:
+                x = _turn(_norm(x, scale, eps), cos, sin)
+            outputs_ref[head] = x.astype(outputs_ref.dtype)
+
+
+def _norm(x, scale, eps):
+    """Float32 of x, over its root mean square and times a scale if there is one."""
+    wide = x.astype(jnp.float32)
+    if scale is None:
+        return wide
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    # Rounded where plain JAX rounds.
+    wide = scale * wide.astype(x.dtype).astype(jnp.float32)
+    return wide.astype(x.dtype).astype(jnp.float32)
+
+
+def _turn(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + jnp.concatenate([x[:, half:], x[:, :half]], axis=-1) * sin
+
+
+def unsupported(rows, cos, sin, *scales, parts) -> str | None:
     """Why the kernel does not cover a call; None if it does."""
     length, width = rows.shape[1], 2 * cos.shape[-1]
     if width % flash_tpu.LANES:
@@ -77,6 +102,12 @@ def unsupported(rows, cos, sin, scale=None) -> str | None:
         return f"{OP}: {length} rows are no multiple of {TILE_ROWS}"
     if cos.shape[:2] != rows.shape[:2]:
         return f"{OP}: angles {cos.shape} are not one for each of rows {rows.shape}"
-    if scale is not None and scale.dtype != rows.dtype:
-        return f"{OP}: rows of {rows.dtype.name}, but a scale of {scale.dtype.name}"
+    for scale in scales:
+        if scale.dtype != rows.dtype:
+            return f"{OP}: rows of {rows.dtype.name}, but a scale of {scale.dtype.name}"
+    before = 0
+    for part in parts:
+        if before % part.share:
+            return f"{OP}: {part.share} shares after {before}, which is no multiple of them"
+        before += part.share
     return None

@@ -12,7 +12,7 @@ from flax import nnx
 
 from dflash.common.sharding import Sharding
 from dflash.kernels import implementation
-from dflash.kernels.split_heads import split_heads
+from dflash.kernels.split_heads import Part, split_heads
 from dflash.layers import linear
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear, RMSNorm
@@ -31,10 +31,17 @@ class Attention(nnx.Module):
         eps: float,
         qk_norm: bool,
         output_width: int | None = None,
+        takes_context: bool = False,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
-        """Args: width: of rows that come in; output_width: of those that go out, None: the same."""
+        """Builds abstract projections.
+
+        Args:
+          width: of rows that come in.
+          output_width: of those that go out; None: the same.
+          takes_context: there are rows of which keys and values are wanted alone.
+        """
         build = {"dtype": dtype, "sharding": sharding}
         self.q_proj = Linear(width, num_heads * head_dim, ("embed", "heads"), **build)
         self.k_proj = Linear(width, num_kv_heads * head_dim, ("embed", "kv_heads"), **build)
@@ -44,6 +51,10 @@ class Attention(nnx.Module):
         )
         self.q_norm = RMSNorm(head_dim, eps, **build) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps, **build) if qk_norm else None
+        # What each product gives: the columns of "kv_proj" are keys and then values.
+        self.products = ("q", "k", "v")
+        self.heads_per_kv_head = num_heads // num_kv_heads
+        self.takes_context = takes_context
         self.head_dim = head_dim
         self.sharding = sharding
 
@@ -52,37 +63,68 @@ class Attention(nnx.Module):
         """Factor on attention scores."""
         return self.head_dim**-0.5
 
-    def queries(self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """[B, T, D] -> rotated queries [B, T, N, H]."""
-        return self._heads(self.q_proj(x), self.q_norm, cos_sin, "heads")
+    def project(
+        self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[B, T, D] -> rotated queries [B, T, N, H], rotated keys and plain values [B, T, K, H]."""
+        return self._heads_of(self.products, x, cos_sin)
 
     def keys_values(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """[B, T, D] -> rotated keys and plain values, each [B, T, K, H]."""
-        values = linear.finish(self.v_proj(x), self.sharding)
-        values = values.reshape(*values.shape[:2], -1, self.head_dim)
-        return self._heads(self.k_proj(x), self.k_norm, cos_sin, "kv_heads"), values
+        """[B, T, D] -> rotated keys and plain values, each [B, T, K, H].
+
+        Raises:
+          ValueError: this was not built with `takes_context`.
+        """
+        if not self.takes_context:
+            raise ValueError("keys and values alone: build the attention with takes_context=True")
+        return self._heads_of(self.products[1:], x, cos_sin)
 
     def output(self, attended: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D]."""
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
-    def _heads(self, product, norm, cos_sin, name):
-        """Normed and rotated heads [B, T, n, H] of a projection, whose columns are `name`."""
-        arrays = [linear.finish(product, self.sharding), cos_sin]
-        batch, _ = batch_axes(product.shape[0], self.sharding)
-        names = [(batch, None, name), (batch, None, None, None)]
-        if norm is not None:
-            arrays.append(norm.scale[...])
-            names.append((None,))
+    def join(self) -> None:
+        """Makes one product of those that are always wanted of the same rows; see `linear.join`."""
+        if self.products != ("q", "k", "v"):
+            return
+        self.products = ("q", "kv") if self.takes_context else ("qkv",)
+        for parts in self.products:
+            if len(parts) > 1:
+                joined = linear.join([getattr(self, f"{part}_proj") for part in parts])
+                setattr(self, f"{parts}_proj", joined)
+                for part in parts:
+                    delattr(self, f"{part}_proj")
+
+    def _heads_of(self, products, x, cos_sin):
+        """Heads of everything that these products give, in their order."""
+        return tuple(
+            heads
+            for parts in products
+            for heads in self._heads(getattr(self, f"{parts}_proj")(x), parts, cos_sin)
+        )
+
+    def _heads(self, product, parts: str, cos_sin):
+        """Heads [B, T, n, H] of each part of a product."""
+        norms = {"q": self.q_norm, "k": self.k_norm, "v": None}
+        norms = [norms[part] for part in parts if norms[part] is not None]
+        forms = {"q": Part(self.heads_per_kv_head), "k": Part(), "v": Part(rotated=False)}
         chosen = implementation.for_platform(self.sharding.platform)
         split = functools.partial(
-            split_heads, eps=0.0 if norm is None else norm.eps, implementation=chosen
+            split_heads,
+            parts=[forms[part] for part in parts],
+            eps=norms[0].eps if norms else 0.0,
+            implementation=chosen,
         )
-        if chosen == "reference":
-            # XLA splits plain JAX over devices by itself, but not a kernel.
+        arrays = [
+            linear.finish(product, self.sharding), cos_sin, tuple(norm.scale[...] for norm in norms)
+        ]  # fmt: skip
+        if chosen == "reference" and len(parts) == 1:
+            # XLA splits plain JAX over devices by itself, but neither a kernel nor shares of parts.
             return split(*arrays)
-        out = ((batch, None, name, None),)
-        (heads,) = self.sharding.map(lambda *arrays: (split(*arrays),), names, out)(*arrays)
-        return heads
+        batch, _ = batch_axes(product.shape[0], self.sharding)
+        columns = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+        names = [(batch, None, columns[parts[0]]), (batch, None, None, None), (None,)]
+        out = [(batch, None, columns[part], None) for part in parts]
+        return self.sharding.map(split, names, out)(*arrays)

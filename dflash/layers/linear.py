@@ -2,11 +2,13 @@
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash import errors
 from dflash.common import parameters
 from dflash.common.sharding import Sharding
 from dflash.kernels.split_heads import rms_norm
@@ -37,6 +39,7 @@ class Linear(nnx.Module):
             sharding=sharding,
             stddev=1 / math.sqrt(in_features) if stddev is None else stddev,
         )
+        self.axes = axes
         self.sharding = sharding
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -83,6 +86,43 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D] in the dtype of x."""
         return rms_norm(x, self.scale[...], self.eps)
+
+
+def join(linears: Sequence[Linear]) -> Linear:
+    """One linear map in place of several of the same rows, to all of their columns.
+
+    Few rows are multiplied as fast as weights stream, and a stream takes its time to begin: see
+    docs/results/tpu_compile.md. Where columns are split over devices, every device has its share of
+    those of the first map, then of the second, and so on: what was a device's own stays its own.
+
+    Args:
+      linears: with weights or abstract; their columns are split over the same mesh axes.
+    Raises:
+      ConfigError: they are not.
+    """
+    first, sharding = linears[0], linears[0].sharding
+    kernels = [one.kernel.get_value() for one in linears]
+    split = {one.axes[1]: sharding.axes(one.axes[1]) for one in linears}
+    if len(set(split.values())) > 1:
+        words = " and ".join(f"{name} over {list(axes)}" for name, axes in split.items())
+        raise errors.ConfigError(f"sharding_rules: {words}: give them the same axes")
+    rows, columns = kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels)
+    joined = Linear(rows, columns, first.axes, dtype=kernels[0].dtype, sharding=sharding)
+    if not isinstance(kernels[0], jax.ShapeDtypeStruct):
+        shares, place = sharding.size(first.axes[1]), joined.kernel.get_value().sharding
+        values = _side_by_side(shares, place)(kernels)
+        # Else the next layer's copy would be made before this one's sources are gone.
+        joined.kernel.set_value(jax.block_until_ready(values))
+    return joined
+
+
+@functools.cache  # layers repeat their shapes: one program serves them all
+def _side_by_side(shares: int, place: jax.sharding.Sharding) -> Callable:
+    def side_by_side(kernels):
+        split = [kernel.reshape(kernel.shape[0], shares, -1) for kernel in kernels]
+        return jnp.concatenate(split, axis=2).reshape(kernels[0].shape[0], -1)
+
+    return jax.jit(side_by_side, out_shardings=place)
 
 
 def _project(

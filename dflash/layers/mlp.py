@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.common.sharding import Sharding
+from dflash.layers import linear
+from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear
 
 
@@ -16,7 +18,27 @@ class Mlp(nnx.Module):
         self.gate_proj = Linear(width, hidden, ("embed", "mlp"), **build)
         self.up_proj = Linear(width, hidden, ("embed", "mlp"), **build)
         self.down_proj = Linear(hidden, width, ("mlp", "embed"), **build)
+        self.is_joined = False
+        self.sharding = sharding
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., D]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        """[B, ..., D] -> [B, ..., D]."""
+        if not self.is_joined:
+            return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        product = self.gate_up_proj(x)
+        batch, _ = batch_axes(product.shape[0], self.sharding)
+        names = (batch, *(None,) * (product.ndim - 2), "mlp")
+        (gated,) = self.sharding.map(lambda own: (_gate(own),), [names], [names])(product)
+        return self.down_proj(gated)
+
+    def join(self) -> None:
+        """Makes one product of gate and up; see `linear.join`."""
+        if not self.is_joined:
+            self.gate_up_proj = linear.join([self.gate_proj, self.up_proj])
+            del self.gate_proj, self.up_proj
+            self.is_joined = True
+
+
+def _gate(columns: jax.Array) -> jax.Array:
+    gate, up = jnp.split(columns, 2, axis=-1)
+    return jax.nn.silu(gate) * up

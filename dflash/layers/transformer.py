@@ -23,8 +23,15 @@ class TransformerLayer(nnx.Module):
     """Attention and mlp around a residual stream; what the rows attend to is the caller's."""
 
     def __init__(
-        self, arch: TargetArchitecture, *, qk_norm: bool, dtype: jnp.dtype, sharding: Sharding
+        self,
+        arch: TargetArchitecture,
+        *,
+        qk_norm: bool,
+        takes_context: bool = False,
+        dtype: jnp.dtype,
+        sharding: Sharding,
     ):
+        """Args: qk_norm: heads are normed; takes_context: see `Attention`."""
         build = {"dtype": dtype, "sharding": sharding}
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
         self.self_attn = Attention(
@@ -34,6 +41,7 @@ class TransformerLayer(nnx.Module):
             head_dim=arch.head_dim,
             eps=arch.rms_norm_eps,
             qk_norm=qk_norm,
+            takes_context=takes_context,
             **build,
         )
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
@@ -57,10 +65,24 @@ class TransformerLayer(nnx.Module):
         self, normed: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend
     ) -> tuple[jax.Array, Any]:
         """What attention adds to the residual stream, from its normed rows [B, T, D]."""
-        queries = self.self_attn.queries(normed, cos_sin)
-        attended, kept = attend(queries, *self.self_attn.keys_values(normed, cos_sin))
+        attended, kept = attend(*self.self_attn.project(normed, cos_sin))
         return self.self_attn.output(attended), kept
 
     def mlp_branch(self, normed: jax.Array) -> jax.Array:
         """What the mlp adds to the residual stream, from its normed rows [B, T, D]."""
         return self.mlp(normed)
+
+
+def join_projections(model: nnx.Module) -> None:
+    """Joins what reads the same rows in every layer of a model that is only to decode, in place.
+
+    It computes what it did, by fewer and larger products. Checkpoints and training know the
+    projections apart, so neither takes the model any more. One layer after the other is joined:
+    never more than one has its weights twice.
+
+    Args:
+      model: with weights or abstract; what is joined already stays so.
+    """
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, Attention | Mlp):
+            module.join()

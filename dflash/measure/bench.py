@@ -6,11 +6,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from dflash import errors
-from dflash.common import assembly
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
 from dflash.inference import job as jobs
-from dflash.inference import scheduler, session
+from dflash.inference import scheduler, session, weights
 from dflash.inference.scheduler import Completion
 from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine
@@ -124,9 +123,10 @@ class Bench:
     def load(self) -> None:
         """Reads all weights, the target's once, if they are not there already."""
         if not self._target_loaded:
-            assembly.load_weights(self.target, self.jobs[self.baseline].target_source)
+            source = self.jobs[self.baseline].target_source
+            weights.load(self.target, source, self.target.sharding)
         for job in self.jobs.values():
-            assembly.load_weights(job.drafter, job.drafter_source)
+            weights.load(job.drafter, job.drafter_source, self.target.sharding)
 
     def converse(self) -> None:
         """Makes the later turns of conversations prompts like all others.

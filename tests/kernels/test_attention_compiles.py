@@ -12,7 +12,7 @@ from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.kernels.paged_attention import move_slots, paged_attention, slot_index
 from dflash.kernels.quantised import Quantised
-from dflash.kernels.split_heads import split_heads
+from dflash.kernels.split_heads import Part, split_heads
 
 pytestmark = needs_compiler
 
@@ -182,23 +182,26 @@ def test_anchored_attention_and_its_gradients(chip, blocks, rows, kv_heads, grou
     compile_for(chip, gradients, shapes)
 
 
-def split(rows, cos, sin, scale):
-    return split_heads(rows, (cos, sin), scale)
+def split(rows, cos, sin, *scales, group=4):
+    parts = Part(group), Part(), Part(rotated=False)
+    return split_heads(rows, (cos, sin), scales, parts=parts)
 
 
-def split_shapes(length, heads, width, dtype, batch=2):
+def split_shapes(length, kv_heads, group, width, dtype, batch=2):
     angles = (batch, length, 1, width // 2), F32
-    return [((batch, length, heads * width), dtype), angles, angles, ((width,), dtype)]
+    columns = kv_heads * (group + 2) * width
+    return [((batch, length, columns), dtype), angles, angles, *[((width,), dtype)] * 2]
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_split_heads(chip):
-    compile_for(chip, split, split_shapes(16, 32, 128, BF16))
+    compile_for(chip, split, split_shapes(16, 8, 4, 128, BF16))
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "width", "dtype"),
-    [(1, 1, 128, BF16), (15, 8, 128, F32), (1024, 8, 256, BF16)],
+    ("length", "kv_heads", "group", "width", "dtype"),
+    [(1, 1, 8, 128, BF16), (15, 3, 1, 128, F32), (1024, 8, 4, 128, F32), (1024, 8, 4, 256, BF16)],
 )
-def test_shapes_of_split_heads(length, heads, width, dtype):
-    compile_for(V5P, split, split_shapes(length, heads, width, dtype))
+def test_shapes_of_split_heads(length, kv_heads, group, width, dtype):
+    call = functools.partial(split, group=group)
+    compile_for(V5P, call, split_shapes(length, kv_heads, group, width, dtype))

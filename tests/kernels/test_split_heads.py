@@ -8,90 +8,119 @@ import numpy as np
 import pytest
 from interpreter import interpret
 
-from dflash.kernels.split_heads import split_heads
+from dflash.kernels.split_heads import Part, split_heads
 
 EPS = 1e-2  # large enough to be seen
+HEADS = (Part(),)
+VALUES = Part(rotated=False)
+QUERIES_KEYS_VALUES = (Part(4), Part(), VALUES)
 
 
-def make_case(length, heads, width, dtype, *, scaled=True, batch=2):
-    """Rows, the cosines and sines of any angles, and a scale."""
+def make_case(length, heads, width, dtype, *, parts=HEADS, scaled=True, batch=2):
+    """Rows, the cosines and sines of any angles, and a scale for each part that is rotated."""
     rng = np.random.default_rng(0)
     angles = rng.uniform(0, 7, size=(batch, length, 1, width // 2))
     rows = jnp.asarray(rng.normal(size=(batch, length, heads * width)), dtype)
     cos_sin = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    return rows, cos_sin, jnp.asarray(rng.uniform(0.5, 2, width), dtype) if scaled else None
+    scales = [rng.uniform(0.5, 2, width) for part in parts if part.rotated]
+    return rows, cos_sin, tuple(jnp.asarray(scale, dtype) for scale in scales if scaled)
 
 
-def expected(rows, cos_sin, scale):
-    """In float64, as a product of complex numbers."""
+def expected(rows, cos_sin, scales, parts=HEADS):
+    """In float64, as products of complex numbers."""
     width = 2 * cos_sin[0].shape[-1]
     heads = np.asarray(rows, np.float64).reshape(*rows.shape[:2], -1, width)
-    if scale is not None:
-        heads = heads / np.sqrt(np.mean(heads**2, axis=-1, keepdims=True) + EPS)
-        heads = heads * np.asarray(scale, np.float64)
+    ends = np.cumsum([part.share for part in parts]) * heads.shape[2] // sum(p.share for p in parts)
     cos, sin = (np.asarray(each, np.float64) for each in cos_sin)
-    turned = (heads[..., : width // 2] + 1j * heads[..., width // 2 :]) * (cos + 1j * sin)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    found = np.split(heads, ends[:-1], axis=2)
+    rotated = [i for i, part in enumerate(parts) if part.rotated]
+    for n, i in enumerate(rotated):
+        part = found[i]
+        if scales:
+            part = part / np.sqrt(np.mean(part**2, axis=-1, keepdims=True) + EPS)
+            part = part * np.asarray(scales[n], np.float64)
+        turned = (part[..., : width // 2] + 1j * part[..., width // 2 :]) * (cos + 1j * sin)
+        found[i] = np.concatenate([turned.real, turned.imag], axis=-1)
+    return found
 
 
 @pytest.mark.parametrize("implementation", ["reference", "interpret"])
 @pytest.mark.parametrize(
-    ("length", "heads", "width", "dtype", "scaled"),
+    ("length", "heads", "width", "dtype", "scaled", "parts"),
     [
-        (1, 1, 128, jnp.float32, True),
-        (15, 3, 128, jnp.float32, False),
-        (16, 4, 128, jnp.bfloat16, True),
-        (256, 2, 256, jnp.float32, True),
+        (1, 1, 128, jnp.float32, True, HEADS),
+        (15, 3, 128, jnp.float32, False, HEADS),
+        (16, 4, 128, jnp.bfloat16, True, HEADS),
+        (256, 2, 256, jnp.float32, True, HEADS),
+        (3, 3, 128, jnp.bfloat16, True, (VALUES,)),
+        (15, 4, 128, jnp.bfloat16, True, (Part(), VALUES)),
+        (16, 6, 128, jnp.float32, False, (Part(), Part(), VALUES)),
+        (17, 12, 128, jnp.float32, True, QUERIES_KEYS_VALUES),
+        (256, 6, 128, jnp.bfloat16, True, QUERIES_KEYS_VALUES),
+        (2, 10, 256, jnp.bfloat16, False, (Part(8), Part(), VALUES)),
     ],
 )
-def test_heads(implementation, length, heads, width, dtype, scaled):
-    case = make_case(length, heads, width, dtype, scaled=scaled)
-    call = functools.partial(split_heads, eps=EPS, implementation=implementation)
+def test_heads(implementation, length, heads, width, dtype, scaled, parts):
+    case = make_case(length, heads, width, dtype, parts=parts, scaled=scaled)
+    call = functools.partial(split_heads, parts=parts, eps=EPS, implementation=implementation)
     found = (interpret if implementation == "interpret" else lambda f, *x: f(*x))(call, *case)
-    assert (found.shape, found.dtype) == ((2, length, heads, width), dtype)
     tolerance = 3e-2 if dtype == jnp.bfloat16 else 1e-5
-    np.testing.assert_allclose(
-        np.asarray(found, np.float64), expected(*case), rtol=tolerance, atol=tolerance
-    )
+    for ours, plain in zip(found, expected(*case, parts), strict=True):
+        assert (ours.shape, ours.dtype) == (plain.shape, dtype)
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float64), plain, rtol=tolerance, atol=tolerance
+        )
 
 
 def test_bfloat16_is_rounded_where_plain_jax_rounds():
-    case = make_case(16, 4, 128, jnp.bfloat16)
-    call = functools.partial(split_heads, eps=EPS)
+    case = make_case(16, 6, 128, jnp.bfloat16, parts=QUERIES_KEYS_VALUES)
+    call = functools.partial(split_heads, parts=QUERIES_KEYS_VALUES, eps=EPS)
     kernel = interpret(functools.partial(call, implementation="interpret"), *case)
     plain = call(*case, implementation="reference")
     # One unit in the last place where sums of squares were added up in another order.
-    different = np.mean(np.asarray(kernel != plain))
-    assert different < 0.01
+    different = [np.mean(np.asarray(a != b)) for a, b in zip(kernel, plain, strict=True)]
+    assert max(different) < 0.01
+    assert different[2] == 0
 
 
 def test_gradients_are_those_of_the_reference():
-    rows, cos_sin, scale = make_case(16, 2, 128, jnp.float32)
+    parts = QUERIES_KEYS_VALUES
+    rows, cos_sin, scales = make_case(16, 6, 128, jnp.float32, parts=parts)
 
-    def total(rows, scale, implementation):
-        found = split_heads(rows, cos_sin, scale, eps=EPS, implementation=implementation)
-        return jnp.sum(jnp.sin(found))
+    def total(rows, scales, implementation):
+        options = {"parts": parts, "eps": EPS, "implementation": implementation}
+        found = split_heads(rows, cos_sin, scales, **options)
+        return sum(jnp.sum(jnp.sin(part)) for part in found)
 
-    gradients = jax.grad(total, argnums=(0, 1))
-    for ours, plain in zip(
-        gradients(rows, scale, "interpret"), gradients(rows, scale, "reference"), strict=True
-    ):
+    gradients = [
+        jax.tree.leaves(jax.grad(total, argnums=(0, 1))(rows, scales, implementation))
+        for implementation in ("interpret", "reference")
+    ]
+    for ours, plain in zip(*gradients, strict=True):
         assert np.abs(plain).max() > 0.1
         np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("length", "width", "message"),
-    [(16, 64, "heads of 64"), (130, 128, "130 rows are no multiple of 128")],
+    ("length", "width", "parts", "message"),
+    [
+        (16, 64, HEADS, "heads of 64"),
+        (130, 128, HEADS, "130 rows are no multiple of 128"),
+        (16, 128, (Part(), Part(2)), "2 shares after 1, which is no multiple of them"),
+    ],
 )
-def test_what_the_kernel_does_not_cover(length, width, message):
-    case = make_case(length, 2, width, jnp.float32)
+def test_what_the_kernel_does_not_cover(length, width, parts, message):
+    case = make_case(length, 6, width, jnp.float32, parts=parts)
+    call = functools.partial(split_heads, *case, parts=parts, eps=EPS)
     with pytest.raises(ValueError, match=message):
-        split_heads(*case, eps=EPS, implementation="pallas")
-    np.testing.assert_allclose(split_heads(*case, eps=EPS), expected(*case), rtol=1e-4, atol=1e-4)
+        call(implementation="pallas")
+    for ours, plain in zip(call(), expected(*case, parts), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_wrong_shapes_are_named():
-    rows, cos_sin, scale = make_case(4, 2, 128, jnp.float32)
-    with pytest.raises(ValueError, match=r"split_heads: rows \(2, 4, 200\), scale \(128,\)"):
-        split_heads(rows[..., :200], cos_sin, scale)
+    rows, cos_sin, scales = make_case(4, 2, 128, jnp.float32)
+    with pytest.raises(ValueError, match=r"split_heads: rows \(2, 4, 200\), scales \[\(128,\)\]"):
+        split_heads(rows[..., :200], cos_sin, scales)
+    with pytest.raises(ValueError, match=r"scales \[\(128,\)\], 6 × n heads of 128"):
+        split_heads(rows, cos_sin, scales, parts=QUERIES_KEYS_VALUES)

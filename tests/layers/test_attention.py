@@ -34,8 +34,7 @@ def cos_sin(positions):
 def test_shapes_and_norms(qk_norm):
     attention = make_attention(qk_norm)
     x = 5 * jax.random.normal(jax.random.key(1), (2, 3, 24))
-    queries = attention.queries(x, cos_sin([[0, 1, 2]] * 2))
-    keys, values = attention.keys_values(x, cos_sin([[0, 1, 2]] * 2))
+    queries, keys, values = attention.project(x, cos_sin([[0, 1, 2]] * 2))
     assert queries.shape == (2, 3, 4, 8)
     assert keys.shape == values.shape == (2, 3, 2, 8)
     # A norm with a scale of ones leaves a mean square of one, and rotation keeps it.
@@ -51,8 +50,7 @@ def test_scores_depend_on_distance_alone():
     x = jax.random.normal(jax.random.key(1), (1, 3, 24))
 
     def scores(positions):
-        queries = attention.queries(x, cos_sin([positions]))
-        keys, _ = attention.keys_values(x, cos_sin([positions]))
+        queries, keys, _ = attention.project(x, cos_sin([positions]))
         return jnp.einsum("btnh,bskh->btsnk", queries, keys)
 
     here, there = scores([0, 4, 9]), scores([50, 54, 59])

@@ -11,6 +11,7 @@ from dflash import errors
 from dflash.common import assembly
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.drafters.base import Proposal
+from dflash.inference import weights
 from dflash.inference.job import Job
 from dflash.measure import bench as benches
 from dflash.measure import roofline
@@ -187,9 +188,10 @@ def with_block_size(name: str, drafter, size: int):
 def _loaded(jobs: dict[str, Job]) -> dict[str, Job]:
     """Reads all weights, the target's once."""
     first = next(iter(jobs.values()))
-    assembly.load_weights(first.target, first.target_source)
+    sharding = first.target.sharding
+    weights.load(first.target, first.target_source, sharding)
     for job in jobs.values():
-        assembly.load_weights(job.drafter, job.drafter_source)
+        weights.load(job.drafter, job.drafter_source, sharding)
     return jobs
 
 
