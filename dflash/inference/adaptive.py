@@ -36,9 +36,11 @@ class Adaptive:
         choice = block_choice.choose(self.choice, active, left, sizes)
         return dataclasses.replace(self, choice=choice)
 
-    def learn(self, drafts: int, num_committed: jax.Array, limited: jax.Array) -> "Adaptive":
+    def learn(
+        self, num_committed: jax.Array, limited: jax.Array, sizes: tuple[int, ...]
+    ) -> "Adaptive":
         """Takes in the outcome of a cycle; see `block_choice.learn`."""
-        choice = block_choice.learn(self.choice, drafts, num_committed, limited)
+        choice = block_choice.learn(self.choice, num_committed, limited, sizes)
         return dataclasses.replace(self, choice=choice)
 
     def put_aside(

@@ -5,8 +5,9 @@ was accepted when all before it had been: the chance that draft g is accepted is
 those rates up to g. A draft that was not verified, or came after a refused one, says nothing about
 its rate, so a short block teaches nothing about a longer one. That is what trials are for: now and
 then a cycle takes the next larger size. It takes longer but commits no less, so the difference of
-the two times is the most that a trial may lose; a trial waits until `TRIALS` of the time spent
-pays for it.
+the two times is the most that a trial may lose; a trial waits until `TRIALS` of the time spent pays
+for that. What it then commits beyond the smaller block is paid back: trials that win follow each
+other, and a size that wins often enough is soon the best.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from dflash.common.sharding import Sharding
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-TRIALS = 0.02  # most of the time that trials may cost
+TRIALS = 0.01  # most of the time that trials may cost
 
 # A draft's rate starts at what all sequences together say of it, and that at what they say of the
 # drafts before it; the first of all at PRIOR: high, for drafts must look worth trying at first.
@@ -41,6 +42,7 @@ class BlockChoice:
       seconds: float32 [S]; of a cycle of each size.
       credit: float32 []; seconds that trials may cost by now.
       best: int32 []; index of the size that promises most.
+      promise: float32 []; tokens per second that it promises, of all sequences together.
       index: int32 []; of the size of the next cycle: the best, or for a trial the next larger.
     """
 
@@ -51,6 +53,7 @@ class BlockChoice:
     seconds: jax.Array
     credit: jax.Array
     best: jax.Array
+    promise: jax.Array
     index: jax.Array
 
 
@@ -78,6 +81,7 @@ def abstract(batch: int, sizes: tuple[int, ...], sharding: Sharding) -> BlockCho
     """
     per_sequence = sharding.abstract((batch, sizes[-1] - 1), ("batch", None), jnp.float32)
     pool = sharding.abstract((sizes[-1] - 1,), (None,), jnp.float32)
+    number = sharding.abstract((), (), jnp.float32)
     index = sharding.abstract((), (), jnp.int32)
     return BlockChoice(
         tried=per_sequence,
@@ -85,8 +89,9 @@ def abstract(batch: int, sizes: tuple[int, ...], sharding: Sharding) -> BlockCho
         pool_tried=pool,
         pool_accepted=pool,
         seconds=sharding.abstract((len(sizes),), (None,), jnp.float32),
-        credit=sharding.abstract((), (), jnp.float32),
+        credit=number,
         best=index,
+        promise=number,
         index=index,
     )
 
@@ -136,22 +141,26 @@ def choose(
     """
     tokens = expected_tokens(rates(choice), left, sizes)
     tokens = jnp.where(active[:, None], tokens, 0).sum(axis=0)
-    best = jnp.argmax(tokens / choice.seconds).astype(jnp.int32)
+    speeds = tokens / choice.seconds
+    best = jnp.argmax(speeds).astype(jnp.int32)
     trial = (best + 1 < len(sizes)) & (choice.credit >= _trial_seconds(choice.seconds, best))
-    return dataclasses.replace(choice, best=best, index=best + trial.astype(jnp.int32))
+    index = best + trial.astype(jnp.int32)
+    return dataclasses.replace(choice, best=best, promise=speeds[best], index=index)
 
 
 def learn(
-    choice: BlockChoice, drafts: int, num_committed: jax.Array, limited: jax.Array
+    choice: BlockChoice, num_committed: jax.Array, limited: jax.Array, sizes: tuple[int, ...]
 ) -> BlockChoice:
     """Takes in the outcome of the cycle that `choice` chose.
 
     Args:
       choice: as it was before the cycle.
-      drafts: tokens that were verified of each sequence; one less than the block's size.
       num_committed: int32 [B]; tokens that came of it, none where there is no sequence.
       limited: bool [B]; sequences that came to their limit, which may have cut the cycle.
+      sizes: S block sizes.
     """
+    sizes = jnp.array(sizes)
+    drafts = sizes[choice.index] - 1
     slots = jnp.arange(choice.tried.shape[1])
     # The first draft that brought nothing is the last one that says anything: it was refused, or
     # the sequence ended before it. Ends count, for blocks reach past them; limits are known ahead.
@@ -162,7 +171,9 @@ def learn(
     fade = 1 - tried / MEMORY
     pool_fade = (1 - 1 / POOL_MEMORY) ** tried[:, :1].sum()
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]
-    credit = choice.credit + TRIALS * best - (spent - best)
+    gained = jnp.maximum(num_committed - sizes[choice.best], 0).sum() / choice.promise
+    gained = jnp.where(choice.index == choice.best, 0, gained)
+    credit = choice.credit + TRIALS * best - (spent - best) + gained
     return dataclasses.replace(
         choice,
         tried=choice.tried * fade + tried,

@@ -74,7 +74,7 @@ def cycle(
     adaptive = state.adaptive
     if adaptive is not None:
         limited = state.length + num_committed >= state.limit
-        adaptive = adaptive.learn(block_size - 1, num_committed, limited)
+        adaptive = adaptive.learn(num_committed, limited, block_sizes(drafter))
     if adaptive is not None and block_size == 1:
         adaptive = adaptive.put_aside(following, num_committed, features)
     else:

@@ -89,13 +89,15 @@ class Attention(nnx.Module):
         """Makes one product of those that are always wanted of the same rows; see `linear.join`."""
         if self.products != ("q", "k", "v"):
             return
-        self.products = ("q", "kv") if self.takes_context else ("qkv",)
-        for parts in self.products:
-            if len(parts) > 1:
-                joined = linear.join([getattr(self, f"{part}_proj") for part in parts])
-                setattr(self, f"{parts}_proj", joined)
-                for part in parts:
-                    delattr(self, f"{part}_proj")
+        products = ("q", "kv") if self.takes_context else ("qkv",)
+        for parts in products:
+            maps = [getattr(self, f"{part}_proj") for part in parts]
+            if len(maps) == 1 or not linear.can_join(maps):
+                continue
+            setattr(self, f"{parts}_proj", linear.join(maps))
+            for part in parts:
+                delattr(self, f"{part}_proj")
+            self.products = products
 
     def _heads_of(self, products, x, cos_sin):
         """Heads of everything that these products give, in their order."""

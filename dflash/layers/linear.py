@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash import errors
 from dflash.common import parameters
 from dflash.common.sharding import Sharding
 from dflash.kernels.split_heads import rms_norm
@@ -96,16 +95,10 @@ def join(linears: Sequence[Linear]) -> Linear:
     those of the first map, then of the second, and so on: what was a device's own stays its own.
 
     Args:
-      linears: with weights or abstract; their columns are split over the same mesh axes.
-    Raises:
-      ConfigError: they are not.
+      linears: with weights or abstract; see `can_join`.
     """
     first, sharding = linears[0], linears[0].sharding
     kernels = [one.kernel.get_value() for one in linears]
-    split = {one.axes[1]: sharding.axes(one.axes[1]) for one in linears}
-    if len(set(split.values())) > 1:
-        words = " and ".join(f"{name} over {list(axes)}" for name, axes in split.items())
-        raise errors.ConfigError(f"sharding_rules: {words}: give them the same axes")
     rows, columns = kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels)
     joined = Linear(rows, columns, first.axes, dtype=kernels[0].dtype, sharding=sharding)
     if not isinstance(kernels[0], jax.ShapeDtypeStruct):
@@ -114,6 +107,11 @@ def join(linears: Sequence[Linear]) -> Linear:
         # Else the next layer's copy would be made before this one's sources are gone.
         joined.kernel.set_value(jax.block_until_ready(values))
     return joined
+
+
+def can_join(linears: Sequence[Linear]) -> bool:
+    """Whether the columns of all are split over the same mesh axes."""
+    return len({one.sharding.axes(one.axes[1]) for one in linears}) == 1
 
 
 @functools.cache  # layers repeat their shapes: one program serves them all

@@ -35,7 +35,9 @@ def scripted_engine(batch_size: int) -> Engine:
     return run
 
 
-def decode_scripted(wrong, limits, *, batch_size: int, temperature: float, index: int):
+def decode_scripted(
+    wrong, limits, *, batch_size: int, temperature: float, index: int, seconds=SECONDS
+):
     """Completions of a drafter that is wrong where the script says; their tokens are checked."""
     how = {"temperature": temperature, "first_index": index}
     whole = expected(PROMPTS, [32] * len(PROMPTS), **how)
@@ -43,6 +45,7 @@ def decode_scripted(wrong, limits, *, batch_size: int, temperature: float, index
     model = ScriptedDrafter(Script.chain(LENGTH, 7, wrong), texts, tree=False)
     model.adaptive = True
     run = redrafted(resampled(scripted_engine(batch_size), temperature=temperature), model)
+    run.cycle_seconds = seconds
     done = decode(run, PROMPTS, limits, index)
     wanted = expected(PROMPTS, limits, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
@@ -86,10 +89,12 @@ def test_a_drafter_that_is_always_right_gets_the_largest_block(batch_size, tempe
 def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, index):
     """A scripted drafter drafts wrongly if a single row of its memory is.
 
-    Trials are rare, so it must come right while there is text enough left for one.
+    It comes right while there is text enough left for a trial, which takes little.
     """
     wrong = np.arange(LENGTH)[:, None] < wrong_until
-    done = decode_scripted(wrong, [32] * 6, batch_size=5, temperature=0.8, index=index)
+    done = decode_scripted(
+        wrong, [32] * 6, batch_size=5, temperature=0.8, index=index, seconds=(1.0, 1.4, 1.8, 2.2)
+    )
     late = [length for one in done for length in one.acceptance_lengths if length > 1]
     assert late, "drafting was never taken up again"
     assert 1 in sizes_of(done)

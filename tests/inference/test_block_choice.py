@@ -30,10 +30,13 @@ def blank(batch: int, sizes: tuple[int, ...], seconds) -> BlockChoice:
 choose = jax.jit(functools.partial(block_choice.choose, sizes=SIZES))
 
 
-def learn(choice: BlockChoice, drafts, accepted: jax.Array, active=True) -> BlockChoice:
-    """`block_choice.learn` from sequences that go on."""
+def learn(choice: BlockChoice, accepted: jax.Array, active=True, size=None) -> BlockChoice:
+    """`block_choice.learn` from sequences that go on; of a cycle of `size`, or the one chosen."""
+    if size is not None:
+        index = jnp.int32(SIZES.index(size))
+        choice = dataclasses.replace(choice, best=index, index=index)
     committed = jnp.where(active, accepted + 1, 0)
-    return block_choice.learn(choice, drafts, committed, jnp.zeros(len(accepted), bool))
+    return block_choice.learn(choice, committed, jnp.zeros(len(accepted), bool), SIZES)
 
 
 def knowing(rates: np.ndarray, seconds, credit: float = 0.0) -> BlockChoice:
@@ -87,7 +90,7 @@ def test_a_trial_waits_until_the_time_spent_pays_for_it():
     for _ in range(160):
         choice = choose(choice, EVERYONE, FAR)
         indices.append(int(choice.index))
-        choice = learn(choice, SIZES[indices[-1]] - 1, jnp.zeros(BATCH, int))
+        choice = learn(choice, jnp.zeros(BATCH, int))
     trials = np.flatnonzero(indices)
     assert set(indices) == {0, 1}, "a trial is the next larger size"
     assert 2 <= len(trials) <= 4
@@ -96,25 +99,38 @@ def test_a_trial_waits_until_the_time_spent_pays_for_it():
     assert np.ptp(np.diff(trials)) <= 2, "trials come at even distances"
 
 
+def test_a_trial_that_wins_is_followed_by_another():
+    choice = knowing(np.full((BATCH, DRAFTS), 0.3), [1.0, 1.5, 1.9, 2.7], credit=0.5)
+    for _ in range(3):
+        choice = choose(choice, EVERYONE, FAR)
+        assert (int(choice.best), int(choice.index)) == (0, 1)
+        choice = learn(choice, jnp.ones(BATCH, int))
+    # One that loses ends it.
+    choice = learn(choose(choice, EVERYONE, FAR), jnp.zeros(BATCH, int))
+    assert int(choose(choice, EVERYONE, FAR).index) == 0
+
+
 def test_what_was_not_tried_is_not_counted():
     choice = blank(BATCH, SIZES, np.ones(4))
     accepted = jnp.array([0, 2, 3])
-    after = learn(choice, 3, accepted, jnp.array([True, True, False]))
+    after = learn(choice, accepted, jnp.array([True, True, False]), size=4)
     np.testing.assert_array_equal(after.tried[:, :4], [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(after.accepted[:, :3], [[0, 0, 0], [1, 1, 0], [0, 0, 0]])
     assert not after.tried[:, 3:].any()
     np.testing.assert_array_equal(after.pool_tried[:4], [2, 1, 1, 0])
     np.testing.assert_array_equal(after.pool_accepted[:4], [1, 1, 0, 0])
-    whole = learn(choice, 3, jnp.full(BATCH, 3))
+    whole = learn(choice, jnp.full(BATCH, 3), size=4)
     np.testing.assert_array_equal(whole.accepted[0], [1, 1, 1, 0, 0, 0, 0])
 
 
 def test_an_end_is_a_refusal_and_a_limit_is_not():
-    choice = blank(BATCH, SIZES, np.ones(4))
+    choice = dataclasses.replace(
+        blank(BATCH, SIZES, np.ones(4)), best=jnp.int32(3), index=jnp.int32(3)
+    )
     # Of seven drafts two tokens came: the first sequence ended there, the second reached its limit.
     # The third brought all.
     limited = jnp.array([False, True, False])
-    after = block_choice.learn(choice, 7, jnp.array([2, 2, 8]), limited)
+    after = block_choice.learn(choice, jnp.array([2, 2, 8]), limited, SIZES)
     np.testing.assert_array_equal(after.tried.sum(axis=1), [2, 1, 7])
     np.testing.assert_array_equal(after.accepted.sum(axis=1), [1, 1, 7])
 
@@ -122,7 +138,7 @@ def test_an_end_is_a_refusal_and_a_limit_is_not():
 def test_a_new_sequence_knows_what_the_pool_knows():
     choice = blank(BATCH, SIZES, np.ones(4))
     for _ in range(100):
-        choice = learn(choice, 7, jnp.array([0, 7, 7]))
+        choice = learn(choice, jnp.array([0, 7, 7]), size=8)
     rates = np.asarray(block_choice.rates(choice))
     assert rates[0, 0] < 0.12 < 0.9 < rates[1, 0]
     rates = np.asarray(block_choice.rates(block_choice.forget(choice, jnp.int32(0))))
@@ -134,7 +150,7 @@ def test_a_draft_never_tried_is_thought_as_good_as_those_before_it():
     choice = blank(BATCH, SIZES, np.ones(4))
     assert np.asarray(block_choice.rates(choice)) == pytest.approx(block_choice.PRIOR)
     for accepted in [3, 0] * 100:
-        choice = learn(choice, 3, jnp.full(BATCH, accepted))
+        choice = learn(choice, jnp.full(BATCH, accepted), size=4)
     fresh = np.asarray(block_choice.rates(block_choice.forget(choice, jnp.int32(0))))[0]
     assert fresh[0] == pytest.approx(0.5, abs=0.1)
     assert fresh[1] > 0.9
@@ -145,12 +161,12 @@ def test_a_draft_never_tried_is_thought_as_good_as_those_before_it():
 def test_what_is_rarely_tried_is_forgotten_as_fast_as_the_rest():
     choice = blank(BATCH, SIZES, np.ones(4))
     for _ in range(100):
-        choice = learn(choice, 7, jnp.full(BATCH, 7))
+        choice = learn(choice, jnp.full(BATCH, 7), size=8)
     deep = float(choice.pool_tried[-1])
     for _ in range(100):
-        choice = learn(choice, 3, jnp.zeros(BATCH, int))
+        choice = learn(choice, jnp.zeros(BATCH, int), size=4)
     assert choice.pool_tried[-1] < 0.02 * deep
-    plain = learn(choice, 0, jnp.zeros(BATCH, int))
+    plain = learn(choice, jnp.zeros(BATCH, int), size=1)
     np.testing.assert_array_equal(plain.pool_tried, choice.pool_tried)
 
 
@@ -204,7 +220,7 @@ def simulate_once(choice, costs, rates, key):
         right = jax.random.uniform(noise, own.shape) < own
         accepted = jnp.minimum(jnp.cumprod(right, axis=1).sum(axis=1), drafts)
         seconds += costs[choice.index]
-        choice = learn(choice, drafts, accepted, active)
+        choice = learn(choice, accepted, active)
         committed = jnp.where(active, jnp.minimum(accepted + 1, left), 0)
         done += committed
         ended = active & (done >= NUM_TOKENS)

@@ -13,15 +13,13 @@ from tiny_models import sharding as make_sharding
 from tiny_models import target as shared_target
 from tpu_compiler import needs_compiler
 
-from dflash import errors
 from dflash.common import parameters
 from dflash.common.sharding import Sharding
 from dflash.compiler import topology
 from dflash.config.schema import SHARDING_RULES
 from dflash.inference import weights
-from dflash.layers import linear, rotary
+from dflash.layers import rotary
 from dflash.layers.attention import Attention
-from dflash.layers.linear import Linear
 from dflash.layers.transformer import join_projections
 from dflash.models.qwen3 import Qwen3
 
@@ -138,13 +136,13 @@ def test_a_tpu_has_them_joined_and_a_cpu_apart():
         assert len([path for path in paths if path.endswith("mlp.up_proj.kernel")]) == wanted
 
 
-def test_columns_that_are_split_differently_cannot_be_joined():
+def test_columns_that_are_split_differently_stay_apart():
     mesh = make_sharding(1, 1, 4)
     rules = tuple((name, () if name == "kv_heads" else axes) for name, axes in mesh.rules)
-    placed = Sharding(mesh.mesh, rules)
-    maps = [
-        Linear(8, 8, ("embed", name), dtype=jnp.float32, sharding=placed)
-        for name in ("heads", "kv_heads")
-    ]
-    with pytest.raises(errors.ConfigError, match=r"heads over \['tensor'\] and kv_heads over \[\]"):
-        linear.join(maps)
+    attention = Attention(
+        24, num_heads=8, num_kv_heads=2, head_dim=8, eps=1e-6, qk_norm=True,
+        dtype=jnp.float32, sharding=Sharding(mesh.mesh, rules),
+    )  # fmt: skip
+    before = dict(parameters.named_parameters(attention))
+    attention.join()
+    assert dict(parameters.named_parameters(attention)).keys() == before.keys()
