@@ -119,13 +119,18 @@ class DFlash(SlotDrafter):
         return self.draft_fewer(self.num_slots, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Drafts in a pass over a shorter block; see `Drafter.draft_fewer`."""
-        hidden, positions = self.paint(state, anchor, position, heads, count)
-        return self.propose(heads.unembed(hidden[:, 1:]), positions[:, 1:], sampler), state
+        """Paints the whole block, and drafts the first of its slots; see `Drafter.draft_fewer`.
 
-    def paint(self, state, anchor, position, heads, slots: int | None = None):
+        Rows see one another: in a block of fewer rows than it was trained with, a drafter guesses
+        worse even in the first of them.
+        """
+        hidden, positions = self.paint(state, anchor, position, heads)
+        first = slice(1, count + 1)
+        return self.propose(heads.unembed(hidden[:, first]), positions[:, first], sampler), state
+
+    def paint(self, state, anchor, position, heads):
         """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T]."""
-        mask = jnp.full((anchor.shape[0], slots or self.num_slots), self.shape.mask_token_id)
+        mask = jnp.full((anchor.shape[0], self.num_slots), self.shape.mask_token_id)
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
         positions = position[:, None] + jnp.arange(block.shape[1])
         cos_sin = rotary.angles(positions, self.shape.decoder)

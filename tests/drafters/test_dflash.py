@@ -271,6 +271,11 @@ def test_draft_takes_a_token_of_every_slot_but_the_first():
     logits = heads.unembed(paint(drafter, state, anchor, position))
     np.testing.assert_array_equal(tokens, jnp.argmax(logits[:, 1:], axis=-1))
     np.testing.assert_array_equal(positions, [[8, 9, 10, 11, 12], [4, 5, 6, 7, 8]])
+    # Fewer drafts are the first of these: the block is painted whole, as it was trained.
+    sampler = Greedy()
+    fewer, _ = drafter.draft_fewer(2, state, anchor, position, sampler, heads)
+    np.testing.assert_array_equal(fewer.tokens, tokens[:, :2])
+    np.testing.assert_array_equal(sampler.positions, positions[:, :2])
 
 
 def test_eight_devices_equal_one():
