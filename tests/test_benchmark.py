@@ -290,7 +290,7 @@ def test_results_of_another_config_stay(run, tmp_path):
     (tmp_path / "out/results.json").write_text("{}")
     status, _, err = run("--workdir=out")
     assert status == 1
-    assert "holds results of another config" in err
+    assert "belongs to a run of another config" in err
 
 
 def test_an_interrupted_run_leaves_the_rounds_that_are_done(tmp_path):
