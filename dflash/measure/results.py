@@ -60,7 +60,7 @@ def open_directory(path: str | None, config_yaml: str) -> Iterator[Directory]:
       path: where; `~` is the home directory; None for nowhere.
       config_yaml: the resolved config, kept beside the results.
     Raises:
-      WorkdirError: it cannot be written, is in use, or holds results of another config.
+      WorkdirError: it cannot be written, is in use, or belongs to a run of another config.
     """
     if path is None:
         yield Directory(None)
