@@ -185,6 +185,17 @@ def _plain_outputs(prompts, num_tokens, first_index, **sampling):
     return [one.output_ids for one in decode(run, prompts, num_tokens, first_index)]
 
 
+def check_plain_outputs(
+    run: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int], stop_ids: Sequence[int]
+) -> None:
+    """Asserts that an engine's outputs are those of plain decoding, greedy and drawn."""
+    for temperature in (0.0, 0.8):
+        how = {"temperature": temperature, "seed": 4}
+        done = decode(resampled(run, **how), prompts, limits)
+        wanted = expected(prompts, limits, stop_ids=stop_ids, **how)
+        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+
+
 def expected(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],

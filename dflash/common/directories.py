@@ -96,37 +96,37 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def config_differences(
+def check_config(
     directory: pathlib.Path, config_yaml: str, matters: Callable[[str], bool] = lambda key: True
-) -> str | None:
-    """Says how a directory's config.yml differs from a run's config; None if there is none.
+) -> bool:
+    """Refuses a directory whose config.yml is another one than a run's; whether it has one at all.
 
     Args:
       directory: where config.yml is looked for.
       config_yaml: the run's resolved config.
       matters: whether the value of a dotted key may not differ.
-    Returns:
-      the keys that differ, as `differences` names them; empty where none does.
     Raises:
-      WorkdirError: config.yml is not a config.
+      WorkdirError: the two differ, in keys that the message names; or config.yml is not a config.
     """
     path = directory / CONFIG
     try:
         there = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return None
+        return False
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise errors.WorkdirError(f"{path}: not a config: use another --workdir") from error
     pair = (
         {key: value for key, value in flatten(config) if matters(key)}
         for config in (there, yaml.safe_load(config_yaml))
     )
-    return differences(*pair)
+    found = differences(*pair)
+    if found:
+        raise another_config(directory, f" ({found})")
+    return True
 
 
-def another_config(directory: pathlib.Path, found: str | None = None) -> errors.WorkdirError:
-    """The error for a directory whose config differs, in what `config_differences` has found."""
-    keys = f" ({found})" if found else ""
+def another_config(directory: pathlib.Path, keys: str = "") -> errors.WorkdirError:
+    """The error for a directory that is another run's; `keys` says where the configs differ."""
     return errors.WorkdirError(
         f"{directory}: belongs to a run of another config{keys}: "
         "use another --workdir, or delete this one"

@@ -136,8 +136,8 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise errors.WorkdirError(f"{path}: damaged: delete it to run it again") from error
         if found != loader.config_hash(point.config):
-            differs = directories.config_differences(path.parent, loader.to_yaml(point.config))
-            raise directories.another_config(path.parent, differs)
+            directories.check_config(path.parent, loader.to_yaml(point.config))
+            raise directories.another_config(path.parent)
         rows[point.name] = {**point.values, **metrics, "config_hash": found}
     return rows
 
@@ -205,7 +205,7 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) ->
     problems: dict[str, list[str]] = {}
     for point in pending:
         try:
-            _check_directory(_directory(directory, point), point)
+            directories.check_config(_directory(directory, point), loader.to_yaml(point.config))
             runner.check(point.config)
         except errors.UserError as error:
             for line in str(error).splitlines():
@@ -216,13 +216,6 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) ->
         lines.append(line if len(names) == len(pending) > 1 else f"{line} [{names[0]}{more}]")
     if lines:
         raise errors.ConfigError(*lines)
-
-
-def _check_directory(directory: pathlib.Path, point: Point) -> None:
-    """Raises WorkdirError if a run of another config was begun where the point is to run."""
-    found = directories.config_differences(directory, loader.to_yaml(point.config))
-    if found:
-        raise directories.another_config(directory, found)
 
 
 def _in_order(runner: Runner, points: Sequence[Point]) -> Iterator[Point]:

@@ -212,11 +212,8 @@ def _check_config(directory: pathlib.Path, config_yaml: str, *, required: bool) 
     Raises:
       WorkdirError: they differ, in keys that the message names; or it is missing and `required`.
     """
-    found = directories.config_differences(directory, config_yaml)
-    if found is None and required:
+    if not directories.check_config(directory, config_yaml) and required:
         raise errors.WorkdirError(
             f"{directory / directories.CONFIG}: missing, so nobody knows what the outputs here are "
             "of: use another --workdir"
         )
-    if found:
-        raise directories.another_config(directory, found)

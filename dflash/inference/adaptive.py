@@ -37,10 +37,10 @@ class Adaptive:
         return dataclasses.replace(self, choice=choice)
 
     def learn(
-        self, num_committed: jax.Array, limited: jax.Array, sizes: tuple[int, ...]
+        self, num_committed: jax.Array, left: jax.Array, sizes: tuple[int, ...]
     ) -> "Adaptive":
         """Takes in the outcome of a cycle; see `block_choice.learn`."""
-        choice = block_choice.learn(self.choice, num_committed, limited, sizes)
+        choice = block_choice.learn(self.choice, num_committed, left, sizes)
         return dataclasses.replace(self, choice=choice)
 
     def put_aside(

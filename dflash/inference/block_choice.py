@@ -149,23 +149,25 @@ def choose(
 
 
 def learn(
-    choice: BlockChoice, num_committed: jax.Array, limited: jax.Array, sizes: tuple[int, ...]
+    choice: BlockChoice, num_committed: jax.Array, left: jax.Array, sizes: tuple[int, ...]
 ) -> BlockChoice:
     """Takes in the outcome of the cycle that `choice` chose.
 
     Args:
       choice: as it was before the cycle.
       num_committed: int32 [B]; tokens that came of it, none where there is no sequence.
-      limited: bool [B]; sequences that came to their limit, which may have cut the cycle.
+      left: int32 [B]; tokens until each one's limit, before the cycle.
       sizes: S block sizes.
     """
     sizes = jnp.array(sizes)
     drafts = sizes[choice.index] - 1
     slots = jnp.arange(choice.tried.shape[1])
     # The first draft that brought nothing is the last one that says anything: it was refused, or
-    # the sequence ended before it. Ends count, for blocks reach past them; limits are known ahead.
+    # the sequence ended before it. Ends count, for blocks reach past them; a limit, which is known
+    # ahead, does not.
     num_useful = num_committed[:, None] - 1
-    tried = (slots < drafts) & (slots < num_useful + ~limited[:, None])
+    goes_on = (num_committed < left)[:, None]
+    tried = (slots < drafts) & (slots < num_useful + goes_on)
     tried = (tried & (num_useful >= 0)).astype(jnp.float32)
     accepted = tried * (slots < num_useful)
     fade = 1 - tried / MEMORY

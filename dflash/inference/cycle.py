@@ -73,8 +73,7 @@ def cycle(
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = state.adaptive
     if adaptive is not None:
-        limited = state.length + num_committed >= state.limit
-        adaptive = adaptive.learn(num_committed, limited, block_sizes(drafter))
+        adaptive = adaptive.learn(num_committed, state.limit - state.length, block_sizes(drafter))
     if adaptive is not None and block_size == 1:
         adaptive = adaptive.put_aside(following, num_committed, features)
     else:

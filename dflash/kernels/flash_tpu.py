@@ -185,9 +185,9 @@ def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:
         softmax.weigh_now(head, values)
 
 
-def heads_per_step(kv_heads: int) -> int:
-    """Kv heads that one step serves: half of them, for a chip with two cores, or all."""
-    return kv_heads // 2 if kv_heads % 2 == 0 else kv_heads
+def heads_per_step(heads: int) -> int:
+    """Heads that one step serves: half of them, for a chip with two cores, or all."""
+    return heads // 2 if heads % 2 == 0 else heads
 
 
 def tile_rows(capacity: int, wanted: int, dtype: jnp.dtype) -> int:

@@ -60,7 +60,7 @@ def _heads(count, parts) -> tuple[list[int], int]:
     """Heads of each part, of `count` in all, and in how many steps they are done."""
     unit = count // sum(part.share for part in parts)
     heads = [unit * part.share for part in parts]
-    return heads, 1 if any(own % 2 for own in heads) else 2
+    return heads, min(own // flash_tpu.heads_per_step(own) for own in heads)
 
 
 def _kernel(*refs, parts, normed, eps):

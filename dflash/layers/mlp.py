@@ -24,11 +24,14 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, ..., D] -> [B, ..., D]."""
         if not self.is_joined:
-            return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+            return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
         product = self.gate_up_proj(x)
         batch, _ = batch_axes(product.shape[0], self.sharding)
         names = (batch, *(None,) * (product.ndim - 2), "mlp")
-        (gated,) = self.sharding.map(lambda own: (_gate(own),), [names], [names])(product)
+        gate = self.sharding.map(
+            lambda own: (_gated(*jnp.split(own, 2, axis=-1)),), [names], [names]
+        )
+        (gated,) = gate(product)
         return self.down_proj(gated)
 
     def join(self) -> None:
@@ -39,6 +42,5 @@ class Mlp(nnx.Module):
             self.is_joined = True
 
 
-def _gate(columns: jax.Array) -> jax.Array:
-    gate, up = jnp.split(columns, 2, axis=-1)
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up

@@ -82,9 +82,7 @@ def open_directory(path: str | None, config_yaml: str) -> Iterator[Directory]:
 def _check_config(directory: pathlib.Path, config_yaml: str) -> None:
     """Refuses to write over the results of another config."""
     if any((directory / name).exists() for name in (RESULTS, STUDY)):
-        found = directories.config_differences(directory, config_yaml)
-        if found:
-            raise directories.another_config(directory, found)
+        directories.check_config(directory, config_yaml)
 
 
 def as_values(

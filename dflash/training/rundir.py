@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Any
 
 import jax
 
@@ -73,27 +72,21 @@ class RunDirectory:
         checkpoints = self.path / CHECKPOINTS
         if not checkpoints.is_dir() or not any(p.name.isdecimal() for p in checkpoints.iterdir()):
             return  # nothing was learned here yet
-        found = directories.config_differences(
-            self.path, loader.to_yaml(config), lambda key: not train_schema.is_free(key)
-        )
-        if found is None:
+        if not directories.check_config(self.path, loader.to_yaml(config), _matters):
             raise errors.WorkdirError(
                 f"{self.path / directories.CONFIG}: missing, so nobody knows what the checkpoints "
                 "are of: use another --workdir"
             )
-        if found:
-            raise directories.another_config(self.path, found)
 
 
 def identity(config: TrainRun) -> str:
     """Twelve hex digits over what a continued run must not change."""
-    content = _matters(loader.to_dict(config))
+    flat = directories.flatten(loader.to_dict(config))
+    content = {key: value for key, value in flat if _matters(key)}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
-def _matters(config: Any) -> dict[str, Any]:
-    """The dotted keys that a continued run must not change, with their values."""
-    return {
-        key: value for key, value in directories.flatten(config) if not train_schema.is_free(key)
-    }
+def _matters(key: str) -> bool:
+    """Whether a continued run must not change the value of a dotted key."""
+    return not train_schema.is_free(key)

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from tiny_models import decode, drafter, engine, expected, random_prompts, resampled
+from tiny_models import check_plain_outputs, decode, drafter, engine, random_prompts
 
 from dflash import registry
 
@@ -24,12 +24,7 @@ def test_a_mesh_decodes_as_one_device(name, mesh):
     run = engine(
         drafter(name, mesh=mesh), mesh=mesh, batch_size=data * fsdp, sync_every=4, stop_ids=STOP_IDS
     )
-    prompts = random_prompts(LENGTHS)
-    for temperature in (0.0, 0.8):
-        how = {"temperature": temperature, "seed": 4}
-        done = decode(resampled(run, **how), prompts, LIMITS)
-        wanted = expected(prompts, LIMITS, stop_ids=STOP_IDS, **how)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    check_plain_outputs(run, random_prompts(LENGTHS), LIMITS, STOP_IDS)
     state = run.new_state()
     keys = state.cache.keys[0]
     assert len(keys.sharding.device_set) == 8

@@ -36,7 +36,7 @@ def learn(choice: BlockChoice, accepted: jax.Array, active=True, size=None) -> B
         index = jnp.int32(SIZES.index(size))
         choice = dataclasses.replace(choice, best=index, index=index)
     committed = jnp.where(active, accepted + 1, 0)
-    return block_choice.learn(choice, committed, jnp.zeros(len(accepted), bool), SIZES)
+    return block_choice.learn(choice, committed, jnp.full(len(accepted), 1000), SIZES)
 
 
 def knowing(rates: np.ndarray, seconds, credit: float = 0.0) -> BlockChoice:
@@ -129,8 +129,8 @@ def test_an_end_is_a_refusal_and_a_limit_is_not():
     )
     # Of seven drafts two tokens came: the first sequence ended there, the second reached its limit.
     # The third brought all.
-    limited = jnp.array([False, True, False])
-    after = block_choice.learn(choice, jnp.array([2, 2, 8]), limited, SIZES)
+    left = jnp.array([1000, 2, 1000])
+    after = block_choice.learn(choice, jnp.array([2, 2, 8]), left, SIZES)
     np.testing.assert_array_equal(after.tried.sum(axis=1), [2, 1, 7])
     np.testing.assert_array_equal(after.accepted.sum(axis=1), [1, 1, 7])
 

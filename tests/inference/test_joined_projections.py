@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import ARCHITECTURE, decode, drafter, engine, expected, random_prompts, resampled
+from tiny_models import ARCHITECTURE, check_plain_outputs, drafter, engine, random_prompts
 from tiny_models import sharding as make_sharding
 from tiny_models import target as shared_target
 from tpu_compiler import needs_compiler
@@ -76,12 +76,7 @@ def test_the_same_tokens(name, mesh, tree):
     model = joined(drafter(name, mesh=mesh, tree=tree))
     target = joined(shared_target(mesh))
     run = engine(model, mesh=mesh, on=target, batch_size=2, sync_every=4, stop_ids=STOP_IDS)
-    prompts = random_prompts(LENGTHS)
-    for temperature in (0.0, 0.8):
-        how = {"temperature": temperature, "seed": 4}
-        done = decode(resampled(run, **how), prompts, LIMITS)
-        wanted = expected(prompts, LIMITS, stop_ids=STOP_IDS, **how)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+    check_plain_outputs(run, random_prompts(LENGTHS), LIMITS, STOP_IDS)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
