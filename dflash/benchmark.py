@@ -54,10 +54,10 @@ def _benchmark(command: cli.Command) -> None:
     # jax is imported here, after the config has been found good.
     import jax
 
-    from dflash.common import distributed
-    from dflash.common.display import Display
     from dflash.measure import bench as benches
     from dflash.measure import results, session
+    from dflash.parallel import distributed
+    from dflash.runs.display import Display
 
     if command.dry_run:
         print("\n".join(session.plan(command.config)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from dflash import cli, errors, registry
-from dflash.common import checkpoint, checkpoint_files
+from dflash.checkpoints import checkpoint, files
 from dflash.config import schema
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def convert(
       CheckpointError: the source is unusable, or the destination cannot be written.
     """
     started = time.monotonic()
-    checkpoint_files.check_vacant(destination)  # before work of minutes
+    files.check_vacant(destination)  # before work of minutes
     directory = checkpoint.resolve(source)
     config = checkpoint.read_config(directory)
     dtype = dtype or str(checkpoint.stored_dtype(directory))
@@ -82,7 +82,8 @@ def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Modul
     """
     import jax.numpy as jnp
 
-    from dflash.common import assembly, sharding
+    from dflash.checkpoints import assembly
+    from dflash.parallel import sharding
 
     config = checkpoint.read_config(directory)
     name, cls = assembly.find_class(config, directory, registry.TARGETS | registry.DRAFTERS)

@@ -21,9 +21,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def _decode(command: cli.Command) -> None:
     # jax is imported here, after the config has been found good.
-    from dflash.common import distributed
-    from dflash.inference import job as jobs
-    from dflash.inference import session
+    from dflash.offline import job as jobs
+    from dflash.offline import session
+    from dflash.parallel import distributed
 
     distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     job = jobs.prepare(command.config, stdin=sys.stdin, dry=command.dry_run)

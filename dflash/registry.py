@@ -29,17 +29,19 @@ TARGETS: Mapping[str, Entry] = {
 
 DRAFTERS: Mapping[str, Entry] = {
     "none": Entry("dflash.drafters.none:NoDrafter", "dflash.config.schema:DrafterConfig"),
-    "dflash": Entry("dflash.drafters.dflash:DFlash", "dflash.config.schema:DFlashConfig"),
-    "eagle3": Entry("dflash.drafters.eagle3:Eagle3", "dflash.config.schema:Eagle3Config"),
+    "dflash": Entry("dflash.drafters.dflash.drafter:DFlash", "dflash.config.schema:DFlashConfig"),
+    "eagle3": Entry("dflash.drafters.eagle3.drafter:Eagle3", "dflash.config.schema:Eagle3Config"),
     "autoregressive": Entry(
         "dflash.drafters.autoregressive:Autoregressive", "dflash.config.schema:AutoregressiveConfig"
     ),
-    "dflash2": Entry("dflash.drafters.dflash2:DFlash2", "dflash.config.schema:DFlash2Config"),
-    "dspark": Entry("dflash.drafters.dspark:DSpark", "dflash.config.schema:DSparkConfig"),
+    "dflash2": Entry(
+        "dflash.drafters.dflash2.drafter:DFlash2", "dflash.config.schema:DFlash2Config"
+    ),
+    "dspark": Entry("dflash.drafters.dspark.drafter:DSpark", "dflash.config.schema:DSparkConfig"),
     "lookahead": Entry(
         "dflash.drafters.lookahead:Lookahead", "dflash.config.schema:LookaheadConfig"
     ),
-    "medusa": Entry("dflash.drafters.medusa:Medusa", "dflash.config.schema:MedusaConfig"),
+    "medusa": Entry("dflash.drafters.medusa.drafter:Medusa", "dflash.config.schema:MedusaConfig"),
     "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.config.schema:NgramConfig"),
 }
 
@@ -63,9 +65,9 @@ DATASETS: Mapping[str, str] = {
 }
 
 
-# What the points of a sweep may run: a `Runner` of dflash/common/sweeps.py, and a run's schema.
+# What the points of a sweep may run: a `Runner` of dflash/runs/sweeps.py, and a run's schema.
 RUNS: Mapping[str, Entry] = {
-    "decode": Entry("dflash.inference.points:DecodePoints", "dflash.config.schema:DecodeRun"),
+    "decode": Entry("dflash.offline.points:DecodePoints", "dflash.config.schema:DecodeRun"),
     "benchmark": Entry(
         "dflash.measure.points:BenchmarkPoints", "dflash.config.benchmark_schema:BenchmarkRun"
     ),

@@ -54,9 +54,9 @@ def _sweep(command: cli.Command) -> int:
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where points and their table go")
     # jax is imported here, after all points have been found good.
-    from dflash.common import directories, heat_map
-    from dflash.common import sweeps as driver
-    from dflash.common.display import Display
+    from dflash.runs import directories, heat_map
+    from dflash.runs import sweeps as driver
+    from dflash.runs.display import Display
 
     kind = registry.load(registry.RUNS[sweep.run].implementation)
     directory = pathlib.Path(command.workdir).expanduser()

@@ -31,7 +31,7 @@ def _train(command: cli.Command) -> int:
     # jax is imported here, after the config has been found good.
     import jax
 
-    from dflash.common import distributed
+    from dflash.parallel import distributed
     from dflash.training import job as jobs
     from dflash.training import session
     from dflash.training.rundir import RunDirectory
@@ -53,7 +53,7 @@ def _train(command: cli.Command) -> int:
 
 def _drafting_test(job):
     """Measures τ on held-out prompts through the decode engine; None if nothing drafts."""
-    from dflash.inference.evaluation import DraftingTest
+    from dflash.offline.evaluation import DraftingTest
 
     wanted = job.config.evaluation
     if not wanted.prompts or not job.task.drafts:

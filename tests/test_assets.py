@@ -5,10 +5,10 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import import_transformers, load
+from support.helpers import import_transformers, load
 
 from dflash import decode
-from dflash.common import checkpoint
+from dflash.checkpoints import checkpoint
 from dflash.models.qwen3 import Qwen3
 
 ASSETS = pathlib.Path(decode.__file__).parent / "assets"

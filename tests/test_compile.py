@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from tpu_compiler import needs_compiler
+from support.tpu_compiler import needs_compiler
 
 from dflash import errors
 from dflash.compiler import costs, hlo, topology

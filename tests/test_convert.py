@@ -9,11 +9,11 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GOLDEN, GOLDEN_CASES
 from safetensors.numpy import load_file
+from support.helpers import GOLDEN, GOLDEN_CASES
 
 from dflash import convert
-from dflash.common import checkpoint
+from dflash.checkpoints import checkpoint
 
 
 def run(capsys, *argv) -> tuple[int, str, str]:

@@ -13,13 +13,14 @@ import time
 import jax
 import numpy as np
 import pytest
-from helpers import GOLDEN, golden, make_target
 from safetensors.numpy import load_file, save_file
+from support.helpers import GOLDEN, golden, make_target
 
 from dflash import decode
-from dflash.common import checkpoint, parameters
+from dflash.checkpoints import checkpoint
 from dflash.config import schema
-from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash.drafter import DFlash
+from dflash.parallel import parameters
 
 CONFIG = """
 target: {{checkpoint: {models}/target}}

@@ -1,8 +1,9 @@
 """Tests of the structure: who may import whom, and what an import may do.
 
-Imports go one way: errors, registry, config → common → {kernels, data} → layers →
-{models, drafters} → {inference, training} → {compiler, measure} → entry points. A package may
-import whatever stands left of it, and itself; packages in braces never import each other.
+Imports go one way: errors, registry, config → {parallel, text} → runs → {kernels, checkpoints} →
+{layers, data} → {models, drafters} → inference → {offline, training} → {compiler, measure} → entry
+points. A package may import whatever stands left of it, and itself; packages in braces never import
+each other.
 """
 
 import ast
@@ -21,18 +22,20 @@ from dflash import registry
 PACKAGE = pathlib.Path(dflash.__file__).parent
 LEVELS = (
     {"", "errors", "registry", "config", "assets"},  # "" is dflash/__init__.py
-    {"common"},
-    {"kernels", "data"},
-    {"layers"},
+    {"parallel", "text"},
+    {"runs"},
+    {"kernels", "checkpoints"},
+    {"layers", "data"},
     {"models", "drafters"},
-    {"inference", "training"},
+    {"inference"},
+    {"offline", "training"},
     {"compiler", "measure"},
     {"cli"},
     # entry points
     {"benchmark", "compile", "convert", "decode", "serve", "sweep", "train", "train_tokenizer"},
 )
 # Comparisons with words that only look like a strategy's or target's name: (module, word).
-NAMESAKES = {("dflash.common.hf_config", "llama3")}  # a rope type of Hugging Face's
+NAMESAKES = {("dflash.checkpoints.hf_config", "llama3")}  # a rope type of Hugging Face's
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -103,7 +106,7 @@ def strategy_forks(source: str, *, module: str = "") -> list[str]:
 
 
 def test_there_is_something_to_check():
-    assert {"dflash", "dflash.registry", "dflash.common.prompts"} <= set(MODULES)
+    assert {"dflash", "dflash.registry", "dflash.text.prompts"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -127,8 +130,8 @@ def test_layering(module):
         ("dflash.models.qwen3", "from dflash.drafters import none"),
         ("dflash.drafters.none", "from dflash.models import qwen3"),
         ("dflash.inference.engine", "from dflash import training"),
-        ("dflash.config.loader", "from dflash.common import mesh"),
-        ("dflash.registry", "from dflash.common import mesh"),
+        ("dflash.config.loader", "from dflash.parallel import sharding"),
+        ("dflash.registry", "from dflash.parallel import sharding"),
         ("dflash.inference.engine", "from dflash import cli"),
         ("dflash.cli", "from dflash import decode"),
         ("dflash.train", "from dflash import decode"),
@@ -145,7 +148,7 @@ def test_wrong_ways_are_found(module, source):
         ("dflash.layers.x", "from dflash.kernels import attention\nfrom dflash import errors"),
         ("dflash.layers.x", "from . import mlp\nimport jax\nfrom flax import nnx"),
         ("dflash.registry", "from dflash import errors\nimport dflash"),
-        ("dflash.common.outputs", "from dflash import __version__\nimport dflash"),
+        ("dflash.runs.outputs", "from dflash import __version__\nimport dflash"),
         ("dflash.decode", "from dflash import cli\nfrom dflash.inference import engine"),
     ],
 )

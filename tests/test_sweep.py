@@ -9,10 +9,10 @@ import sys
 import time
 
 import pytest
-from helpers import BYTE_TARGET
+from support.helpers import BYTE_TARGET
 
 from dflash import decode, sweep
-from dflash.common import sweeps
+from dflash.runs import sweeps
 
 CONFIG = f"""
 target: {BYTE_TARGET}

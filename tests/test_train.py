@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash import train, train_tokenizer
-from dflash.common import checkpoint
+from dflash.checkpoints import checkpoint
 
 SHAPE = {
     "vocab_size": 320,

@@ -4,10 +4,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from dflash.common.chips import Chip
 from dflash.compiler.costs import Operation
 from dflash.compiler.hlo import Instruction
 from dflash.compiler.topology import Rates
+from dflash.parallel.chips import Chip
 
 ATTENTION, MLP, UNEMBED, DRAFTER, REST = (
     "target attention", "target mlp", "unembed", "drafter", "rest",

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.common import assembly
-from dflash.common.chips import Chip
+from dflash.checkpoints import assembly
 from dflash.compiler import components, costs, hlo, programs, topology
 from dflash.compiler.components import ATTENTION, MLP, Component
 from dflash.compiler.report import Situation
 from dflash.config.schema import DecodeConfig
 from dflash.inference import weights
 from dflash.layers.linear import matmul_precision
+from dflash.parallel.chips import Chip
 
 _LAYERS = 2
 # Where the cost has risen by so much over a single row's, it is no longer flat.

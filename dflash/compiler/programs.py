@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.common import assembly, parameters
-from dflash.common.sharding import Sharding
+from dflash.checkpoints import assembly
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED, Ideal
 from dflash.config.schema import DecodeConfig, DecodeRun
 from dflash.config.tpu_schema import CompileTrain, TpuConfig
-from dflash.inference import plan, weights
+from dflash.inference import weights
 from dflash.inference.engine import Engine
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
+from dflash.offline import plan
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
 from dflash.training import state as states
 from dflash.training import tasks
 from dflash.training.optimizer import make_optimizer, make_schedule

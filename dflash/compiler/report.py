@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from dflash.common.chips import Chip
 from dflash.compiler import components, costs, hlo
 from dflash.compiler.components import UNEMBED, Component, Ideal
 from dflash.compiler.costs import Operation
@@ -19,6 +18,7 @@ from dflash.compiler.programs import CYCLE, Program
 from dflash.compiler.topology import Rates, Topology
 from dflash.config.tpu_schema import TpuConfig
 from dflash.kernels.paged_attention import TILE_TOKENS
+from dflash.parallel.chips import Chip
 
 LABEL = "compiler estimates: nothing here was measured on a chip"
 

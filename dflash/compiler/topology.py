@@ -12,8 +12,8 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from dflash import errors
-from dflash.common import chips, sharding
-from dflash.common.sharding import Sharding
+from dflash.parallel import chips, sharding
+from dflash.parallel.sharding import Sharding
 
 # Of the hundred stages of every operation, the last alone.
 _DUMP = ("--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=.*final_.*bundle.*")

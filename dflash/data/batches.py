@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from dflash import errors
-from dflash.common.tokenizer import Tokenizer
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, encoding, packing, store
 from dflash.data.encoding import Corpus
 from dflash.data.example import Split
+from dflash.text.tokenizer import Tokenizer
 
 
 class Batches:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from dflash import errors, registry
-from dflash.common.chat_template import Messages
 from dflash.config.data_schema import DataConfig
 from dflash.data import answers, chat, code, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
+from dflash.text.chat_template import Messages
 
 
 class Dataset(abc.ABC):

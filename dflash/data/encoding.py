@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from dflash import errors
-from dflash.common.chat_template import Messages
-from dflash.common.tokenizer import Tokenizer
 from dflash.data import store
 from dflash.data.datasets import Dataset
 from dflash.data.example import Example, Split
+from dflash.text.chat_template import Messages
+from dflash.text.tokenizer import Tokenizer
 
 SUPERVISED = np.uint32(2**31)
 VERSION = 1  # to be raised when the same examples come out as other ids or marks

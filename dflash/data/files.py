@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.common import jsonl
 from dflash.data.example import Example, Split, pair, split_of
+from dflash.text import jsonl
 
 TASK = "jsonl"
 _KINDS = "messages, prompt and response, or prompt_ids and output_ids"

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from dflash import errors
-from dflash.common import jsonl
 from dflash.data import store
+from dflash.text import jsonl
 
 TIMEOUT_S = 60.0  # without a byte
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.common import directories
 from dflash.data.datasets import Dataset
 from dflash.data.example import SPLITS, Example, Split
+from dflash.runs import directories
 
 
 def data_directory(data_dir: str | None) -> pathlib.Path:

@@ -5,9 +5,9 @@ import pathlib
 from collections.abc import Iterable, Iterator
 
 from dflash import errors
-from dflash.common import checkpoint_files
-from dflash.common.tokenizer import SENTENCEPIECE_MODEL
+from dflash.checkpoints import files
 from dflash.data.example import Example
+from dflash.text.tokenizer import SENTENCEPIECE_MODEL
 
 # Ids 0 to 6, in this order. Masked slots of a drafter read MASK; nothing else ever does.
 UNKNOWN, PAD, END = "<unk>", "<|pad|>", "<|end|>"
@@ -104,7 +104,7 @@ def write(model: bytes, destination: pathlib.Path) -> None:
     Raises:
       CheckpointError: `destination` is neither absent nor an empty directory, or not writable.
     """
-    with checkpoint_files.staged(destination) as directory:
+    with files.staged(destination) as directory:
         (directory / SENTENCEPIECE_MODEL).write_bytes(model)
-        checkpoint_files.write_json(directory / "tokenizer_config.json", TOKENIZER_CONFIG)
+        files.write_json(directory / "tokenizer_config.json", TOKENIZER_CONFIG)
         (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

@@ -16,14 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors, registry
-from dflash.common import assembly
-from dflash.config.schema import (
-    AutoregressiveConfig,
-    DraftModelArchitecture,
-    TargetArchitecture,
-)
-from dflash.drafters import chain
+from dflash.checkpoints import assembly
+from dflash.config.schema import AutoregressiveConfig, DraftModelArchitecture, TargetArchitecture
 from dflash.drafters.base import Drafter
+from dflash.drafters.parts import chain
 from dflash.layers.cache import PagedCache, batch_axes
 
 PAGE_TOKENS = 128

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.common.sharding import Sharding
-from dflash.common.train_batch import TrainBatch
 from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import DrafterConfig, TargetArchitecture
+from dflash.layers.train_batch import TrainBatch
+from dflash.parallel.sharding import Sharding
 
 
 @jax.tree_util.register_dataclass

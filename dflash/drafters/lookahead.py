@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash import errors
-from dflash.common.sharding import Sharding
 from dflash.config.schema import LookaheadConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.layers.cache import batch_axes
+from dflash.parallel.sharding import Sharding
 
 
 @jax.tree_util.register_dataclass

@@ -7,10 +7,10 @@ the search compares all of its positions at once. There are no weights.
 import jax
 import jax.numpy as jnp
 
-from dflash.common.sharding import Sharding
 from dflash.config.schema import NgramConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.layers.cache import batch_axes
+from dflash.parallel.sharding import Sharding
 
 
 class Ngram(Drafter):

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.common.sharding import Sharding
 from dflash.drafters.base import Drafter
 from dflash.inference import backlog, block_choice
 from dflash.inference.backlog import Backlog
 from dflash.inference.block_choice import BlockChoice, Pool
+from dflash.parallel.sharding import Sharding
 
 PLAIN = 0  # index of block size 1, at which nothing is drafted
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash.common.sharding import Sharding
 from dflash.drafters.base import Drafter, Heads
+from dflash.parallel.sharding import Sharding
 
 ROWS = 32  # most rows put aside
 

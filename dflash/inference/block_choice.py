@@ -15,7 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.common.sharding import Sharding
+from dflash.parallel.sharding import Sharding
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TRIALS = 0.01  # most of the time that trials may cost

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash.common.sharding import Sharding
+from dflash.parallel.sharding import Sharding
 
 # Few rows against every weight: the time is that of reading weights. A TPU reads them fastest in
 # large pieces, one product per fusion; see docs/results/tpu_compile.md.

@@ -2,10 +2,10 @@
 
 from flax import nnx
 
-from dflash.common import assembly
-from dflash.common.assembly import Source
-from dflash.common.sharding import Sharding
+from dflash.checkpoints import assembly
+from dflash.checkpoints.assembly import Source
 from dflash.layers.transformer import join_projections
+from dflash.parallel.sharding import Sharding
 
 
 def load(model: nnx.Module, source: Source, sharding: Sharding) -> None:

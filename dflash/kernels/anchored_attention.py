@@ -6,16 +6,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import (
-    anchored_attention_tpu as tpu,
-)
-from dflash.kernels import (
-    implementation as implementations,
-)
-from dflash.kernels import (
-    online_softmax,
-    tuning,
-)
+from dflash.kernels import anchored_attention_tpu as tpu
+from dflash.kernels import implementation as implementations
+from dflash.kernels import online_softmax, tuning
 
 # Blocks per step; scores exist for one step at a time, forward and backward.
 GROUP_BLOCKS = 8

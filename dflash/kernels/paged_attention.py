@@ -9,17 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import (
-    implementation as implementations,
-)
-from dflash.kernels import (
-    online_softmax,
-    quantised,
-    tuning,
-)
-from dflash.kernels import (
-    paged_attention_tpu as tpu,
-)
+from dflash.kernels import implementation as implementations
+from dflash.kernels import online_softmax, quantised, tuning
+from dflash.kernels import paged_attention_tpu as tpu
 from dflash.kernels.quantised import Quantised, Rows
 
 # Keys per step of the loop over the context. Larger tiles amortise the loop, smaller ones waste

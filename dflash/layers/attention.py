@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.common.sharding import Sharding
 from dflash.kernels import implementation
 from dflash.kernels.split_heads import Part, split_heads
 from dflash.layers import linear
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear, RMSNorm
+from dflash.parallel.sharding import Sharding
 
 
 class Attention(nnx.Module):

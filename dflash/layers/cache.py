@@ -9,9 +9,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.common.sharding import Sharding
 from dflash.kernels import paged_attention as paged
 from dflash.kernels.quantised import Quantised, Rows
+from dflash.parallel.sharding import Sharding
 
 # Accelerators copy whole tiles of rows, of up to this many.
 SLOT_TILE = 32

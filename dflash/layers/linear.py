@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.common import parameters
-from dflash.common.sharding import Sharding
 from dflash.kernels.split_heads import rms_norm
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
 
 
 class Linear(nnx.Module):

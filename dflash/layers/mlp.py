@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.common.sharding import Sharding
 from dflash.layers import linear
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Linear
+from dflash.parallel.sharding import Sharding
 
 
 class Mlp(nnx.Module):

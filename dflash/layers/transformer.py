@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.common.sharding import Sharding
 from dflash.config.schema import TargetArchitecture
 from dflash.layers.attention import Attention
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import RMSNorm
 from dflash.layers.mlp import Mlp
+from dflash.parallel.sharding import Sharding
 
 # Rotated queries [B, T, N, H], rotated keys and values [B, T, K, H] -> outputs [B, T, N, H], and
 # whatever else the caller wants back, such as an updated cache.

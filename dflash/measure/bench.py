@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
-from dflash.inference import job as jobs
-from dflash.inference import scheduler, session, weights
+from dflash.inference import scheduler, weights
 from dflash.inference.scheduler import Completion
 from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine
@@ -17,6 +16,8 @@ from dflash.measure.forced import Forced
 from dflash.measure.parts import Parts, Probe
 from dflash.measure.workload import Item, Workload
 from dflash.models.decoder import Decoder
+from dflash.offline import job as jobs
+from dflash.offline import session
 
 BASELINE = DrafterConfig()  # the default strategy drafts nothing
 

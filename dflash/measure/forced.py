@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.common.sharding import Sharding
 from dflash.drafters.base import Drafter, Proposal
 from dflash.layers import cache as kv
+from dflash.parallel.sharding import Sharding
 
 
 class Script(nnx.Variable):

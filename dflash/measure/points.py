@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.common.display import Display
-from dflash.common.sweeps import Runner
 from dflash.config import loader
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.inference import points
 from dflash.measure import bench as benches
 from dflash.measure import results, session
 from dflash.models.decoder import Decoder
+from dflash.offline import points
+from dflash.runs.display import Display
+from dflash.runs.sweeps import Runner
 
 
 class BenchmarkPoints(Runner):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dflash.common.tokenizer import IncrementalDecoder, Tokenizer
 from dflash.inference.engine import Slot
 from dflash.measure.engine import MeasuredEngine
 from dflash.measure.workload import Item
+from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

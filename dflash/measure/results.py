@@ -14,8 +14,8 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash.common import directories
 from dflash.measure.cells import Average, Cell
+from dflash.runs import directories
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
 RESULTS, STUDY, LOCK = "results.json", "study.json", ".lock"

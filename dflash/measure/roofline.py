@@ -10,13 +10,13 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from dflash.common import chips, parameters
-from dflash.common.sharding import Sharding
 from dflash.config.schema import AUTO
 from dflash.drafters.base import Drafter
-from dflash.inference import plan
 from dflash.measure.engine import seconds_of
 from dflash.models.decoder import Decoder
+from dflash.offline import plan
+from dflash.parallel import chips, parameters
+from dflash.parallel.sharding import Sharding
 
 _PRODUCT_SIZE = 2048  # of the matrix product: 17 GFLOP
 _READ_ELEMENTS = 2**26  # of the matrix that is read: 256 MiB in float32

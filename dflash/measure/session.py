@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
-from dflash.common import outputs
-from dflash.common.display import Display
-from dflash.common.prompts import Prompt
 from dflash.config import loader
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.inference import job as jobs
 from dflash.measure import bench as benches
 from dflash.measure import cells, page, plots, replay, results, studies, workload
 from dflash.measure.bench import Bench
+from dflash.offline import job as jobs
+from dflash.runs import outputs
+from dflash.runs.display import Display
+from dflash.text.prompts import Prompt
 
 PAGE = "report.html"
 

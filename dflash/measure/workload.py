@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from dflash import errors, registry
-from dflash.common import jsonl
-from dflash.common.prompts import Prompt
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import PromptsConfig
-from dflash.inference import job as jobs
 from dflash.measure import published
+from dflash.offline import job as jobs
+from dflash.text import jsonl
+from dflash.text.prompts import Prompt
 
 DRAWN_PROMPT_TOKENS = 128  # of a made-up prompt, where nothing else is said
 _SEED = 0

@@ -14,9 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.common import hf_config
-from dflash.common.sharding import Sharding
-from dflash.common.train_batch import TrainBatch
+from dflash.checkpoints import hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
 from dflash.kernels import implementation
 from dflash.kernels.causal_attention import causal_attention
@@ -24,7 +22,9 @@ from dflash.kernels.paged_attention import paged_attention
 from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
+from dflash.layers.train_batch import TrainBatch
 from dflash.layers.transformer import TransformerLayer
+from dflash.parallel.sharding import Sharding
 
 
 class TargetOutput(NamedTuple):

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from dflash import errors
-from dflash.common import directories
+from dflash.runs import directories
 from dflash.training.trainer import Batches
 
 Arrays = dict[str, np.ndarray]

@@ -10,15 +10,15 @@ import numpy as np
 import optax
 
 from dflash import errors
-from dflash.common import prompts, tokenizer
-from dflash.common import sharding as shardings
-from dflash.common.sharding import Sharding
-from dflash.common.tokenizer import Tokenizer
 from dflash.config.schema import PromptsConfig
 from dflash.config.train_schema import TrainRun
 from dflash.data import batches, datasets
 from dflash.data.batches import Batches
 from dflash.data.example import Split
+from dflash.parallel import sharding as shardings
+from dflash.parallel.sharding import Sharding
+from dflash.text import prompts, tokenizer
+from dflash.text.tokenizer import Tokenizer
 from dflash.training import plan, tasks
 from dflash.training import step as steps_lib
 from dflash.training.optimizer import make_optimizer, make_schedule

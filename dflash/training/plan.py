@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash.common import parameters
+from dflash.parallel import parameters
 from dflash.training import state as states
 from dflash.training.tasks import Task
 

@@ -15,7 +15,7 @@ import rich.progress
 import rich.table
 import rich.text
 
-from dflash.common import directories
+from dflash.runs import directories
 from dflash.training import rundir
 
 Metrics = Mapping[str, float]

@@ -17,9 +17,9 @@ import pathlib
 import jax
 
 from dflash import errors
-from dflash.common import directories
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
+from dflash.runs import directories
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 TENSORBOARD, FEATURES, EXPORT = "tensorboard", "features", "hf"

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from dflash import errors
-from dflash.common import directories
 from dflash.config import loader
+from dflash.runs import directories
 from dflash.training import features, rundir
 from dflash.training import state as states
 from dflash.training import step as steps_lib

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from dflash.common.parameters import Table
-from dflash.common.sharding import Sharding
+from dflash.parallel.parameters import Table
+from dflash.parallel.sharding import Sharding
 
 Params = Any  # nnx.State of arrays
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflash.common.sharding import Sharding
 from dflash.layers.linear import matmul_precision
+from dflash.parallel.sharding import Sharding
 from dflash.training import state as states
 from dflash.training.state import Params, TrainState
 

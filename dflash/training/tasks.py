@@ -12,13 +12,14 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.common import assembly, checkpoint, parameters
-from dflash.common.assembly import Source
-from dflash.common.sharding import Sharding
-from dflash.common.train_batch import TrainBatch
+from dflash.checkpoints import assembly, checkpoint
+from dflash.checkpoints.assembly import Source
 from dflash.config.train_schema import TrainRun
 from dflash.drafters.base import Drafter
+from dflash.layers.train_batch import TrainBatch
 from dflash.models.decoder import Decoder
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
 from dflash.training import state as states
 from dflash.training.state import Params
 from dflash.training.step import Batch, Metrics

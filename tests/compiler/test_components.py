@@ -1,13 +1,13 @@
 """Tests of how operations are attributed and summed up."""
 
-import hlo_snippets as snippets
 import pytest
+from support import hlo_snippets as snippets
 
-from dflash.common import chips
 from dflash.compiler import components, costs, hlo
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED, Ideal
 from dflash.compiler.report import Situation
 from dflash.compiler.topology import Rates
+from dflash.parallel import chips
 
 RATES = Rates(flops_per_s=400e12, bytes_per_s=2e12)
 

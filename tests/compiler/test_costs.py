@@ -1,7 +1,7 @@
 """Tests of what operations cost, and of loops and branches around them."""
 
-import hlo_snippets as snippets
 import pytest
+from support import hlo_snippets as snippets
 
 from dflash.compiler import costs, hlo, traffic
 

@@ -1,7 +1,7 @@
 """Tests of reading the compiler's text."""
 
-import hlo_snippets as snippets
 import pytest
+from support import hlo_snippets as snippets
 
 from dflash.compiler import hlo
 

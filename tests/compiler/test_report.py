@@ -4,10 +4,9 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
-import hlo_snippets as snippets
 import pytest
+from support import hlo_snippets as snippets
 
-from dflash.common import chips
 from dflash.compiler import curve, report, table
 from dflash.compiler.components import MLP, UNEMBED, Component, Ideal
 from dflash.compiler.curve import Point
@@ -16,6 +15,7 @@ from dflash.compiler.report import Report, Situation
 from dflash.compiler.topology import Rates, Topology
 from dflash.config.tpu_schema import TpuConfig
 from dflash.errors import ConfigError
+from dflash.parallel import chips
 
 CHIP = chips.find("v5p")
 RATES = Rates(flops_per_s=400e12, bytes_per_s=2e12)

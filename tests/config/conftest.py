@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from config_files import MINIMAL
+from support.config_files import MINIMAL
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from config_files import MINIMAL, problems
+from support.config_files import MINIMAL, problems
 
 from dflash.config import layers, loader, schema
 

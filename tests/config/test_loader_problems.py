@@ -1,7 +1,7 @@
 """What the loader says of a bad config, word for word."""
 
 import pytest
-from config_files import MINIMAL, problems
+from support.config_files import MINIMAL, problems
 
 from dflash.registry import DRAFTERS
 

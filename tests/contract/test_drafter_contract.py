@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import (
+from support.tiny_models import (
     ARCHITECTURE,
     decode,
     drafter,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dflash.common import tokenizer
 from dflash.data import code, tokenizer_training
 from dflash.data.word_problems import problems
+from dflash.text import tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash import errors
-from dflash.common.tokenizer import ByteTokenizer
 from dflash.config.data_schema import DataConfig
 from dflash.data import batches, encoding, packing
+from dflash.text.tokenizer import ByteTokenizer
 
 LENGTH = 16
 # Documents as (unsupervised, supervised) numbers of tokens.

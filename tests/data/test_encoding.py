@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from dflash import errors
-from dflash.common import tokenizer
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, encoding
 from dflash.data.example import Example, pair
 from dflash.data.word_problems import problems
+from dflash.text import tokenizer
 
 USER, BOT = "user", "assistant"
 

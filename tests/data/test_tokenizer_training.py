@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import dflash.train_tokenizer as command
 from dflash import errors
-from dflash.common import tokenizer as tokenizers
 from dflash.data import code, tokenizer_training
+from dflash.text import tokenizer as tokenizers
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},

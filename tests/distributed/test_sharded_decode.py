@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from tiny_models import check_plain_outputs, decode, drafter, engine, random_prompts
+from support.tiny_models import check_plain_outputs, decode, drafter, engine, random_prompts
 
 from dflash import registry
 

@@ -2,14 +2,14 @@
 
 import json
 import os
-import pathlib
 import socket
 import subprocess
 import sys
 
-from tiny_models import expected, random_prompts
+from support import SUPPORT
+from support.tiny_models import expected, random_prompts
 
-WORKER = pathlib.Path(__file__).with_name("decode_worker.py")
+WORKER = SUPPORT / "decode_worker.py"
 TIMEOUT_S = 300
 
 

@@ -4,15 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GOLDEN, load, make_sharding
-from tiny_models import ARCHITECTURE, decode, engine, expected, random_prompts, resampled, target
+from support.helpers import GOLDEN, load, make_sharding
+from support.tiny_models import (
+    ARCHITECTURE,
+    decode,
+    engine,
+    expected,
+    random_prompts,
+    resampled,
+    target,
+)
 
 from dflash import errors
-from dflash.common import assembly, parameters
+from dflash.checkpoints import assembly
 from dflash.config import schema
 from dflash.drafters.autoregressive import Autoregressive, architecture_for
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
 
 CASE = "qwen3_v12"
 

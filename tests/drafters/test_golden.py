@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GOLDEN_CASES, golden, golden_models, make_cache, zeros
+from support.helpers import GOLDEN_CASES, golden, golden_models, make_cache, zeros
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.none import NoDrafter

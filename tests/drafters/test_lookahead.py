@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURE, decode, engine, expected, random_prompts, sharding, target
+from support.tiny_models import (
+    ARCHITECTURE,
+    decode,
+    engine,
+    expected,
+    random_prompts,
+    sharding,
+    target,
+)
 
 from dflash import errors
-from dflash.common.sharding import Sharding
 from dflash.config import schema
-from dflash.drafters.lookahead import (
-    Lookahead,
-    find_candidates,
-    merge_alike,
-    remember,
-    tree_layout,
-)
+from dflash.drafters.lookahead import Lookahead, find_candidates, merge_alike, remember, tree_layout
+from dflash.parallel.sharding import Sharding
 
 WINDOW, NGRAM, CANDIDATES, POOL = 3, 3, 2, 6
 LEVELS, VOCAB = NGRAM - 1, ARCHITECTURE.vocab_size

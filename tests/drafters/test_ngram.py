@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import decode, drafter, engine, random_prompts, resampled
+from support.tiny_models import decode, drafter, engine, random_prompts, resampled
 
 from dflash.drafters.ngram import find_last
 

@@ -4,8 +4,8 @@ import functools
 
 import numpy as np
 import pytest
-from scripted_drafter import Script, ScriptedDrafter
-from tiny_models import (
+from support.scripted_drafter import Script, ScriptedDrafter
+from support.tiny_models import (
     decode,
     drafter,
     engine,

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_sharding, zeros
-from tiny_models import ARCHITECTURE, drafter, takes, target
+from support.helpers import make_sharding, zeros
+from support.tiny_models import ARCHITECTURE, drafter, takes, target
 
 from dflash import registry
 from dflash.inference import backlog

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_sharding, zeros
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.helpers import make_sharding, zeros
 
 from dflash.inference import block_choice
 from dflash.inference.block_choice import BlockChoice

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from tiny_models import decode, drafter, engine, random_prompts
+from support.tiny_models import decode, drafter, engine, random_prompts
 
 from dflash.inference.engine import Slot
 

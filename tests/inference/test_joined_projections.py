@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import ARCHITECTURE, check_plain_outputs, drafter, engine, random_prompts
-from tiny_models import sharding as make_sharding
-from tiny_models import target as shared_target
-from tpu_compiler import needs_compiler
+from support.tiny_models import ARCHITECTURE, check_plain_outputs, drafter, engine, random_prompts
+from support.tiny_models import sharding as make_sharding
+from support.tiny_models import target as shared_target
+from support.tpu_compiler import needs_compiler
 
-from dflash.common import parameters
-from dflash.common.sharding import Sharding
 from dflash.compiler import topology
 from dflash.config.schema import SHARDING_RULES
 from dflash.inference import weights
@@ -22,6 +20,8 @@ from dflash.layers import rotary
 from dflash.layers.attention import Attention
 from dflash.layers.transformer import join_projections
 from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
 
 MESHES = [(1, 1, 1), (2, 2, 2)]
 LENGTHS, LIMITS, STOP_IDS = [9, 16, 41, 10, 13], [20, 1, 12, 32, 7], (8,)

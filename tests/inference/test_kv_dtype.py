@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_cases import by_slot
-from scripted_drafter import Script, ScriptedDrafter
-from tiny_models import decode, drafter, engine, random_prompts, target
+from support.paged_cases import by_slot
+from support.scripted_drafter import Script, ScriptedDrafter
+from support.tiny_models import decode, drafter, engine, random_prompts, target
 
-from dflash.inference import plan
 from dflash.inference.engine import Slot
 from dflash.inference.pages import PagePool
+from dflash.offline import plan
 
 PROMPTS = random_prompts([31, 16, 17, 9])
 LIMITS = [20, 12, 9, 23]

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from tiny_models import ARCHITECTURE, drafter, engine, expected, random_prompts
+from support.tiny_models import ARCHITECTURE, drafter, engine, expected, random_prompts
 
 from dflash import errors
 from dflash.inference import scheduler

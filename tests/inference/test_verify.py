@@ -10,7 +10,7 @@ import pytest
 import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rejection import (
+from support.rejection import (
     VOCAB,
     chi_square,
     lenient_left_over,
@@ -19,7 +19,7 @@ from rejection import (
     too_lenient,
 )
 
-from dflash.drafters import token_tree
+from dflash.drafters.parts import token_tree
 from dflash.inference import sampling, verify
 from dflash.inference import tree as trees
 from dflash.inference.sampling import SequenceSampler

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-import tiny_models
-from rejection import VOCAB, chi_square, lenient_left_over, make_params, too_lenient
+from support import tiny_models
+from support.rejection import VOCAB, chi_square, lenient_left_over, make_params, too_lenient
 
-from dflash.common import parameters
 from dflash.config import schema
-from dflash.drafters.eagle3 import Eagle3
+from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.inference import verify
 from dflash.inference.engine import Slot
 from dflash.inference.pages import PagePool
+from dflash.parallel import parameters
 
 SLOTS, ROUNDS, PROMPT, TEMPERATURE = 512, 48, (3, 1, 4, 1, 5), 2.5
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import interpret
-from jaxprs import largest_array
+from support.dense import dense_attention
+from support.interpreter import interpret
+from support.jaxprs import largest_array
 
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from tpu_compiler import CHIPS, compile_for, needs_compiler
+from support.tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import interpret
+from support.dense import dense_attention
+from support.interpreter import interpret
 
 from dflash.kernels import block_attention as block
 from dflash.kernels import flash_tpu

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxprs import largest_array
+from support.dense import dense_attention
+from support.jaxprs import largest_array
 
 from dflash.kernels.causal_attention import causal_attention
 

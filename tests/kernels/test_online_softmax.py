@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense import dense_attention
+from support.dense import dense_attention
 
 from dflash.kernels import online_softmax
 

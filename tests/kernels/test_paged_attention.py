@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import SCALE, ancestry, make_case
+from support.paged_cases import SCALE, ancestry, make_case
 
 from dflash.kernels import paged_attention as paged
 

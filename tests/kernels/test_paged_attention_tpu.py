@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreter import interpret
 from jax.experimental.pallas import tpu as pltpu
-from paged_cases import ancestry, make_case
+from support.interpreter import interpret
+from support.paged_cases import ancestry, make_case
 
 from dflash.kernels import flash_tpu
 from dflash.kernels.paged_attention import paged_attention

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreter import interpret
+from support.interpreter import interpret
 
 from dflash.kernels.split_heads import Part, split_heads
 

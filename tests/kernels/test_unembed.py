@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_sharding
-from tpu_compiler import CHIPS, compile_for, needs_compiler
+from support.helpers import make_sharding
+from support.tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels import unembed, unembed_tpu
 from dflash.kernels.unembed import Noise

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense import dense_attention
+from support.dense import dense_attention
 
 from dflash.kernels.unrolled_attention import unrolled_attention
 

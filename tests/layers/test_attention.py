@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_architecture, make_sharding
+from support.helpers import make_architecture, make_sharding
 
-from dflash.common import parameters
 from dflash.layers import rotary
 from dflash.layers.attention import Attention
+from dflash.parallel import parameters
 
 
 def make_attention(qk_norm):

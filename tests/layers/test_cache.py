@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_sharding, zeros
-from paged_cases import by_slot
+from support.helpers import make_sharding, zeros
+from support.paged_cases import by_slot
 
-from dflash.common import sharding as shardings
 from dflash.layers import cache as kv
+from dflash.parallel import sharding as shardings
 
 
 def make_paged(

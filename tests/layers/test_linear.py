@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_sharding
+from support.helpers import make_sharding
 
-from dflash.common import parameters
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.mlp import Mlp
+from dflash.parallel import parameters
 
 
 def build(kind, *args, dtype=jnp.float32):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_architecture, make_sharding, make_target, move
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxprs import largest_array
+from support.helpers import make_architecture, make_sharding, make_target, move
+from support.jaxprs import largest_array
 
 from dflash.config.loss_schema import LossConfig
 from dflash.layers import losses

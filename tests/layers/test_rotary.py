@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import import_transformers, make_architecture
+from support.helpers import import_transformers, make_architecture
 
 from dflash.config.schema import RopeScaling
 from dflash.kernels.split_heads import rotate

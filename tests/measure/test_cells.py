@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from made_samples import completion, task_round
+from support.made_samples import completion, task_round
 
 from dflash.measure import cells
 from dflash.measure.bench import Sample, TaskRound

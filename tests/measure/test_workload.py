@@ -5,10 +5,10 @@ import types
 import numpy as np
 import pytest
 
-from dflash.common.prompts import Prompt
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DecodeConfig
 from dflash.measure import published, workload
+from dflash.text.prompts import Prompt
 
 JOB = types.SimpleNamespace(target=types.SimpleNamespace(arch=types.SimpleNamespace(vocab_size=50)))
 

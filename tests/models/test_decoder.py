@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.helpers import (
     import_transformers,
     load,
     make_architecture,
@@ -17,15 +19,13 @@ from helpers import (
     move,
     zeros,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dflash import errors, registry
-from dflash.common import parameters
 from dflash.config.schema import RopeScaling
 from dflash.inference import tree as trees
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
 
 FAMILIES = {name: registry.load(entry.implementation) for name, entry in registry.TARGETS.items()}
 SHAPE = {

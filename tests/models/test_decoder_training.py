@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_architecture, make_cache, make_sharding, make_target, move
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.helpers import make_architecture, make_cache, make_sharding, make_target, move
 
-from dflash.common import parameters
-from dflash.common.train_batch import TrainBatch
+from dflash.layers.train_batch import TrainBatch
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
 
 LENGTH = 24
 TAPS = (2, 0)

@@ -8,16 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-import toy
+from support import TESTS, toy
 
 from dflash import errors
 from dflash.training import state as states
 from dflash.training.checkpoints import Checkpoints
 from dflash.training.state import TrainState
-
-HERE = pathlib.Path(__file__).parent
 
 
 def make_state(step: int, size: int = 20_000) -> TrainState:
@@ -169,7 +165,7 @@ with t.Checkpoints(directory / "checkpoints", keep_last=2) as checkpoints:
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_good(two_saved):
     """In a process of its own: a limit on the size of files stands in for the full disk."""
-    path = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+    path = [str(TESTS / "training"), str(TESTS), str(TESTS.parent)]
     code = FULL_DISK.format(path=path, directory=str(two_saved))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from dflash import errors
-from dflash.common import directories
 from dflash.config import loader, train_schema
+from dflash.runs import directories
 from dflash.training import rundir
 from dflash.training.rundir import RunDirectory
 

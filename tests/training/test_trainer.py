@@ -11,13 +11,10 @@ import time
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-import toy
+from support import SUPPORT, TESTS, toy
 
 from dflash.training import trainer as trainer_lib
 
-HERE = pathlib.Path(__file__).parent
 STEPS, EVERY = 24, 3
 PAUSE_S = 0.05
 
@@ -31,13 +28,13 @@ def uninterrupted(tmp_path_factory):
 
 def start(directory: pathlib.Path, pause_s: float = 0.0, *processes: str) -> subprocess.Popen:
     """Starts toy_run.py; `processes` are the arguments of a run of several, a device each."""
-    paths = [HERE, HERE.parent.parent, os.environ.get("PYTHONPATH", "")]
+    paths = [TESTS, TESTS.parent, os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     if processes:
         environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
     arguments = directory, STEPS, EVERY, pause_s, *processes
     return subprocess.Popen(
-        [sys.executable, HERE / "toy_run.py", *map(str, arguments)],
+        [sys.executable, SUPPORT / "toy_run.py", *map(str, arguments)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,17 +8,17 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from dflash import errors
-from dflash.common import assembly
+from dflash.checkpoints import assembly
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.drafters.base import Proposal
 from dflash.inference import weights
-from dflash.inference.job import Job
 from dflash.measure import bench as benches
 from dflash.measure import roofline
 from dflash.measure.engine import MeasuredEngine, seconds_of
 from dflash.measure.forced import Canned
 from dflash.measure.parts import Probe
 from dflash.measure.studies.table import Table, machine_note
+from dflash.offline.job import Job
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (64, 512, 2048, 8192, 32768)

@@ -1,0 +1,180 @@
+"""From a config to models: which classes, of which shape, and then their weights.
+
+Both steps are apart: building is cheap and finds what does not fit; loading fills the memory.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors, registry
+from dflash.checkpoints import checkpoint
+from dflash.config.schema import AUTO, DrafterConfig, TargetArchitecture, TargetConfig
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
+
+RANDOM = "random"
+_TARGET_SEED, _DRAFTER_SEED = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the weights of a model come from.
+
+    Attributes:
+      directory: of the checkpoint, or None for random weights or a hub that was not asked.
+      hf: its config.json, or None.
+      seed: of random weights.
+    """
+
+    directory: pathlib.Path | None
+    hf: Mapping[str, Any] | None
+    seed: int
+
+
+def find_target(config: TargetConfig, *, download: bool = True) -> Source:
+    """Finds the target's checkpoint.
+
+    Args:
+      config: the run's target group.
+      download: fetch what is not on this machine; if not, such a checkpoint counts as random.
+    Raises:
+      CheckpointError: it is missing or cannot be read.
+    """
+    return _find(config.checkpoint, _TARGET_SEED, download)
+
+
+def find_drafter(config: DrafterConfig, *, download: bool = True) -> Source:
+    """Finds the drafter's checkpoint, if the strategy has one; see `find_target`."""
+    return _find(getattr(config, "checkpoint", RANDOM), _DRAFTER_SEED, download)
+
+
+def build_target(config: TargetConfig, source: Source, *, dtype: str, sharding: Sharding):
+    """Builds the abstract target.
+
+    Raises:
+      ConfigError: the config states another family or shape than the checkpoint has.
+      CheckpointError: the checkpoint is of no family that is known.
+    """
+    if source.hf is None:
+        if config.name is None or config.architecture is None:
+            raise errors.ConfigError(
+                f"target: {config.checkpoint} is not on this machine, so target.name and "
+                "target.architecture must be given"
+            )
+        kind = registry.load(
+            registry.find(registry.TARGETS, config.name, "target.name").implementation
+        )
+        arch = config.architecture
+    else:
+        kind = _family(config, source)
+        arch = kind.architecture_from_hf(source.hf)
+        arch = dataclasses.replace(arch, eos_token_id=checkpoint.eos_token_ids(source.directory))
+        _check_stated(config.architecture, arch, source.directory)
+    return kind(arch, dtype=jnp.dtype(dtype), sharding=sharding)
+
+
+def build_drafter(
+    config: DrafterConfig,
+    source: Source,
+    target: TargetArchitecture,
+    *,
+    dtype: str,
+    sharding: Sharding,
+):
+    """Builds the abstract drafter; see `Drafter.create` for the errors.
+
+    A block size of auto is none of the strategy's business: it drafts up to the largest that it
+    has by itself, and lets the loop ask for less.
+    """
+    adaptive = getattr(config, "block_size", None) == AUTO
+    if adaptive:
+        largest = next(f.default for f in dataclasses.fields(config) if f.name == "block_size")
+        config = dataclasses.replace(config, block_size=largest)
+    entry = registry.find(registry.DRAFTERS, config.name, "drafter.name")
+    kind = registry.load(entry.implementation)
+    architectures = (source.hf or {}).get("architectures") or []
+    # A strategy without architectures of its own looks its checkpoint up among the targets.
+    known = set(kind.hf_architectures)
+    if source.hf is not None and known and not set(architectures) & known:
+        raise errors.CheckpointError(
+            f"{source.directory}: config.json: architectures {architectures} is no "
+            f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
+        )
+    drafter = kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
+    drafter.adaptive = adaptive
+    return drafter
+
+
+def load_weights(module: nnx.Module, source: Source) -> None:
+    """Fills an abstract module from its source.
+
+    Args:
+      module: itself what the checkpoint holds, or has a part called `checkpointed` that is.
+      source: see there.
+    Raises:
+      CheckpointError: the checkpoint is damaged, or does not fit the module.
+    """
+    if source.directory is not None:
+        checkpoint.load(getattr(module, "checkpointed", module), source.directory)
+    else:
+        parameters.scramble(module, source.seed)
+
+
+def find_class(
+    hf: Mapping[str, Any], directory: pathlib.Path, entries: Mapping[str, registry.Entry]
+) -> tuple[str, type]:
+    """Finds the registered name and class of what a checkpoint's config.json names.
+
+    Raises:
+      CheckpointError: none of the entries has this architecture.
+    """
+    stated = hf.get("architectures") or []
+    known = []
+    for name, entry in entries.items():
+        kind = registry.load(entry.implementation)
+        if set(stated) & set(kind.hf_architectures):
+            return name, kind
+        known += kind.hf_architectures
+    raise errors.CheckpointError(
+        f"{directory / 'config.json'}: architectures: {stated} is not known, "
+        f"only {', '.join(sorted(known))}"
+    )
+
+
+def _find(reference: str, seed: int, download: bool) -> Source:
+    remote = reference.startswith(checkpoint.HUB_PREFIX)
+    if reference == RANDOM or (remote and not download):
+        return Source(None, None, seed)
+    directory = checkpoint.resolve(reference)
+    return Source(directory, checkpoint.read_config(directory), seed)
+
+
+def _family(config: TargetConfig, source: Source) -> type:
+    """The class of the checkpoint's family, which must be the one that the config states."""
+    name, kind = find_class(source.hf, source.directory, registry.TARGETS)
+    if config.name not in (None, name):
+        raise errors.ConfigError(
+            f"target.name: {config.name!r}, but {source.directory} holds "
+            f"{source.hf['architectures'][0]}, which is {name!r}; leave target.name out"
+        )
+    return kind
+
+
+def _check_stated(
+    stated: TargetArchitecture | None, found: TargetArchitecture, directory: pathlib.Path
+) -> None:
+    """A shape that the config states must be the checkpoint's; end-of-sequence ids may differ."""
+    if stated is None:
+        return
+    problems = [
+        f"target.architecture.{name}: {value}, but {directory} has {getattr(found, name)}"
+        for name, value in vars(stated).items()
+        if name != "eos_token_id" and value != getattr(found, name)
+    ]
+    if problems:
+        raise errors.ConfigError(*problems)

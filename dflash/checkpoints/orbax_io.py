@@ -1,0 +1,193 @@
+"""The native layout: config.json beside `params/`, an Orbax checkpoint of the parameter tree."""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+from flax import nnx
+
+from dflash import errors
+from dflash.checkpoints import files
+from dflash.parallel import parameters
+
+PARAMS = "params"
+
+# Orbax restores everything it is asked for at once, each array through a host copy; asking for this
+# much at a time bounds the copies.
+_GROUP_BYTES = 64 * 2**20
+
+
+def load(module: nnx.Module, directory: pathlib.Path) -> None:
+    """Fills the abstract arrays of `module`, each directly sharded and in its own dtype.
+
+    Raises:
+      CheckpointError: files are missing or damaged, or the tensors are not those of the module.
+    """
+    wanted = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
+    _check(read_shapes(directory), wanted, directory)
+    groups = _group(wanted)
+    total = sum(size for _, size in groups)
+    params = (directory / PARAMS).absolute()
+    values = {}
+    handler = ocp.PyTreeCheckpointHandler()
+    with ocp.Checkpointer(handler) as checkpointer, _quiet():
+        for group in files.track(groups, total, f"reading {directory.name}"):
+            tree = _nest({path: wanted[path] for path in group})
+            restore = ocp.args.PyTreeRestore(
+                item=tree,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+                partial_restore=True,
+            )
+            try:
+                restored = checkpointer.restore(params, args=restore)
+            except Exception as error:  # tensorstore's reasons come as several types
+                raise errors.CheckpointError(
+                    f"{params}: damaged, while reading {files.quote_some(group)}; "
+                    "copy or convert the checkpoint again"
+                ) from error
+            values |= jax.block_until_ready(_flatten(restored))
+    parameters.assign(module, values)
+
+
+def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every stored parameter, by dotted path, without reading any.
+
+    Raises:
+      CheckpointError: the description is missing or damaged.
+    """
+    params = (directory / PARAMS).absolute()
+    try:
+        with _quiet():
+            tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(params)).tree
+        return {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for path, leaf in _flatten(tree).items()
+        }
+    except Exception as error:  # from json to tensorstore, whatever the damage leads to
+        raise errors.CheckpointError(
+            f"{params}: not a readable Orbax checkpoint; copy or convert the checkpoint again"
+        ) from error
+
+
+def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
+    """Dtypes among the stored weights; tables do not count.
+
+    Raises:
+      CheckpointError: the description is missing or damaged.
+    """
+    found = {np.dtype(leaf.dtype) for leaf in read_shapes(directory).values()}
+    return {dtype for dtype in found if jnp.issubdtype(dtype, jnp.floating)}
+
+
+def save(module: nnx.Module, directory: pathlib.Path) -> int:
+    """Writes every parameter and table of `module` to `directory`/params; all processes call this.
+
+    Returns:
+      Number of arrays written.
+    """
+    values = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
+    largest = max(value.nbytes for value in values.values())
+    handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + math.ceil(largest / 1e9))
+    with ocp.Checkpointer(handler) as checkpointer, _quiet():
+        checkpointer.save((directory / PARAMS).absolute(), args=ocp.args.PyTreeSave(_nest(values)))
+    return len(values)
+
+
+def _check(stored, wanted, directory) -> None:
+    """Compares what is stored with what the module declares.
+
+    Raises:
+      CheckpointError: tensors are missing, unexpected, or of another shape.
+    """
+    params = directory / PARAMS
+    misfit = "these weights do not belong to this config.json"
+    missing, unexpected = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    if missing:
+        raise errors.CheckpointError(
+            f"{params}: {len(missing)} of {len(wanted)} tensors missing: "
+            f"{files.quote_some(missing)}; {misfit}"
+        )
+    if unexpected:
+        raise errors.CheckpointError(
+            f"{params}: {len(unexpected)} unexpected tensors: "
+            f"{files.quote_some(unexpected)}; {misfit}"
+        )
+    for path, abstract in wanted.items():
+        if stored[path].shape != abstract.shape:
+            raise errors.CheckpointError(
+                f"{params}: tensor {path!r} has shape {list(stored[path].shape)}, expected "
+                f"{list(abstract.shape)}; {misfit}"
+            )
+
+
+def _group(wanted: dict[str, jax.ShapeDtypeStruct]) -> list[tuple[list[str], int]]:
+    """Splits the paths, in order, into groups of about `_GROUP_BYTES`, with their sizes."""
+    groups: list[tuple[list[str], int]] = []
+    for path, abstract in wanted.items():
+        size = abstract.size * np.dtype(abstract.dtype).itemsize
+        if groups and groups[-1][1] + size <= _GROUP_BYTES:
+            groups[-1] = ([*groups[-1][0], path], groups[-1][1] + size)
+        else:
+            groups.append(([path], size))
+    return groups
+
+
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *parents, last = path.split(".")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return tree
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, node in tree.items():
+        if isinstance(node, dict):
+            flat |= _flatten(node, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = node
+    return flat
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax's own account of what went wrong off stderr: the user gets our one line."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    if not isinstance(sys.unraisablehook, _Filter):
+        sys.unraisablehook = _Filter(sys.unraisablehook)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filter:
+    """An unraisablehook that leaves out the reads that fail along with the one that is reported.
+
+    Of several, Orbax raises the first error and closes its event loop; each of the others then
+    comes up any time later, from a thread of tensorstore or an abandoned coroutine.
+    """
+
+    hook: Callable[[Any], None]
+
+    def __call__(self, unraisable) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        abandoned = code is not None and "orbax" in code.co_filename
+        if not abandoned and str(unraisable.exc_value) != "Event loop is closed":
+            self.hook(unraisable)

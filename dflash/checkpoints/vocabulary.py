@@ -1,0 +1,43 @@
+"""Whether two checkpoints mean the same tokens by the same ids."""
+
+import pathlib
+
+from dflash import errors
+from dflash.checkpoints import files
+from dflash.text.tokenizer import TOKENIZER_JSON
+
+
+def check_same(target: pathlib.Path, drafter: pathlib.Path) -> None:
+    """Compares the tokenizers of two checkpoints, where both have one.
+
+    Vocabularies of one size may still differ; a drafter of another one is never accepted, and
+    nothing else would say why. Ids that only one of them knows are nobody's quarrel.
+
+    Args:
+      target: directory of its checkpoint.
+      drafter: likewise.
+    Raises:
+      CheckpointError: an id stands for different tokens.
+    """
+    paths = [directory / TOKENIZER_JSON for directory in (target, drafter)]
+    if target == drafter or not all(file.exists() for file in paths):
+        return
+    ours, theirs = (_tokens(file) for file in paths)
+    for token in sorted(ours.keys() & theirs.keys()):
+        if ours[token] != theirs[token]:
+            raise errors.CheckpointError(
+                f"drafter.checkpoint: another vocabulary than the target's: in {paths[1]} token "
+                f"{token} is {theirs[token]!r}, in the target's {ours[token]!r}"
+            )
+
+
+def _tokens(file: pathlib.Path) -> dict[int, str]:
+    """The token of each id of a tokenizer.json, of any of its kinds of model."""
+    content = files.read_json(file)
+    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, dict):
+        found = {token: text for text, token in vocabulary.items()}
+    else:
+        found = {token: text for token, (text, _) in enumerate(vocabulary)}
+    added = content.get("added_tokens") or []
+    return found | {one["id"]: one["content"] for one in added}

@@ -1,1 +1,0 @@
-"""What every other package stands on: sharding, parameters, checkpoints, tokenizers, prompts."""

@@ -1,0 +1,1 @@
+"""DFlash: a whole block drafted in one pass."""

@@ -1,0 +1,257 @@
+"""DFlash: a block-diffusion drafter that paints a whole block in one pass.
+
+Source: arXiv 2602.06036. The context is the target's own features, projected once when they are
+committed and never updated; the block [anchor, MASK, …, MASK] attends to it and, in both
+directions, to itself. Embedding and output head are the target's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.config.schema import DFlashArchitecture, DFlashConfig, TargetArchitecture
+from dflash.drafters.dflash import shape as dflash_shape
+from dflash.drafters.dflash.shape import DFlashShape
+from dflash.drafters.parts.blocks import block_loss, cut_blocks, sample_anchors, score_blocks
+from dflash.drafters.parts.slots import SlotDrafter
+from dflash.kernels import implementation
+from dflash.kernels.anchored_attention import anchored_attention
+from dflash.kernels.block_attention import block_attention
+from dflash.layers import cache as kv
+from dflash.layers import rotary
+from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.transformer import TransformerLayer
+from dflash.parallel.sharding import Sharding
+
+
+class DFlash(SlotDrafter):
+    """The drafter; its state is the keys and values of every committed position's features."""
+
+    hf_architectures = ("DFlashDraftModel",)
+    ignored_checkpoint_names = ()
+    ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
+
+    def __init__(
+        self,
+        shape: DFlashShape,
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+        block_size: int | None = None,
+        tree_budget: int | None = None,
+    ):
+        """Builds an abstract drafter.
+
+        Args:
+          shape: of the network.
+          dtype: of weights and state.
+          sharding: where they live.
+          block_size: rows to draft with, at most the trained one; None for that one.
+          tree_budget: drafts in a tree; None for a chain.
+        Raises:
+          ConfigError: block_size is larger than the trained one, or tree_budget than a tree gets.
+        """
+        arch = shape.decoder
+        self.use_slots(
+            shape.block_size,
+            block_size,
+            tree_budget,
+            vocab_size=arch.vocab_size,
+            of="that the drafter was trained with",
+        )
+        build = {"dtype": dtype, "sharding": sharding}
+        tapped = len(shape.target_layer_ids) * arch.hidden_size
+        self.fc = Linear(tapped, arch.hidden_size, ("features", "embed"), **build)
+        self.hidden_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.layers = nnx.List(
+            self.make_layer(shape, **build) for _ in range(arch.num_hidden_layers)
+        )
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.shape = shape
+        self.feature_layers = shape.target_layer_ids
+        self.dtype = jnp.dtype(dtype)
+        self.sharding = sharding
+
+    @classmethod
+    def create(
+        cls,
+        config: DFlashConfig,
+        hf: Mapping[str, Any] | None,
+        target: TargetArchitecture,
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+    ) -> "DFlash":
+        """An abstract drafter, checked against its target; see `Drafter.create`."""
+        if hf is None:
+            shape = cls.architecture_for(target, config.architecture)
+        else:
+            shape = cls.architecture_from_hf(hf)
+        dflash_shape.check_target(shape, target)
+        build = {"dtype": dtype, "sharding": sharding, "block_size": config.block_size}
+        if getattr(config, "tree", None) is not None:
+            build["tree_budget"] = config.tree.budget
+        return cls(shape, **build)
+
+    @staticmethod
+    def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
+        """One draft layer."""
+        return TransformerLayer(shape.decoder, qk_norm=True, takes_context=True, **build)
+
+    def init_state(self, batch: int, max_length: int) -> kv.StaticCache:
+        """Abstract context; `observe` may write a whole block from the last position on."""
+        arch = self.shape.decoder
+        return kv.static_cache(
+            num_layers=arch.num_hidden_layers,
+            num_kv_heads=arch.num_key_value_heads,
+            head_dim=arch.head_dim,
+            batch=batch,
+            capacity=max_length + self.longest_path,
+            dtype=self.dtype,
+            sharding=self.sharding,
+        )
+
+    def draft(self, state, anchor, position, sampler, heads):
+        """Drafts a chain or a tree in one pass; see `Drafter.draft`."""
+        return self.draft_fewer(self.num_slots, state, anchor, position, sampler, heads)
+
+    def draft_fewer(self, count, state, anchor, position, sampler, heads):
+        """Paints the whole block, and drafts the first of its slots; see `Drafter.draft_fewer`.
+
+        Rows see one another: in a block of fewer rows than it was trained with, a drafter guesses
+        worse even in the first of them.
+        """
+        hidden, positions = self.paint(state, anchor, position, heads)
+        first = slice(1, count + 1)
+        return self.propose(heads.unembed(hidden[:, first]), positions[:, first], sampler), state
+
+    def paint(self, state, anchor, position, heads):
+        """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T]."""
+        mask = jnp.full((anchor.shape[0], self.num_slots), self.shape.mask_token_id)
+        block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
+        positions = position[:, None] + jnp.arange(block.shape[1])
+        cos_sin = rotary.angles(positions, self.shape.decoder)
+        x = heads.embed(block)
+        for i, layer in enumerate(self.layers):
+            x, _ = layer(x, cos_sin, self._attend_context(i, state, position))
+        return self.norm(x), positions
+
+    def _attend_context(self, i: int, state: kv.StaticCache, position: jax.Array):
+        """Attention of layer i over its context and, both ways, over the block."""
+        view, scale = self.shape.views[i], self.layers[i].self_attn.scale
+        batch, _ = kv.batch_axes(position.shape[0], self.sharding)
+        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
+        stored = (batch, "kv_heads", None, None)
+
+        options = {
+            "scale": scale,
+            "window": view.window,
+            "causal": view.causal,
+            "implementation": implementation.for_platform(self.sharding.platform),
+        }
+
+        def attend(*arrays):
+            return (block_attention(*arrays, **options),)
+
+        sharded = self.sharding.map(
+            attend, (rows, kv_rows, kv_rows, stored, stored, (batch,)), (rows,)
+        )
+        fixed = state.keys[i], state.values[i], position
+        return lambda *block: (*sharded(*block, *fixed), None)
+
+    def observe(self, state, position, tokens, num_committed, features, heads):
+        """Projects features to keys and values, once, and stores them; see `Drafter.observe`."""
+        context = self.hidden_norm(self.fc(features))
+        positions = position[:, None] + jnp.arange(features.shape[1])
+        cos_sin = rotary.angles(positions, self.shape.decoder)
+        rows = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
+        keys, values = zip(*rows, strict=True)
+        return state.write(position, keys, values)
+
+    def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
+        """Paints blocks anchored all over the batch; see `Drafter.loss`.
+
+        Args:
+          anchors: where the blocks begin; None to draw them from `key`.
+        """
+        if anchors is None:
+            anchors = sample_anchors(batch, options.num_anchors, key)
+        blocks = cut_blocks(
+            batch, anchors, block_size=self.num_slots + 1, mask_token_id=self.shape.mask_token_id
+        )
+        hidden = self.paint_blocks(batch, blocks, heads, remat=remat)
+        scores = score_blocks(hidden, blocks, batch, heads.unembed, options)
+        return block_loss(scores, blocks, options)
+
+    def paint_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
+        """The block pass over A blocks of R rows per sequence at once: hidden [B, A, R, D].
+
+        Computes in the dtype of this module's weights, whatever that of features and embeddings.
+        """
+        dtype = self.fc.kernel.dtype
+        context = self.hidden_norm(self.fc(batch.features.astype(dtype)))
+        shape = blocks.tokens.shape
+        of_context = rotary.angles(batch.positions, self.shape.decoder)
+        of_blocks = rotary.angles(blocks.positions.reshape(shape[0], -1), self.shape.decoder)
+        x = heads.embed(blocks.tokens.reshape(shape[0], -1)).astype(dtype)
+        for i, layer in enumerate(self.layers):
+
+            def run(x, context, i=i, layer=layer):
+                seen = layer.self_attn.keys_values(context, of_context)
+                return layer(x, of_blocks, self._attend_anchored(i, seen, batch, blocks))[0]
+
+            x = (jax.checkpoint(run) if remat else run)(x, context)
+        return self.norm(x).reshape(*shape, -1)
+
+    def _attend_anchored(self, i: int, seen, batch, blocks):
+        """Attention of layer i of each block over the context before it, and over itself."""
+        view, scale = self.shape.views[i], self.layers[i].self_attn.scale
+        names, _ = kv.batch_axes(blocks.tokens.shape[0], self.sharding)
+        rows, kv_rows = (names, None, None, "heads", None), (names, None, None, "kv_heads", None)
+        stored, per_row = (names, None, "kv_heads", None), (names, None)
+        options = {
+            "scale": scale,
+            "window": view.window,
+            "causal": view.causal,
+            "implementation": implementation.for_platform(self.sharding.platform),
+        }
+        sharded = self.sharding.map(
+            lambda *arrays: (anchored_attention(*arrays, **options),),
+            (rows, kv_rows, kv_rows, stored, stored, per_row, per_row, per_row),
+            (rows,),
+        )
+        fixed = *seen, blocks.anchors.index, blocks.anchors.valid, batch.segment_ids
+
+        def attend(*flat):
+            shape = blocks.tokens.shape
+            split = [array.reshape(*shape, *array.shape[2:]) for array in flat]
+            (attended,) = sharded(*split, *fixed)
+            return attended.reshape(flat[0].shape), None
+
+        return attend
+
+    @staticmethod
+    def checkpoint_name(path: str) -> str:
+        """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
+        stem, _, _ = path.rpartition(".")
+        return f"{stem}.weight"
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DFlashShape:
+        """Reads a drafter's config.json; see `dflash_shape.read`."""
+        return dflash_shape.read(config)
+
+    @classmethod
+    def architecture_for(
+        cls, target: TargetArchitecture, options: DFlashArchitecture | None
+    ) -> DFlashShape:
+        """The shape of a fresh drafter for a target."""
+        return dflash_shape.for_target(target, options)
+
+    @classmethod
+    def config_to_hf(cls, shape: DFlashShape) -> dict[str, Any]:
+        """The config.json of a checkpoint with this shape."""
+        return dflash_shape.write(shape, cls.hf_architectures)

@@ -1,0 +1,1 @@
+"""DFlash2: DFlash with convolutions and a candidate selector."""

@@ -1,0 +1,1 @@
+"""DSpark: DFlash with a previous-token head and a confidence head."""

@@ -1,0 +1,257 @@
+"""DSpark: DFlash whose every row drafts, corrected by the token before it, and that knows its odds.
+
+Source: DeepSpec (`modeling/dspark`), by its golden vectors. The anchor's row drafts too, so row k
+stands for the token k + 1 positions after the anchor. A head of low rank adds to each slot's logits
+what the token before it makes likely ("Markov head", in three kinds), and another one says how
+likely the slot is to be accepted. The embedding and the output head are the target's; checkpoints
+hold a copy of both, which is not read.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors
+from dflash.config.schema import DSparkArchitecture, TargetArchitecture
+from dflash.drafters.dflash.shape import DFlashShape
+from dflash.drafters.parts.blocks import block_loss
+from dflash.drafters.parts.conditioned import ConditionedDFlash
+from dflash.layers import losses
+from dflash.layers.linear import Embedding, Linear
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkShape(DFlashShape):
+    """Everything that a DSpark checkpoint's config.json states; block_size counts painted rows.
+
+    Attributes:
+      markov_rank: numbers that a token is known by to the token after it.
+      markov_head_type: "vanilla", "gated" or "rnn".
+      enable_confidence_head: whether there is one.
+      confidence_head_with_markov: whether it is told the token before the slot.
+    """
+
+    markov_rank: int
+    markov_head_type: str
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
+
+
+class Affine(Linear):
+    """x @ kernel + bias."""
+
+    def __init__(self, in_features: int, out_features: int, *, dtype, sharding: Sharding):
+        build = {"dtype": dtype, "sharding": sharding}
+        super().__init__(in_features, out_features, (None, None), **build)
+        self.bias = parameters.declare((out_features,), (None,), stddev=0.0, **build)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., in] -> [..., out]."""
+        return super().__call__(x) + self.bias[...]
+
+
+class MarkovHead(nnx.Module):
+    """What the token before a slot says about it: the vanilla kind, the token's code as it is."""
+
+    def __init__(self, width: int, vocab: int, rank: int, *, dtype, sharding: Sharding):
+        build = {"dtype": dtype, "sharding": sharding}
+        self.markov_w1 = Embedding(vocab, rank, **build)
+        self.markov_w2 = Embedding(vocab, rank, **build)
+        self.rank = rank
+
+    def fresh_memory(self, batch: int) -> Any:
+        """See `ConditionedDFlash.fresh_memory`."""
+        return ()
+
+    def __call__(self, code: jax.Array, hidden: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
+        """Codes [B, r] of previous tokens, hidden states [B, D] -> vectors [B, r], memory."""
+        return code, memory
+
+
+class GatedHead(MarkovHead):
+    """The code, each number of it let through as far as hidden state and code will have it."""
+
+    def __init__(self, width: int, vocab: int, rank: int, **build):
+        super().__init__(width, vocab, rank, **build)
+        self.gate_proj = Affine(width + rank, rank, **build)
+
+    def __call__(self, code, hidden, memory):
+        """See `MarkovHead`."""
+        gate = self.gate_proj(jnp.concatenate([hidden, code], axis=-1))
+        return jax.nn.sigmoid(gate) * code, memory
+
+
+class RecurrentHead(MarkovHead):
+    """A gated memory of all tokens since the anchor."""
+
+    def __init__(self, width: int, vocab: int, rank: int, **build):
+        super().__init__(width, vocab, rank, **build)
+        self.joint_proj = Affine(2 * rank + width, 3 * rank, **build)
+
+    def fresh_memory(self, batch):
+        """See `MarkovHead`."""
+        return jnp.zeros((batch, self.rank), self.joint_proj.bias.dtype)
+
+    def __call__(self, code, hidden, memory):
+        """See `MarkovHead`."""
+        joint = self.joint_proj(jnp.concatenate([memory, code, hidden], axis=-1))
+        gate, candidate, output = jnp.split(joint, 3, axis=-1)
+        gate = jax.nn.sigmoid(gate)
+        memory = gate * memory + (1 - gate) * jnp.tanh(candidate)
+        return jnp.tanh(output), memory
+
+
+_HEADS = {"vanilla": MarkovHead, "gated": GatedHead, "rnn": RecurrentHead}
+
+
+class ConfidenceHead(nnx.Module):
+    """How likely a slot is to be accepted, before the sigmoid."""
+
+    def __init__(self, width: int, **build):
+        self.proj = Affine(width, 1, **build)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., width] -> float32 [...]."""
+        return self.proj(x)[..., 0].astype(jnp.float32)
+
+
+class DSpark(ConditionedDFlash):
+    """The drafter; its state is that of DFlash."""
+
+    hf_architectures = ("Qwen3DSparkModel",)
+    ignored_checkpoint_names = ("embed_tokens.weight", "lm_head.weight")
+    first_row: ClassVar[int] = 0
+
+    def __init__(self, shape: DSparkShape, *, dtype, sharding, block_size: int | None = None):
+        """Args: block_size: rows to verify: the anchor, and a draft of each painted row.
+
+        Raises:
+          ConfigError: block_size is larger than the trained one, or a kind of head is not known.
+        """
+        most = shape.block_size + 1
+        if block_size is not None and block_size > most:
+            raise errors.ConfigError(
+                f"drafter.block_size: {block_size} is larger than {most}, the anchor and the "
+                f"{shape.block_size} drafts that the drafter was trained for"
+            )
+        if shape.markov_head_type not in _HEADS:
+            raise errors.CheckpointError(
+                f"config.json: markov_head_type: {shape.markov_head_type!r} is not known, only "
+                f"{', '.join(_HEADS)}"
+            )
+        build = {"dtype": dtype, "sharding": sharding}
+        painted = None if block_size is None else block_size - 1
+        super().__init__(shape, block_size=painted, **build)
+        self.num_draft_tokens = self.num_slots + 1
+        width, rank = shape.decoder.hidden_size, shape.markov_rank
+        head = _HEADS[shape.markov_head_type]
+        self.markov_head = head(width, shape.decoder.vocab_size, rank, **build)
+        seen = width + rank * shape.confidence_head_with_markov
+        self.confidence_head = (
+            ConfidenceHead(seen, **build) if shape.enable_confidence_head else None
+        )
+
+    @property
+    def longest_path(self) -> int:
+        """Rows of the whole chain, the anchor included."""
+        return self.block_size
+
+    def fresh_memory(self, batch):
+        """See `ConditionedDFlash.fresh_memory`."""
+        return self.markov_head.fresh_memory(batch)
+
+    def condition(self, previous, hidden, memory):
+        """See `ConditionedDFlash.condition`."""
+        return self.markov_head(self.markov_head.markov_w1(previous), hidden, memory)
+
+    def bias(self, vectors):
+        """See `ConditionedDFlash.bias`."""
+        return self.markov_head.markov_w2.attend(vectors)
+
+    def confidence(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
+        """How likely slots are to be accepted, before the sigmoid: float32 [...].
+
+        Args:
+          hidden: [..., D]; of the slots.
+          previous: int32 [...]; the token before each of them.
+        """
+        if self.shape.confidence_head_with_markov:
+            code = self.markov_head.markov_w1(previous).astype(hidden.dtype)
+            hidden = jnp.concatenate([hidden, code], axis=-1)
+        return self.confidence_head(hidden)
+
+    def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
+        """The loss of the corrected logits, plus that of the confidence; see `DFlash.loss`.
+
+        The confidence is to say whether the slot is right, in which case greedy decoding accepts it
+        if all before it are: cross-entropy, with the same weights.
+        """
+        lesson = self.teach(batch, heads, key, options, anchors=anchors, remat=remat)
+        loss, metrics = block_loss(lesson.scores, lesson.blocks, options)
+        if self.confidence_head is None:
+            return loss, metrics
+        odds = self.confidence(lesson.hidden, lesson.previous)
+        right = lesson.scores.correct.astype(jnp.float32)
+        surprise = jax.nn.softplus(odds) - odds * right
+        weights, divisor = losses.block_weights(lesson.scores.nll, lesson.blocks.counted, options)
+        confidence_loss = jnp.sum(weights * surprise) / divisor
+        return loss + confidence_loss, metrics | {
+            "loss": loss + confidence_loss,
+            "confidence_loss": confidence_loss,
+        }
+
+    @staticmethod
+    def checkpoint_name(path: str) -> str:
+        """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
+        stem, _, leaf = path.rpartition(".")
+        return path if leaf == "bias" else f"{stem}.weight"
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DSparkShape:
+        """Reads a drafter's config.json; see `DFlash.architecture_from_hf`."""
+        required = ("target_layer_ids", "markov_rank", "markov_head_type")
+        missing = [name for name in required if config.get(name) is None]
+        if missing:
+            raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")
+        own = {"target_layer_ids": config["target_layer_ids"]}
+        base = super().architecture_from_hf({**config, "dflash_config": own})
+        return DSparkShape(
+            **vars(base),
+            markov_rank=config["markov_rank"],
+            markov_head_type=config["markov_head_type"],
+            enable_confidence_head=bool(config.get("enable_confidence_head")),
+            confidence_head_with_markov=bool(config.get("confidence_head_with_markov")),
+        )
+
+    @classmethod
+    def architecture_for(
+        cls, target: TargetArchitecture, options: DSparkArchitecture | None
+    ) -> DSparkShape:
+        """The shape of a fresh drafter for a target."""
+        options = options or DSparkArchitecture()
+        return DSparkShape(
+            **vars(super().architecture_for(target, options)),
+            markov_rank=options.markov_rank,
+            markov_head_type=options.markov_head_type,
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
+        )
+
+    @classmethod
+    def config_to_hf(cls, shape: DSparkShape) -> dict[str, Any]:
+        """The config.json of a checkpoint with this shape."""
+        config = super().config_to_hf(shape)
+        own = config.pop("dflash_config")
+        names = {field.name for field in dataclasses.fields(DSparkShape)}
+        names -= {field.name for field in dataclasses.fields(DFlashShape)}
+        return config | {
+            "mask_token_id": own["mask_token_id"],
+            "target_layer_ids": own["target_layer_ids"],
+            **{name: getattr(shape, name) for name in sorted(names)},
+        }

@@ -1,0 +1,1 @@
+"""EAGLE-3: an autoregressive drafter of one layer."""

@@ -1,0 +1,321 @@
+"""EAGLE-3: one transformer layer that drafts token by token, fed with the target's features.
+
+Source: arXiv 2503.01840 and its code, SafeAILab/EAGLE. Pair i joins the target's features at
+position i with the embedding of token i + 1, is rotated by i, and predicts token i + 2. Where the
+target has not been yet, the layer's own output stands in for the features.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash.config.schema import BeamTree, Eagle3Config, TargetArchitecture
+from dflash.drafters.base import Drafter
+from dflash.drafters.eagle3 import shape as eagle3_shape
+from dflash.drafters.eagle3 import unrolled
+from dflash.drafters.eagle3.layer import EagleLayer
+from dflash.drafters.eagle3.shape import Eagle3Shape
+from dflash.drafters.eagle3.unrolled import Vocabulary
+from dflash.drafters.parts import beam_tree, chain
+from dflash.layers import cache as kv
+from dflash.layers import rotary
+from dflash.layers.linear import Linear, RMSNorm
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Eagle3State:
+    """What is known of the committed tokens.
+
+    Attributes:
+      cache: keys and values of the pairs before the anchor's position, one layer.
+      hidden: [B, D]; output of the last of them, before the final norm. It predicts the first
+        draft.
+    """
+
+    cache: kv.StaticCache
+    hidden: jax.Array
+
+
+class Eagle3(Drafter):
+    """The drafter; parameter names are those of the published checkpoints."""
+
+    hf_architectures = ("LlamaForCausalLMEagle3",)
+    has_probs = True
+    # Some files hold a copy of the target's table, which this drafter borrows instead.
+    ignored_checkpoint_names = ("embed_tokens.weight",)
+
+    def __init__(
+        self,
+        shape: Eagle3Shape,
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+        num_draft_tokens: int = Eagle3Config.num_draft_tokens,
+        tree: BeamTree | None = None,
+        training_steps: int = Eagle3Config.training_steps,
+    ):
+        """Builds an abstract drafter.
+
+        Args:
+          shape: of the network.
+          dtype: of weights and state.
+          sharding: where they live.
+          num_draft_tokens: in a chain.
+          tree: what trees to draft; None for chains.
+          training_steps: of its own output that `loss` feeds it.
+        Raises:
+          ConfigError: there is no such tree.
+        """
+        arch = shape.decoder
+        build = {"dtype": dtype, "sharding": sharding}
+        tapped = shape.num_taps * arch.hidden_size
+        self.fc = Linear(tapped, arch.hidden_size, ("features", "embed"), **build)
+        self.midlayer = EagleLayer(arch, **build)
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        self.lm_head = Linear(arch.hidden_size, shape.draft_vocab_size, ("embed", "vocab"), **build)
+        # Target token of draft token i: i + d2t[i]. t2d: which target tokens can be drafted.
+        self.d2t = parameters.declare_table(
+            (shape.draft_vocab_size,), (None,), dtype=jnp.int32, stored_dtype="int64",
+            sharding=sharding,
+        )  # fmt: skip
+        self.t2d = parameters.declare_table(
+            (arch.vocab_size,), (None,), dtype=jnp.bool_, stored_dtype="bool",
+            ones=shape.draft_vocab_size, sharding=sharding,
+        )  # fmt: skip
+        self.shape = shape
+        self.feature_layers = shape.target_layer_ids or ()
+        self.tree = tree
+        self.num_draft_tokens = num_draft_tokens if tree is None else tree.budget
+        if tree is not None:
+            beam_tree.check(tree, shape.draft_vocab_size)
+        self.training_steps = training_steps
+        self.dtype = jnp.dtype(dtype)
+        self.sharding = sharding
+
+    @classmethod
+    def create(
+        cls,
+        config: Eagle3Config,
+        hf: Mapping[str, Any] | None,
+        target: TargetArchitecture,
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+    ) -> "Eagle3":
+        """An abstract drafter, checked against its target; see `Drafter.create`."""
+        if hf is None:
+            shape = eagle3_shape.for_target(target, config.architecture)
+        else:
+            shape = eagle3_shape.read(hf)
+        return cls(
+            eagle3_shape.fit(shape, target),
+            dtype=dtype,
+            sharding=sharding,
+            num_draft_tokens=config.num_draft_tokens,
+            tree=config.tree,
+            training_steps=config.training_steps,
+        )
+
+    @property
+    def longest_path(self) -> int:
+        """Rows of the longest path, the anchor's included."""
+        return 1 + (self.num_draft_tokens if self.tree is None else self.tree.depth)
+
+    def init_state(self, batch: int, max_length: int) -> Eagle3State:
+        """Abstract state; `observe` may write a whole block from the last position on."""
+        arch = self.shape.decoder
+        name, _ = kv.batch_axes(batch, self.sharding)
+        cache = kv.static_cache(
+            num_layers=1,
+            num_kv_heads=arch.num_key_value_heads,
+            head_dim=arch.head_dim,
+            batch=batch,
+            capacity=max_length + self.longest_path,
+            dtype=self.dtype,
+            sharding=self.sharding,
+        )
+        hidden = self.sharding.abstract((batch, arch.hidden_size), (name, None), self.dtype)
+        return Eagle3State(cache, hidden)
+
+    def draft(self, state, anchor, position, sampler, heads):
+        """Drafts a chain or a tree, token by token; see `Drafter.draft`."""
+        how = self._draft_chain if self.tree is None else self._draft_tree
+        return how(state, position, sampler, heads)
+
+    def _draft_chain(self, state, position, sampler, heads):
+        """Keys and values of drafts go past the committed ones, where `observe` overwrites them."""
+        vocabulary = self.vocabulary()
+
+        def extend(hidden, tokens, cache, step):
+            return self.run(hidden, heads.embed(tokens), cache, position + step)
+
+        proposal, cache = chain.draft(
+            state.hidden[:, None],
+            state.cache,
+            position,
+            num_draft_tokens=self.num_draft_tokens,
+            logits=lambda hidden: self._target_logits(hidden, vocabulary),
+            extend=extend,
+            sampler=sampler,
+        )
+        return proposal, dataclasses.replace(state, cache=cache)
+
+    def _draft_tree(self, state, position, sampler, heads):
+        """Rows of all levels share a table of keys and values; each row sees its own ancestors."""
+        vocabulary, options = self.vocabulary(), self.tree
+        width, batch = options.top_k, position.shape[0]
+        over_branches = self.midlayer.attend_branches(state.cache, position)
+        size = (options.depth - 1) * width  # rows that are extended, of all levels
+
+        def candidates(hidden, positions):
+            logits = self._target_logits(hidden, vocabulary)
+            return sampler.candidates(logits, positions, width)
+
+        def extend(carried, beam, level):
+            hidden, visible, keys, values = carried
+            hidden = jnp.take_along_axis(hidden, beam.parents[..., None], axis=1)
+            visible = jnp.take_along_axis(visible, beam.parents[..., None], axis=1)
+            begin = (level - 1) * width
+            visible |= jnp.arange(size) == begin + jnp.arange(width)[:, None]
+            positions = jnp.broadcast_to((position + level - 1)[:, None], (batch, width))
+            cos_sin = rotary.angles(positions, self.shape.decoder)
+
+            def attend(queries, new_keys, new_values):
+                rows = [
+                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), begin, axis=1)
+                    for old, new in ((keys, new_keys), (values, new_values))
+                ]
+                return over_branches(queries, *rows, visible), rows
+
+            embedded = heads.embed(beam.tokens)
+            hidden, rows = self.midlayer(hidden, embedded, cos_sin, attend)
+            # The pair at position p predicts the token at p + 2.
+            return candidates(hidden, positions + 2), (hidden, visible, *rows)
+
+        arch = self.shape.decoder
+        table = jnp.zeros((batch, size, arch.num_key_value_heads, arch.head_dim), self.dtype)
+        hidden = jnp.repeat(state.hidden[:, None], width, axis=1)
+        visible = jnp.zeros((batch, width, size), bool)
+        first = candidates(state.hidden[:, None], (position + 1)[:, None])
+        return beam_tree.grow(first, (hidden, visible, table, table), extend, options), state
+
+    def observe(self, state, position, tokens, num_committed, features, heads):
+        """Runs the layer over pairs with true features; see `Drafter.observe`."""
+        embedded = heads.embed(tokens[:, 1:])
+        hidden, cache = self.run(self.fc(features), embedded, state.cache, position)
+        last = jnp.maximum(num_committed - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+        hidden = jnp.where((num_committed > 0)[:, None], newest, state.hidden)
+        return Eagle3State(cache, hidden)
+
+    def run(self, features, embedded, cache, start) -> tuple[jax.Array, kv.StaticCache]:
+        """Pairs start … start + T - 1 on top of the cached ones before them.
+
+        Args:
+          features: [B, T, D]; the target's after `fc`, or earlier outputs of this.
+          embedded: [B, T, D]; of the tokens that follow.
+          cache: holds the pairs before `start`.
+          start: int32 [B].
+        Returns:
+          hidden [B, T, D] before the final norm, and the cache with the T pairs.
+        """
+        positions = start[:, None] + jnp.arange(features.shape[1])
+        cos_sin = rotary.angles(positions, self.shape.decoder)
+        over_context = self.midlayer.attend_context(cache, start)
+
+        def attend(queries, keys, values):
+            attended = over_context(queries, keys, values)
+            return attended, cache.write(start, (keys,), (values,))
+
+        return self.midlayer(features, embedded, cos_sin, attend)
+
+    def draft_logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] before the final norm -> float32 [..., Q] over the draft vocabulary."""
+        return self.lm_head.attend(self.norm(hidden))
+
+    def vocabulary(self) -> Vocabulary:
+        """The draft vocabulary, as the tables have it."""
+        size = self.shape.draft_vocab_size
+        ids = jnp.arange(size)
+        target_ids = ids + self.d2t[...]
+        blank = jnp.full((self.shape.decoder.vocab_size,), size, jnp.int32)
+        return Vocabulary(target_ids, blank.at[target_ids].set(ids))
+
+    def _target_logits(self, hidden: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+        """Logits over the target's vocabulary [..., V]; -inf for what cannot be drafted."""
+        logits = self.draft_logits(hidden)
+        size = self.shape.draft_vocab_size
+        if size == self.shape.decoder.vocab_size:
+            return logits
+        spread = jnp.take(logits, vocabulary.draft_ids, axis=-1, mode="clip")
+        return jnp.where(vocabulary.draft_ids < size, spread, -jnp.inf)
+
+    def prepare_training(self, count_tokens: Callable[[], np.ndarray]) -> None:
+        """Fixes the draft vocabulary: the tokens that are to be predicted most often."""
+        size, vocab = self.shape.draft_vocab_size, self.shape.decoder.vocab_size
+        if size == vocab:
+            return
+        frequent = np.argsort(-count_tokens(), kind="stable")[:size]
+        chosen = np.isin(np.arange(vocab), frequent)
+        offsets = np.flatnonzero(chosen) - np.arange(size)
+        tables = {"d2t": offsets, "t2d": chosen}
+        places = {"d2t": self.d2t.get_value(), "t2d": self.t2d.get_value()}
+        parameters.assign(
+            self, {name: parameters.put(x, places[name]) for name, x in tables.items()}
+        )
+
+    def loss(self, batch, heads, key, options, *, remat=False):
+        """The training-time test: each step but the first sees its own earlier outputs.
+
+        See `Drafter.loss`; nothing is drawn from `key`.
+        """
+        hidden = self.unroll(batch, heads, remat=remat)
+        scores = unrolled.score_steps(
+            hidden, batch, self.vocabulary(), self.draft_logits, heads.unembed, options
+        )
+        counted = unrolled.counted_steps(batch, self.training_steps)
+        return unrolled.unrolled_loss(scores, counted, options)
+
+    def unroll(self, batch, heads, *, remat=False) -> list[jax.Array]:
+        """Outputs of all steps, each [B, T, D] before the final norm.
+
+        Computes in the dtype of this module's weights, whatever that of features and embeddings.
+        """
+        dtype = self.fc.kernel.dtype
+        x = self.fc(batch.features.astype(dtype))
+        outputs, pairs = [], []
+        for step in range(self.training_steps):
+            embedded = heads.embed(unrolled.shift(batch.tokens, step + 1)).astype(dtype)
+            cos_sin = rotary.angles(batch.positions + step, self.shape.decoder)
+
+            def run(x, embedded, cos_sin, pairs):
+                attend = self.midlayer.attend_steps(pairs, batch.segment_ids)
+                return self.midlayer(x, embedded, cos_sin, attend)
+
+            x, pair = (jax.checkpoint(run) if remat else run)(x, embedded, cos_sin, pairs)
+            outputs.append(x)
+            pairs = [*pairs, pair]
+        return outputs
+
+    @staticmethod
+    def checkpoint_name(path: str) -> str:
+        """Name in a checkpoint of the parameter or table at a dotted path of this module."""
+        stem, _, _ = path.rpartition(".")
+        return f"{stem}.weight" if stem else path
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Eagle3Shape:
+        """Reads a drafter's config.json; see `eagle3_shape.read`."""
+        return eagle3_shape.read(config)
+
+    @classmethod
+    def config_to_hf(cls, shape: Eagle3Shape) -> dict[str, Any]:
+        """The config.json of a checkpoint with this shape."""
+        return eagle3_shape.write(shape) | {"architectures": list(cls.hf_architectures)}

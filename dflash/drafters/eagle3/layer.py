@@ -1,0 +1,120 @@
+"""The one layer of an EAGLE-3 drafter, and the three ways in which its rows attend."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.config.schema import TargetArchitecture
+from dflash.kernels.block_attention import block_attention, branch_attention
+from dflash.kernels.causal_attention import causal_attention
+from dflash.kernels.unrolled_attention import unrolled_attention
+from dflash.layers.attention import Attention
+from dflash.layers.cache import StaticCache, batch_axes
+from dflash.layers.linear import RMSNorm
+from dflash.layers.mlp import Mlp
+from dflash.layers.transformer import Attend
+from dflash.parallel.sharding import Sharding
+
+
+class EagleLayer(nnx.Module):
+    """A transformer layer whose attention reads embedding and features side by side."""
+
+    def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
+        build = {"dtype": dtype, "sharding": sharding}
+        width, eps = arch.hidden_size, arch.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps, **build)
+        self.hidden_norm = RMSNorm(width, eps, **build)
+        self.self_attn = Attention(
+            2 * width,
+            num_heads=arch.num_attention_heads,
+            num_kv_heads=arch.num_key_value_heads,
+            head_dim=arch.head_dim,
+            eps=eps,
+            qk_norm=False,
+            output_width=width,
+            **build,
+        )
+        self.post_attention_layernorm = RMSNorm(width, eps, **build)
+        self.mlp = Mlp(width, arch.intermediate_size, **build)
+        self.sharding = sharding
+
+    def __call__(
+        self,
+        features: jax.Array,
+        embedded: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array],
+        attend: Attend,
+    ) -> tuple[jax.Array, Any]:
+        """Features and embeddings [B, T, D] -> [B, T, D], and what `attend` gave back besides."""
+        batch, _ = batch_axes(features.shape[0], self.sharding)
+        x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(features)], axis=-1)
+        attended, kept = attend(*self.self_attn.project(x, cos_sin))
+        out = features + self.self_attn.output(attended)
+        out = self.sharding.constrain(out, batch, None, None)
+        out = out + self.mlp(self.post_attention_layernorm(out))
+        return self.sharding.constrain(out, batch, None, None), kept
+
+    def attend_context(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
+        """(queries, keys, values) -> outputs: over the cache and, causally, over their own rows."""
+        rows, kv_rows, stored, batch = self._layouts(length.shape[0])
+        return self._sharded(
+            lambda *arrays, **scale: block_attention(*arrays, causal=True, **scale),
+            (rows, kv_rows, kv_rows, stored, stored, (batch,)),
+            (cache.keys[0], cache.values[0], length),
+        )
+
+    def attend_branches(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
+        """(queries, keys, values, visible) -> outputs: over the cache, and what `visible` shows."""
+        rows, kv_rows, stored, batch = self._layouts(length.shape[0])
+        return self._sharded(
+            branch_attention,
+            (rows, kv_rows, kv_rows, (batch, None, None), stored, stored, (batch,)),
+            (cache.keys[0], cache.values[0], length),
+        )
+
+    def attend_steps(
+        self, pairs: Sequence[tuple[jax.Array, jax.Array]], segment_ids: jax.Array
+    ) -> Attend:
+        """Over the first of `pairs`, causally, and over the rest at each row's own place.
+
+        Args:
+          pairs: keys and values [B, T, K, H] of the steps before.
+          segment_ids: int32 [B, T]; rows of one document share a number.
+        Returns:
+          A function that gives back its own keys and values, too.
+        """
+        rows, kv_rows, _, batch = self._layouts(segment_ids.shape[0])
+        if not pairs:
+            causal = self._sharded(
+                causal_attention, (rows, kv_rows, kv_rows, (batch, None)), (segment_ids,)
+            )
+            return lambda *own: (causal(*own), own[1:])
+        later = (batch, None, None, "kv_heads", None)
+        unrolled = self._sharded(
+            unrolled_attention,
+            (rows, later, later, kv_rows, kv_rows, (batch, None)),
+            (*pairs[0], segment_ids),
+        )
+
+        def attend(queries, keys, values):
+            own = zip(*pairs[1:], (keys, values), strict=True)
+            stacked = [jnp.stack(steps, axis=2) for steps in own]
+            return unrolled(queries, *stacked), (keys, values)
+
+        return attend
+
+    def _layouts(self, batch: int):
+        name, _ = batch_axes(batch, self.sharding)
+        rows, kv_rows = (name, None, "heads", None), (name, None, "kv_heads", None)
+        return rows, kv_rows, (name, "kv_heads", None, None), name
+
+    def _sharded(self, function, layouts, fixed) -> Callable[..., jax.Array]:
+        """Each device on its own heads and sequences; `fixed` are the last arguments."""
+        scale = self.self_attn.scale
+        mapped = self.sharding.map(
+            lambda *arrays: (function(*arrays, scale=scale),), layouts, layouts[:1]
+        )
+        return lambda *arrays: mapped(*arrays, *fixed)[0]

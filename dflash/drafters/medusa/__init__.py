@@ -1,0 +1,1 @@
+"""Medusa: one head per future position."""

@@ -1,0 +1,1 @@
+"""What several drafting strategies are made of."""

@@ -1,0 +1,1 @@
+"""Decoding a list of prompts: from the job to its summary."""

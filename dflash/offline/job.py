@@ -1,0 +1,274 @@
+"""A decode run before it starts: models found and built, prompts read, everything checked.
+
+Nothing here fills memory, so whatever is wrong with a run is found before its weights are read.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from dflash import errors
+from dflash.checkpoints import assembly, vocabulary
+from dflash.checkpoints.assembly import Source
+from dflash.config.data_schema import DataConfig
+from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
+from dflash.data import datasets
+from dflash.data.example import Example
+from dflash.drafters.base import Drafter
+from dflash.inference import scheduler, weights
+from dflash.inference.engine import Engine
+from dflash.inference.scheduler import Request
+from dflash.models.decoder import Decoder
+from dflash.offline import plan
+from dflash.parallel import sharding
+from dflash.runs.outputs import Record
+from dflash.text import prompts, tokenizer
+from dflash.text.prompts import Prompt
+
+Grader = Callable[[str], bool | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a run is about.
+
+    Attributes:
+      config: of the run.
+      target: abstract until `load_weights`.
+      drafter: likewise.
+      target_source: where its weights come from.
+      drafter_source: likewise.
+      tokenizer: the target's.
+      prompts: all of the run's; none where a dry run cannot know them.
+      max_length: of the longest sequence, prompt and output, in tokens.
+    """
+
+    config: DecodeRun
+    target: Decoder
+    drafter: Drafter
+    target_source: Source
+    drafter_source: Source
+    tokenizer: tokenizer.Tokenizer
+    prompts: tuple[Prompt, ...]
+    max_length: int
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        eos = () if self.config.decode.ignore_eos else self.target.arch.eos_token_id
+        return (*eos, *self.config.decode.stop_ids)
+
+    def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
+        """Prompts as the engine takes them."""
+        limit = self.config.decode.max_new_tokens
+        return [Request(prompt.index, prompt.ids, limit) for prompt in prompts]
+
+    def check_length(self, prompt: Prompt) -> None:
+        """Raises InputError if a prompt is longer than the cache or the model goes."""
+        decode, positions = self.config.decode, self.target.arch.max_position_embeddings
+        length = len(prompt.ids) + decode.max_new_tokens
+        sizes = f"{len(prompt.ids)} prompt tokens + decode.max_new_tokens = {length}"
+        if decode.max_length is not None and length > decode.max_length:
+            raise errors.InputError(
+                f"{prompt.source}: {sizes}, but the cache holds decode.max_length = "
+                f"{decode.max_length}; raise it, or shorten the prompt"
+            )
+        if length > positions:
+            raise errors.InputError(
+                f"{prompt.source}: {sizes}, but the target was made for "
+                f"{positions} positions; shorten one of the two"
+            )
+
+    def follow(self, prompt: Prompt, turn: int, before: Record) -> Prompt:
+        """The prompt of a later turn, made from the record of the turn before it.
+
+        Raises:
+          InputError: the chat template refuses, or the conversation has grown too long.
+        """
+        vocab_size = self.target.arch.vocab_size
+        found = prompts.continued(
+            prompt, turn, before.prompt, before.text, self.tokenizer, vocab_size=vocab_size
+        )
+        self.check_length(found)
+        return found
+
+    def grade(self, records: Mapping[int, Record]) -> dict[str, int]:
+        """Compares final answers with those of the data set that the prompts are from.
+
+        Args:
+          records: finished prompts, by index.
+        Returns:
+          "checked", and how many of them are "correct"; nothing where there is none to check.
+        """
+        graders = find_graders(self.config.prompts)
+        if not graders:
+            return {}
+        marks = [
+            grader(records[prompt.indices[-1]].text)
+            for prompt, grader in zip(self.prompts, graders, strict=True)
+            if prompt.indices[-1] in records
+        ]
+        marks = [mark for mark in marks if mark is not None]
+        return {"checked": len(marks), "correct": sum(marks)} if marks else {}
+
+    def load_weights(self) -> None:
+        """Fills both models.
+
+        Raises:
+          CheckpointError: a checkpoint is damaged, or does not fit.
+        """
+        placed = self.target.sharding
+        weights.load(self.target, self.target_source, placed)
+        weights.load(self.drafter, self.drafter_source, placed)
+
+    def without_drafting(self) -> "Job":
+        """The baseline: the same prompts, target and loop, and a drafter that proposes nothing."""
+        config = DrafterConfig()
+        source = assembly.find_drafter(config)
+        drafter = assembly.build_drafter(
+            config,
+            source,
+            self.target.arch,
+            dtype=self.config.dtype,
+            sharding=self.target.sharding,
+        )
+        return dataclasses.replace(self, drafter=drafter, drafter_source=source)
+
+    def engine(self, prompts: Sequence[Prompt] = ()) -> Engine:
+        """An engine over the models as they are now.
+
+        Args:
+          prompts: later turns to have room for, beside the first ones.
+        """
+        longest = [scheduler.max_length(self.requests(prompts))] if prompts else []
+        return Engine(
+            self.target,
+            self.drafter,
+            self.config.decode,
+            max_length=max([self.max_length, *longest]),
+            stop_ids=self.stop_ids,
+        )
+
+    def plan(self) -> plan.Plan:
+        """What the run will take."""
+        lengths = [len(prompt.ids) for prompt in self.prompts]
+        lengths = lengths or [self.max_length - self.config.decode.max_new_tokens]
+        return plan.make_plan(self.engine(), self.target, self.drafter, lengths)
+
+
+def prepare(config: DecodeRun, *, stdin: TextIO, dry: bool = False) -> Job:
+    """Finds, builds, reads and checks everything that a run needs.
+
+    Args:
+      config: of the run.
+      stdin: read for prompts where the config names none.
+      dry: for a plan only: touches no device, downloads nothing, and does not wait for stdin.
+    Raises:
+      UserError: whatever is wrong; see its subclasses.
+    """
+    job = prepare_models(config, dry=dry)
+    if dry and not _prompts_are_known(config, job.target_source):
+        longest = config.decode.prefill_chunk + config.decode.max_new_tokens
+        return dataclasses.replace(job, max_length=config.decode.max_length or longest)
+    return with_prompts(job, read_prompts(job, config.prompts, stdin=stdin))
+
+
+def prepare_models(config: DecodeRun, *, dry: bool = False) -> Job:
+    """The part of `prepare` that is about models: a job without prompts."""
+    mesh = dataclasses.asdict(config.mesh)
+    placed = sharding.make_sharding(mesh, config.sharding_rules, abstract=dry)
+    target_source = assembly.find_target(config.target, download=not dry)
+    drafter_source = assembly.find_drafter(config.drafter, download=not dry)
+    build = {"dtype": config.dtype, "sharding": placed}
+    target = assembly.build_target(config.target, target_source, **build)
+    drafter = assembly.build_drafter(config.drafter, drafter_source, target.arch, **build)
+    if target_source.directory and drafter_source.directory:
+        vocabulary.check_same(target_source.directory, drafter_source.directory)
+    words = tokenizer.ByteTokenizer()
+    if target_source.directory is not None:
+        words = tokenizer.load_tokenizer(
+            target_source.directory, enable_thinking=config.prompts.thinking
+        )
+    _check_rule(config, drafter)
+    return Job(
+        config, target, drafter, target_source, drafter_source, words, prompts=(), max_length=0
+    )
+
+
+def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prompt]:
+    """Reads prompts for the models of a job, whose own it leaves alone."""
+    examples = _examples(source)
+    return prompts.read_prompts(
+        source,
+        job.tokenizer,
+        vocab_size=job.target.arch.vocab_size,
+        stdin=stdin,
+        conversations=[example.opening for example in examples],
+        later_turns=[example.later_turns for example in examples],
+    )
+
+
+def find_graders(source: PromptsConfig) -> list[Grader]:
+    """What tells right last answers from wrong ones, a prompt each; none without answers to find.
+
+    Returns:
+      Functions of the answer's text; they say None where there is nothing to compare it with.
+    """
+    if source.dataset is None:
+        return []
+    dataset = datasets.find(source.dataset, DataConfig())
+    if not dataset.has_answers:
+        return []
+    return [functools.partial(dataset.is_correct, example) for example in _examples(source)]
+
+
+def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
+    """The job over these prompts, once they are known to fit.
+
+    Raises:
+      UserError: they do not.
+    """
+    longest = scheduler.max_length(job.requests(found))
+    job = dataclasses.replace(
+        job, prompts=tuple(found), max_length=job.config.decode.max_length or longest
+    )
+    _check(job)
+    return job
+
+
+def _prompts_are_known(config: DecodeRun, source: Source) -> bool:
+    named = config.prompts
+    from_stdin = not named.text and named.file is None and named.dataset is None
+    without_tokenizer = source.directory is None and config.target.checkpoint != assembly.RANDOM
+    return not from_stdin and not without_tokenizer
+
+
+def _examples(config: PromptsConfig) -> list[Example]:
+    if config.dataset is None:
+        return []
+    return datasets.task_examples(
+        config.dataset, config.split, config.limit, raw_dir=config.raw_dir
+    )
+
+
+def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
+    """Raises ConfigError if verification asks for probabilities that the drafter does not give."""
+    drafts = drafter.num_draft_tokens > 0
+    if config.decode.verify == "rejection" and drafts and not drafter.has_probs:
+        raise errors.ConfigError(
+            "decode.verify: rejection weighs drafts by their probabilities, and drafter.name="
+            f"{config.drafter.name} has none; use decode.verify=coupled"
+        )
+
+
+def _check(job: Job) -> None:
+    """Raises InputError if a prompt is longer than the cache or the model goes."""
+    for prompt in job.prompts:
+        job.check_length(prompt)
+    vocab_size = job.target.arch.vocab_size
+    outside = [token for token in job.stop_ids if token >= vocab_size]
+    if outside:
+        raise errors.ConfigError(
+            f"decode.stop_ids: {outside[0]} is outside the target's vocabulary of {vocab_size}"
+        )

@@ -1,0 +1,102 @@
+"""What a run will take, worked out from shapes alone: `--dry_run`."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from dflash.inference.engine import Engine
+from dflash.parallel import parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Bytes of one kind of array, in all and on each device."""
+
+    total_bytes: int
+    device_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A decode run before it happens.
+
+    Attributes:
+      mesh: devices along each mesh axis.
+      target_parameters: number of weights.
+      drafter_parameters: number of weights; 0 if the strategy has none.
+      memory: bytes by kind.
+      programs: names of the programs to be compiled.
+    """
+
+    mesh: dict[str, int]
+    target_parameters: int
+    drafter_parameters: int
+    memory: dict[str, Share]
+    programs: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The plan as text, a line each."""
+        devices = math.prod(self.mesh.values())
+        axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        lines = [
+            f"mesh         {axes} = {devices} device{'s' if devices > 1 else ''}",
+            f"parameters   target {self.target_parameters:,}, drafter {self.drafter_parameters:,}",
+            f"{'memory':<24}{'in all':>12}{'per device':>14}",
+        ]
+        everything = Share(
+            sum(share.total_bytes for share in self.memory.values()),
+            sum(share.device_bytes for share in self.memory.values()),
+        )
+        for kind, share in (*self.memory.items(), ("sum", everything)):
+            sizes = f"{_readable(share.total_bytes):>12}{_readable(share.device_bytes):>14}"
+            lines.append(f"  {kind:<22}{sizes}")
+        lines.append(f"programs     {len(self.programs)} to compile: {', '.join(self.programs)}")
+        return lines
+
+
+def make_plan(
+    engine: Engine, target: nnx.Module, drafter: nnx.Module, prompt_lengths: Sequence[int]
+) -> Plan:
+    """Plans a run.
+
+    Args:
+      engine: built from the two models, which may be abstract.
+      target: the model.
+      drafter: the drafter.
+      prompt_lengths: in tokens.
+    """
+    state = engine.abstract_state()
+    return Plan(
+        mesh=dict(engine.sharding.mesh.shape),
+        target_parameters=parameters.count(target),
+        drafter_parameters=parameters.count(drafter),
+        memory={
+            "target weights": measure(nnx.state(target, nnx.Param)),
+            "drafter weights": measure(nnx.state(drafter, nnx.Param)),
+            "target cache": measure(state.cache),
+            "drafter state": measure((state.drafter, state.adaptive)),
+        },
+        programs=tuple(" ".join(map(str, name)) for name in engine.program_names(prompt_lengths)),
+    )
+
+
+def measure(tree: Any) -> Share:
+    """Bytes of all (abstract) arrays of a pytree."""
+    total = device = 0
+    for leaf in jax.tree.leaves(tree):
+        shard = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        total += leaf.size * leaf.dtype.itemsize
+        device += shard * leaf.dtype.itemsize
+    return Share(total, device)
+
+
+def _readable(size_bytes: int) -> str:
+    if size_bytes < 2**20:
+        return f"{size_bytes / 2**10:.1f} KiB"
+    if size_bytes < 2**30:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    return f"{size_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,262 @@
+"""A decode run from its prompts to its summary: what is still to do, records, and what is shown.
+
+A conversation of several turns takes several rounds: a later turn's prompt holds the model's answer
+to the turn before, so all that can be decoded now is, and then what that has made possible.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dflash.config import loader
+from dflash.config.schema import DecodeRun
+from dflash.inference import scheduler
+from dflash.inference.engine import Engine
+from dflash.offline.job import Job
+from dflash.runs import outputs, workdir
+from dflash.runs.display import Display, summary_line
+from dflash.runs.outputs import Record, Summary
+from dflash.runs.workdir import Records
+from dflash.text.prompts import Prompt
+from dflash.text.tokenizer import IncrementalDecoder
+
+
+class RunRecords(NamedTuple):
+    """The finished prompts of a run, and those decoded without drafting if it asks for them."""
+
+    drafted: Records
+    baseline: Records | None
+
+
+@contextlib.contextmanager
+def open_records(directory: str | os.PathLike | None, config: DecodeRun) -> Iterator[RunRecords]:
+    """The records of a run: in a work directory, or in memory; on all processes but the first.
+
+    Args:
+      directory: the work directory; None for none.
+      config: of the run.
+    Raises:
+      WorkdirError: the directory cannot be used.
+    """
+
+    def open_one(name: str) -> Records:
+        if directory is None or jax.process_index() != 0:
+            return Records()
+        config_hash = loader.config_hash(config)
+        return workdir.Workdir.open(directory, loader.to_yaml(config), config_hash, name)
+
+    with contextlib.ExitStack() as stack:
+        drafted = stack.enter_context(open_one(workdir.OUTPUTS))
+        baseline = None
+        if config.decode.baseline:
+            baseline = stack.enter_context(open_one(workdir.BASELINE))
+        yield RunRecords(drafted, baseline)
+
+
+def open_display(*, stream: bool) -> Display:
+    """The display of this process: of several, only the first has a real one."""
+    return Display(stream=stream) if jax.process_index() == 0 else Display.silent()
+
+
+def load_weights(job: Job) -> Job:
+    """Fills a job's models in place; returns the job."""
+    job.load_weights()
+    return job
+
+
+def run(
+    job: Job,
+    records: RunRecords,
+    display: Display,
+    *,
+    load: Callable[[Job], Job] = load_weights,
+    profile_dir: str | None = None,
+) -> dict[str, Any]:
+    """Decodes what is still to do, and sums up everything, earlier runs' prompts included.
+
+    Args:
+      job: its weights are read only if a prompt is still to do.
+      records: of this run and those before it on the same work directory.
+      display: shows text as it is accepted.
+      load: gives the job with weights.
+      profile_dir: where a profiler trace goes, or None.
+    Returns:
+      What results.json holds.
+    Raises:
+      UserError: see its subclasses.
+    """
+    drafted, baseline = records
+    ready = _ready(job, drafted)
+    plain_ready = [] if baseline is None else _ready(job, baseline)
+    if ready or plain_ready:
+        with display.status("loading weights"):
+            job = load(job)
+    cycle_ms = _decode(job, drafted, ready, display, profile_dir)
+    if plain_ready:
+        with display.status("decoding without drafting"):
+            _decode(job.without_drafting(), baseline, plain_ready, Display.silent())
+    return _report(job, records, display, cycle_ms)
+
+
+def all_turns(job: Job) -> list[Prompt]:
+    """Every turn of a job's conversations as a prompt of its own, in order of their indices.
+
+    What the model says between two turns is decoded to this end; without later turns nothing is.
+
+    Args:
+      job: its weights are in place.
+    Raises:
+      InputError: the chat template refuses, or a conversation has grown too long.
+    """
+    # Nothing is asked after the last answer, so that one need not be known.
+    asked = [
+        dataclasses.replace(prompt, later_turns=prompt.later_turns[:-1])
+        for prompt in job.prompts
+        if prompt.later_turns
+    ]
+    job_between, records = dataclasses.replace(job, prompts=tuple(asked)), Records()
+    _decode(job_between, records, _ready(job_between, records), Display.silent())
+    done, turns = records.completed(), []
+    for prompt in job.prompts:
+        turns.append(dataclasses.replace(prompt, later_turns=()))
+        for turn in range(1, len(prompt.indices)):
+            turns.append(job.follow(prompt, turn, done[prompt.index + turn - 1]))
+    return turns
+
+
+def _decode(
+    job: Job,
+    records: Records,
+    ready: list[Prompt],
+    display: Display,
+    profile_dir: str | None = None,
+) -> dict[str, float]:
+    """Decodes the prompts that are ready, and then what they have made possible.
+
+    Returns:
+      What a cycle of each block size took, in ms; nothing where there was no choice.
+    """
+    engine, clock_s = None, 0.0
+    while ready:
+        engine = _engine(job, engine, ready)
+        with display.status("compiling"):
+            engine.compile(len(prompt.ids) for prompt in ready)
+        with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
+            clock_s = _round(job, engine, ready, records, display, clock_s)
+        ready = _ready(job, records)
+    if engine is None or engine.cycle_seconds is None:
+        return {}
+    times = zip(engine.block_sizes, engine.cycle_seconds, strict=True)
+    return {str(size): 1e3 * seconds for size, seconds in times}
+
+
+def _ready(job: Job, records: Records) -> list[Prompt]:
+    """The prompts that can be decoded now: of each conversation its next turn."""
+    ready = []
+    done = records.completed()
+    for prompt in records.pending(job.prompts):
+        turn = next(turn for turn, index in enumerate(prompt.indices) if index not in done)
+        ready.append(job.follow(prompt, turn, done[prompt.index + turn - 1]) if turn else prompt)
+    return _agree(ready)
+
+
+def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
+    """What the first process found ready: it alone knows what earlier runs have done."""
+    if jax.process_count() == 1:
+        return list(ready)
+    encoded = json.dumps([dataclasses.asdict(prompt) for prompt in ready]).encode()
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(encoded))))
+    padded = np.zeros(size, np.uint8)
+    mine = np.frombuffer(encoded, np.uint8)[:size]
+    padded[: len(mine)] = mine
+    agreed = json.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
+    return [
+        Prompt(**{key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()})
+        for fields in agreed
+    ]
+
+
+def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:
+    """The engine so far, or a new one if a conversation has outgrown it."""
+    needed = scheduler.max_length(job.requests(ready))
+    if engine is not None and needed <= engine.layout.max_length:
+        return engine
+    return job.engine(ready)
+
+
+def _round(
+    job: Job,
+    engine: Engine,
+    ready: Sequence[Prompt],
+    records: Records,
+    display: Display,
+    clock_s: float,
+) -> float:
+    """Decodes prompts; returns the clock, which goes on from `clock_s`, in seconds."""
+    by_index = {prompt.index: prompt for prompt in ready}
+    words = {index: IncrementalDecoder(job.tokenizer) for index in by_index}
+    display.expect({index: len(prompt.ids) for index, prompt in by_index.items()})
+    reached_s = clock_s
+    for event in scheduler.decode(engine, job.requests(ready)):
+        if isinstance(event, scheduler.Tokens):
+            display.token(event.index, words[event.index].push(event.ids))
+            continue
+        display.token(event.index, words.pop(event.index).flush())
+        reached_s = clock_s + event.decode_clock_s
+        record = _record(by_index[event.index], event, job.tokenizer, reached_s)
+        display.finish(event.index, summary_line(records.append(record)))
+    return reached_s
+
+
+def _record(prompt: Prompt, completion, tokenizer, clock_s: float) -> Record:
+    """A line of outputs.jsonl."""
+    return Record(
+        index=prompt.index,
+        prompt=prompt.text if prompt.messages is None else prompt.messages,
+        prompt_ids=prompt.ids,
+        output_ids=completion.output_ids,
+        text=tokenizer.decode(completion.output_ids),
+        finish_reason=completion.finish_reason,
+        acceptance_lengths=completion.acceptance_lengths,
+        prefill_ms=completion.prefill_ms,
+        decode_ms=completion.decode_ms,
+        decode_clock_s=clock_s,
+        block_sizes=completion.block_sizes,
+    )
+
+
+def _report(
+    job: Job, records: RunRecords, display: Display, cycle_ms: dict[str, float]
+) -> dict[str, Any]:
+    """Sums up all prompts, those of earlier runs on the same work directory included."""
+    done, longest = records.drafted.completed(), job.drafter.longest_path
+    summary: Summary = outputs.summarize(done.values(), block_size=longest)
+    devices = [f"{device.platform}:{device.device_kind}" for device in job.target.sharding.devices]
+    facts: dict[str, Any] = {
+        "answers": job.grade(done),
+        "devices": devices,
+        "processes": jax.process_count(),
+        "versions": outputs.versions(),
+    }
+    if records.baseline is not None:
+        plain = records.baseline.completed()
+        comparison = outputs.compare(done, plain, block_size=longest)
+        facts["baseline"] = dataclasses.asdict(comparison)
+    if cycle_ms:
+        facts["cycle_ms"] = cycle_ms
+    records.drafted.write_results(summary, **facts)
+    display.results(summary)
+    if cycle_ms:
+        display.block_sizes(cycle_ms, summary.block_size_histogram)
+    if records.baseline is not None:
+        display.comparison(done, plain, summary, comparison)
+    if facts["answers"]:
+        display.note("\nanswers  {correct} of {checked} correct".format(**facts["answers"]))
+    return {**dataclasses.asdict(summary), **facts}

@@ -1,0 +1,292 @@
+"""What a run shows: generated text on stdout as it is accepted, everything else on stderr.
+
+So piping or redirecting stdout leaves clean text, and a terminal shows both.
+"""
+
+import collections
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO
+
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+from dflash.runs import outputs
+
+HISTOGRAM_WIDTH = 40  # characters of the longest bar
+EXCERPT_WIDTH = 24  # characters of a prompt in a table
+
+# Text of a model may hold control characters, which could move the cursor or worse. Terminals get
+# Unicode's pictures of them instead; files and pipes get the text as it is.
+_CONTROL_PICTURES = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: "\u2421",
+    **dict.fromkeys(range(128, 160), "�"),
+}
+
+
+class Display:
+    """Shows the prompts of a run in their order, whatever order they run in.
+
+    The text of the first unfinished prompt streams; that of the others waits for its turn.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: bool = True,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+    ):
+        """Without `stream`, no text is shown, and each prompt gets one line when it finishes."""
+        self._stream = stream
+        self._stdout = _tolerant(stdout or sys.stdout)
+        stderr = _tolerant(stderr or sys.stderr)
+        self._console = rich.console.Console(file=stderr, highlight=False, markup=False)
+        self._stdout_is_terminal = self._stdout.isatty()
+        self._prompt_tokens: dict[int, int] = {}
+        self._order: collections.deque[int] = collections.deque()
+        self._begun = False  # the header of the first of `_order` has been shown
+        self._held: dict[int, list[str]] = collections.defaultdict(list)
+        self._summaries: dict[int, str] = {}
+        self._mid_line = False  # on stdout
+        self._status_open = False
+
+    @classmethod
+    def silent(cls) -> "Display":
+        """Returns a display that shows nothing: for all processes of a run but the first."""
+        nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, as long as the run
+        return cls(stream=False, stdout=nowhere, stderr=nowhere)
+
+    def expect(self, prompt_tokens: Mapping[int, int]) -> None:
+        """Announces the prompts to come: the index of each, and its length in tokens."""
+        self._prompt_tokens.update(prompt_tokens)
+        self._order.extend(sorted(prompt_tokens))
+
+    def token(self, index: int, text: str) -> None:
+        """Takes the next piece of a prompt's text."""
+        if not self._stream:
+            return
+        self._held[index].append(text)
+        self._flush()
+
+    def finish(self, index: int, summary: str) -> None:
+        """Takes the end of a prompt, and one line about it (see `summary_line`)."""
+        if not self._stream:
+            self.note(f"{self._title(index)} · {summary}")
+            return
+        self._summaries[index] = summary
+        self._flush()
+
+    def note(self, message: str) -> None:
+        """Shows one line on stderr."""
+        self._fresh_line()
+        self._say(message + "\n")
+
+    @contextlib.contextmanager
+    def status(self, message: str) -> Iterator[None]:
+        """Shows `message …` on stderr, and how long the block took behind it."""
+        self._fresh_line()
+        self._say(f"{message} … ")
+        self._status_open = True
+        start = time.perf_counter()
+        yield
+        elapsed = f"{time.perf_counter() - start:.1f} s\n"
+        # Something else was shown meanwhile: say again what this is about.
+        self._say(elapsed if self._status_open else f"{message} … {elapsed}")
+        self._status_open = False
+
+    @contextlib.contextmanager
+    def progress(self, message: str, total: float) -> Iterator[Callable[[float], None]]:
+        """Shows a progress bar on stderr, if that is a terminal; yields a call to advance it."""
+        self._fresh_line()
+        with rich.progress.Progress(
+            console=self._console, transient=True, disable=not self._console.is_terminal
+        ) as bar:
+            task = bar.add_task(message, total=total)
+            yield lambda amount=1: bar.advance(task, amount)
+
+    def results(self, summary: outputs.Summary) -> None:
+        """Shows the summary of a run as a table on stderr."""
+        self._fresh_line()
+        table = rich.table.Table(box=None, show_header=False, pad_edge=False)
+        for name, value in result_rows(summary):
+            table.add_row(name, rich.text.Text(value))
+        self._console.print()
+        self._console.print(table)
+        if summary.cycles:
+            self._console.print("\ntokens per cycle")
+            for line in histogram_lines(summary.acceptance_histogram):
+                self._console.print(line, soft_wrap=True)
+
+    def comparison(
+        self,
+        records: Mapping[int, outputs.Record],
+        baseline: Mapping[int, outputs.Record],
+        summary: outputs.Summary,
+        comparison: outputs.Comparison,
+    ) -> None:
+        """Shows a run beside its baseline as a table on stderr: each prompt, and all together."""
+        table = rich.table.Table(box=None, pad_edge=False)
+        for title in ("prompt", "τ", "tokens/s", "plain tokens/s", "speed-up", "identical"):
+            table.add_column(title, justify="left" if title == "prompt" else "right")
+        for row in comparison_rows(records, baseline, summary, comparison):
+            table.add_row(*map(rich.text.Text, row))
+        self.table(table)
+
+    def table(self, table: rich.table.Table) -> None:
+        """Shows a table on stderr."""
+        self._fresh_line()
+        self._console.print()
+        self._console.print(table)
+
+    def block_sizes(self, cycle_ms: Mapping[str, float], chosen: Mapping[str, int]) -> None:
+        """Shows as a table on stderr what each block size costs, and how often it was chosen.
+
+        Args:
+          cycle_ms: block size -> time of a cycle.
+          chosen: block size -> cycles, of those that were chosen at all.
+        """
+        table = rich.table.Table(box=None, pad_edge=False)
+        for title in ("block size", "ms per cycle", "cycles"):
+            table.add_column(title, justify="right")
+        for size, milliseconds in cycle_ms.items():
+            table.add_row(size, _number(milliseconds), str(chosen.get(size, 0)))
+        self._console.print()
+        self._console.print(table)
+
+    def close(self) -> None:
+        """Ends a line that is still open, so that what comes next has its own."""
+        self._fresh_line()
+
+    def _flush(self) -> None:
+        """Shows all that is due: the first prompt so far, and the next where that is finished."""
+        while self._order:
+            index = self._order[0]
+            if index not in self._held and index not in self._summaries:
+                return
+            if not self._begun:
+                self._fresh_line()
+                self._say(f"── {self._title(index)}\n", style="dim")
+                self._begun = True
+            self._write("".join(self._held.pop(index, [])))
+            if index not in self._summaries:
+                return
+            if self._mid_line:
+                self._write("\n")  # a piped text too ends its last line
+            self._say(f"── {self._summaries.pop(index)}\n", style="dim")
+            self._order.popleft()
+            self._begun = False
+
+    def _title(self, index: int) -> str:
+        return f"prompt {index} · {_tokens(self._prompt_tokens[index])}"
+
+    def _write(self, text: str) -> None:
+        if not text:
+            return
+        if self._status_open:
+            self._fresh_line()
+        self._mid_line = not text.endswith("\n")
+        self._stdout.write(text.translate(_CONTROL_PICTURES) if self._stdout_is_terminal else text)
+        self._stdout.flush()
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(rich.text.Text(text, style=style), end="", soft_wrap=True)
+
+    def _fresh_line(self) -> None:
+        """Moves to a new line if the terminal's cursor stands inside one."""
+        if self._status_open or (self._mid_line and self._stdout_is_terminal):
+            self._say("\n")
+        self._status_open = False
+        if self._stdout_is_terminal:
+            self._mid_line = False
+
+
+def summary_line(record: outputs.Record) -> str:
+    """Returns one line about a finished prompt."""
+    parts = [_tokens(len(record.output_ids)), record.finish_reason]
+    if record.tau is not None:
+        parts.insert(0, f"τ {record.tau:.2f}")
+    if record.tpot_ms is not None:
+        parts.append(f"{record.tpot_ms:.2f} ms per token")
+    return " · ".join(parts)
+
+
+def result_rows(summary: outputs.Summary) -> list[tuple[str, str]]:
+    """Returns what to show of a summary, as names and values."""
+
+    return [
+        ("τ", _number(summary.tau, " tokens per cycle")),
+        ("throughput", _number(summary.tokens_per_second, " tokens/s")),
+        ("time to first token", _number(summary.ttft_ms, " ms (median)")),
+        ("time per token", _number(summary.tpot_ms, " ms (median)")),
+        ("prompts", str(summary.prompts)),
+        ("output tokens", str(summary.output_tokens)),
+        ("cycles", str(summary.cycles)),
+    ]
+
+
+def comparison_rows(
+    records: Mapping[int, outputs.Record],
+    baseline: Mapping[int, outputs.Record],
+    summary: outputs.Summary,
+    comparison: outputs.Comparison,
+) -> list[tuple[str, ...]]:
+    """Returns what to show of a run beside its baseline: a row per prompt, the last for all."""
+
+    def row(title, tau, fast, plain, identical):
+        ratio = fast / plain if fast and plain else None
+        speeds = (_number(fast, "", 0), _number(plain, "", 0), _number(ratio, "×"))
+        return (title, _number(tau), *speeds, identical)
+
+    rows = []
+    for index, record in records.items():
+        plain = baseline[index]
+        same = "yes" if record.output_ids == plain.output_ids else "no"
+        speeds = record.tokens_per_second, plain.tokens_per_second
+        rows.append(row(_excerpt(record), record.tau, *speeds, same))
+    same = "yes" if comparison.identical == comparison.prompts else "no"
+    if same == "no":
+        same += f" ({comparison.identical} of {comparison.prompts})"
+    speeds = summary.tokens_per_second, comparison.tokens_per_second
+    return [*rows, row("all", summary.tau, *speeds, same)]
+
+
+def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
+    """Returns a bar chart of acceptance lengths, one line each, with shares in percent."""
+    total = sum(histogram.values())
+    most = max(histogram.values())
+    return [
+        f"{length:>4} {100 * count / total:5.1f} % {'█' * round(HISTOGRAM_WIDTH * count / most)}"
+        for length, count in histogram.items()
+    ]
+
+
+def _excerpt(record: outputs.Record) -> str:
+    """The first words of a prompt: the first line of what the user said, cut to fit a table."""
+    prompt = record.prompt
+    if prompt is None:
+        return f"prompt {record.index}"
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    line = next(iter(text.strip().splitlines()), "")
+    return line if len(line) <= EXCERPT_WIDTH else line[: EXCERPT_WIDTH - 1] + "…"
+
+
+def _number(value: float | None, unit: str = "", digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
+def _tolerant(stream: TextIO) -> TextIO:
+    """Keeps characters that the stream's encoding lacks from ending the run: they get escaped."""
+    if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="backslashreplace")
+    return stream

@@ -1,0 +1,260 @@
+"""Runs the points of a sweep, each in a directory of its own, and keeps one table of them.
+
+WORKDIR/points/NAME/point.json   what a finished point came to; whatever else the run leaves
+WORKDIR/sweep.csv                a line a finished point
+
+Points that are finished are skipped, so the same command goes on where an earlier one ended, and a
+sweep that has got more values runs the new points only. Several hosts may share a work directory.
+"""
+
+import abc
+import csv
+import dataclasses
+import io
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from dflash import errors
+from dflash.runs import directories
+from dflash.runs.display import Display
+from dflash.config import loader
+from dflash.config.sweep import Point, Sweep, label
+
+POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
+
+
+class Runner(abc.ABC):
+    """Something that points can run; registered in `registry.RUNS`.
+
+    A run that comes to the same figures several times, in cells, gives each the cell's name in
+    front, such as math.dflash.tau.
+
+    Attributes:
+      metrics: names of the figures that every point comes to.
+      shown: those that deserve a place in the table on screen, and a heat map each.
+    """
+
+    metrics: ClassVar[tuple[str, ...]]
+    shown: ClassVar[tuple[str, ...]]
+
+    def __init__(self, display: Display):
+        """Takes where to show what happens."""
+        self._display = display
+
+    @abc.abstractmethod
+    def check(self, config: Any) -> None:
+        """Finds whatever is wrong with a config without running it; raises UserError."""
+
+    @abc.abstractmethod
+    def affinity(self, config: Any) -> str:
+        """What takes time to set up: points of equal affinity run one after another."""
+
+    @abc.abstractmethod
+    def run(self, config: Any, directory: pathlib.Path) -> Mapping[str, Any]:
+        """Runs a config, or goes on with it, in its work directory; returns its metrics."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A sweep as far as it has come.
+
+    Attributes:
+      rows: of the finished points, by name: values of the axes' keys, and metrics.
+      failed: what went wrong, by the point's name.
+    """
+
+    rows: Mapping[str, Mapping[str, Any]]
+    failed: Mapping[str, str]
+
+
+def run(
+    sweep: Sweep,
+    runner: Runner,
+    directory: pathlib.Path,
+    display: Display,
+    *,
+    index: int | None = None,
+) -> Outcome:
+    """Runs what is still to do of a sweep.
+
+    A point that fails does not keep the others from running.
+
+    Args:
+      sweep: all points.
+      runner: what they run.
+      directory: the work directory; made if missing.
+      display: shows a line a point.
+      index: of the only point to run, from 0; None for all.
+    Returns:
+      Every finished point, those of earlier runs included.
+    Raises:
+      ConfigError: no such index, or a point cannot run; nothing has been run then.
+      WorkdirError: the directory cannot be used, or belongs to other configs.
+    """
+    chosen = _chosen(sweep, index)
+    rows = finished(sweep, directory)
+    pending = [point for point in chosen if point.name not in rows]
+    _check(runner, directory, pending)
+    with directories.explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, row in rows.items():
+            add_row(directory / TABLE, name, row)
+    skipped = len(chosen) - len(pending)
+    if skipped:
+        display.note(f"{skipped} of {len(chosen)} points were finished before")
+    failed = {}
+    for number, point in enumerate(_in_order(runner, pending), start=1):
+        title = f"[{skipped + number}/{len(chosen)}] {point.name}"
+        try:
+            metrics = runner.run(point.config, _directory(directory, point))
+        except (errors.UserError, RuntimeError, MemoryError) as error:  # jax's are RuntimeErrors
+            failed[point.name] = str(error).partition("\n")[0] or type(error).__name__
+            display.note(f"{title}: failed: {failed[point.name]}")
+            continue
+        rows[point.name] = _record(directory, point, _named(runner.metrics, metrics))
+        main = _named(runner.shown, metrics)
+        display.note(f"{title}: {', '.join(f'{key} {shown(main[key])}' for key in main)}")
+    return Outcome({name: rows[name] for name in sweep.points if name in rows}, failed)
+
+
+def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The rows of all finished points, by name.
+
+    Raises:
+      WorkdirError: a point of this name was finished with another config, or is damaged.
+    """
+    rows = {}
+    for point in sweep.points.values():
+        path = _directory(directory, point) / POINT
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found, metrics = content["config_hash"], content["metrics"]
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise errors.WorkdirError(f"{path}: damaged: delete it to run it again") from error
+        if found != loader.config_hash(point.config):
+            directories.check_config(path.parent, loader.to_yaml(point.config))
+            raise directories.another_config(path.parent)
+        rows[point.name] = {**point.values, **metrics, "config_hash": found}
+    return rows
+
+
+def add_row(path: pathlib.Path, name: str, row: Mapping[str, Any]) -> None:
+    """Adds a point to a table, or replaces it; whoever reads sees the old table or the new one.
+
+    Args:
+      path: of the CSV file; made if missing.
+      name: of the point.
+      row: its figures; columns that the table has not yet are added.
+    Raises:
+      OSError: it cannot be written.
+    """
+    with directories.waiting_lock(path.with_name(f".{path.name}.lock")):
+        table = {line["name"]: line for line in read_rows(path)}
+        table[name] = {"name": name, **{key: _cell(value) for key, value in row.items()}}
+        columns = list(dict.fromkeys(key for line in table.values() for key in line))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table.values())
+        if not path.exists() or path.read_text(encoding="utf-8") != text.getvalue():
+            directories.write_whole(path, text.getvalue())
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """The lines of a table; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def columns(runner: Runner, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Keys of the figures to be shown, as far as any of the rows has them."""
+    return list(dict.fromkeys(key for row in rows for key in _named(runner.shown, row)))
+
+
+def _named(names: Sequence[str], figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of these names, one name after another, of all cells."""
+    return {
+        key: figures[key] for name in names for key in figures if key.rpartition(".")[2] == name
+    }
+
+
+def shown(value: Any) -> str:
+    """A figure for people."""
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else label(value)
+
+
+def _chosen(sweep: Sweep, index: int | None) -> list[Point]:
+    points = list(sweep.points.values())
+    if index is None:
+        return points
+    if not 0 <= index < len(points):
+        raise errors.ConfigError(f"--index: {index}, but the points are 0 to {len(points) - 1}")
+    return [points[index]]
+
+
+def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) -> None:
+    """Raises ConfigError with a line for every point that cannot run."""
+    problems: dict[str, list[str]] = {}
+    for point in pending:
+        try:
+            directories.check_config(_directory(directory, point), loader.to_yaml(point.config))
+            runner.check(point.config)
+        except errors.UserError as error:
+            for line in str(error).splitlines():
+                problems.setdefault(line, []).append(point.name)
+    lines = []
+    for line, names in problems.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(line if len(names) == len(pending) > 1 else f"{line} [{names[0]}{more}]")
+    if lines:
+        raise errors.ConfigError(*lines)
+
+
+def _in_order(runner: Runner, points: Sequence[Point]) -> Iterator[Point]:
+    """The points, those of equal affinity together."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(runner.affinity(point.config), []).append(point)
+    for group in groups.values():
+        yield from group
+
+
+def _record(directory: pathlib.Path, point: Point, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Marks a point as finished; returns its row."""
+    config_hash = loader.config_hash(point.config)
+    content = {"config_hash": config_hash, "values": point.values, "metrics": metrics}
+    row = {**point.values, **metrics, "config_hash": config_hash}
+    with directories.explained(directory):
+        path = _directory(directory, point) / POINT
+        directories.write_whole(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        add_row(directory / TABLE, point.name, row)
+    return row
+
+
+def _directory(directory: pathlib.Path, point: Point) -> pathlib.Path:
+    return directory / POINTS / point.name
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict | bool) or value is None else value
+
+
+def table(sweep: Sweep, columns: Iterable[str], rows: Mapping[str, Mapping[str, Any]]):
+    """The finished points as a rich table: values of the axes, then `columns`."""
+    import rich.table
+
+    keys = [key for axis in sweep.axes for key in axis]
+    made = rich.table.Table(box=None, pad_edge=False)
+    for key in (*keys, *columns):
+        made.add_column(key, justify="right", overflow="fold")
+    for row in rows.values():
+        made.add_row(*(label(row[key]) for key in keys), *(shown(row.get(key)) for key in columns))
+    return made

@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, prompts and JSON lines."""

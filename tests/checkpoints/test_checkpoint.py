@@ -1,0 +1,294 @@
+"""References, directories and config.json; reading and writing the layouts has its own tests."""
+
+import builtins
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from dflash import errors
+from dflash.checkpoints import checkpoint, files
+
+
+def failure(function, *args, kind=errors.CheckpointError):
+    """The message of the error that a call raises; always a single line."""
+    with pytest.raises(kind) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+
+def test_resolve_returns_a_directory(tmp_path):
+    assert checkpoint.resolve(str(tmp_path)) == tmp_path
+
+
+def test_resolve_expands_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "weights").mkdir()
+    assert checkpoint.resolve("~/weights") == tmp_path / "weights"
+
+
+def test_missing_directory_is_named(tmp_path):
+    path = str(tmp_path / "none")
+    assert failure(checkpoint.resolve, path) == (
+        f"{path}: no such directory; give an existing directory"
+    )
+
+
+def test_name_of_the_hub_without_its_prefix_is_recognised():
+    assert failure(checkpoint.resolve, "Qwen/Qwen3-4B") == (
+        "Qwen/Qwen3-4B: no such directory; give an existing directory, or hf:Qwen/Qwen3-4B to "
+        "download it from the Hugging Face hub"
+    )
+
+
+def test_file_is_no_directory(tmp_path):
+    write(tmp_path / "model.safetensors", "")
+    path = str(tmp_path / "model.safetensors")
+    assert failure(checkpoint.resolve, path) == f"{path}: a file; expected the directory around it"
+
+
+def test_malformed_hub_reference():
+    assert failure(checkpoint.resolve, "hf:Qwen3-4B") == (
+        "hf:Qwen3-4B: expected hf:org/name or hf:org/name@revision"
+    )
+
+
+def test_hub_without_its_library(monkeypatch):
+    original = builtins.__import__
+
+    def absent(name, *args, **kwargs):
+        if name == "huggingface_hub":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    assert failure(checkpoint.resolve, "hf:Qwen/Qwen3-4B") == (
+        "hf:Qwen/Qwen3-4B: needs huggingface_hub; pip install 'dflash[hf]', or give a directory"
+    )
+
+
+def test_hub_passes_name_and_revision_and_asks_for_no_pickles(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash[hf]'")
+    asked = {}
+
+    def download(repository, **options):
+        asked.update(options, repository=repository)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert checkpoint.resolve("hf:org/name@v1.0") == tmp_path
+    assert (asked["repository"], asked["revision"]) == ("org/name", "v1.0")
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert not {"*.bin", "*.pt", "*.py", "*"} & set(asked["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "GatedRepoError",
+            "gated; accept its terms at huggingface.co/org/name, then hf auth login",
+        ),
+        (
+            "RepositoryNotFoundError",
+            "not on the Hugging Face hub, or private; check the name, or hf auth login",
+        ),
+        ("RevisionNotFoundError", "no revision 'v1'"),
+        (
+            "LocalEntryNotFoundError",
+            "not in the local cache and the hub cannot be reached; download it while online, "
+            "or give a directory",
+        ),
+        (
+            "OfflineModeIsEnabled",
+            "not in the local cache and the hub cannot be reached; download it while online, "
+            "or give a directory",
+        ),
+        ("FileMetadataError", "cannot be downloaded: first line"),
+    ],
+)
+def test_hub_failures(monkeypatch, name, message):
+    hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash[hf]'")
+    kind = getattr(pytest.importorskip("huggingface_hub.errors"), name)
+
+    def download(*_, **__):
+        # Some of these insist on an HTTP response, which their own __init__ takes apart.
+        error = kind.__new__(kind)
+        Exception.__init__(error, "first line\nsecond line")
+        raise error
+
+    monkeypatch.setattr(kind, "__str__", lambda self: "first line\nsecond line")
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert failure(checkpoint.resolve, "hf:org/name@v1") == f"hf:org/name@v1: {message}"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_hf_layout(tmp_path, name):
+    write(tmp_path / name, "")
+    assert checkpoint.layout(tmp_path) == "hf"
+
+
+def test_orbax_layout(tmp_path):
+    (tmp_path / "params").mkdir()
+    assert checkpoint.layout(tmp_path) == "orbax"
+
+
+def test_directory_without_weights(tmp_path):
+    assert failure(checkpoint.layout, tmp_path) == (
+        f"{tmp_path}: no weights in it; expected model.safetensors or "
+        "model.safetensors.index.json or params/"
+    )
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused(tmp_path, name):
+    write(tmp_path / name, "")
+    assert failure(checkpoint.layout, tmp_path) == (
+        f"{tmp_path}: holds pickled PyTorch weights only, which are never loaded because they can "
+        "run code; convert them to safetensors (save_pretrained of transformers does)"
+    )
+
+
+def test_config_is_read(tmp_path):
+    write(tmp_path / "config.json", {"hidden_size": 8})
+    assert checkpoint.read_config(tmp_path) == {"hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "missing; is {} a checkpoint directory?"),
+        (
+            "{\n 'a': 1}",
+            "not valid JSON (line 2: Expecting property name enclosed in double quotes)",
+        ),
+        ("[1]", "expected a JSON object"),
+    ],
+)
+def test_config_is_unusable(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    if content is not None:
+        write(path, content)
+    assert failure(checkpoint.read_config, tmp_path) == f"{path}: {message.format(tmp_path)}"
+
+
+def test_config_is_not_utf8(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b'{"a": "\xff"}')
+    assert failure(checkpoint.read_config, tmp_path) == f"{path}: not valid JSON (not UTF-8)"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, (5, 6)),
+        ({"eos_token_id": 5}, {}, (5,)),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, (7,)),
+        (None, {"eos_token_id": [7, 8]}, (7, 8)),
+        (None, {"eos_token_id": 0}, (0,)),
+        ({}, {}, ()),
+    ],
+)
+def test_eos_ids(tmp_path, generation, config, expected):
+    if generation is not None:
+        write(tmp_path / "generation_config.json", generation)
+    write(tmp_path / "config.json", config)
+    assert checkpoint.eos_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, None], -1, True])
+def test_eos_ids_must_be_ids(tmp_path, value):
+    write(tmp_path / "config.json", {"eos_token_id": value})
+    shown = json.dumps(value if isinstance(value, list) else [value])
+    assert failure(checkpoint.eos_token_ids, tmp_path) == (
+        f"{tmp_path / 'config.json'}: eos_token_id: expected an id or a list of ids, not {shown}"
+    )
+
+
+def test_staged_directory_takes_its_name_when_done(tmp_path):
+    with files.staged(tmp_path / "new" / "out") as staged:
+        write(staged / "a", "1")
+        assert not (tmp_path / "new" / "out").exists()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
+    assert (tmp_path / "new" / "out" / "a").read_text() == "1"
+
+
+def test_staged_directory_replaces_an_empty_one_and_leftovers(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / ".out.partial").mkdir()
+    write(tmp_path / ".out.partial" / "stale", "")
+    with files.staged(tmp_path / "out") as staged:
+        write(staged / "a", "1")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "a"]
+
+
+def test_failure_leaves_nothing(tmp_path):
+    def run():
+        with files.staged(tmp_path / "out") as staged:
+            write(staged / "a", "1")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    def run():
+        with files.staged(tmp_path / "out"):
+            raise OSError(28, "No space left on device")
+
+    assert failure(run) == f"{tmp_path / 'out'}: cannot be written: No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_taken_destination_is_refused(tmp_path):
+    write(tmp_path / "a", "")
+
+    def run():
+        with files.staged(tmp_path):
+            pytest.fail("entered")
+
+    assert failure(run) == (
+        f"{tmp_path}: already exists and is not an empty directory; "
+        "choose another destination or delete it first"
+    )
+
+
+def test_destination_without_permission(tmp_path, monkeypatch):
+    def mkdir(*_, **__):  # root, who runs many a container, may write anywhere
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", mkdir)
+
+    def run():
+        with files.staged(tmp_path / "out"):
+            pytest.fail("entered")
+
+    assert failure(run) == f"{tmp_path / 'out'}: cannot be written: Permission denied"
+
+
+def test_progress_shows_on_a_terminal_only_and_loses_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(files, "PROGRESS_DELAY_SECONDS", -1)
+    items = [("a", 1), ("b", 2)]
+    assert list(files.track(items, 3, "reading")) == ["a", "b"]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(files.track(items, 3, "reading")) == ["a", "b"]
+
+
+def test_reading_a_config_does_not_import_jax(tmp_path):
+    write(tmp_path / "config.json", {"eos_token_id": 1})
+    code = (
+        "import pathlib, sys; from dflash.checkpoints import checkpoint; "
+        f"directory = checkpoint.resolve({str(tmp_path)!r}); checkpoint.read_config(directory); "
+        "checkpoint.eos_token_ids(directory); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,37 @@
+"""Peak host memory of reading, in a process of its own, as the kernel counts it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support import SUPPORT
+
+SCRIPT = SUPPORT / "checkpoint_memory.py"
+MEGABYTES = 200
+# A quarter of the weights; by hand, 2 GB stay within the same few pieces of 8 MiB.
+MOST_BEYOND_MEGABYTES = 50
+
+
+def run(*args) -> str:
+    command = [sys.executable, str(SCRIPT), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("memory") / "checkpoint"
+    run("make", path, "--megabytes", MEGABYTES)
+    return path
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    "options", [["--dtype=float32"], ["--dtype=bfloat16"], ["--dtype=float32", "--tensor=8"]]
+)
+def test_reading_stays_close_to_the_weights(directory, options):
+    figures = json.loads(run("load", directory, *options))
+    share = 0.5 if "--dtype=bfloat16" in options else 1
+    assert figures["weights"] == pytest.approx(MEGABYTES * share, rel=0.1)
+    assert figures["peak"] >= figures["before"] + 0.9 * figures["weights"]  # it was really measured
+    assert figures["beyond_weights"] <= MOST_BEYOND_MEGABYTES

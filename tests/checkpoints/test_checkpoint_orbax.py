@@ -1,0 +1,173 @@
+"""The native layout: round trips over meshes and dtypes, and damage."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import TESTS
+from support.helpers import make_architecture, make_sharding, make_target
+
+from dflash import errors
+from dflash.checkpoints import checkpoint, orbax_io
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
+
+MISFIT = "these weights do not belong to this config.json"
+
+
+@pytest.fixture(scope="module")
+def source():
+    return make_target()
+
+
+@pytest.fixture
+def saved(tmp_path, source):
+    directory = tmp_path / "saved"
+    count = checkpoint.save_orbax(source, directory, Qwen3.config_to_hf(source.arch))
+    assert count == len(list(parameters.named_parameters(source)))
+    return directory
+
+
+def abstract(*, dtype=jnp.float32, mesh=None, **changes):
+    sharding = make_sharding(**(mesh or {}))
+    return Qwen3(make_architecture(**changes), dtype=dtype, sharding=sharding)
+
+
+def assert_same(module, source, dtype=np.float32):
+    expected = dict(parameters.named_parameters(source))
+    for path, param in parameters.named_parameters(module):
+        value = np.asarray(expected[path].get_value()).astype(dtype)
+        assert np.asarray(param.get_value()).tobytes() == value.tobytes(), path
+
+
+def failure(directory, module):
+    """The message when loading fails, which is one line and leaves the module abstract."""
+    with pytest.raises(errors.CheckpointError) as caught:
+        checkpoint.load(module, directory)
+    leaves = [param.get_value() for _, param in parameters.named_parameters(module)]
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_reads_directly_sharded(saved, source, dtype, mesh, monkeypatch):
+    monkeypatch.setattr(orbax_io, "_GROUP_BYTES", 20_000)  # several groups
+    module = abstract(dtype=dtype, mesh=mesh)
+    declared = {path: p.get_value().sharding for path, p in parameters.named_parameters(module)}
+    checkpoint.load(module, saved)
+    assert_same(module, source, dtype)
+    for path, param in parameters.named_parameters(module):
+        assert param.get_value().sharding.is_equivalent_to(declared[path], param.get_value().ndim)
+
+
+def test_writes_from_a_mesh(tmp_path, saved, source):
+    sharded = abstract(mesh={"data": 2, "fsdp": 2, "tensor": 2})
+    checkpoint.load(sharded, saved)
+    checkpoint.save_orbax(sharded, tmp_path / "out", {})
+    module = abstract()
+    checkpoint.load(module, tmp_path / "out")
+    assert_same(module, source)
+
+
+def test_layout_on_disk(tmp_path, source):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    config = Qwen3.config_to_hf(source.arch)
+    checkpoint.save_orbax(source, tmp_path / "out", config, companions=tmp_path / "in")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["config.json", "params", "tokenizer.json"]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == json.loads(json.dumps(config)) | {"torch_dtype": "float32"}
+
+
+def test_stored_dtype(saved):
+    assert checkpoint.stored_dtype(saved) == np.float32
+
+
+def test_destination_that_is_taken(saved, source):
+    with pytest.raises(errors.CheckpointError, match="already exists and is not an empty"):
+        checkpoint.save_orbax(source, saved, {})
+
+
+def test_missing_tensors(saved):
+    module = abstract(num_hidden_layers=4)
+    assert failure(saved, module) == (
+        f"{saved}/params: 11 of 47 tensors missing: 'layers.3.input_layernorm.scale', "
+        f"'layers.3.mlp.down_proj.kernel', 'layers.3.mlp.gate_proj.kernel' and 8 more; {MISFIT}"
+    )
+
+
+def test_unexpected_tensors(saved):
+    module = abstract(tie_word_embeddings=True)
+    assert failure(saved, module) == (
+        f"{saved}/params: 1 unexpected tensors: 'lm_head.kernel'; {MISFIT}"
+    )
+
+
+def test_wrong_shape(saved):
+    module = abstract(vocab_size=56)
+    assert failure(saved, module) == (
+        f"{saved}/params: tensor 'embed_tokens.embedding' has shape [48, 32], expected [56, 32]; "
+        f"{MISFIT}"
+    )
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+def test_damaged_description(saved, damage):
+    path = saved / "params" / "_METADATA"
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:20])
+    assert failure(saved, abstract()) == (
+        f"{saved}/params: not a readable Orbax checkpoint; copy or convert the checkpoint again"
+    )
+
+
+LOAD = """
+import pathlib, sys
+from support.helpers import load
+from dflash import errors
+from dflash.models.qwen3 import Qwen3
+try:
+    load(Qwen3, pathlib.Path(sys.argv[1]))
+except errors.CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("manifest.ocdbt", "not a readable Orbax checkpoint"),
+        ("ocdbt.process_0/d/*", "damaged, while reading 'embed_tokens.embedding', "),
+    ],
+)
+def test_damaged_data_is_one_line_and_nothing_else(saved, tmp_path, pattern, message):
+    """In a process of its own: Orbax writes about failures from other threads, and later."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    files = list((copy / "params").glob(pattern))
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[:20])
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(copy)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"{copy}/params: {message}")
+    assert line.endswith("; copy or convert the checkpoint again")
+    assert done.stderr == ""

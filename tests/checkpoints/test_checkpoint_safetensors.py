@@ -1,0 +1,378 @@
+"""The Hugging Face layout: reading sharded, casting, damage, writing."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from support.helpers import import_transformers, load, make_sharding
+
+from dflash import errors
+from dflash.checkpoints import checkpoint, safetensors_io
+from dflash.layers.linear import Embedding, Linear, RMSNorm
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
+
+VOCAB, WIDTH, MLP = 24, 16, 32
+MISFIT = "these weights do not belong to this config.json"
+AGAIN = "copy or download the file again"
+
+
+class Toy(nnx.Module):
+    """One parameter of each kind."""
+
+    ignored_checkpoint_names = ("lm_head.weight",)
+    ignored_checkpoint_suffixes = (".scratch",)
+
+    def __init__(self, *, dtype=jnp.float32, **mesh):
+        build = {"dtype": dtype, "sharding": make_sharding(**mesh)}
+        self.embed = Embedding(VOCAB, WIDTH, **build)
+        self.up = Linear(WIDTH, MLP, ("embed", "mlp"), **build)
+        self.norm = RMSNorm(WIDTH, 1e-6, **build)
+
+    @staticmethod
+    def checkpoint_name(path):
+        return f"model.{path.rpartition('.')[0]}.weight"
+
+
+EMBED, UP, NORM = "model.embed.weight", "model.up.weight", "model.norm.weight"
+
+
+def make_tensors(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = {EMBED: (VOCAB, WIDTH), UP: (MLP, WIDTH), NORM: (WIDTH,)}
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def write_shards(directory, tensors):
+    """One file per tensor, and their index."""
+    weight_map = {}
+    for number, (name, value) in enumerate(tensors.items(), start=1):
+        weight_map[name] = f"model-{number:05d}-of-{len(tensors):05d}.safetensors"
+        save_file({name: value}, directory / weight_map[name])
+    write_index(directory, weight_map)
+    return weight_map
+
+
+def write_index(directory, weight_map):
+    (directory / safetensors_io.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def values_of(module):
+    return {
+        path: np.asarray(param.get_value()) for path, param in parameters.named_parameters(module)
+    }
+
+
+def assert_holds(module, tensors):
+    """Every parameter equals its tensor, bit for bit, in the module's dtype."""
+    for path, value in values_of(module).items():
+        expected = tensors[module.checkpoint_name(path)].astype(value.dtype)
+        expected = expected.T if path.endswith(".kernel") else expected
+        assert value.tobytes() == expected.tobytes(), path
+
+
+def failure(directory, module=None):
+    """The message when loading fails, which is one line and leaves the module abstract."""
+    module = module or Toy()
+    with pytest.raises(errors.CheckpointError) as caught:
+        checkpoint.load(module, directory)
+    leaves = [param.get_value() for _, param in parameters.named_parameters(module)]
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("stored", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_reads_every_dtype_onto_every_mesh(tmp_path, dtype, stored, mesh):
+    tensors = make_tensors(stored)
+    save_file(tensors, tmp_path / "model.safetensors")
+    module = Toy(dtype=dtype, **mesh)
+    declared = {path: p.get_value().sharding for path, p in parameters.named_parameters(module)}
+    checkpoint.load(module, tmp_path)
+    assert_holds(module, tensors)
+    for path, param in parameters.named_parameters(module):
+        assert param.get_value().sharding == declared[path]
+
+
+def test_each_device_reads_its_own_part(tmp_path, monkeypatch):
+    save_file(make_tensors(), tmp_path / "model.safetensors")
+    shapes = []
+    original = safetensors_io._aligned_empty
+
+    def record(shape, dtype):
+        shapes.append(shape)
+        return original(shape, dtype)
+
+    monkeypatch.setattr(safetensors_io, "_aligned_empty", record)
+    checkpoint.load(Toy(tensor=4, data=2), tmp_path)
+    # Copies for the other half of the data axis are not read again.
+    assert sorted(shapes) == sorted(
+        [(VOCAB // 4, WIDTH)] * 4 + [(WIDTH, MLP // 4)] * 4 + [(WIDTH,)]
+    )
+
+
+def test_reads_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_io, "_PIECE_BYTES", 3 * WIDTH * 4)
+    tensors = make_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    module = Toy(tensor=2)
+    checkpoint.load(module, tmp_path)
+    assert_holds(module, tensors)
+
+
+def test_reads_shards(tmp_path):
+    tensors = make_tensors()
+    write_shards(tmp_path, tensors)
+    module = Toy()
+    checkpoint.load(module, tmp_path)
+    assert_holds(module, tensors)
+
+
+def test_values_outlive_the_files(tmp_path):
+    tensors = make_tensors()
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    module = Toy()
+    checkpoint.load(module, tmp_path)
+    file.write_bytes(bytes(file.stat().st_size))
+    assert_holds(module, tensors)
+
+
+def test_known_extras_are_ignored(tmp_path):
+    extra = np.zeros(3, np.float32)
+    names = ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight", "model.up.scratch"]
+    tensors = make_tensors()
+    save_file(tensors | dict.fromkeys(names, extra), tmp_path / "model.safetensors")
+    module = Toy()
+    checkpoint.load(module, tmp_path)
+    assert_holds(module, tensors)
+
+
+def test_missing_tensors_are_listed(tmp_path):
+    save_file({NORM: make_tensors()[NORM]}, tmp_path / "model.safetensors")
+    assert failure(tmp_path) == (
+        f"{tmp_path}/model.safetensors: 2 of 3 tensors missing: '{EMBED}', '{UP}'; {MISFIT}"
+    )
+
+
+def test_only_the_first_few_names_are_listed(tmp_path):
+    extras = {f"model.x.{i}": np.zeros(1, np.float32) for i in range(7)}
+    save_file(make_tensors() | extras, tmp_path / "model.safetensors")
+    assert failure(tmp_path) == (
+        f"{tmp_path}/model.safetensors: 7 unexpected tensors: 'model.x.0', 'model.x.1', "
+        f"'model.x.2' and 4 more; {MISFIT}"
+    )
+
+
+def test_wrong_shape(tmp_path):
+    tensors = make_tensors()
+    tensors[UP] = tensors[UP].T.copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert failure(tmp_path) == (
+        f"{tmp_path}/model.safetensors: tensor '{UP}' has shape [16, 32], expected [32, 16]; "
+        f"{MISFIT}"
+    )
+
+
+def test_wrong_dtype(tmp_path):
+    tensors = make_tensors()
+    tensors[UP] = tensors[UP].astype(np.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert failure(tmp_path) == (
+        f"{tmp_path}/model.safetensors: tensor '{UP}' is I8, expected one of F32, F16, BF16; "
+        "quantized checkpoints are not supported"
+    )
+
+
+def test_missing_shard(tmp_path):
+    weight_map = write_shards(tmp_path, make_tensors())
+    (tmp_path / weight_map[UP]).unlink()
+    assert failure(tmp_path) == (
+        f"{tmp_path}/{weight_map[UP]}: missing; model.safetensors.index.json says it holds '{UP}'"
+    )
+
+
+def test_index_names_the_wrong_shard(tmp_path):
+    weight_map = write_shards(tmp_path, make_tensors())
+    write_index(tmp_path, weight_map | {UP: weight_map[NORM]})
+    assert failure(tmp_path) == (
+        f"{tmp_path}/{weight_map[NORM]}: lacks '{UP}', "
+        "which model.safetensors.index.json says it holds"
+    )
+
+
+def test_index_does_not_lead_out_of_the_directory(tmp_path):
+    write_index(tmp_path, {UP: "../x.safetensors"})
+    assert failure(tmp_path) == (
+        f"{tmp_path}/model.safetensors.index.json: '../x.safetensors' is not the name of a file "
+        "beside it"
+    )
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": 1}'])
+def test_index_without_a_map(tmp_path, content):
+    (tmp_path / safetensors_io.INDEX).write_text(content)
+    assert failure(tmp_path) == f"{tmp_path}/model.safetensors.index.json: no weight_map in it"
+
+
+def test_corrupt_index(tmp_path):
+    (tmp_path / safetensors_io.INDEX).write_text('{"weight_map"')
+    assert failure(tmp_path) == (
+        f"{tmp_path}/model.safetensors.index.json: not valid JSON (line 1: Expecting ':' delimiter)"
+    )
+
+
+def test_truncated_file_names_the_tensor(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file(make_tensors(), file)
+    content = file.read_bytes()
+    file.write_bytes(content[: -MLP * WIDTH * 4 - 1])
+    # The library writes tensors of one dtype in the order of their names: embed, norm, up.
+    cut, end = len(content) - MLP * WIDTH * 4 - 1, len(content) - MLP * WIDTH * 4
+    assert failure(tmp_path) == (
+        f"{file}: truncated: {cut:,} bytes, but tensor '{NORM}' ends at {end:,}; {AGAIN}"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10\0\0", b"\xff" * 64, b"\x40\0\0\0\0\0\0\0{}"])
+def test_file_too_short_for_its_header(tmp_path, content):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    assert failure(tmp_path) == (
+        f"{file}: truncated or corrupt: {len(content)} bytes do not hold its header; {AGAIN}"
+    )
+
+
+@pytest.mark.parametrize("header", [b"not json", b"[1]", b'{"a":1}', b'{"a":{"dtype":"F32"}}'])
+def test_corrupt_header(tmp_path, header):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert failure(tmp_path) == f"{file}: corrupt header; {AGAIN}"
+
+
+def test_header_that_the_library_refuses(tmp_path):
+    file = tmp_path / "model.safetensors"
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}  # two floats in four bytes
+    header = json.dumps({"a": entry}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    message = failure(tmp_path)
+    assert message.startswith(f"{file}: corrupt header (")
+    assert message.endswith(f"; {AGAIN}")
+
+
+def test_stored_dtype(tmp_path):
+    for stored in (np.float32, jnp.bfloat16, np.float16):
+        save_file(make_tensors(stored), tmp_path / "model.safetensors")
+        assert checkpoint.stored_dtype(tmp_path) == stored
+    mixed = make_tensors(jnp.bfloat16)
+    mixed[NORM] = mixed[NORM].astype(np.float16)
+    save_file(mixed, tmp_path / "model.safetensors")
+    assert checkpoint.stored_dtype(tmp_path) == np.float32
+
+
+def loaded_toy(directory, tensors, **options):
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    module = Toy(**options)
+    checkpoint.load(module, directory)
+    return module
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_writes_what_it_read(tmp_path, mesh, dtype):
+    tensors = make_tensors(dtype)
+    module = loaded_toy(tmp_path / "in", tensors, dtype=dtype, **mesh)
+    assert checkpoint.save_hf(module, tmp_path / "out", {"a": 1}) == 3
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: value.tobytes() for name, value in written.items()} == {
+        name: value.tobytes() for name, value in tensors.items()
+    }
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"a": 1, "torch_dtype": jnp.dtype(dtype).name}
+
+
+def test_writes_another_dtype(tmp_path):
+    tensors = make_tensors()
+    module = loaded_toy(tmp_path / "in", tensors)
+    config = {"dtype": "float32"}
+    checkpoint.save_hf(module, tmp_path / "out", config, dtype=jnp.bfloat16)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written[UP].tobytes() == tensors[UP].astype(jnp.bfloat16).tobytes()
+    assert checkpoint.read_config(tmp_path / "out") == {"dtype": "bfloat16"}
+    assert config == {"dtype": "float32"}
+
+
+def test_splits_into_shards(tmp_path):
+    tensors = make_tensors()
+    module = loaded_toy(tmp_path / "in", tensors)
+    checkpoint.save_hf(module, tmp_path / "out", {}, max_shard_bytes=VOCAB * WIDTH * 4 + WIDTH * 4)
+    index = json.loads((tmp_path / "out" / safetensors_io.INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(value.nbytes for value in tensors.values())}
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    again = Toy()
+    checkpoint.load(again, tmp_path / "out")
+    assert_holds(again, tensors)
+
+
+def test_copies_companions_and_no_weights(tmp_path):
+    module = loaded_toy(tmp_path / "in", make_tensors())
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja", "extra.bin"):
+        (tmp_path / "in" / name).write_text(name)
+    checkpoint.save_hf(module, tmp_path / "out", {}, companions=tmp_path / "in")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
+    module = loaded_toy(tmp_path / "in", make_tensors())
+
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors_io._Outgoing, "fetch", fail)
+    with pytest.raises(errors.CheckpointError) as caught:
+        checkpoint.save_hf(module, tmp_path / "out", {})
+    assert str(caught.value) == f"{tmp_path}/out: cannot be written: No space left on device"
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip_with_transformers(tmp_path, tied):
+    torch, transformers = import_transformers()
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+        )
+    )
+    theirs.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    assert (tmp_path / "in" / safetensors_io.INDEX).exists()
+    module = load(Qwen3, tmp_path / "in", sharding=make_sharding(tensor=2, data=2))
+    config = checkpoint.read_config(tmp_path / "in")
+    checkpoint.save_hf(module, tmp_path / "out", config, max_shard_bytes=20_000)
+    again = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    state, expected = again.state_dict(), theirs.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name

@@ -1,0 +1,127 @@
+"""Tests of reading and writing the decoder part of config.json."""
+
+import json
+
+import pytest
+from support.helpers import make_architecture
+
+from dflash import errors
+from dflash.checkpoints import hf_config
+from dflash.config.schema import RopeScaling
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+NAMED_BY_TYPE = {"type" if key == "rope_type" else key: value for key, value in LLAMA3.items()}
+
+
+def make_config(**changes):
+    """The least that must be stated, and changes to it."""
+    config = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000,
+    }
+    return config | changes
+
+
+def failure(config):
+    with pytest.raises(errors.CheckpointError) as caught:
+        hf_config.read_architecture(config)
+    return str(caught.value)
+
+
+def test_least_config():
+    assert hf_config.read_architecture(make_config()) == make_architecture(
+        num_key_value_heads=4,  # as many as query heads
+        head_dim=8,  # of the hidden size, evenly
+        rope_theta=10000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        eos_token_id=(),
+    )
+
+
+def test_everything_stated():
+    config = make_config(
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        eos_token_id=[3, 7],
+        rope_scaling=LLAMA3,
+    )
+    assert hf_config.read_architecture(config) == make_architecture(
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        eos_token_id=(3, 7),
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+    )
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (0, (0,)), ([5], (5,)), ([], ())])
+def test_end_of_sequence_ids(eos, expected):
+    assert hf_config.read_architecture(make_config(eos_token_id=eos)).eos_token_id == expected
+
+
+ROPES = {
+    "top level": ({"rope_theta": 5e5}, None),
+    "top level, scaling named by type": (
+        {"rope_theta": 5e5, "rope_scaling": NAMED_BY_TYPE},
+        RopeScaling(),
+    ),
+    "rope_parameters": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, None),
+    "rope_parameters with scaling": (
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+        RopeScaling(),
+    ),
+    "theta above, scaling in rope_parameters": (
+        {"rope_theta": 5e5, "rope_parameters": LLAMA3},
+        RopeScaling(),
+    ),
+    "null above": ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, None),
+    "null scaling": ({"rope_theta": 5e5, "rope_scaling": None}, None),
+}
+
+
+@pytest.mark.parametrize("form", ROPES)
+def test_forms_of_rotary_settings(form):
+    fields, scaling = ROPES[form]
+    config = make_config()
+    del config["rope_theta"]
+    arch = hf_config.read_architecture(config | fields)
+    assert (arch.rope_theta, arch.rope_scaling) == (5e5, scaling)
+
+
+WRONG = {
+    "missing vocab_size, hidden_size": {"vocab_size": None, "hidden_size": None},
+    "hidden_act: 'gelu' is not supported, only 'silu'": {"hidden_act": "gelu"},
+    "missing rope_theta (neither at the top level nor in rope_parameters)": {"rope_theta": None},
+    "rope type 'yarn' is not supported, only 'default' and 'llama3'": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0}
+    },
+    "rope scaling lacks low_freq_factor, original_max_position_embeddings": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "high_freq_factor": 4.0}
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_served_is_refused(message):
+    assert failure(make_config(**WRONG[message])) == f"config.json: {message}"
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling()])
+def test_what_is_written_is_json_and_reads_back(scaling):
+    arch = make_architecture(rope_scaling=scaling, eos_token_id=(3, 7))
+    text = json.dumps(hf_config.write_architecture(arch))
+    assert hf_config.read_architecture(json.loads(text)) == arch

@@ -1,0 +1,196 @@
+"""Tests of how a DFlash drafter's config.json is read, and how a drafter is made for a target."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.dflash_cases import BLOCK, FULL, SLIDE, VIEWS, WHOLE, make_config, make_shape
+from support.helpers import make_architecture, make_sharding
+
+from dflash import errors
+from dflash.config.schema import DFlashArchitecture, DFlashConfig, MarginalTree, RopeScaling
+from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash.shape import DFlashShape, LayerView, default_taps
+
+# --- config.json ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", VIEWS)
+def test_views_are_read(form):
+    changes, expected = VIEWS[form]
+    shape = DFlash.architecture_from_hf(make_config(**changes))
+    assert shape.views == expected
+
+
+def test_both_layouts_say_the_same():
+    old = make_config(rope_theta=1e5)
+    new = make_config(rope_theta=1e5)
+    new["dflash_config"] |= {key: new.pop(key) for key in ("block_size", "num_target_layers")}
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": new.pop("rope_theta")}
+    for config in (old, new):
+        shape = DFlash.architecture_from_hf(config)
+        assert (shape.block_size, shape.num_target_layers, shape.mask_token_id) == (BLOCK, 3, 47)
+        assert shape.decoder.rope_theta == 1e5
+    assert DFlash.architecture_from_hf(old) == DFlash.architecture_from_hf(new)
+
+
+def test_null_counts_as_absent():
+    config = make_config()
+    config["dflash_config"]["block_size"] = config["block_size"]
+    config |= {"block_size": None, "rope_theta": None, "rope_parameters": {"rope_theta": 1e5}}
+    shape = DFlash.architecture_from_hf(config)
+    assert (shape.block_size, shape.decoder.rope_theta) == (BLOCK, 1e5)
+
+
+def test_taps_are_spread_where_config_json_is_silent():
+    config = make_config(num_layers=5, num_target_layers=36)
+    del config["dflash_config"]["target_layer_ids"]
+    assert DFlash.architecture_from_hf(config).target_layer_ids == (1, 9, 17, 25, 33)
+
+
+WRONG = {
+    "missing block_size, mask_token_id": {"block_size": None, "mask_token_id": None},
+    "missing num_target_layers": {"num_target_layers": None},
+    "layer_types names 1 layers, num_hidden_layers is 2": {"layer_types": [WHOLE]},
+    "layer_types[1]: 'chunked_attention' is not known": {
+        "layer_types": [WHOLE, "chunked_attention"]
+    },
+    "layer 0 slides, but no sliding_window or swa_window_size is given": {
+        "layer_types": [SLIDE, WHOLE]
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_incomplete_configs_are_refused(message):
+    config = make_config() | WRONG[message]
+    if "mask_token_id" in config:
+        del config["dflash_config"]["mask_token_id"]
+    with pytest.raises(errors.CheckpointError) as caught:
+        DFlash.architecture_from_hf(config)
+    assert str(caught.value) == f"config.json: {message}"
+
+
+@st.composite
+def shapes(draw):
+    """Shapes that a config.json can state."""
+    window = draw(st.integers(1, 4096))
+    causal, sliding_causal = draw(st.booleans()), draw(st.booleans())
+    sliding = draw(st.lists(st.booleans(), min_size=1, max_size=5))
+    views = [
+        LayerView(window, causal or sliding_causal) if on else LayerView(None, causal)
+        for on in sliding
+    ]
+    scaling = draw(st.none() | st.just(RopeScaling(8.0, 1.0, 4.0, 8192)))
+    return make_shape(
+        *views,
+        decoder=make_architecture(num_hidden_layers=len(views), rope_scaling=scaling),
+        block_size=draw(st.integers(2, 32)),
+        mask_token_id=draw(st.integers(0, 47)),
+        target_layer_ids=tuple(draw(st.lists(st.integers(0, 35), min_size=1, max_size=5))),
+        num_target_layers=draw(st.integers(1, 36)),
+    )
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(shapes())
+def test_config_round_trip(shape):
+    assert DFlash.architecture_from_hf(DFlash.config_to_hf(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "taps"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),  # Qwen3-4B and 8B
+        (32, 5, (1, 8, 15, 22, 29)),  # Llama-3.1-8B
+        (36, 1, (18,)),
+        (5, 2, (1, 2)),
+        (6, 3, (1, 2, 3)),
+    ],
+)
+def test_default_taps(layers, count, taps):
+    assert default_taps(layers, count) == taps
+
+
+@given(layers=st.integers(1, 100), count=st.integers(1, 10))
+def test_default_taps_exist_and_ascend(layers, count):
+    taps = default_taps(layers, count)
+    assert len(taps) == count
+    assert all(0 <= layer < layers for layer in taps)
+    if layers >= 4:
+        assert list(taps) == sorted(taps)
+
+
+# --- a drafter for a target -----------------------------------------------------------------------
+
+
+def create(config=None, hf=None, **changes):
+    config = config or DFlashConfig(checkpoint="random")
+    arch = make_architecture(**changes)
+    return DFlash.create(config, hf, arch, dtype=jnp.float32, sharding=make_sharding())
+
+
+def test_fresh_drafters_follow_their_target():
+    options = DFlashArchitecture(num_hidden_layers=2, block_size=8, num_target_features=2)
+    drafter = create(DFlashConfig(checkpoint="random", architecture=options), rope_theta=1e4)
+    target = make_architecture(rope_theta=1e4)
+    assert drafter.shape == DFlashShape(
+        decoder=dataclasses.replace(target, num_hidden_layers=2),
+        block_size=8,
+        mask_token_id=47,
+        target_layer_ids=(1, 0),
+        num_target_layers=3,
+        views=(FULL, FULL),
+    )
+    assert drafter.fc.kernel.get_value().shape == (64, 32)
+
+
+def test_options_of_fresh_drafters():
+    options = DFlashArchitecture(
+        num_hidden_layers=1, mask_token_id=0, target_layer_ids=(2, 0), intermediate_size=8
+    )
+    drafter = create(DFlashConfig(checkpoint="random", block_size=4, architecture=options))
+    assert drafter.feature_layers == (2, 0)
+    assert drafter.shape.mask_token_id == 0
+    assert drafter.shape.decoder.intermediate_size == 8
+    assert (drafter.shape.block_size, drafter.block_size) == (16, 4)
+
+
+def test_the_budget_of_a_tree_comes_from_the_config():
+    options = DFlashArchitecture(num_hidden_layers=1, target_layer_ids=(0,))
+    base = DFlashConfig(checkpoint="random", architecture=options, block_size=2)
+    assert create(base).tree_budget is None
+    most = dataclasses.replace(base, tree=MarginalTree(budget=48))
+    assert create(most).num_draft_tokens == 48
+    with pytest.raises(errors.ConfigError) as caught:
+        create(dataclasses.replace(base, tree=MarginalTree(budget=49)))
+    assert str(caught.value) == (
+        "drafter.tree.budget: 49 is larger than the block's capacity, 48 drafts in 1 slot of 48 "
+        "tokens; lower it, or raise drafter.block_size"
+    )
+
+
+OTHER_TARGETS = {
+    "hidden size 32 (target: 64)": {"hidden_size": 64},
+    "number of target layers 3 (target: 4), vocabulary 48 (target: 50)": {
+        "num_hidden_layers": 4,
+        "vocab_size": 50,
+    },
+}
+
+
+@pytest.mark.parametrize("differences", OTHER_TARGETS)
+def test_drafters_of_other_targets_are_refused(differences):
+    with pytest.raises(errors.CheckpointError) as caught:
+        create(hf=make_config(), **OTHER_TARGETS[differences])
+    assert str(caught.value) == (f"drafter.checkpoint: trained for another target: {differences}")
+
+
+@pytest.mark.parametrize(
+    "own", [{"target_layer_ids": [0, 3]}, {"target_layer_ids": [-1]}, {"mask_token_id": 48}]
+)
+def test_taps_and_mask_must_exist_in_the_target(own):
+    with pytest.raises(errors.CheckpointError, match="but the target has 3 layers and 48 tokens"):
+        create(hf=make_config(dflash_config=own))

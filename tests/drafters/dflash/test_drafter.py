@@ -1,0 +1,304 @@
+"""Tests of the DFlash drafter: its pass against plain loops, and its state."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dense import dense_attention
+from support.dflash_cases import BLOCK, CAUSAL, FULL, VIEWS, make_config, make_shape
+from support.helpers import make_sharding, make_target, move, zeros
+
+from dflash import errors
+from dflash.drafters.base import Candidates
+from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash.shape import LayerView
+from dflash.layers import cache as kv
+from dflash.parallel import parameters
+
+CAPACITY = 24
+
+
+@functools.cache
+def weights(num_layers):
+    """One set of weights, with norms that are not ones, for drafters of all views."""
+    drafter = DFlash(make_shape(*[FULL] * num_layers), dtype=jnp.float32, sharding=make_sharding())
+    rng = np.random.default_rng(1)
+    values = {}
+    for path, param in parameters.named_parameters(drafter):
+        mean, std = (1.0, 0.3) if path.endswith("scale") else (0.0, 0.2)
+        draws = rng.normal(mean, std, param.get_value().shape)
+        values[path] = jnp.asarray(draws, jnp.float32)
+    return values
+
+
+def make_drafter(shape, **options):
+    drafter = DFlash(shape, **({"dtype": jnp.float32, "sharding": make_sharding()} | options))
+    parameters.assign(drafter, weights(len(shape.views)))
+    return drafter
+
+
+def draw_features(batch, rows, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, rows, 64)), jnp.float32)
+
+
+def observe(drafter, state, position, features):
+    position = jnp.asarray(position, jnp.int32)
+    tokens = jnp.zeros((features.shape[0], features.shape[1] + 1), jnp.int32)
+    count = jnp.full_like(position, features.shape[1])
+    return jax.jit(drafter.observe)(state, position, tokens, count, features, None)
+
+
+def new_state(drafter, batch):
+    return zeros(drafter.init_state(batch, CAPACITY - drafter.block_size))
+
+
+def paint(drafter, state, anchor, position, heads=None):
+    heads = heads or make_target()
+    call = jax.jit(lambda *args: drafter.paint(*args, heads)[0])
+    return call(state, jnp.asarray(anchor), jnp.asarray(position))
+
+
+# --- the pass, in plain loops ---------------------------------------------------------------------
+
+
+def rms_norm(x, scale, eps=1e-6):
+    return scale * x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+
+
+def rotate(x, positions, theta):
+    half = x.shape[-1] // 2
+    turns = np.exp(1j * np.asarray(positions)[:, None, None] * theta ** (-np.arange(half) / half))
+    turned = (x[..., :half] + 1j * x[..., half:]) * turns
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def visible(view, anchor, block):
+    """Which of positions 0 … anchor - 1 and of the block's own rows each row sees."""
+    mask = np.zeros((block, anchor + block), bool)
+    for row in range(block):
+        for position in range(anchor):
+            mask[row, position] = view.window is None or position >= anchor - view.window
+        for other in range(block):
+            mask[row, anchor + other] = other <= row or not view.causal
+    return mask
+
+
+def plain_paint(values, views, features, embedded, arch):
+    """The block pass of one sequence in float64; features [L, C·D] of all positions before it."""
+    w = {path: np.asarray(value, np.float64) for path, value in values.items()}
+    anchor, block = len(features), len(embedded)
+    context = rms_norm(features @ w["fc.kernel"], w["hidden_norm.scale"])
+    x = embedded
+    for i, view in enumerate(views):
+        layer = {path.split(".", 2)[2]: w[path] for path in w if path.startswith(f"layers.{i}.")}
+        normed = rms_norm(x, layer["input_layernorm.scale"])
+
+        def project(rows, name, layer=layer):
+            projected = rows @ layer[f"self_attn.{name}_proj.kernel"]
+            return projected.reshape(len(rows), -1, arch.head_dim)
+
+        rows = np.concatenate([context, normed])
+        queries = rms_norm(project(normed, "q"), layer["self_attn.q_norm.scale"])
+        keys = rms_norm(project(rows, "k"), layer["self_attn.k_norm.scale"])
+        attended = dense_attention(
+            rotate(queries, range(anchor, anchor + block), arch.rope_theta),
+            rotate(keys, range(anchor + block), arch.rope_theta),
+            project(rows, "v"),
+            visible(view, anchor, block),
+            arch.head_dim**-0.5,
+        )
+        x = x + attended.reshape(block, -1) @ layer["self_attn.o_proj.kernel"]
+        normed = rms_norm(x, layer["post_attention_layernorm.scale"])
+        gate = normed @ layer["mlp.gate_proj.kernel"]
+        up = normed @ layer["mlp.up_proj.kernel"]
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.kernel"]
+    return rms_norm(x, w["norm.scale"])
+
+
+def check_paint(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
+    """Paints ragged sequences and compares each with `views` in plain loops."""
+    batch, block = len(positions), drafter.block_size
+    features = draw_features(batch, max(positions))
+    state = observe(drafter, new_state(drafter, batch), [0] * batch, features)
+    hidden = paint(drafter, state, anchors, positions)
+    table = np.asarray(make_target().embed_tokens.embedding[...], np.float64)
+    for b, position in enumerate(positions):
+        tokens = [anchors[b]] + [drafter.shape.mask_token_id] * (block - 1)
+        expected = plain_paint(
+            weights(len(views)),
+            views,
+            np.asarray(features[b, :position], np.float64),
+            table[tokens],
+            drafter.shape.decoder,
+        )
+        np.testing.assert_allclose(hidden[b], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "form", ["nothing", "sliding layers marked causal", "the flag with layer types", "causal"]
+)
+def test_layers_see_what_config_json_says(form):
+    changes, views = VIEWS[form]
+    check_paint(make_drafter(DFlash.architecture_from_hf(make_config(**changes))), views)
+
+
+@pytest.mark.parametrize("block_size", [2, 5])
+def test_smaller_blocks_than_trained(block_size):
+    drafter = make_drafter(make_shape(FULL, LayerView(3)), block_size=block_size)
+    assert (drafter.block_size, drafter.num_draft_tokens) == (block_size, block_size - 1)
+    check_paint(drafter, drafter.shape.views)
+
+
+def test_a_causal_block_is_the_head_of_a_longer_one():
+    """No row of a causal block can tell how long the block is; rows of a full one can."""
+    features, position = draw_features(1, 7), [7]
+    heads = []
+    for view in (CAUSAL, FULL):
+        runs = []
+        for block_size in (3, BLOCK):
+            drafter = make_drafter(make_shape(view, view), block_size=block_size)
+            state = observe(drafter, new_state(drafter, 1), [0], features)
+            runs.append(paint(drafter, state, [5], position)[0, :3])
+        heads.append(np.allclose(*runs, atol=1e-5))
+    assert heads == [True, False]
+
+
+def test_larger_blocks_than_trained_are_refused():
+    with pytest.raises(errors.ConfigError) as caught:
+        make_drafter(make_shape(FULL, FULL), block_size=BLOCK + 1)
+    assert str(caught.value) == (
+        "drafter.block_size: 7 is larger than the block size 6 that the drafter was trained with"
+    )
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def test_context_may_arrive_in_pieces_and_with_stale_rows():
+    drafter = make_drafter(make_shape(FULL, LayerView(3)))
+    features = draw_features(2, 11)
+    at_once = observe(drafter, new_state(drafter, 2), [0, 0], features)
+    # Pieces of four rows; of each only `counts` are committed, the others are overwritten later.
+    in_pieces, position = new_state(drafter, 2), np.zeros(2, int)
+    for counts in ([4, 1], [2, 4], [1, 2], [4, 4]):
+        piece = np.full((2, 4, 64), 100.0, np.float32)
+        for b, count in enumerate(counts):
+            piece[b, :count] = features[b, position[b] : position[b] + count]
+        in_pieces = observe(drafter, in_pieces, position, jnp.asarray(piece))
+        position += counts
+    assert position.tolist() == [11, 11]
+    expected = paint(drafter, at_once, [5, 6], position)
+    np.testing.assert_allclose(paint(drafter, in_pieces, [5, 6], position), expected, atol=1e-5)
+
+
+def test_state_has_room_for_a_block_past_the_end():
+    drafter = make_drafter(make_shape(FULL, FULL), block_size=4)
+    length = kv.SLOT_TILE  # no slot is left over by rounding up
+    abstract = drafter.init_state(3, length)
+    assert {leaf.shape for leaf in jax.tree.leaves(abstract)} == {(3, 2, 2 * length, 16)}
+    # Written from the last position on, a block does not shift back over what is committed.
+    state = jax.tree.map(lambda leaf: leaf + 7, zeros(abstract))
+    after = observe(drafter, state, [length] * 3, draw_features(3, 4))
+    for leaf in jax.tree.leaves(after):
+        np.testing.assert_array_equal(leaf[:, :, :length], 7)
+        assert not np.any(leaf[:, :, length : length + 4] == 7)
+
+
+def test_a_tree_is_no_deeper_than_the_block():
+    tree = make_drafter(make_shape(FULL, FULL), tree_budget=9)
+    assert (tree.num_draft_tokens, tree.block_size, tree.longest_path) == (9, 10, BLOCK)
+    thin = make_drafter(make_shape(FULL, FULL), tree_budget=2)
+    assert (thin.block_size, thin.longest_path) == (3, 3)
+    # Only a path is ever observed, so that is what the state has room for.
+    wide, length = make_drafter(make_shape(FULL, FULL), tree_budget=2 * kv.SLOT_TILE), kv.SLOT_TILE
+    shapes = {leaf.shape for leaf in jax.tree.leaves(wide.init_state(3, length))}
+    assert shapes == {(3, 2, 2 * length, 16)}
+
+
+class Greedy:
+    """A sampler that takes the largest logits and remembers for which positions."""
+
+    def propose(self, logits, positions):
+        self.positions = positions
+        return jnp.argmax(logits, axis=-1), None
+
+    def candidates(self, logits, positions, count):
+        self.positions = positions
+        scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), count)
+        return Candidates(tokens, scores, None)
+
+
+def test_a_tree_comes_from_the_pass_that_a_chain_comes_from():
+    """Of depth d, the likeliest path holds the chain's first d tokens, at the same positions."""
+    heads, shape = make_target(), make_shape(FULL, FULL)
+    chain, tree = make_drafter(shape), make_drafter(shape, tree_budget=12)
+    state = observe(chain, new_state(chain, 2), [0, 0], draw_features(2, 7))
+    anchor, position = jnp.array([5, 6]), jnp.array([7, 3])
+    samplers, proposals = (Greedy(), Greedy()), []
+    for model, sampler in zip((chain, tree), samplers, strict=True):
+        proposal, after = model.draft(state, anchor, position, sampler, heads)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, after))
+        proposals.append(proposal)
+    np.testing.assert_array_equal(samplers[0].positions, samplers[1].positions)
+    parents, tokens = np.asarray(proposals[1].parents), np.asarray(proposals[1].tokens)
+    assert tokens.shape == (2, 12)
+    for b in range(2):
+        row, spine = 0, []
+        while row in parents[b]:
+            child = int(np.argmax(parents[b] == row))  # the eldest
+            spine.append(int(tokens[b, child]))
+            row = child + 1
+        assert spine
+        assert spine == proposals[0].tokens[b, : len(spine)].tolist()
+
+
+def test_draft_takes_a_token_of_every_slot_but_the_first():
+    drafter, heads = make_drafter(make_shape(FULL, FULL)), make_target()
+    state = observe(drafter, new_state(drafter, 2), [0, 0], draw_features(2, 7))
+    anchor, position = jnp.array([5, 6]), jnp.array([7, 3])
+
+    @jax.jit
+    def draft(state, anchor, position):
+        sampler = Greedy()
+        proposal, after = drafter.draft(state, anchor, position, sampler, heads)
+        assert (proposal.parents, proposal.probs) == (None, None)
+        assert after is state  # drafts are not committed
+        return proposal.tokens, sampler.positions
+
+    tokens, positions = draft(state, anchor, position)
+    logits = heads.unembed(paint(drafter, state, anchor, position))
+    np.testing.assert_array_equal(tokens, jnp.argmax(logits[:, 1:], axis=-1))
+    np.testing.assert_array_equal(positions, [[8, 9, 10, 11, 12], [4, 5, 6, 7, 8]])
+    # Fewer drafts are the first of these: the block is painted whole, as it was trained.
+    sampler = Greedy()
+    fewer, _ = drafter.draft_fewer(2, state, anchor, position, sampler, heads)
+    np.testing.assert_array_equal(fewer.tokens, tokens[:, :2])
+    np.testing.assert_array_equal(sampler.positions, positions[:, :2])
+
+
+def test_eight_devices_equal_one():
+    shape = make_shape(FULL, LayerView(3, causal=True))
+    drafter, position = make_drafter(shape), np.array([0, 9, 4, 7])
+    sharding = make_sharding(data=2, fsdp=2, tensor=2)
+    spread = move(drafter, DFlash(shape, dtype=jnp.float32, sharding=sharding))
+    target = make_target()
+    heads = move(target, type(target)(target.arch, dtype=jnp.float32, sharding=sharding))
+    features, results = draw_features(4, 9), []
+    for model, borrowed in ((drafter, target), (spread, heads)):
+        state = observe(model, new_state(model, 4), [0] * 4, features)
+        results.append(paint(model, state, [1, 2, 3, 4], position, borrowed))
+    assert len(results[1].sharding.device_set) == 8
+    np.testing.assert_allclose(*results, atol=1e-5)
+
+
+def test_checkpoint_names():
+    drafter = make_drafter(make_shape(FULL))
+    names = {drafter.checkpoint_name(path) for path, _ in parameters.named_parameters(drafter)}
+    attention = [f"{kind}_{part}" for kind in "qk" for part in ("proj", "norm")]
+    inner = [f"self_attn.{name}" for name in (*attention, "v_proj", "o_proj")]
+    inner += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    inner += ["input_layernorm", "post_attention_layernorm"]
+    stems = ["fc", "hidden_norm", "norm", *(f"layers.0.{name}" for name in inner)]
+    assert names == {f"{stem}.weight" for stem in stems}

@@ -1,0 +1,350 @@
+"""Tests of DFlash's training pass against plain loops, and against its pass when decoding."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.dflash_cases import CAUSAL, FULL, cut, make_shape, weights_of, with_weights
+from support.helpers import make_sharding, make_target, move
+
+from dflash.config.loss_schema import LossConfig
+from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash.shape import LayerView
+from dflash.drafters.parts.blocks import Anchors, sample_anchors
+from dflash.layers.train_batch import TrainBatch
+from dflash.parallel import parameters
+
+LENGTH, BLOCK = 18, 4
+NEAR = LayerView(window=3)
+
+
+@functools.cache
+def make_drafter(*views, mesh=()):
+    """A drafter of `make_target`'s with random weights; shared, so never to be changed."""
+    shape = make_shape(*views, block_size=BLOCK)
+    drafter = DFlash(shape, dtype=jnp.float32, sharding=make_sharding(**dict(mesh)))
+    if mesh:
+        return move(make_drafter(*views), drafter)
+    parameters.initialize(drafter, jax.random.key(1))
+    return drafter
+
+
+def make_batch(rows, *, seed=0, share=0.7):
+    """Packed rows; each is a list of document lengths, and the rest is padding."""
+    rng = np.random.default_rng(seed)
+    segments = np.zeros((len(rows), LENGTH), np.int32)
+    positions = np.zeros((len(rows), LENGTH), np.int32)
+    for b, lengths in enumerate(rows):
+        numbers = np.repeat(np.arange(len(lengths)) + 1, lengths)[:LENGTH]
+        within = np.concatenate([np.arange(length) for length in lengths])[:LENGTH]
+        segments[b, : len(numbers)], positions[b, : len(numbers)] = numbers, within
+    return TrainBatch(
+        tokens=jnp.asarray(rng.integers(0, 47, segments.shape), jnp.int32),
+        positions=jnp.asarray(positions),
+        segment_ids=jnp.asarray(segments),
+        loss_mask=jnp.asarray(rng.random(segments.shape) < share, jnp.float32),
+        features=jnp.asarray(rng.normal(size=(*segments.shape, 64)), jnp.float32),
+        hidden=jnp.asarray(rng.normal(size=(*segments.shape, 32)), jnp.float32),
+    )
+
+
+def make_anchors(batch, count, seed=0):
+    """Random anchors, the first and the last position among them, and some invalid ones."""
+    rng = np.random.default_rng(seed)
+    index = rng.integers(0, LENGTH, (batch.tokens.shape[0], count))
+    index[0, :2] = 0, LENGTH - 1
+    valid = rng.random(index.shape) < 0.8
+    return Anchors(jnp.asarray(np.where(valid, index, 0), jnp.int32), jnp.asarray(valid))
+
+
+ROWS = st.lists(
+    st.lists(st.integers(1, 8), min_size=1, max_size=4).filter(lambda x: sum(x) <= LENGTH),
+    min_size=2,
+    max_size=2,
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(rows=ROWS, seed=st.integers(0, 999))
+def test_blocks_by_loops(rows, seed):
+    batch = make_batch(rows, seed=seed)
+    anchors = make_anchors(batch, 6, seed)
+    blocks = jax.tree.map(np.asarray, cut(make_drafter(FULL, NEAR), batch, anchors))
+    for b in range(2):
+        for j in range(6):
+            a, valid = int(anchors.index[b, j]), bool(anchors.valid[b, j])
+            assert blocks.tokens[b, j, 0] == (batch.tokens[b, a] if valid else 47)
+            assert (blocks.tokens[b, j, 1:] == 47).all()
+            for k in range(BLOCK):
+                assert blocks.positions[b, j, k] == batch.positions[b, a] + k
+            for k in range(1, BLOCK):
+                inside = a + k < LENGTH and batch.segment_ids[b, a + k] == batch.segment_ids[b, a]
+                supervised = inside and batch.segment_ids[b, a] and batch.loss_mask[b, a + k]
+                assert blocks.counted[b, j, k - 1] == bool(valid and supervised)
+                if inside:
+                    assert blocks.labels[b, j, k - 1] == batch.tokens[b, a + k]
+
+
+def eligible(batch):
+    """Positions whose next token is supervised, by loops."""
+    return {
+        (b, t)
+        for b in range(batch.tokens.shape[0])
+        for t in range(LENGTH - 1)
+        if batch.segment_ids[b, t]
+        and batch.segment_ids[b, t] == batch.segment_ids[b, t + 1]
+        and batch.loss_mask[b, t + 1]
+    }
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(rows=ROWS, count=st.sampled_from([1, 4, 40]), seed=st.integers(0, 999))
+def test_anchors_are_drawn_among_supervised_positions(rows, count, seed):
+    batch = make_batch(rows, seed=seed)
+    anchors = jax.jit(sample_anchors, static_argnums=1)(batch, count, jax.random.key(seed))
+    assert anchors.index.shape == anchors.valid.shape == (2, count)
+    places = eligible(batch)
+    for b in range(2):
+        drawn = anchors.index[b][anchors.valid[b]].tolist()
+        own = [t for row, t in places if row == b]
+        assert len(drawn) == min(count, len(own))
+        assert drawn == sorted(set(drawn))
+        assert set(drawn) <= set(own)
+        assert not anchors.index[b][~anchors.valid[b]].any()
+
+
+def test_every_eligible_position_is_drawn_as_often():
+    batch = make_batch([[LENGTH], [5, 9]])
+    keys = jax.random.split(jax.random.key(0), 2000)
+    anchors = jax.vmap(lambda key: sample_anchors(batch, 3, key))(keys)
+    for b in range(2):
+        drawn = np.asarray(anchors.index[:, b][anchors.valid[:, b]])
+        own = [t for row, t in eligible(batch) if row == b]
+        counts = np.bincount(drawn, minlength=LENGTH)[own]
+        expected = counts.sum() / len(own)
+        assert (abs(counts - expected) < 5 * np.sqrt(expected)).all()
+
+
+@pytest.mark.parametrize("views", [(FULL, FULL), (NEAR, CAUSAL)])
+def test_blocks_are_painted_as_the_decode_loop_does(views):
+    """Each anchored block equals a draft from a state that observed the document before it."""
+    drafter, target = make_drafter(*views), make_target()
+    batch = make_batch([[LENGTH], [6, 10]])
+    index = [[0, 1, 9, LENGTH - 1], [0, 5, 6, 15]]
+    anchors = Anchors(jnp.asarray(index, jnp.int32), jnp.ones((2, 4), bool))
+    blocks = cut(drafter, batch, anchors)
+    hidden = jax.jit(lambda: drafter.paint_blocks(batch, blocks, target))()
+
+    @jax.jit
+    def draft(features, token, start, anchor):
+        state = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), drafter.init_state(1, 2 * LENGTH)
+        )
+        position = (anchor - start)[None]
+        rows = jnp.roll(features, -start, axis=0)[None]
+        state = drafter.observe(state, jnp.zeros(1, int), None, position, rows, target)
+        return drafter.paint(state, token[None], position, target)[0][0]
+
+    for b in range(2):
+        for j, anchor in enumerate(index[b]):
+            start = anchor - int(batch.positions[b, anchor])
+            expected = draft(batch.features[b], batch.tokens[b, anchor], start, anchor)
+            np.testing.assert_allclose(hidden[b, j], expected, rtol=1e-4, atol=1e-5)
+
+
+def log_softmax(hidden, target):
+    return np.asarray(jax.nn.log_softmax(target.unembed(hidden)), np.float64)
+
+
+def loss_by_loops(drafter, target, batch, anchors, options):
+    """Loss and metrics, slot by slot, from the painted blocks."""
+    blocks = cut(drafter, batch, anchors)
+    log_probs = log_softmax(painted(drafter)(batch, blocks), target)
+    of_target = log_softmax(batch.hidden, target)
+    gamma = BLOCK / 2 if options.gamma is None else options.gamma  # a block of 4 is half of 8
+    total = weight_sum = correct_sum = counted_sum = 0.0
+    lengths = []
+    for b, j in np.ndindex(*anchors.index.shape):
+        a = int(anchors.index[b, j])
+        slots = [k for k in range(1, BLOCK) if blocks.counted[b, j, k - 1]]
+        nll, cost, correct = {}, {}, {}
+        for k in slots:
+            label = int(batch.tokens[b, a + k])
+            nll[k] = -log_probs[b, j, k, label]
+            p, q = of_target[b, a + k - 1], log_probs[b, j, k]
+            kl = np.sum(np.exp(p) * (p - q))
+            mix = options.kl_weight if options.name == "kl" else 0.0
+            cost[k] = (1 - mix) * nll[k] + mix * kl
+            correct[k] = log_probs[b, j, k].argmax() == label
+        for k in slots:
+            weight = np.exp(-(k - 1) / gamma) if gamma else 1.0
+            if options.name == "dpace":
+                survival = {i: (1 - options.alpha) * np.exp(-nll[i]) + options.alpha for i in slots}
+                weight = sum(
+                    np.prod([survival[i] for i in slots if i <= m]) for m in slots if m >= k
+                )
+            total, weight_sum = total + weight * cost[k], weight_sum + weight
+        correct_sum += sum(correct.values())
+        counted_sum += len(slots)
+        if anchors.valid[b, j]:
+            run = 0
+            while correct.get(run + 1):
+                run += 1
+            lengths.append(1 + run)
+    divisor = batch.tokens.shape[0] if options.name == "dpace" else weight_sum or 1.0
+    return {
+        "loss": total / divisor,
+        "weight": divisor,
+        "acceptance_length": np.mean(lengths) if lengths else 0.0,
+        "token_accuracy": correct_sum / (counted_sum or 1),
+        "blocks": len(lengths),
+    }
+
+
+@functools.cache
+def painted(drafter):
+    target = make_target()
+    return jax.jit(lambda batch, blocks: drafter.paint_blocks(batch, blocks, target))
+
+
+@functools.cache
+def loss_of(drafter, options):
+    target = make_target()
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def call(weights, batch, anchors):
+        copy = with_weights(drafter, weights)
+        return copy.loss(batch, target, None, options, anchors=anchors)
+
+    return jax.jit(call)
+
+
+OPTIONS = [
+    LossConfig(),
+    LossConfig(gamma=0.0),
+    LossConfig(name="dpace", alpha=0.3),
+    LossConfig(name="kl", kl_weight=0.6),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["decay", "plain", "dpace", "kl"])
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@given(rows=ROWS, share=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 999))
+def test_loss_by_loops(options, rows, share, seed):
+    drafter = make_drafter(FULL, NEAR)
+    batch = make_batch(rows, seed=seed, share=share)
+    anchors = make_anchors(batch, 5, seed)
+    # Labels that the drafter would get right, here and there: runs are then longer than none.
+    greedy = painted(drafter)(batch, cut(drafter, batch, anchors))
+    guesses = make_target().unembed(greedy).argmax(-1)
+    tokens = np.array(batch.tokens)
+    for b, j in np.ndindex(*anchors.index.shape):
+        first = int(anchors.index[b, j]) + 1
+        if seed % 2 and first + 1 < LENGTH:
+            tokens[b, first : first + 2] = guesses[b, j, 1:3]
+    batch = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
+    (loss, metrics), grads = loss_of(drafter, options)(weights_of(drafter), batch, anchors)
+    for name, value in loss_by_loops(drafter, make_target(), batch, anchors, options).items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(loss, metrics["loss"])
+    assert all(bool(jnp.isfinite(grad).all()) for grad in grads.values())
+
+
+def test_acceptance_lengths_reach_beyond_one():
+    """A drafter whose labels are its own guesses is accepted whole."""
+    drafter, batch = make_drafter(FULL, NEAR), make_batch([[LENGTH]], share=1.0)
+    anchors = Anchors(jnp.asarray([[3]], jnp.int32), jnp.ones((1, 1), bool))
+    guesses = make_target().unembed(painted(drafter)(batch, cut(drafter, batch, anchors)))
+    tokens = batch.tokens.at[0, 4 : 4 + BLOCK - 1].set(guesses.argmax(-1)[0, 0, 1:])
+    batch = dataclasses.replace(batch, tokens=tokens)
+    (_, metrics), _ = loss_of(drafter, LossConfig())(weights_of(drafter), batch, anchors)
+    assert float(metrics["acceptance_length"]) == BLOCK
+    assert float(metrics["token_accuracy"]) == 1
+
+
+@pytest.mark.parametrize("options", OPTIONS[::3], ids=["decay", "kl"])
+def test_gradients_equal_those_of_the_plain_loss(options):
+    """Whole logits, differentiated as they are."""
+    drafter, target = make_drafter(FULL, NEAR), make_target()
+    batch = make_batch([[LENGTH], [6, 10]])
+    anchors = make_anchors(batch, 5)
+    _, grads = loss_of(drafter, options)(weights_of(drafter), batch, anchors)
+
+    def plain(weights):
+        blocks = cut(drafter, batch, anchors)
+        hidden = with_weights(drafter, weights).paint_blocks(batch, blocks, target)
+        log_probs = jax.nn.log_softmax(target.unembed(hidden)[:, :, 1:])
+        cost = -jnp.take_along_axis(log_probs, blocks.labels[..., None], axis=-1)[..., 0]
+        if options.uses_target_hidden:
+            index = jnp.minimum(anchors.index[..., None] + jnp.arange(BLOCK - 1), LENGTH - 1)
+            rows = jax.vmap(lambda hidden, index: hidden[index])(batch.hidden, index)
+            of_target = jax.nn.log_softmax(target.unembed(rows))
+            kl = jnp.sum(jnp.exp(of_target) * (of_target - log_probs), axis=-1)
+            cost = (1 - options.kl_weight) * cost + options.kl_weight * kl
+        weights = blocks.counted * jnp.exp(-jnp.arange(BLOCK - 1) / (BLOCK / 2))
+        return jnp.sum(weights * cost) / weights.sum()
+
+    for path, expected in jax.jit(jax.grad(plain))(weights_of(drafter)).items():
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(grads[path], expected, rtol=0, atol=1e-4 * scale, err_msg=path)
+
+
+def test_anchors_come_from_the_key():
+    drafter, batch = make_drafter(FULL, NEAR), make_batch([[LENGTH], [6, 10]])
+    options = LossConfig(num_anchors=3)
+    target = make_target()
+    call = jax.jit(lambda key: drafter.loss(batch, target, key, options)[0])
+    first, again, other = (call(jax.random.key(seed)) for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_bfloat16_weights():
+    drafter, batch = make_drafter(FULL, NEAR), make_batch([[LENGTH], [6, 10]])
+    anchors = make_anchors(batch, 5)
+    exact, _ = loss_of(drafter, OPTIONS[0])(weights_of(drafter), batch, anchors)
+    weights = {path: value.astype(jnp.bfloat16) for path, value in weights_of(drafter).items()}
+    (loss, metrics), grads = loss_of(drafter, OPTIONS[0])(weights, batch, anchors)
+    assert {value.dtype for value in (loss, *metrics.values())} == {jnp.dtype(jnp.float32)}
+    assert {grad.dtype for grad in grads.values()} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_allclose(loss, exact[0], rtol=3e-2)
+
+
+def test_a_divergence_needs_the_targets_hidden_states():
+    drafter, batch = make_drafter(FULL, NEAR), make_batch([[LENGTH]])
+    batch, target = dataclasses.replace(batch, hidden=None), make_target()
+    with pytest.raises(ValueError, match="hidden states"):
+        jax.eval_shape(
+            lambda key: drafter.loss(batch, target, key, LossConfig(name="kl")),
+            jax.random.key(0),
+        )
+
+
+def test_many_devices_equal_one():
+    mesh = (("data", 2), ("fsdp", 2), ("tensor", 2))
+    one, many = make_drafter(FULL, NEAR), make_drafter(FULL, NEAR, mesh=mesh)
+    batch = make_batch([[LENGTH], [6, 10], [3], [9, 9]] * 2)
+    options = LossConfig(name="kl", kl_weight=0.5, num_anchors=4)
+
+    def run(drafter, target):
+        @functools.partial(jax.value_and_grad, has_aux=True)
+        def call(weights, batch, key):
+            return with_weights(drafter, weights).loss(batch, target, key, options)
+
+        return jax.jit(call)(weights_of(drafter), batch, jax.random.key(0))
+
+    target = make_target()
+    spread = type(target)(target.arch, dtype=target.dtype, sharding=many.sharding)
+    (_, expected), expected_grads = run(one, target)
+    (_, metrics), grads = run(many, move(target, spread))
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    for path, grad in grads.items():
+        scale = float(jnp.abs(expected_grads[path]).max())
+        np.testing.assert_allclose(
+            np.asarray(grad), expected_grads[path], rtol=0, atol=1e-4 * scale, err_msg=path
+        )

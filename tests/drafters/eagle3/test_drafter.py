@@ -1,0 +1,311 @@
+"""Tests of EAGLE-3 beside the golden vectors: what it refuses, its vocabulary, its loss."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.helpers import make_architecture, make_sharding, make_target
+
+from dflash import errors
+from dflash.checkpoints import checkpoint
+from dflash.config.loss_schema import LossConfig
+from dflash.config.schema import BeamTree, Eagle3Architecture, Eagle3Config
+from dflash.drafters.eagle3 import shape as eagle3_shape
+from dflash.drafters.eagle3.drafter import Eagle3
+from dflash.layers.train_batch import TrainBatch
+from dflash.parallel import parameters
+
+TARGET = make_architecture()
+OPTIONS = Eagle3Architecture(draft_vocab_size=20, target_layer_ids=(0, 2))
+HF = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "vocab_size": TARGET.vocab_size,
+    "draft_vocab_size": 20,
+    "hidden_size": TARGET.hidden_size,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def create(hf=None, target=TARGET, **options):
+    config = Eagle3Config(**({"training_steps": 3, "architecture": OPTIONS} | options))
+    build = {"dtype": jnp.dtype("float32"), "sharding": make_sharding()}
+    return Eagle3.create(config, hf, target, **build)
+
+
+@functools.cache
+def make_drafter():
+    model = create()
+    model.prepare_training(lambda: np.bincount(range(1, TARGET.vocab_size, 2), minlength=48))
+    parameters.initialize(model, jax.random.key(1))
+    return model
+
+
+# --- its shape -----------------------------------------------------------------------------------
+
+
+def test_a_published_config_leaves_much_unsaid():
+    shape = create(HF).shape
+    assert (shape.decoder.rope_theta, shape.decoder.head_dim) == (10000.0, 8)
+    assert shape.target_layer_ids == eagle3_shape.default_taps(3)
+    assert shape.num_target_layers == 3
+    assert eagle3_shape.read(HF | {"rope_theta": 5e5}).decoder.rope_theta == 5e5
+    newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}}
+    assert eagle3_shape.read(HF | newer).decoder.rope_theta == 3e5
+    assert eagle3_shape.read(HF | {"draft_vocab_size": None}).draft_vocab_size == 48
+
+
+def test_taps_are_the_inputs_of_layers_low_middle_and_high():
+    assert eagle3_shape.default_taps(36) == (2 - 1, 18 - 1, 33 - 1)
+    assert eagle3_shape.default_taps(1) == (0, 0, 0)
+
+
+def test_a_config_reads_back():
+    shape = create().shape
+    assert eagle3_shape.read(Eagle3.config_to_hf(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, r"another target: hidden size 64 \(target: 32\)"),
+        ({"vocab_size": 50}, r"another target: vocabulary 50 \(target: 48\)"),
+        ({"num_target_layers": 4}, r"number of target layers 4 \(target: 3\)"),
+        ({"target_layer_ids": [0, 3]}, r"taps layers \[0, 3\], but the target has 3 layers"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers: 2, but EAGLE-3 has 1"),
+        ({"draft_vocab_size": 49}, "draft_vocab_size 49 exceeds vocab_size 48"),
+        ({"attention_bias": True}, "attention_bias: true is not supported"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "as target_layer_ids"),
+        ({"hidden_size": None}, "config.json: missing hidden_size"),
+    ],
+)
+def test_checkpoints_that_do_not_fit(changes, message):
+    with pytest.raises(errors.CheckpointError, match=message) as caught:
+        create(HF | changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": Eagle3Architecture(draft_vocab_size=49)}, "49 exceeds the target's"),
+        ({"tree": BeamTree(budget=100, top_k=3, depth=2)}, r"tree\.budget: 100 .* 12 drafts"),
+        ({"tree": BeamTree(top_k=21)}, "21 is more than the 20 tokens that can be drafted"),
+    ],
+)
+def test_options_that_cannot_be_served(options, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        create(**options)
+
+
+# --- its vocabulary ------------------------------------------------------------------------------
+
+
+def test_the_frequent_tokens_are_drafted_and_the_first_of_equals():
+    counts = np.zeros(48, np.int64)
+    counts[[40, 3, 17]] = 5, 9, 1
+    model = create(architecture=Eagle3Architecture(draft_vocab_size=5))
+    model.prepare_training(lambda: counts)
+    np.testing.assert_array_equal(model.vocabulary().target_ids, [0, 1, 3, 17, 40])
+    np.testing.assert_array_equal(np.flatnonzero(model.t2d[...]), [0, 1, 3, 17, 40])
+    drafts = np.full(48, 5)
+    drafts[[0, 1, 3, 17, 40]] = range(5)
+    np.testing.assert_array_equal(model.vocabulary().draft_ids, drafts)
+
+
+def test_a_whole_vocabulary_counts_nothing():
+    model = create(architecture=None)
+    model.prepare_training(lambda: pytest.fail("counted"))
+    parameters.fill_tables(model)
+    np.testing.assert_array_equal(model.vocabulary().target_ids, np.arange(48))
+    assert model.t2d[...].all()
+
+
+@pytest.mark.parametrize("save", [checkpoint.save_hf, checkpoint.save_orbax])
+def test_tables_travel_with_the_weights(tmp_path, save):
+    model = make_drafter()
+    count = save(model, tmp_path / "out", Eagle3.config_to_hf(model.shape))
+    assert count == len(list(parameters.named_arrays(model)))
+    assert checkpoint.stored_dtype(tmp_path / "out") == jnp.float32
+    again = create(checkpoint.read_config(tmp_path / "out"))
+    checkpoint.load(again, tmp_path / "out")
+    np.testing.assert_array_equal(again.vocabulary().target_ids, np.arange(1, 40, 2))
+    for (path, one), (_, other) in zip(
+        parameters.named_arrays(model), parameters.named_arrays(again), strict=True
+    ):
+        assert one.get_value().dtype == other.get_value().dtype, path
+        np.testing.assert_array_equal(one.get_value(), other.get_value())
+
+
+def test_a_weight_stored_as_integers_is_refused(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    model, directory = make_drafter(), tmp_path / "out"
+    checkpoint.save_hf(model, directory, Eagle3.config_to_hf(model.shape))
+    tensors = load_file(directory / "model.safetensors")
+    for name, dtype, message in [
+        (
+            "norm.weight",
+            np.int64,
+            "'norm.weight' is I64, expected one of F32, F16, BF16; quantized",
+        ),
+        ("d2t", np.float32, "'d2t' is F32, expected one of I64, I32, BOOL"),
+    ]:
+        save_file(tensors | {name: tensors[name].astype(dtype)}, directory / "model.safetensors")
+        with pytest.raises(errors.CheckpointError, match=message):
+            checkpoint.load(create(checkpoint.read_config(directory)), directory)
+
+
+# --- its loss ------------------------------------------------------------------------------------
+
+
+def make_batch(documents, length=24, seed=0):
+    """Rows of documents, each given as a list of lengths; the rest is padding."""
+    rng = np.random.default_rng(seed)
+    shape = (len(documents), length)
+    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for row, lengths in enumerate(documents):
+        begin = 0
+        for number, size in enumerate(lengths, start=1):
+            segments[row, begin : begin + size] = number
+            positions[row, begin : begin + size] = np.arange(size)
+            begin += size
+    width = TARGET.hidden_size
+    return TrainBatch(
+        tokens=jnp.asarray(rng.integers(0, 48, shape), jnp.int32),
+        positions=jnp.asarray(positions),
+        segment_ids=jnp.asarray(segments),
+        loss_mask=jnp.asarray((rng.random(shape) < 0.7).astype(np.float32)),
+        features=jnp.asarray(rng.normal(size=(*shape, 2 * width)), jnp.float32),
+        hidden=jnp.asarray(rng.normal(size=(*shape, width)), jnp.float32),
+    )
+
+
+@functools.cache
+def compiled_loss(options):
+    model, heads = make_drafter(), make_target()
+    return jax.jit(lambda batch: model.loss(batch, heads, None, options))
+
+
+def run_loss(batch, options):
+    return compiled_loss(options)(batch)
+
+
+def part(batch, row, begin, size, length=24):
+    """One document alone, at the head of a row."""
+
+    def cut(array):
+        rows = array[row : row + 1, begin : begin + size]
+        return jnp.pad(rows, [(0, 0), (0, length - size)] + [(0, 0)] * (array.ndim - 2))
+
+    batch = jax.tree.map(cut, batch)
+    return dataclasses.replace(batch, segment_ids=(batch.segment_ids != 0).astype(jnp.int32))
+
+
+LOSSES = {
+    "soft": LossConfig(name="kl"),
+    "hard": LossConfig(),
+    "both": LossConfig(name="kl", kl_weight=0.3, gamma=0.0),
+}
+
+
+@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+def test_packed_documents_are_learnt_as_each_alone(options):
+    batch = make_batch([[9, 11]])
+    alone = [run_loss(part(batch, 0, begin, size), options) for begin, size in [(0, 9), (9, 11)]]
+    value, metrics = run_loss(batch, options)
+    weights = np.array([m["weight"] for _, m in alone])
+    assert metrics["weight"] == weights.sum() > 0
+    np.testing.assert_allclose(
+        value, np.sum(weights * [v for v, _ in alone]) / weights.sum(), rtol=1e-5
+    )
+    lengths = [m["acceptance_length"] for _, m in alone]
+    np.testing.assert_allclose(
+        metrics["acceptance_length"], np.sum(weights * lengths) / weights.sum(), rtol=1e-5
+    )
+
+
+def test_the_loss_spelled_out():
+    """Row by row and step by step, from the outputs of the unrolled layer."""
+    batch, model, heads = make_batch([[9, 11]]), make_drafter(), make_target()
+    hidden = jax.jit(lambda: model.unroll(batch, heads))()
+    ids = np.asarray(model.vocabulary().target_ids)
+    target = np.asarray(heads.unembed(batch.hidden), np.float64)[0]
+    tokens, mask, segments = (
+        np.asarray(x[0]) for x in (batch.tokens, batch.loss_mask, batch.segment_ids)
+    )
+    totals, starts, lengths = {"soft": 0.0, "hard": 0.0}, 0, []
+    for i in range(24):
+        run, whole = 1, True
+        for step in range(3):
+            at = i + 2 + step  # of the token that is predicted
+            inside = at < 24 and segments[at] == segments[i] != 0 and mask[at]
+            if not step and not inside:
+                whole = None  # no cycle begins here
+            if not inside:
+                whole = whole and False
+                continue
+            starts += step == 0
+            logits = np.asarray(model.draft_logits(hidden[step][:, i]), np.float64)[0]
+            logs = logits - np.log(np.exp(logits).sum())
+            teacher = np.exp(target[at - 1][ids]) / np.exp(target[at - 1][ids]).sum()
+            if target[at - 1].argmax() in ids:
+                totals["soft"] -= 0.8**step * np.sum(teacher * logs)
+            if tokens[at] in ids:
+                totals["hard"] -= 0.8**step * logs[ids.tolist().index(tokens[at])]
+            whole = whole and ids[logits.argmax()] == tokens[at]
+            run += bool(whole)
+        if whole is not None:
+            lengths.append(run)
+    for name, total in totals.items():
+        value, metrics = run_loss(batch, LOSSES[name])
+        np.testing.assert_allclose(value, total / starts, rtol=1e-5)
+    np.testing.assert_allclose(metrics["acceptance_length"], np.mean(lengths), rtol=1e-6)
+
+
+def test_losses_that_it_does_not_know():
+    batch = make_batch([[20]])
+    with pytest.raises(errors.ConfigError, match=r"loss\.name: 'dpace' is for drafters of blocks"):
+        run_loss(batch, LossConfig(name="dpace"))
+    with pytest.raises(ValueError, match="lacks the target's hidden states"):
+        run_loss(dataclasses.replace(batch, hidden=None), LossConfig(name="kl"))
+
+
+def test_the_first_output_observed_is_the_first_that_training_sees():
+    """The two passes over true features agree, row by row."""
+    batch, model, heads = make_batch([[24]]), make_drafter(), make_target()
+
+    @jax.jit
+    def both():
+        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.init_state(1, 32))
+        tokens = jnp.pad(batch.tokens, ((0, 0), (0, 1)))
+        start, outputs = jnp.zeros(1, jnp.int32), []
+        for begin, size in [(0, 10), (10, 5)]:  # of which some rows do not count
+            count = jnp.array([size])
+            rows = slice(begin, begin + size + 2)
+            state = model.observe(
+                state, start + begin, tokens[:, rows.start : rows.stop + 1], count,
+                batch.features[:, rows], heads,
+            )  # fmt: skip
+            outputs.append(state.hidden[0])
+        return jnp.stack(outputs), model.unroll(batch, heads)[0]
+
+    outputs, unrolled = both()
+    np.testing.assert_allclose(outputs, unrolled[0, np.array([9, 14])], rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_committed_leaves_what_is_known():
+    model, heads = make_drafter(), types.SimpleNamespace(embed=make_target().embed)
+    state = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), model.init_state(1, 16))
+    tokens, features = jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 2, 64))
+    where = jnp.array([4]), tokens, jnp.array([0]), features
+    after = jax.jit(lambda: model.observe(state, *where, heads))()
+    np.testing.assert_array_equal(after.hidden, state.hidden)
+    np.testing.assert_array_equal(after.cache.keys[0][:, :, :4], state.cache.keys[0][:, :, :4])

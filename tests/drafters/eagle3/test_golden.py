@@ -1,0 +1,238 @@
+"""EAGLE-3 against vectors of the original PyTorch code; tests/golden/eagle3_*/README.md."""
+
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from support.helpers import GOLDEN, golden, load, make_cache, make_sharding, zeros
+
+from dflash.checkpoints import checkpoint
+from dflash.config.loss_schema import LossConfig
+from dflash.config.schema import BeamTree, DecodeConfig, Eagle3Config
+from dflash.drafters.eagle3 import unrolled
+from dflash.drafters.eagle3.drafter import Eagle3
+from dflash.inference import scheduler, tree
+from dflash.inference.engine import Engine
+from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.layers.train_batch import TrainBatch
+from dflash.models.llama3 import Llama3
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
+
+TARGETS = {"eagle3_llama_v40": Llama3, "eagle3_qwen3_v24": Qwen3, "eagle3_train_v32": Llama3}
+CASES = ("eagle3_llama_v40", "eagle3_qwen3_v24")
+TRAINING = "eagle3_train_v32"
+LOGITS, HIDDEN = 1e-4, 2e-5  # absolute; relative to the largest entry
+LENGTH = 64  # of the padded sequences here
+
+
+@functools.cache
+def target(case):
+    return load(TARGETS[case], GOLDEN / case / "target")
+
+
+def drafter(case, **options) -> Eagle3:
+    directory = GOLDEN / case / "draft"
+    hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    model = Eagle3.create(
+        Eagle3Config(**options),
+        hf,
+        target(case).arch,
+        dtype=jnp.dtype("float32"),
+        sharding=make_sharding(),
+    )
+    checkpoint.load(model, directory)
+    return model
+
+
+def beam_tree(case) -> BeamTree:
+    """The original does not count the first level, and counts the anchor."""
+    top_k, depth, total = map(int, golden(case)["tree_params"])
+    return BeamTree(budget=total - 1, top_k=top_k, depth=depth + 1)
+
+
+def assert_close(actual, expected, tolerance=HIDDEN):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+class Steps:
+    """What a drafter of a case does after so many committed tokens, as jitted functions."""
+
+    def __init__(self, case, model):
+        self.case, self.model = case, model
+        self.draft = jax.jit(self._draft)
+        self.trace = jax.jit(self._trace)
+
+    def _observe(self, ids, count):
+        """All of ids int32 [1, LENGTH + 1] before position `count`, where the anchor stands."""
+        model, heads = self.model, target(self.case)
+        output = heads(
+            ids[:, :-1], jnp.arange(LENGTH)[None], make_cache(heads, 1, LENGTH),
+            feature_layers=model.feature_layers,
+        )  # fmt: skip
+        state, start = zeros(model.init_state(1, LENGTH)), jnp.zeros(1, jnp.int32)
+        state = model.observe(state, start, ids, count[None], output.features, heads)
+        embedded = heads.embed(ids[:, 1:])
+        hidden, _ = model.run(model.fc(output.features), embedded, state.cache, start)
+        return state, output.features, hidden
+
+    def _draft(self, ids, count):
+        zero = jnp.zeros(1)
+        params = SamplingParams(
+            jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1
+        )
+        state, _, _ = self._observe(ids, count)
+        sampler = SequenceSampler(params)
+        return self.model.draft(state, ids[:, count], count[None], sampler, target(self.case))[0]
+
+    def _trace(self, ids, count, drafts):
+        """Features and first pass of the prompt; states and logits along given drafts."""
+        state, features, first_pass = self._observe(ids, count)
+        hidden, cache = state.hidden[:, None], state.cache
+        states, logits = [], []
+        for step in range(drafts.shape[0]):
+            states.append(hidden[0, 0])
+            logits.append(self.model.draft_logits(hidden)[0, 0])
+            embedded = target(self.case).embed(drafts[None, step : step + 1])
+            hidden, cache = self.model.run(hidden, embedded, cache, count[None] + step)
+        return features[0], first_pass[0], jnp.stack(states), jnp.stack(logits)
+
+
+def padded(ids):
+    assert len(ids) <= LENGTH + 1
+    return jnp.asarray(np.pad(ids, (0, LENGTH + 1 - len(ids)))[None], jnp.int32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_chain_step_by_step(case):
+    vectors, model = golden(case), drafter(case, num_draft_tokens=6)
+    steps, ids = Steps(case, model), padded(vectors["chain6_cycle_ids"])
+    count = len(vectors["input_ids"])
+    drafts = jnp.asarray(vectors["chain_tokens"], jnp.int32)
+    features, first_pass, states, logits = steps.trace(ids, jnp.int32(count), drafts)
+    # hidden_states[i] of transformers enters layer i, and leaves layer i - 1.
+    assert [i + 1 for i in model.feature_layers] == vectors["feature_layer_ids"].tolist()
+    assert_close(features[:count], vectors["prefill_features"])
+    assert_close(first_pass[:count], vectors["chain_prefill_hidden"])
+    assert_close(states, vectors["chain_hidden"])
+    np.testing.assert_allclose(logits, vectors["chain_logits"], rtol=0, atol=LOGITS)
+
+    assert steps.draft(ids, jnp.int32(count)).tokens[0].tolist() == drafts.tolist()
+    later = jnp.int32(count + vectors["chain6_accept_lengths"][0] + 1)
+    anchor, *drafts = vectors["chain_cycle1_tokens"].tolist()
+    assert ids[0, later] == anchor
+    assert steps.draft(ids, later).tokens[0].tolist() == drafts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_structure_of_trees(case):
+    vectors = golden(case)
+    steps = Steps(case, drafter(case, tree=beam_tree(case)))
+    ids = padded(vectors["tree_cycle_ids"][: LENGTH + 1])
+    count = len(vectors["input_ids"])
+    for cycle in range(3):
+        anchor, *drafts = vectors[f"cycle{cycle}_draft_tokens"][0].tolist()
+        assert ids[0, count] == anchor
+        proposal = steps.draft(ids, jnp.int32(count))
+        assert proposal.tokens[0].tolist() == drafts
+        rows = tree.from_parents(proposal.parents)
+        np.testing.assert_array_equal(rows.ancestry, vectors[f"cycle{cycle}_tree_mask"][0])
+        np.testing.assert_array_equal(rows.depth[0], vectors[f"cycle{cycle}_tree_position_ids"])
+        count += int(vectors["tree_accept_lengths"][cycle]) + 1
+
+
+@pytest.mark.parametrize("how", ["chain5", "chain6", "tree"])
+@pytest.mark.parametrize("case", CASES)
+def test_decoding(case, how):
+    vectors = golden(case)
+    options = {"tree": beam_tree(case)} if how == "tree" else {"num_draft_tokens": int(how[-1])}
+    prompt = tuple(vectors["input_ids"].tolist())
+    config = DecodeConfig(page_size=16, prefill_chunk=16)
+    engine = Engine(target(case), drafter(case, **options), config, max_length=len(prompt) + 60)
+    events = scheduler.decode(engine, [scheduler.Request(0, prompt, 60)])
+    (done,) = [event for event in events if isinstance(event, scheduler.Completion)]
+    # A cycle of the original gives its anchor and what was accepted; ours that, and the next one.
+    expected = vectors[f"{how}_cycle_ids"][len(prompt) :].tolist()
+    accepted = vectors[f"{how}_accept_lengths"].tolist()
+    assert list(done.output_ids[: len(expected)]) == expected
+    assert [n - 1 for n in done.acceptance_lengths[: len(accepted)]] == accepted
+    plain = vectors["greedy_output_ids"][len(prompt) :].tolist()
+    assert list(done.output_ids[: len(plain)]) == plain
+
+
+@functools.cache
+def training_case():
+    """Module, batch and heads of the training vectors, in this code's conventions.
+
+    The batch is a row longer: the last real row predicts a token that the vectors do not have, and
+    a token counts where the original masks the row two before it.
+    """
+    inputs = safetensors.numpy.load_file(GOLDEN / TRAINING / "inputs.safetensors")
+
+    def pad(name, dtype):
+        array = inputs[name].astype(dtype)
+        return jnp.asarray(np.pad(array, [(0, 0), (0, 1)] + [(0, 0)] * (array.ndim - 2)))
+
+    tokens = pad("input_ids", np.int32)
+    batch = TrainBatch(
+        tokens=tokens,
+        positions=jnp.arange(tokens.shape[1])[None],
+        segment_ids=jnp.ones_like(tokens),
+        loss_mask=unrolled.shift(pad("loss_mask", np.float32), -2),
+        features=pad("target_features", np.float32),
+        hidden=pad("target_logits", np.float32),
+    )
+    heads = types.SimpleNamespace(embed=target(TRAINING).embed, unembed=lambda logits: logits)
+    return drafter(TRAINING), batch, heads
+
+
+def test_training_steps():
+    """Hidden states and logits, and the loss, of each."""
+    vectors, (model, batch, heads) = golden(TRAINING), training_case()
+    rows = vectors["step_hidden"].shape[2]
+    options = LossConfig(name="kl")
+
+    @jax.jit
+    def run():
+        hidden = model.unroll(batch, heads)
+        scores = unrolled.score_steps(
+            hidden, batch, model.vocabulary(), model.draft_logits, heads.unembed, options
+        )
+        counted = unrolled.counted_steps(batch, model.training_steps) & scores.known
+        losses = jnp.sum(jnp.where(counted, scores.objective, 0), axis=(0, 1)) / rows
+        return jnp.stack(hidden), model.draft_logits(jnp.stack(hidden)), losses
+
+    hidden, logits, losses = run()
+    assert_close(hidden[:, :, :rows], vectors["step_hidden"])
+    np.testing.assert_allclose(logits[:, :, :rows], vectors["step_logits"], rtol=0, atol=LOGITS)
+    np.testing.assert_allclose(losses, vectors["step_losses"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_training_loss_and_gradients(remat):
+    vectors, (model, batch, heads) = golden(TRAINING), training_case()
+    rows = vectors["step_hidden"].shape[2]
+    graph, params, tables = nnx.split(model, nnx.Param, parameters.Table)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params):
+        merged = nnx.merge(graph, params, tables)
+        value, metrics = merged.loss(batch, heads, None, LossConfig(name="kl"), remat=remat)
+        # The original divides by all rows, this code by those that count in the first step.
+        return value * metrics["weight"] / rows
+
+    value, grads = loss(params)
+    np.testing.assert_allclose(value, vectors["total_loss"], rtol=1e-5)
+    found = {
+        model.checkpoint_name(".".join(map(str, path))): leaf.get_value().T
+        for path, leaf in nnx.to_flat_state(grads)
+    }
+    for name in [name for name in vectors if name.startswith("grad/")]:
+        assert_close(found[name.removeprefix("grad/")], vectors[name], 1e-4)

@@ -1,0 +1,216 @@
+"""Medusa heads: which row they look ahead from, what they learn from, and their checkpoints."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.helpers import make_architecture, make_sharding, make_target
+
+from dflash import errors
+from dflash.checkpoints import assembly, checkpoint
+from dflash.config import schema
+from dflash.config.loss_schema import LossConfig
+from dflash.drafters.medusa.drafter import Medusa, MedusaShape
+from dflash.drafters.parts.blocks import Anchors
+from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.layers.train_batch import TrainBatch
+from dflash.parallel import parameters
+
+BLOCK, LENGTH = 4, 12
+ARCH = make_architecture()
+
+
+@functools.cache
+def make_drafter(**options) -> Medusa:
+    """Heads that have learnt something, whatever it is."""
+    shape = Medusa.architecture_for(ARCH, schema.MedusaArchitecture(block_size=BLOCK))
+    model = Medusa(shape, dtype=jnp.float32, sharding=make_sharding(), **options)
+    parameters.initialize(model, jax.random.key(0))
+    noise = np.random.default_rng(1)
+    values = {
+        path: p.get_value() + jnp.asarray(noise.normal(0, 0.3, p.get_value().shape), jnp.float32)
+        for path, p in parameters.named_parameters(model)
+    }
+    parameters.assign(model, values)
+    return model
+
+
+def make_batch() -> TrainBatch:
+    """Two rows: one document of the whole length, and two of 5 and 6 with a hole in the mask."""
+    rng = np.random.default_rng(0)
+    segments = np.ones((2, LENGTH), np.int32)
+    segments[1, 5:] = 2
+    segments[1, 11:] = 0
+    mask = np.ones((2, LENGTH), np.int32)
+    mask[1, 8] = 0
+    return TrainBatch(
+        tokens=jnp.asarray(rng.integers(0, ARCH.vocab_size, (2, LENGTH)), jnp.int32),
+        positions=jnp.asarray([np.arange(LENGTH), [*range(5), *range(7)]], jnp.int32),
+        segment_ids=jnp.asarray(segments),
+        loss_mask=jnp.asarray(mask),
+        features=jnp.asarray(rng.normal(size=(2, LENGTH, ARCH.hidden_size)), jnp.float32),
+    )
+
+
+ANCHORS = Anchors(jnp.asarray([[0, 3, 10], [4, 5, 7]], jnp.int32), jnp.ones((2, 3), bool))
+
+
+def log_probs_by_hand(model, feature):
+    """Of the tokens that heads 1 … G name, [G, V], from one target feature [D]."""
+    values = {path: np.asarray(p.get_value()) for path, p in parameters.named_parameters(model)}
+    x = np.asarray(feature, np.float64)
+    x = x / np.sqrt(np.mean(x * x) + ARCH.rms_norm_eps) * values["norm.scale"]
+    found = []
+    for i in range(BLOCK - 1):
+        z = x @ values[f"heads.{i}.linear.kernel"]
+        hidden = jnp.asarray(x + z / (1 + np.exp(-z)), jnp.float32)
+        found.append(jax.nn.log_softmax(make_target().unembed(hidden[None, None])[0, 0]))
+    return np.asarray(jnp.stack(found))
+
+
+def test_drafts_come_from_the_row_before_the_anchor():
+    model, batch = make_drafter(), make_batch()
+    state = jnp.ones((2, ARCH.hidden_size))
+    count = jnp.asarray([3, 0])
+    state = model.observe(
+        state, jnp.zeros(2, int), batch.tokens, count, batch.features[:, :-1], None
+    )
+    np.testing.assert_array_equal(state[0], batch.features[0, 2])
+    np.testing.assert_array_equal(state[1], 1.0)  # nothing was committed
+    params = SamplingParams(
+        jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2), jnp.zeros(2, jnp.int32), jnp.ones(2)
+    )
+    sampler = SequenceSampler(params)
+    proposal, after = model.draft(state, batch.tokens[:, 3], count, sampler, make_target())
+    assert after is state
+    for row, tokens in zip(state, proposal.tokens.tolist(), strict=True):
+        assert tokens == log_probs_by_hand(model, row).argmax(-1).tolist()
+
+
+def test_fresh_heads_say_what_the_target_says_next():
+    shape = Medusa.architecture_for(ARCH, None)
+    model = Medusa(shape, dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(0))
+    ahead = model.look_ahead(make_batch().features)
+    assert ahead.shape == (2, LENGTH, shape.block_size, ARCH.hidden_size)
+    np.testing.assert_array_equal(ahead, jnp.broadcast_to(ahead[..., :1, :], ahead.shape))
+
+
+def run_loss(model, options, batch):
+    """Loss, metrics and gradients by path."""
+    target = make_target()
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def call(weights):
+        copy = Medusa(model.shape, dtype=model.dtype, sharding=model.sharding)
+        parameters.assign(copy, weights)
+        return copy.loss(batch, target, None, options, anchors=ANCHORS)
+
+    values = {path: p.get_value() for path, p in parameters.named_parameters(model)}
+    (loss, metrics), grads = jax.jit(call)(values)
+    return loss, metrics, grads
+
+
+def test_loss_by_loops():
+    """Anchors 0 and 5 begin a document, so nothing comes before them."""
+    model, batch, gamma = make_drafter(), make_batch(), 4.5
+    loss, metrics, grads = run_loss(model, LossConfig(gamma=gamma), batch)
+    total = weights = correct = counted = 0.0
+    lengths = []
+    for b, a in [(0, 3), (0, 10), (1, 4), (1, 7)]:
+        log_probs = log_probs_by_hand(model, batch.features[b, a - 1])
+        run, broken = 1, False
+        for k in range(1, BLOCK):
+            at = a + k
+            inside = at < LENGTH and batch.segment_ids[b, at] == batch.segment_ids[b, a]
+            if not (inside and batch.loss_mask[b, at]):
+                broken = True
+                continue
+            label = int(batch.tokens[b, at])
+            weight = np.exp(-(k - 1) / gamma)
+            total, weights = total - weight * log_probs[k - 1, label], weights + weight
+            right = log_probs[k - 1].argmax() == label
+            correct, counted, broken = correct + right, counted + 1, broken or not right
+            run += not broken
+        lengths.append(run)
+    np.testing.assert_allclose(loss, total / weights, rtol=1e-4)
+    np.testing.assert_allclose(metrics["weight"], weights, rtol=1e-5)
+    np.testing.assert_allclose(metrics["token_accuracy"], correct / counted, rtol=1e-5)
+    assert float(metrics["acceptance_length"]) == np.mean(lengths)
+    assert int(metrics["blocks"]) == 4
+    assert all(float(jnp.abs(grad).max()) > 0 for grad in grads.values())
+
+
+def test_descending_the_gradient_helps():
+    model, batch, target = make_drafter(), make_batch(), make_target()
+    values = {path: p.get_value() for path, p in parameters.named_parameters(model)}
+
+    @jax.jit
+    def step(values):
+        @functools.partial(jax.value_and_grad, has_aux=True)
+        def call(values):
+            copy = Medusa(model.shape, dtype=model.dtype, sharding=model.sharding)
+            parameters.assign(copy, values)
+            return copy.loss(batch, target, None, LossConfig(), anchors=ANCHORS, remat=True)
+
+        (_, metrics), grads = call(values)
+        return jax.tree.map(lambda v, g: v - 0.3 * g, values, grads), metrics
+
+    history = []
+    for _ in range(40):
+        values, metrics = step(values)
+        history.append(metrics)
+    assert float(history[-1]["loss"]) < 0.3 * float(history[0]["loss"])
+    lengths = [float(one["acceptance_length"]) for one in history]
+    assert lengths[-1] > lengths[0]
+
+
+def test_anchors_come_from_the_key():
+    model, batch, options = make_drafter(), make_batch(), LossConfig(num_anchors=3)
+    target = make_target()
+    call = jax.jit(lambda key: model.loss(batch, target, key, options)[0])
+    first, again, other = (float(call(jax.random.key(seed))) for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_checkpoints_come_back(tmp_path):
+    model = make_drafter()
+    path = tmp_path / "heads"
+    checkpoint.save_hf(model, path, Medusa.config_to_hf(model.shape))
+    config = schema.MedusaConfig(checkpoint=str(path), block_size=3)
+    source = assembly.find_drafter(config)
+    found = assembly.build_drafter(config, source, ARCH, dtype="float32", sharding=make_sharding())
+    assembly.load_weights(found, source)
+    assert found.shape == model.shape
+    assert found.num_draft_tokens == 2
+    for (path, mine), (_, other) in zip(
+        parameters.named_parameters(model), parameters.named_parameters(found), strict=True
+    ):
+        np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=path)
+
+
+def create(hf=None, **options) -> Medusa:
+    config = schema.MedusaConfig(**options)
+    return Medusa.create(config, hf, ARCH, dtype=jnp.float32, sharding=make_sharding())
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"block_size": 9}, errors.ConfigError, "drafter.block_size: 9 is larger than"),
+        ({"block_size": 2, "tree": schema.MarginalTree(budget=49)}, errors.ConfigError,
+         "drafter.tree.budget: 49 is larger than the block's capacity, 48"),
+        ({"hf": {"hidden_size": 32}}, errors.CheckpointError,
+         "missing block_size, vocab_size, num_target_layers, rms_norm_eps"),
+        ({"hf": dataclasses.asdict(MedusaShape(5, 32, 50, 9, 1e-6))}, errors.CheckpointError,
+         r"another target: number of target layers 9 \(target: 3\), vocabulary 50 \(target: 48\)"),
+    ],
+    ids=["block", "tree", "fields", "target"],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(options, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        create(**options)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,315 @@
+"""DFlash2 and DSpark: golden vectors of a block, and what training makes of the same block."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.helpers import GOLDEN, TableHeads, golden, load, make_sharding, zeros
+
+from dflash import errors
+from dflash.checkpoints import checkpoint, files
+from dflash.config import schema
+from dflash.config.loss_schema import LossConfig
+from dflash.drafters.dflash2.drafter import DFlash2, convolve
+from dflash.drafters.dspark.drafter import DSpark
+from dflash.drafters.parts.blocks import Anchors
+from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.layers.train_batch import TrainBatch
+from dflash.parallel import parameters
+
+KINDS = ("vanilla", "gated", "rnn")
+DIRECTORIES = {"dflash2": "dflash2_v32/draft"} | {
+    kind: f"dspark_v32/draft_{kind}" for kind in KINDS
+}
+CASES = tuple(DIRECTORIES)
+CONTEXT, BLOCK = 13, 8
+TOLERANCE = {"rtol": 0, "atol": 1e-4}
+GREEDY = SequenceSampler(
+    SamplingParams(
+        jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
+    )
+)
+
+
+def kind_of(case: str):
+    return DFlash2 if case == "dflash2" else DSpark
+
+
+def folder(case: str) -> str:
+    return DIRECTORIES[case].partition("/")[0]
+
+
+@functools.cache
+def model(case: str, **options):
+    return load(kind_of(case), GOLDEN / DIRECTORIES[case], **options)
+
+
+@functools.cache
+def heads(case: str) -> TableHeads:
+    """The target's; checkpoints of DSpark hold a copy of them."""
+    if case == "dflash2":
+        tensors = load_file(GOLDEN / folder(case) / "target_heads.safetensors")
+    else:
+        tensors = load_file(GOLDEN / DIRECTORIES[case] / "model.safetensors")
+    return TableHeads(tensors["embed_tokens.weight"], tensors["lm_head.weight"])
+
+
+@functools.cache
+def inputs(case: str):
+    """Features [1, C, ·] of the context, and the anchor int32 [1]."""
+    tensors = load_file(GOLDEN / folder(case) / "inputs.safetensors")
+    return jnp.asarray(tensors["context_features"])[None], jnp.asarray(
+        tensors["anchor_token"], jnp.int32
+    )
+
+
+@functools.cache
+def drafted(case: str, block_size: int | None = None) -> dict[str, np.ndarray]:
+    """What the drafter makes of the golden context: painted rows, base logits, tokens."""
+    options = {} if block_size is None else {"block_size": block_size}
+    drafter, (features, anchor) = model(case, **options), inputs(case)
+    lent = heads(case)
+
+    @jax.jit
+    def run():
+        state = zeros(drafter.init_state(1, 32))
+        count = jnp.asarray([CONTEXT])
+        tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
+        state = drafter.observe(state, jnp.zeros(1, jnp.int32), tokens, count, features, None)
+        hidden, _ = drafter.paint(state, anchor, count, lent)
+        proposal, after = drafter.draft(state, anchor, count, GREEDY, lent)
+        assert after is state
+        return {"hidden": hidden, "base": lent.unembed(hidden), "tokens": proposal.tokens}
+
+    return jax.tree.map(lambda x: np.asarray(x[0]), run())
+
+
+def vectors(case: str) -> dict[str, np.ndarray]:
+    found = golden(folder(case))
+    if case == "dflash2":
+        return found
+    return {name[len(case) + 1 :]: x for name, x in found.items() if name.startswith(f"{case}/")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_block(case):
+    found, wanted = drafted(case), vectors(case)
+    np.testing.assert_allclose(found["hidden"], wanted["block_hidden"], **TOLERANCE)
+    np.testing.assert_allclose(found["base"], wanted["base_logits"], **TOLERANCE)
+    np.testing.assert_array_equal(found["tokens"], wanted["draft_tokens"])
+    rows = slice(kind_of(case).first_row, None)
+    np.testing.assert_array_equal(found["base"][rows].argmax(-1), wanted["base_argmax"])
+    assert (wanted["draft_tokens"] != wanted["base_argmax"]).any(), "nothing was corrected"
+
+
+def condition_along(case: str):
+    """Slot by slot: hidden state, base logits and vectors [1, r], after the drafted tokens."""
+    drafter, found, (_, anchor) = model(case), drafted(case), inputs(case)
+    rows = slice(drafter.first_row, None)
+    memory, previous = drafter.fresh_memory(1), anchor
+    slots = zip(found["hidden"][rows], found["base"][rows], found["tokens"], strict=True)
+    for hidden, base, token in slots:
+        hidden, base = jnp.asarray(hidden)[None], jnp.asarray(base)[None]
+        made, memory = drafter.condition(previous, hidden, memory)
+        yield hidden, base, previous, made
+        previous = jnp.asarray([token], jnp.int32)
+
+
+def test_golden_candidates():
+    drafter, wanted = model("dflash2"), golden("dflash2_v32")
+    for k, (_, base, _, made) in enumerate(condition_along("dflash2")):
+        candidates, scores = drafter.rank(base, made)
+        np.testing.assert_array_equal(candidates[0], wanted["candidate_ids"][k])
+        np.testing.assert_allclose(scores[0], wanted["candidate_scores"][k], **TOLERANCE)
+        logits = np.asarray(drafter.slot_logits(base, made))[0]
+        assert set(np.flatnonzero(np.isfinite(logits))) == set(np.asarray(candidates[0]).tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_golden_corrections_and_confidence(kind):
+    drafter, wanted = model(kind), vectors(kind)
+    for k, (hidden, base, previous, made) in enumerate(condition_along(kind)):
+        logits = drafter.slot_logits(base, made)[0]
+        np.testing.assert_allclose(logits, wanted["corrected_logits"][k], **TOLERANCE)
+        odds = drafter.confidence(hidden, previous)[0]
+        np.testing.assert_allclose(odds, wanted["confidence_logits"][k], **TOLERANCE)
+
+
+def test_a_smaller_block_is_painted_for_itself():
+    """Rows of a block see one another, so fewer rows are another block."""
+    for case, rows in (("dflash2", 4), ("rnn", 3)):
+        found = drafted(case, 4)
+        assert found["hidden"].shape[0] == rows
+        assert found["tokens"].shape == (3,)
+
+
+@pytest.mark.parametrize("case", ["dflash2", "rnn"])
+def test_fewer_drafts_are_the_first_ones_of_all(case):
+    """The block is painted whole, as it was trained."""
+    drafter, (features, anchor) = model(case), inputs(case)
+    lent, position = heads(case), jnp.asarray([CONTEXT])
+
+    @jax.jit
+    def fewer():
+        state = zeros(drafter.init_state(1, 32))
+        tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
+        start = jnp.zeros(1, jnp.int32)
+        state = drafter.observe(state, start, tokens, position, features, None)
+        return drafter.draft_fewer(3, state, anchor, position, GREEDY, lent)[0].tokens
+
+    np.testing.assert_array_equal(fewer()[0], drafted(case)["tokens"][:3])
+
+
+def make_batch(case: str) -> tuple[TrainBatch, Anchors]:
+    """The golden context, the anchor, and what the drafter drafts after it as the truth."""
+    features, anchor = inputs(case)
+    tail = np.array([*np.asarray(anchor), *drafted(case)["tokens"]], np.int32)
+    length = CONTEXT + len(tail)
+    tokens = np.zeros((1, length), np.int32)
+    tokens[0, CONTEXT:] = tail
+    padded = np.zeros((1, length, features.shape[-1]), np.float32)
+    padded[0, :CONTEXT] = features[0]
+    ones = jnp.ones((1, length), jnp.int32)
+    batch = TrainBatch(
+        jnp.asarray(tokens), jnp.arange(length)[None], ones, ones, jnp.asarray(padded)
+    )
+    return batch, Anchors(jnp.full((1, 1), CONTEXT, jnp.int32), jnp.ones((1, 1), bool))
+
+
+@pytest.mark.parametrize("case", ["dflash2", "rnn"])
+def test_training_sees_what_decoding_drafts(case):
+    """Taught by its own drafts, a drafter is right in every slot; every weight has a gradient."""
+    drafter = model(case)
+    batch, anchors = make_batch(case)
+    lent = heads(case)
+    values = {path: p.get_value() for path, p in parameters.named_parameters(drafter)}
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def call(values):
+        copy = kind_of(case)(drafter.shape, dtype=jnp.float32, sharding=drafter.sharding)
+        parameters.assign(copy, values)
+        options = LossConfig(gamma=0.0)
+        loss, metrics = copy.loss(batch, lent, None, options, anchors=anchors)
+        lesson = copy.teach(batch, lent, None, options, anchors=anchors)
+        return loss, (metrics, lesson)
+
+    (loss, (metrics, lesson)), grads = jax.jit(call)(values)
+    np.testing.assert_allclose(
+        lesson.hidden[0, 0], drafted(case)["hidden"][drafter.first_row :], **TOLERANCE
+    )
+    base = np.asarray(heads(case).unembed(lesson.hidden))[0, 0]
+    logits = base + np.stack(
+        [np.asarray(drafter.bias(made))[0] for *_, made in condition_along(case)]
+    )
+    labels = drafted(case)["tokens"]
+
+    def cross_entropy(logits):
+        log_probs = np.asarray(jax.nn.log_softmax(logits))
+        return -log_probs[np.arange(len(labels)), labels].mean()
+
+    wanted = cross_entropy(logits)
+    if case == "dflash2":
+        wanted += cross_entropy(base)
+        right = logits.argmax(-1) == labels  # the best candidate may not be the best of all
+    else:
+        odds = vectors(case)["confidence_logits"]
+        right = np.ones(len(labels), bool)
+        wanted += np.mean(np.log1p(np.exp(-odds)))
+    np.testing.assert_allclose(loss, wanted, rtol=1e-4)
+    np.testing.assert_allclose(metrics["token_accuracy"], right.mean(), rtol=1e-6)
+    run = [*right.tolist(), False].index(False)
+    assert int(metrics["acceptance_length"]) == 1 + run
+    for path, grad in grads.items():
+        assert bool(jnp.isfinite(grad).all()), path
+        assert float(jnp.abs(grad).max()) > 0, path
+
+
+def test_convolution_by_loops():
+    rng = np.random.default_rng(0)
+    rows, taps, groups, width = 4, 3, 2, 5
+    x = rng.normal(size=(2, 3 * rows, groups * width)).astype(np.float32)
+    kernels = rng.normal(size=(2, 3 * rows, taps, groups, width)).astype(np.float32)
+    wanted = np.zeros_like(x)
+    for b, r in np.ndindex(2, 3 * rows):
+        for tap in range(min(taps, r % rows + 1)):
+            wanted[b, r] += kernels[b, r, tap].reshape(-1) * x[b, r - tap]
+    np.testing.assert_allclose(convolve(jnp.asarray(x), jnp.asarray(kernels), rows), wanted, 1e-5)
+
+
+def test_fresh_convolutions_change_nothing():
+    fresh = DFlash2(model("dflash2").shape, dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(fresh, jax.random.key(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, BLOCK, 32)), jnp.float32)
+    for kernels in fresh.layers[0].attention_conv.kernels(x):
+        np.testing.assert_array_equal(convolve(x, kernels, BLOCK), x)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_checkpoints_come_back(case, tmp_path):
+    drafter = model(case)
+    shape = drafter.shape
+    if shape.num_target_layers is None:
+        shape = dataclasses.replace(shape, num_target_layers=6)
+    checkpoint.save_hf(drafter, tmp_path / "d", kind_of(case).config_to_hf(shape))
+    again = load(kind_of(case), tmp_path / "d")
+    assert again.shape == shape
+    for (path, mine), (_, other) in zip(
+        parameters.named_parameters(drafter), parameters.named_parameters(again), strict=True
+    ):
+        np.testing.assert_array_equal(mine.get_value(), other.get_value(), err_msg=path)
+
+
+def test_the_config_of_speculators():
+    shape = model("dflash2").shape
+    assert shape.target_layer_ids == (0, 1)  # what enters layers 1 and 2
+    assert shape.num_target_layers is None
+    assert (shape.conv_kernel_size, shape.conv_group_size) == (2, 8)
+    assert (shape.selector_rank, shape.selector_top_k) == (12, 6)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("dflash2", {"selector_rank": None}, "missing selector_rank"),
+        ("dflash2", {"aux_hidden_state_layer_ids": [0, 2]}, "expected layers from 1 on"),
+        ("dflash2", {"sample_from_anchor": True}, "sample_from_anchor"),
+        ("dflash2", {"draft_vocab_size": 16}, "draft_vocab_size 16 is not the target's"),
+        ("rnn", {"markov_rank": None}, "missing markov_rank"),
+        ("rnn", {"markov_head_type": "lstm"}, "'lstm' is not known, only vanilla, gated, rnn"),
+    ],
+)
+def test_what_a_config_may_not_say(case, changes, message):
+    config = files.read_json(GOLDEN / DIRECTORIES[case] / "config.json") | changes
+    kind = kind_of(case)
+    with pytest.raises(errors.CheckpointError, match=message):
+        kind(kind.architecture_from_hf(config), dtype=jnp.float32, sharding=make_sharding())
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("dflash2", {"conv_group_size": 5}, "conv_group_size 5 does not divide the hidden size"),
+        ("dflash2", {"selector_top_k": 33}, "selector_top_k 33 exceeds the vocabulary of 32"),
+        ("rnn", {"block_size": 10}, "drafter.block_size: 10 is larger than 9"),
+    ],
+)
+def test_what_options_may_not_say(case, changes, message):
+    shape, options = model(case).shape, {}
+    if "block_size" in changes:
+        options = changes
+    else:
+        shape = dataclasses.replace(shape, **changes)
+    with pytest.raises(errors.ConfigError, match=message):
+        kind_of(case)(shape, dtype=jnp.float32, sharding=make_sharding(), **options)
+
+
+def test_architectures_have_the_defaults_of_the_schema():
+    target = schema.TargetArchitecture(64, 32, 64, 6, 4, 2, 16, 128)
+    two, spark = DFlash2.architecture_for(target, None), DSpark.architecture_for(target, None)
+    assert (two.conv_kernel_size, two.conv_group_size) == (2, 16)
+    assert (two.selector_rank, two.selector_top_k) == (256, 16)
+    assert (spark.markov_rank, spark.markov_head_type) == (256, "vanilla")

@@ -1,0 +1,56 @@
+"""Tests of the chip table against the figures that are quoted from it."""
+
+import pytest
+
+from dflash import errors
+from dflash.parallel import chips
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("v4", 225), ("v5p", 166), ("v5e", 240), ("v6e", 560), ("h100", 295), ("h200", 206)],
+)
+def test_the_ridge_is_where_it_is_said_to_be(name, rows):
+    assert chips.find(name).ridge_rows == pytest.approx(rows, rel=0.01)
+
+
+def test_streaming_4b_weights_on_a_v5p():
+    """Target and drafter in bfloat16 and the embedding once more: the published 3.6 ms floor."""
+    weights = (4.02e9 + 0.54e9 + 151936 * 2560) * 2
+    assert chips.find("v5p").stream_ms(weights) == pytest.approx(3.6, abs=0.05)
+
+
+def test_computing_8192_cubed_on_a_v5p():
+    assert chips.find("v5p").compute_ms(2 * 8192**3) == pytest.approx(2.396, abs=0.001)
+    assert chips.find("v5p").ideal_ms(2 * 8192**3, 3 * 2 * 8192**2) == pytest.approx(
+        2.396, abs=1e-3
+    )
+
+
+def test_a_device_has_its_share_of_the_chip():
+    chip = chips.find("tpu7x")
+    assert chip.stream_ms(7380e6 / 2) == pytest.approx(1)
+    assert chip.compute_ms(2307e9 / 2) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+    ],
+)
+def test_devices_are_recognised(kind, name):
+    assert chips.of_device_kind(kind).name == name
+
+
+def test_unknown_devices_have_no_chip():
+    assert chips.of_device_kind("cpu") is None
+
+
+def test_an_unknown_chip_is_named_with_the_nearest():
+    with pytest.raises(errors.ConfigError, match=r"unknown chip 'v5q'; did you mean 'v5[pe]'"):
+        chips.find("v5q")

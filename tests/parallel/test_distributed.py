@@ -1,0 +1,69 @@
+import pytest
+
+from dflash import errors
+from dflash.parallel import distributed
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Records the calls to jax instead of making them."""
+    calls = []
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda *args: calls.append(args))
+    return calls
+
+
+def test_nothing_given_does_nothing(joined):
+    distributed.initialize(None, None, None)
+    assert joined == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("10.0.0.1:8476", 2, 0), ("10.0.0.1:8476", 2, 0)),
+        (("[::1]:8476", 1, 0), ("[::1]:8476", 1, 0)),
+        (("auto", None, None), (None, None, None)),
+        (("auto", 4, 3), (None, 4, 3)),
+    ],
+)
+def test_joins_as_asked(joined, given, expected):
+    distributed.initialize(*given)
+    assert joined == [expected]
+
+
+FLAGS = "--coordinator_address, --num_processes, --process_id"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("host:1", None, None), f"--num_processes, --process_id: required, for {FLAGS} go "
+         "together (or --coordinator_address=auto alone)"),
+        ((None, 2, 0), f"--coordinator_address: required, for {FLAGS} go together "
+         "(or --coordinator_address=auto alone)"),
+        (("host", 2, 0), "--coordinator_address: expected host:port or auto, got 'host'"),
+        (("host:x", 2, 0), "--coordinator_address: expected host:port or auto, got 'host:x'"),
+        (("host:70000", 2, 0), "--coordinator_address: expected host:port or auto, "
+         "got 'host:70000'"),
+        (("host:1", 0, 0), "--num_processes: expected 1 or more, got 0"),
+        (("host:1", 2, 2), "--process_id: expected 0 to 1 with --num_processes=2, got 2"),
+        (("host:1", 2, -1), "--process_id: expected 0 to 1 with --num_processes=2, got -1"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(joined, given, message):
+    with pytest.raises(errors.ConfigError) as caught:
+        distributed.initialize(*given)
+    assert caught.value.problems == (message,)
+    assert joined == []
+
+
+def test_a_failure_to_join_names_the_address(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("DEADLINE_EXCEEDED:\n  barrier timed out")
+
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", refuse)
+    with pytest.raises(errors.UserError) as caught:
+        distributed.initialize("host:1", 2, 0)
+    assert str(caught.value) == (
+        "--coordinator_address=host:1: cannot join: DEADLINE_EXCEEDED: barrier timed out"
+    )

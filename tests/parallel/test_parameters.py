@@ -1,0 +1,99 @@
+"""Tests of declaring and filling parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.helpers import make_sharding
+
+from dflash.parallel import parameters
+
+EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
+FILLS = {
+    "initialize": lambda module: parameters.initialize(module, jax.random.key(3)),
+    "scramble": lambda module: parameters.scramble(module, 3),
+}
+
+
+class Pair(nnx.Module):
+    """Two matrices, one of them in a list, and a scale."""
+
+    def __init__(self, sharding, dtype=jnp.float32, width=64):
+        build = {"sharding": sharding, "dtype": dtype}
+        self.table = parameters.declare((128, width), ("vocab", "embed"), stddev=0.5, **build)
+        more = parameters.declare((width, 128), ("embed", "mlp"), stddev=2.0, **build)
+        self.more = nnx.List([more])
+        self.scale = parameters.declare((width,), (None,), stddev=None, **build)
+
+
+def values(module):
+    return {path: param.get_value() for path, param in parameters.named_parameters(module)}
+
+
+def test_a_module_is_born_abstract():
+    module = Pair(make_sharding(**EIGHT), jnp.bfloat16)
+    declared = values(module)
+    assert list(declared) == ["more.0", "scale", "table"]
+    assert all(isinstance(value, jax.ShapeDtypeStruct) for value in declared.values())
+    assert declared["table"].shape == (128, 64)
+    assert declared["table"].dtype == jnp.bfloat16
+    assert declared["table"].sharding.spec == jax.sharding.PartitionSpec("tensor", "fsdp")
+    assert parameters.count(module) == 2 * 128 * 64 + 64
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_fills_are_as_declared(fill, dtype):
+    module = Pair(make_sharding(), dtype)
+    FILLS[fill](module)
+    filled = values(module)
+    assert {value.dtype for value in filled.values()} == {jnp.dtype(dtype)}
+    np.testing.assert_array_equal(filled["scale"], np.ones(64))
+    for path, stddev in (("table", 0.5), ("more.0", 2.0)):
+        weights = np.asarray(filled[path], np.float64)
+        assert weights.mean() == pytest.approx(0, abs=0.05 * stddev)
+        assert weights.std() == pytest.approx(stddev, rel=0.05)
+        # Neighbours have nothing to do with each other, along either axis, nor do the matrices.
+        for left, right in ((weights[1:], weights[:-1]), (weights[:, 1:], weights[:, :-1])):
+            assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 0.05
+    tables = [np.asarray(filled[path], np.float64).ravel() for path in ("table", "more.0")]
+    assert abs(np.corrcoef(*tables)[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_eight_devices_hold_the_same_as_one(fill):
+    one, eight = Pair(make_sharding()), Pair(make_sharding(**EIGHT))
+    for module in (one, eight):
+        FILLS[fill](module)
+    assert values(eight)["table"].addressable_shards[0].data.shape == (64, 32)
+    assert values(eight)["table"].sharding.spec == jax.sharding.PartitionSpec("tensor", "fsdp")
+    for path, value in values(eight).items():
+        assert len(value.sharding.device_set) == 8
+        np.testing.assert_array_equal(value, values(one)[path])
+
+
+def test_seeds_differ():
+    modules = [Pair(make_sharding()) for _ in range(3)]
+    parameters.initialize(modules[0], jax.random.key(3))
+    parameters.initialize(modules[1], jax.random.key(4))
+    parameters.initialize(modules[2], jax.random.key(3))
+    tables = [np.asarray(values(module)["table"]) for module in modules]
+    assert not np.any(tables[0] == tables[1])
+    np.testing.assert_array_equal(tables[0], tables[2])
+    scrambled = [Pair(make_sharding()) for _ in range(2)]
+    for seed, module in enumerate(scrambled):
+        parameters.scramble(module, seed)
+    assert np.mean(values(scrambled[0])["table"] == values(scrambled[1])["table"]) < 0.01
+
+
+def test_assign_puts_arrays_where_their_paths_say():
+    module = Pair(make_sharding(), width=2)
+    arrays = {
+        path: jnp.full(value.shape, i, jnp.float32)
+        for i, (path, value) in enumerate(values(module).items())
+    }
+    parameters.assign(module, arrays)
+    assert module.more[0][0, 0] == 0
+    assert module.scale[0] == 1
+    assert module.table[0, 0] == 2

@@ -1,0 +1,213 @@
+"""Tests of the records and the summary of a decode run."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dflash
+from dflash.runs import outputs
+
+
+def make_record(index=0, **changes):
+    values = {
+        "index": index,
+        "prompt": f"prompt {index}",
+        "prompt_ids": (1, 2, index),
+        "output_ids": (5, 6, 7, 8, 9),
+        "text": "five",
+        "finish_reason": "length",
+        "acceptance_lengths": (3, 1),
+        "prefill_ms": 20.0,
+        "decode_ms": 40.0,
+        "decode_clock_s": 0.04,
+        "block_sizes": (4, 4),
+    }
+    return outputs.Record(**{**values, **changes})
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+ids = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
+time = st.floats(0, 1e9)
+records = st.builds(
+    outputs.Record,
+    index=st.integers(0, 9),
+    prompt=st.none()
+    | text
+    | st.tuples(st.fixed_dictionaries({"role": st.just("user"), "content": text})),
+    prompt_ids=ids,
+    output_ids=ids,
+    text=text,
+    finish_reason=st.sampled_from(["stop", "length"]),
+    acceptance_lengths=st.lists(st.integers(1, 16), max_size=5).map(tuple),
+    prefill_ms=time,
+    decode_ms=time,
+    decode_clock_s=time,
+    block_sizes=st.lists(st.integers(1, 16), max_size=5).map(tuple),
+)
+
+
+def test_line_has_the_documented_fields():
+    line = outputs.encode(make_record(3, text="héllo\nworld"))
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert "héllo".encode() in line  # readable as it stands, not escaped
+    assert json.loads(line) == {
+        "index": 3,
+        "prompt": "prompt 3",
+        "prompt_ids": [1, 2, 3],
+        "output_ids": [5, 6, 7, 8, 9],
+        "text": "héllo\nworld",
+        "finish_reason": "length",
+        "acceptance_lengths": [3, 1],
+        "tau": 2.0,
+        "prefill_ms": 20.0,
+        "decode_ms": 40.0,
+        "decode_clock_s": 0.04,
+        "block_sizes": [4, 4],
+    }
+
+
+@given(records)
+def test_line_round_trip(record):
+    line = outputs.encode(record)
+    line.decode("utf-8")
+    assert line.index(b"\n") == len(line) - 1
+    assert outputs.decode(line) == record
+
+
+def test_half_a_surrogate_pair():
+    line = outputs.encode(make_record(text="a\udc80b"))
+    assert json.loads(line.decode("utf-8"))["text"] == "a\udc80b"
+
+
+@given(records, st.data())
+def test_no_beginning_of_a_line_reads_as_a_record(record, data):
+    line = outputs.encode(record)
+    end = data.draw(st.integers(0, len(line) - 2))  # without the line end and the last brace
+    with pytest.raises(ValueError):  # noqa: PT011, JSON's and UTF-8's complaints both are
+        outputs.decode(line[:end])
+
+
+def test_a_line_from_before_block_sizes():
+    record = make_record(block_sizes=())
+    fields = json.loads(outputs.encode(record))
+    del fields["block_sizes"]
+    assert outputs.decode(json.dumps(fields).encode()) == record
+
+
+def test_numpy_numbers_are_welcome():
+    record = make_record(output_ids=tuple(np.arange(3)), decode_ms=np.float32(0.5))
+    fields = json.loads(outputs.encode(record))
+    assert fields["output_ids"] == [0, 1, 2]
+    assert fields["decode_ms"] == 0.5
+
+
+def test_not_a_number_is_a_defect():
+    with pytest.raises(ValueError, match="JSON compliant"):
+        outputs.encode(make_record(decode_ms=float("nan")))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fields: [], "not an object"),
+        (lambda fields: {"index": 1, "prompt": None}, "no prompt_ids, output_ids, text"),
+        (lambda fields: fields | {"output_ids": 3}, "output_ids is not a list"),
+    ],
+)
+def test_other_json_is_no_record(change, message):
+    fields = json.loads(outputs.encode(make_record()))
+    with pytest.raises(ValueError, match=message):
+        outputs.decode(json.dumps(change(fields)).encode())
+
+
+def test_rates_of_one_record():
+    record = make_record()
+    assert record.tau == 2.0
+    assert record.tpot_ms == 10.0  # 40 ms for the four tokens after the first
+    single = make_record(output_ids=(5,), acceptance_lengths=())
+    assert single.tau is None
+    assert single.tpot_ms is None
+
+
+def test_summary():
+    summary = outputs.summarize(
+        [
+            make_record(0, acceptance_lengths=(4,), decode_ms=40.0, decode_clock_s=0.05),
+            # Beside the first one in a batch: its time runs at the same time.
+            make_record(1, acceptance_lengths=(1, 1, 2), prefill_ms=30.0, decode_clock_s=0.08),
+            make_record(2, output_ids=(5,), acceptance_lengths=(), prefill_ms=90.0, decode_ms=0.0),
+        ],
+        block_size=4,
+    )
+    assert summary == outputs.Summary(
+        tau=2.0,  # over cycles; the mean of the prompts' own would be 2.67
+        tokens_per_second=8 / 0.08,  # not 8 / (0.05 + 0.08), nor 11 tokens
+        ttft_ms=30.0,
+        tpot_ms=10.0,
+        acceptance_histogram={"1": 2, "2": 1, "3": 0, "4": 1},
+        cycles=4,
+        prompts=3,
+        output_tokens=11,
+        decode_seconds=0.08,
+        block_size_histogram={"4": 6},
+    )
+
+
+def test_block_sizes_are_counted_in_their_order():
+    found = [make_record(0, block_sizes=(16, 1, 16)), make_record(1, block_sizes=(8,))]
+    summary = outputs.summarize(found, block_size=16)
+    assert list(summary.block_size_histogram.items()) == [("1", 1), ("8", 1), ("16", 2)]
+
+
+def test_summary_of_nothing():
+    summary = outputs.summarize([], block_size=2)
+    assert summary.acceptance_histogram == {"1": 0, "2": 0}
+    assert summary.tokens_per_second is summary.tau is summary.ttft_ms is summary.tpot_ms is None
+    json.dumps(dataclasses.asdict(summary), allow_nan=False)
+
+
+@given(st.lists(records, max_size=5), st.randoms())
+def test_summary_ignores_order_and_accounts_for_every_cycle(found, random):
+    summary = outputs.summarize(found, block_size=16)
+    histogram = summary.acceptance_histogram
+    assert list(histogram) == [str(n) for n in range(1, 17)]
+    assert sum(histogram.values()) == summary.cycles
+    committed = sum(int(n) * count for n, count in histogram.items())
+    assert committed == pytest.approx((summary.tau or 0) * summary.cycles)
+    random.shuffle(found)
+    assert outputs.summarize(found, block_size=16) == summary
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_impossible_acceptance_length(length):
+    with pytest.raises(ValueError, match=r"are not in 1 … 4"):
+        outputs.summarize([make_record(acceptance_lengths=(2, length))], block_size=4)
+
+
+def test_comparison():
+    records = {0: make_record(0), 1: make_record(1, decode_clock_s=0.08)}
+    plain = {
+        0: make_record(0, acceptance_lengths=(1,) * 4, decode_clock_s=0.1),
+        1: make_record(
+            1, output_ids=(5, 6, 7, 8, 1), acceptance_lengths=(1,) * 4, decode_clock_s=0.2
+        ),
+    }
+    found = outputs.compare(records, plain, block_size=4)
+    assert (found.identical, found.prompts) == (1, 2)
+    assert found.tokens_per_second == pytest.approx(8 / 0.2)
+    assert found.speed_up == pytest.approx(0.2 / 0.08)
+    with pytest.raises(ValueError, match="different prompts"):
+        outputs.compare(records, {0: plain[0]}, block_size=4)
+
+
+def test_versions():
+    versions = outputs.versions()
+    assert versions["dflash"] == dflash.__version__
+    assert versions["jax"] == jax.__version__
+    assert list(versions) == ["dflash", "python", "jax", "jaxlib", "flax"]

@@ -1,0 +1,220 @@
+"""The course of a sweep, with a runner that computes something small."""
+
+import csv
+import json
+import multiprocessing
+
+import pytest
+
+from dflash import errors
+from dflash.runs import heat_map, sweeps
+from dflash.runs.display import Display
+from dflash.config import sweep as sweep_lib
+
+CONFIG = """
+base: [random_tiny_dflash.yml]
+sweep: {product: {decode.seed: [1, 2, 3], decode.top_k: [10, 20]}}
+"""
+
+
+class Sums(sweeps.Runner):
+    """Adds a point's values up; leaves a file in its directory; fails where it is told to."""
+
+    metrics = ("sum", "half")
+    shown = ("sum",)
+
+    def __init__(self, display, unusable=(), failing=()):
+        super().__init__(display)
+        self.order = []
+        self.unusable, self.failing = unusable, failing
+
+    def check(self, config):
+        if config.decode.seed in self.unusable:
+            raise errors.InputError(f"seed {config.decode.seed} will not do")
+
+    def affinity(self, config):
+        return str(config.decode.top_k)
+
+    def run(self, config, directory):
+        seed, top_k = config.decode.seed, config.decode.top_k
+        if seed in self.failing:
+            raise RuntimeError(f"out of memory for {seed}\nmore of it")
+        self.order.append((seed, top_k))
+        directory.mkdir(parents=True)
+        half = None if seed == 1 else (seed + top_k) / 2
+        return {"sum": seed + top_k, "half": half, "unheard of": 1}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_with(*overrides):
+        (tmp_path / "s.yml").write_text(CONFIG)
+        return sweep_lib.load(tmp_path / "s.yml", overrides)
+
+    return load_with
+
+
+def run(sweep, directory, index=None, **options):
+    runner = Sums(Display.silent(), **options)
+    outcome = sweeps.run(sweep, runner, directory, Display.silent(), index=index)
+    return runner.order, outcome
+
+
+def table(directory):
+    return {row["name"]: row for row in sweeps.read_rows(directory / sweeps.TABLE)}
+
+
+def test_points_run_by_affinity_and_leave_one_table(load, tmp_path):
+    order, outcome = run(load(), tmp_path / "w")
+    assert order == [(1, 10), (2, 10), (3, 10), (1, 20), (2, 20), (3, 20)]
+    assert list(outcome.rows) == list(load().points)
+    assert outcome.failed == {}
+    rows = table(tmp_path / "w")
+    assert set(rows) == set(load().points)
+    row = rows["decode.seed=2,decode.top_k=20"]
+    assert {key: row[key] for key in ("decode.seed", "decode.top_k", "sum", "half")} == {
+        "decode.seed": "2", "decode.top_k": "20", "sum": "22", "half": "11.0",
+    }  # fmt: skip
+    assert rows["decode.seed=1,decode.top_k=10"]["half"] == "null"
+    assert "unheard of" not in row
+
+
+def test_finished_points_are_skipped_and_new_values_run(load, tmp_path):
+    run(load(), tmp_path)
+    before = (tmp_path / sweeps.TABLE).read_text()
+    order, outcome = run(load(), tmp_path)
+    assert order == []
+    assert len(outcome.rows) == 6
+    assert (tmp_path / sweeps.TABLE).read_text() == before
+    order, outcome = run(load("sweep.product.decode.seed=[1, 4]"), tmp_path)
+    assert order == [(4, 10), (4, 20)]
+    assert len(outcome.rows) == 4  # of this sweep
+    assert len(table(tmp_path)) == 8  # of both
+    assert (tmp_path / sweeps.TABLE).read_text().startswith(before)
+
+
+def test_a_table_lost_or_cut_short_is_made_again(load, tmp_path):
+    """A kill between a point's end and its line in the table, or a file that somebody spoiled."""
+    run(load(), tmp_path)
+    before = (tmp_path / sweeps.TABLE).read_text()
+    (tmp_path / sweeps.TABLE).unlink()
+    assert run(load(), tmp_path)[0] == []
+    assert sorted(table(tmp_path)) == sorted(load().points)
+    (tmp_path / sweeps.TABLE).write_text("".join(before.splitlines(True)[:-1]))
+    assert run(load(), tmp_path)[0] == []
+    assert (tmp_path / sweeps.TABLE).read_text() == before
+
+
+def test_bad_points_are_named_before_any_runs(load, tmp_path):
+    with pytest.raises(errors.ConfigError) as caught:
+        run(load(), tmp_path / "w", unusable=(2, 3))
+    assert caught.value.problems == (
+        "seed 2 will not do [decode.seed=2,decode.top_k=10 and 1 more]",
+        "seed 3 will not do [decode.seed=3,decode.top_k=10 and 1 more]",
+    )
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_point_that_fails_leaves_the_others_alone(load, tmp_path):
+    order, outcome = run(load(), tmp_path, failing=(2,))
+    assert len(order) == 4
+    assert outcome.failed == dict.fromkeys(
+        ("decode.seed=2,decode.top_k=10", "decode.seed=2,decode.top_k=20"), "out of memory for 2"
+    )
+    assert len(table(tmp_path)) == 4
+    assert run(load(), tmp_path)[0] == [(2, 10), (2, 20)]
+
+
+def test_one_point_by_its_index(load, tmp_path):
+    order, outcome = run(load(), tmp_path, index=3)
+    assert order == [(2, 20)]
+    assert list(outcome.rows) == ["decode.seed=2,decode.top_k=20"]
+    with pytest.raises(errors.ConfigError, match="--index: 6, but the points are 0 to 5"):
+        run(load(), tmp_path, index=6)
+
+
+def test_another_config_s_points_are_refused(load, tmp_path):
+    run(load(), tmp_path)
+    with pytest.raises(errors.WorkdirError, match="belongs to a run of another config"):
+        run(load("decode.max_new_tokens=3"), tmp_path)
+    path = tmp_path / "points" / "decode.seed=1,decode.top_k=10" / sweeps.POINT
+    path.write_text("{")
+    with pytest.raises(errors.WorkdirError, match="damaged: delete it to run it again"):
+        run(load(), tmp_path)
+
+
+def test_a_run_begun_with_another_config_is_refused_up_front(load, tmp_path):
+    directory = tmp_path / "points" / "decode.seed=1,decode.top_k=10"
+    directory.mkdir(parents=True)
+    (directory / "config.yml").write_text("decode: {seed: 1}\n")
+    with pytest.raises(errors.ConfigError) as caught:
+        run(load(), tmp_path)
+    assert "belongs to a run of another config (" in str(caught.value)
+
+
+def _append(path, start):
+    for number in range(start, start + 10):
+        sweeps.add_row(path, f"p{number}", {"value": number})
+
+
+def test_processes_that_share_a_table_lose_no_line(tmp_path):
+    path = tmp_path / "t.csv"
+    context = multiprocessing.get_context("fork")
+    running = [context.Process(target=_append, args=(path, 10 * i)) for i in range(4)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(60)
+    assert [process.exitcode for process in running] == [0] * 4
+    assert {row["name"] for row in sweeps.read_rows(path)} == {f"p{i}" for i in range(40)}
+
+
+def test_columns_may_be_added_and_lines_replaced(tmp_path):
+    path = tmp_path / "t.csv"
+    sweeps.add_row(path, "a", {"x": 1, "text": 'with "quotes", commas\nand lines'})
+    sweeps.add_row(path, "b", {"x": [1, 2], "y": True})
+    sweeps.add_row(path, "a", {"x": 2})
+    with path.open(newline="") as lines:
+        assert list(csv.DictReader(lines)) == [
+            {"name": "a", "x": "2", "text": "", "y": ""},
+            {"name": "b", "x": "[1, 2]", "text": "", "y": "true"},
+        ]
+
+
+def test_results_are_kept_beside_the_point(load, tmp_path):
+    run(load(), tmp_path, index=0)
+    path = tmp_path / "points" / "decode.seed=1,decode.top_k=10" / sweeps.POINT
+    content = json.loads(path.read_text())
+    assert content["values"] == {"decode.seed": 1, "decode.top_k": 10}
+    assert content["metrics"] == {"sum": 11, "half": None}
+
+
+def test_heat_maps_have_a_cell_for_every_point(load, tmp_path):
+    sweep = load()
+    _, outcome = run(sweep, tmp_path)
+    panels = heat_map.panels_of(sweep, "sum", outcome.rows)
+    assert panels == {"": [[11, 21], [12, 22], [13, 23]]}
+    halves = heat_map.panels_of(sweep, "half", outcome.rows)
+    assert halves == {"": [[None, None], [6.0, 11.0], [6.5, 11.5]]}
+    cube = load("sweep.zip.decode.batch_size=[1, 2]", "sweep.zip.decode.sync_every=[3, 4]")
+    panels = heat_map.panels_of(cube, "sum", {})
+    assert set(panels) == {
+        "decode.batch_size=1, decode.sync_every=3",
+        "decode.batch_size=2, decode.sync_every=4",
+    }
+    line = load("sweep.product.decode.top_k=[7]")
+    assert heat_map.panels_of(line, "sum", {}) == {"": [[None], [None], [None]]}
+
+
+def test_a_heat_map_is_a_picture(load, tmp_path):
+    from matplotlib import image
+
+    sweep = load()
+    _, outcome = run(sweep, tmp_path)
+    path = tmp_path / "sum.png"
+    assert heat_map.draw(sweep, "sum", outcome.rows, path)
+    pixels = image.imread(path)
+    assert min(pixels.shape[:2]) > 100
+    assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7]}) > 10
+    assert not heat_map.draw(sweep, "sum", {}, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

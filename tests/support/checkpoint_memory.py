@@ -1,0 +1,104 @@
+"""Measures the peak host memory of reading a checkpoint; a test runs this in a small size.
+
+    python tests/support/checkpoint_memory.py make DIR --megabytes=2000 --dtype=float32
+    python tests/support/checkpoint_memory.py load DIR --dtype=bfloat16 --tensor=8
+
+`load` prints one JSON line: bytes of the weights as they stay resident, and the process's peak
+memory beyond what it used right before reading, as the kernel counts both (mapped file pages
+included). Linux only.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+
+from dflash.checkpoints import checkpoint
+from dflash.config import schema
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters, sharding
+
+WIDTH, FACTOR, VOCAB = 1024, 3, 32768
+
+
+def architecture(num_layers: int) -> schema.TargetArchitecture:
+    return schema.TargetArchitecture(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=FACTOR * WIDTH,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=WIDTH // 8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+
+
+def make_sharding(tensor: int) -> sharding.Sharding:
+    axes = {"data": 1, "fsdp": 1, "tensor": tensor}
+    return sharding.make_sharding(axes, schema.SHARDING_RULES)
+
+
+def make(directory: pathlib.Path, megabytes: int, dtype: str) -> None:
+    """Writes random weights of about this size, in five shards."""
+    scalars = megabytes * 1_000_000 / jnp.dtype(dtype).itemsize
+    layers = max(1, round((scalars - VOCAB * WIDTH) / (WIDTH * WIDTH * (4 + 3 * FACTOR))))
+    arch = architecture(layers)
+    module = Qwen3(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(1))
+    parameters.initialize(module, jax.random.key(0))
+    config = Qwen3.config_to_hf(arch)
+    checkpoint.save_hf(module, directory, config, max_shard_bytes=megabytes * 1_000_000 // 5)
+
+
+def load(directory: pathlib.Path, dtype: str, tensor: int) -> dict[str, float]:
+    """Reads the weights; returns megabytes and seconds."""
+    arch = Qwen3.architecture_from_hf(checkpoint.read_config(directory))
+    module = Qwen3(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(tensor))
+    jnp.zeros(8).block_until_ready()  # start the runtime
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
+    before = status_megabytes("VmRSS")
+    started = time.monotonic()
+    checkpoint.load(module, directory)
+    seconds = time.monotonic() - started
+    weights = sum(param.get_value().nbytes for _, param in parameters.named_parameters(module))
+    peak = status_megabytes("VmHWM")
+    return {
+        "weights": weights / 1e6,
+        "before": before,
+        "peak": peak,
+        "beyond_weights": peak - before - weights / 1e6,
+        "seconds": seconds,
+    }
+
+
+def status_megabytes(field: str) -> float:
+    text = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE).group(1)) * 1024 / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("action", choices=["make", "load"])
+    parser.add_argument("directory", type=pathlib.Path)
+    parser.add_argument("--megabytes", type=int, default=200)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tensor", type=int, default=1)
+    args = parser.parse_args()
+    if args.action == "make":
+        make(args.directory, args.megabytes, args.dtype)
+    else:
+        figures = load(args.directory, args.dtype, args.tensor)
+        print(json.dumps({name: round(value, 1) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

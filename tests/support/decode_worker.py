@@ -1,0 +1,39 @@
+"""One process of several that decode together: prints the outputs as a line of JSON.
+
+Usage: decode_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID TASK
+TASK is JSON: names of drafters, mesh, prompts, limits, sampling options.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from dflash.parallel import distributed
+
+
+def main() -> None:
+    coordinator, processes, process, task = sys.argv[1:]
+    distributed.initialize(coordinator, int(processes), int(process))
+    task = json.loads(task)
+
+    import jax
+    from support.tiny_models import decode, drafter, engine
+
+    assert jax.process_count() == 2
+    assert jax.device_count() == 4
+    mesh = tuple(task["mesh"])
+    outputs = {}
+    for name in task["drafters"]:
+        model = drafter(name, mesh=mesh)
+        run = engine(model, mesh=mesh, batch_size=2, sync_every=4, max_length=48, **task["options"])
+        done = decode(run, task["prompts"], task["limits"])
+        outputs[name] = [one.output_ids for one in done]
+    print(json.dumps(outputs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What the tests of the DFlash drafter share: shapes, their config.json, blocks and copies."""
+
+import jax
+from support.helpers import make_architecture
+
+from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash.shape import DFlashShape, LayerView
+from dflash.drafters.parts.blocks import cut_blocks
+from dflash.parallel import parameters
+
+FULL, CAUSAL = LayerView(), LayerView(causal=True)
+BLOCK = 6
+
+# What config.json says -> what its two layers see.
+SLIDE, WHOLE = "sliding_attention", "full_attention"
+VIEWS = {
+    "nothing": ({}, (FULL, FULL)),
+    "a window, but no layer that slides": ({"sliding_window": 3}, (FULL, FULL)),
+    "layer types": (
+        {"layer_types": [SLIDE, WHOLE], "sliding_window": 3},
+        (LayerView(3), FULL),
+    ),
+    "sliding layers marked causal": (
+        {"layer_types": [WHOLE, SLIDE], "sliding_window": 3, "sliding_window_non_causal": False},
+        (FULL, LayerView(3, causal=True)),
+    ),
+    "sliding layers marked bidirectional": (
+        {"layer_types": [WHOLE, SLIDE], "sliding_window": 3, "sliding_window_non_causal": True},
+        (FULL, LayerView(3)),
+    ),
+    "the flag alone": (
+        {"dflash_config": {"use_swa": True, "swa_window_size": 5}},
+        (LayerView(5), LayerView(5)),
+    ),
+    "the flag with layer types": (
+        {
+            "layer_types": [WHOLE, SLIDE],
+            "sliding_window": 3,
+            "dflash_config": {"use_swa": True, "swa_window_size": 5},
+        },
+        (FULL, LayerView(5)),
+    ),
+    "the flag with the window beside it": (
+        {"sliding_window": 4, "dflash_config": {"use_swa": True}},
+        (LayerView(4), LayerView(4)),
+    ),
+    "the flag off": (
+        {"dflash_config": {"use_swa": False, "swa_window_size": 5}},
+        (FULL, FULL),
+    ),
+    "causal": ({"dflash_config": {"causal": True}}, (CAUSAL, CAUSAL)),
+    "causal and sliding": (
+        {
+            "layer_types": [SLIDE, WHOLE],
+            "sliding_window": 3,
+            "dflash_config": {"causal": True},
+        },
+        (LayerView(3, causal=True), CAUSAL),
+    ),
+}
+
+
+def make_shape(*views, **changes):
+    values = {
+        "decoder": make_architecture(num_hidden_layers=len(views)),
+        "block_size": BLOCK,
+        "mask_token_id": 47,
+        "target_layer_ids": (0, 2),
+        "num_target_layers": 3,
+        "views": views,
+    }
+    return DFlashShape(**(values | changes))
+
+
+def make_config(num_layers=2, dflash_config=(), **changes):
+    """A drafter's config.json in its older layout, which says nothing about windows."""
+    config = DFlash.config_to_hf(make_shape(*[FULL] * num_layers))
+    for name in ("layer_types", "sliding_window", "sliding_window_non_causal"):
+        del config[name]
+    own = {key: config["dflash_config"][key] for key in ("mask_token_id", "target_layer_ids")}
+    return config | {"dflash_config": own | dict(dflash_config)} | changes
+
+
+_cut = jax.jit(cut_blocks, static_argnames=("block_size", "mask_token_id"))
+
+
+def cut(drafter, batch, anchors):
+    return _cut(
+        batch, anchors, block_size=drafter.block_size, mask_token_id=drafter.shape.mask_token_id
+    )
+
+
+def with_weights(drafter, weights):
+    """A copy of the drafter with these weights, by path."""
+    copy = DFlash(drafter.shape, dtype=drafter.dtype, sharding=drafter.sharding)
+    parameters.assign(copy, weights)
+    return copy
+
+
+def weights_of(drafter):
+    return {path: p.get_value() for path, p in parameters.named_parameters(drafter)}

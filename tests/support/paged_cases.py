@@ -1,0 +1,174 @@
+"""Sequences in a paged cache, and what attention over them should be."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.dense import dense_attention
+
+from dflash.kernels import quantised
+from dflash.kernels.quantised import Quantised
+
+SCALE = 0.3
+STALE = 1e6  # what slots hold that no sequence has written: it must never shine through
+
+
+@dataclasses.dataclass
+class Case:
+    """Sequences with `start[b]` cached rows and T new ones."""
+
+    arguments: dict[str, jax.Array]
+    expected: np.ndarray
+    page_size: int
+    owned: np.ndarray  # bool [P, S]; slots that the call must write
+    view: dict
+
+    def check(self, result, tolerance, *, stale_unit=1):
+        """Compares outputs and pools; stale slots up to a multiple of the unit may be cleared."""
+        outputs, key_pages, value_pages = result
+        assert outputs.dtype == self.arguments["queries"].dtype
+        np.testing.assert_allclose(
+            np.asarray(outputs, np.float64), self.expected, rtol=tolerance, atol=tolerance
+        )
+        for after, name, rows in (
+            (key_pages, "key_pages", "keys"),
+            (value_pages, "value_pages", "values"),
+        ):
+            before, new = self.arguments[name], self.arguments[rows].transpose(2, 0, 1, 3)
+            new = quantised.encode(new, before)
+            assert jax.tree.structure(after) == jax.tree.structure(before)
+            for was, now, row in zip(*map(by_slot, (before, after, new)), strict=True):
+                same = ~self.owned & ~self._beside(stale_unit)
+                np.testing.assert_array_equal(now[:, same], was[:, same])
+                np.testing.assert_array_equal(now[:, self.pages, self.slots], row)
+
+    def poison(self, unit):
+        """Puts NaN, which no mask would stop, into all slots past the starts, rounded up."""
+        read = np.zeros_like(self.owned)
+        for row, start in zip(
+            np.asarray(self.arguments["page_table"]), self.arguments["start"].tolist(), strict=True
+        ):
+            slots = np.arange(-(-start // unit) * unit)
+            read[row[slots // self.page_size], slots % self.page_size] = True
+        for name in ("key_pages", "value_pages"):
+            pool = self.arguments[name]
+            if isinstance(pool, Quantised):
+                values, scales = pool.values, jnp.where(read[:, None], pool.scales, jnp.nan)
+                if values.dtype != jnp.int8:  # which has no NaN
+                    values = jnp.where(read[:, :, None], values, jnp.nan).astype(values.dtype)
+                self.arguments[name] = Quantised(values, scales)
+            else:
+                pool = jnp.where(read[:, :, None], pool, jnp.nan).astype(pool.dtype)
+                self.arguments[name] = pool
+
+    def _beside(self, unit):
+        beside = np.zeros_like(self.owned)
+        for page, slot in np.argwhere(self.owned):
+            first = slot // unit * unit
+            beside[page, slot : first + unit] = True
+        return beside
+
+    @property
+    def pages(self):
+        table = np.asarray(self.arguments["page_table"])
+        return np.take_along_axis(table, self._positions() // self.page_size, axis=1)
+
+    @property
+    def slots(self):
+        return self._positions() % self.page_size
+
+    def _positions(self):
+        length = self.arguments["queries"].shape[1]
+        return np.asarray(self.arguments["start"])[:, None] + np.arange(length)
+
+
+def make_case(
+    starts, length, *, group=2, kv_heads=2, width=8, page_size=4, table_pages=None,
+    tree_mask=None, window=None, soft_cap=None, dtype=jnp.float32, kv_dtype=None, seed=0,
+):  # fmt: skip
+    """Random arguments whose pages lie in any order, and what dense attention makes of them.
+
+    Pages are quantised where a kv_dtype is named; dense attention then sees what they stand for.
+    """
+    rng = np.random.default_rng(seed)
+    batch = len(starts)
+    needed = -(-(max(starts) + length) // page_size)
+    table_pages = table_pages or needed
+    num_pages = batch * table_pages + 2  # one scratch page, one that nobody owns
+    table = rng.permutation(np.arange(1, batch * table_pages + 1)).reshape(batch, table_pages)
+    heads = kv_heads * group
+
+    def draw(*shape):
+        return np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float64)
+
+    queries = draw(batch, length, heads, width)
+    keys, values = (draw(batch, max(starts) + length, kv_heads, width) for _ in range(2))
+    new = [
+        np.stack([rows[b, start : start + length] for b, start in enumerate(starts)])
+        for rows in (keys, values)
+    ]
+    like = jnp.zeros(0, kv_dtype or dtype)
+    like = like if kv_dtype is None else Quantised(like, jnp.zeros(0))
+    stored = [quantised.encode(jnp.asarray(rows, dtype), like) for rows in (keys, values)]
+    keys, values = (np.prod(np.broadcast_arrays(*by_slot(rows)), axis=0) for rows in stored)
+    key_pages, value_pages = (
+        _lay_out(rows, starts, table, num_pages, page_size) for rows in stored
+    )
+    owned = np.zeros((num_pages, page_size), bool)
+    expected = np.zeros((batch, length, heads, width))
+    for b, start in enumerate(starts):
+        for slot in range(start, start + length):
+            owned[table[b, slot // page_size], slot % page_size] = True
+        inside = np.tril(np.ones((length, length), bool)) if tree_mask is None else tree_mask[b]
+        visible = np.concatenate([np.ones((length, start), bool), inside], axis=1)
+        if window is not None:
+            depth = inside.sum(axis=1) - 1
+            positions = np.concatenate([np.arange(start), start + depth])
+            visible &= positions > (start + depth - window)[:, None]
+        expected[b] = dense_attention(
+            queries[b], keys[b, : start + length], values[b, : start + length], visible, SCALE,
+            soft_cap,
+        )  # fmt: skip
+    arguments = {
+        "queries": jnp.asarray(queries, dtype),
+        "keys": jnp.asarray(new[0], dtype),
+        "values": jnp.asarray(new[1], dtype),
+        "key_pages": key_pages,
+        "value_pages": value_pages,
+        "page_table": jnp.asarray(table, jnp.int32),
+        "start": jnp.asarray(starts, jnp.int32),
+    }
+    if tree_mask is not None:
+        arguments["tree_mask"] = jnp.asarray(tree_mask)
+    view = {"scale": SCALE, "window": window, "soft_cap": soft_cap}
+    return Case(arguments, expected, page_size, owned, view)
+
+
+def by_slot(rows):
+    """What is kept of each slot, a row of [..., S, ·] each: the numbers, and their scale if any."""
+    parts = (rows.values, rows.scales.mT) if isinstance(rows, Quantised) else (rows,)
+    # bfloat16 of numpy's has no idea of NaN.
+    return [np.asarray(part, np.float32) for part in parts]
+
+
+def _lay_out(rows, starts, table, num_pages, page_size):
+    """Pages [K, P, S, H] with the first rows of [B, L, K, H], as these are stored."""
+    parts = []
+    for part in by_slot(rows):
+        # What eight bits can hold is stale enough, times a stale scale.
+        stale = 100 if isinstance(rows, Quantised) and part.shape[-1] > 1 else STALE
+        pages = np.full((part.shape[2], num_pages, page_size, part.shape[3]), stale, np.float32)
+        for b, start in enumerate(starts):
+            for slot in range(start):
+                pages[:, table[b, slot // page_size], slot % page_size] = part[b, slot]
+        parts.append(jnp.asarray(pages, rows.dtype if len(parts) == 0 else jnp.float32))
+    return Quantised(parts[0], parts[1].mT) if len(parts) > 1 else parts[0]
+
+
+def ancestry(parents):
+    """Mask of the tree in which row g + 1 continues row parents[g]: each sees its ancestors."""
+    seen = np.eye(len(parents) + 1, dtype=bool)
+    for draft, parent in enumerate(parents):
+        seen[draft + 1] |= seen[parent]
+    return seen

@@ -1,0 +1,52 @@
+"""Trains the toy in a process of its own, or in one of several.
+
+    python toy_run.py DIR STEPS CHECKPOINT_EVERY PAUSE_S [ADDRESS PROCESSES PROCESS]
+
+Leaves with the outcome's exit status, as the real command does; writes DIR/final.npz at the end.
+"""
+
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+from support import toy
+
+from dflash import errors
+from dflash.parallel import distributed
+
+
+def main() -> int:
+    directory, steps, every, pause_s, *processes = sys.argv[1:]
+    mesh = (1, 1, 1)
+    if processes:
+        address, count, index = processes
+        distributed.initialize(address, int(count), int(index))
+        mesh = (int(count), 1, 1)
+    run = toy.Run(pathlib.Path(directory), steps=int(steps), checkpoint_every=int(every), mesh=mesh)
+    if float(pause_s):
+        slow_down(float(pause_s))
+    try:
+        outcome = run.go()
+    except errors.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    if not outcome.exit_status and jax.process_index() == 0:
+        np.savez(run.directory / "final.npz", **toy.arrays(outcome))
+    return outcome.exit_status
+
+
+def slow_down(pause_s: float) -> None:
+    """Makes every batch take a while, so that a kill has something to hit."""
+    read = toy.Counting.__next__
+
+    def read_slowly(self):
+        time.sleep(pause_s)
+        return read(self)
+
+    toy.Counting.__next__ = read_slowly
+
+
+if __name__ == "__main__":
+    sys.exit(main())

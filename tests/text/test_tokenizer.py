@@ -1,0 +1,256 @@
+"""Tokenizers and streaming; every tokenizer here is trained on the spot."""
+
+import builtins
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.helpers import import_transformers
+from support.trained_tokenizers import (
+    LLAMA_TEMPLATE,
+    MESSAGES,
+    QWEN_TEMPLATE,
+    TEXTS,
+    failure,
+    train_byte_fallback,
+    train_byte_level,
+    train_sentencepiece,
+    write_json,
+)
+
+from dflash.text import tokenizer as tokenization
+
+TRAINERS = [train_byte_level, train_byte_fallback, train_sentencepiece]
+
+
+@pytest.fixture(scope="module", params=[*TRAINERS, None])
+def any_tokenizer(request, tmp_path_factory):
+    if request.param is None:
+        return tokenization.ByteTokenizer()
+    directory = tmp_path_factory.mktemp("tokenizer")
+    request.param(directory)
+    return tokenization.load_tokenizer(directory)
+
+
+def stream(tokenizer, ids, size=1):
+    """What a decoder shows after each piece of ids, and at the end."""
+    decoder = tokenization.IncrementalDecoder(tokenizer)
+    shown = [decoder.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+    return [*shown, decoder.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_and_decode_round_trip(any_tokenizer, text):
+    if not isinstance(any_tokenizer, tokenization.SentencePieceTokenizer):
+        text = text.rstrip()
+    ids = any_tokenizer.encode(text)
+    assert all(type(token) is int and 0 <= token < any_tokenizer.vocab_size for token in ids)
+    assert any_tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("text", TEXTS)
+def test_streaming_shows_whole_characters(any_tokenizer, text, size):
+    ids = any_tokenizer.encode(text)
+    shown = stream(any_tokenizer, ids, size)
+    assert "".join(shown) == any_tokenizer.decode(ids)
+    assert "\ufffd" not in "".join(shown)
+    assert shown[-1] == ""
+
+
+def test_streaming_shows_text_as_soon_as_it_is_certain(any_tokenizer):
+    ids = any_tokenizer.encode("Hello 你")
+    shown = stream(any_tokenizer, ids)
+    assert "".join(shown[:5]) != ""
+    assert shown[-2].endswith("你")
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(alphabet="aé你🦜 \n", min_size=0, max_size=12))
+@example(text="你好好")
+def test_streaming_any_text(any_tokenizer, text):
+    ids = any_tokenizer.encode(text)
+    assert "".join(stream(any_tokenizer, ids)) == any_tokenizer.decode(ids)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ids=st.lists(st.integers(0, 299), max_size=40))
+def test_streaming_any_ids_of_a_byte_tokenizer(ids):
+    """Whatever a model emits, broken bytes included, the stream ends up with the same text."""
+    tokenizer = tokenization.ByteTokenizer()
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, 255), max_size=40))
+def test_streaming_any_ids(any_tokenizer, ids):
+    """Broken bytes show as some number of U+FFFD, and never hold up or garble what follows."""
+    decoder = tokenization.IncrementalDecoder(any_tokenizer)
+    decoder.push(ids)
+    held = decoder.flush()
+    assert len(held) <= 40
+    assert "".join(stream(any_tokenizer, [*ids, *any_tokenizer.encode(" Hello")])).endswith("Hello")
+
+
+def test_endless_broken_bytes_are_shown():
+    shown = stream(tokenization.ByteTokenizer(), [0xFF] * 100)
+    assert "".join(shown[:-1]).count("\ufffd") >= 90
+
+
+def test_endless_special_tokens_cost_nothing(tmp_path):
+    special = train_byte_level(tmp_path).token_to_id("<|im_end|>")
+    decoder = tokenization.IncrementalDecoder(tokenization.load_tokenizer(tmp_path))
+    assert decoder.push([special] * 1000) == ""
+    assert len(decoder._ids) < 20
+    assert decoder.push(tokenization.load_tokenizer(tmp_path).encode("Hi")) == "Hi"
+
+
+def test_decoder_starts_anew_after_flush():
+    decoder = tokenization.IncrementalDecoder(tokenization.ByteTokenizer())
+    assert decoder.push([0x61, 0xE4]) == "a"
+    assert decoder.flush() == "\ufffd"
+    assert decoder.push([0x62]) == "b"
+    assert decoder.flush() == ""
+
+
+def test_streaming_keeps_leading_spaces_of_later_tokens(tmp_path):
+    train_byte_fallback(tmp_path)
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    ids = tokenizer.encode("Hello  world")
+    assert "".join(stream(tokenizer, ids)) == "Hello  world"
+
+
+def test_byte_tokenizer():
+    tokenizer = tokenization.ByteTokenizer()
+    assert tokenizer.encode("aé") == [0x61, 0xC3, 0xA9]
+    assert tokenizer.decode([0x61, 0xC3, 0xA9, 300, 0x62]) == "aé⟨300⟩b"
+    assert tokenizer.vocab_size == 256
+    chat = tokenizer.encode_chat(MESSAGES)
+    assert tokenizer.decode(chat) == "Be brief.\nWhat is 2 < 3 & 你好?\n"
+
+
+def test_special_tokens_in_a_text_are_read_as_such(tmp_path):
+    trained = train_byte_level(tmp_path)
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    start, end = trained.token_to_id("<|im_start|>"), trained.token_to_id("<|im_end|>")
+    ids = tokenizer.encode("<|im_start|>a<|im_end|>")
+    assert (ids[0], ids[-1]) == (start, end)
+    assert tokenizer.decode(ids) == "a"
+    assert tokenizer.vocab_size == trained.get_vocab_size()
+
+
+def test_qwen_has_no_beginning_token(tmp_path):
+    trained = train_byte_level(tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": QWEN_TEMPLATE})
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    assert tokenizer.encode("ab") == trained.encode("ab").ids
+    rendered = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 2 < 3 & 你好?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.encode_chat(MESSAGES) == trained.encode(rendered).ids
+
+
+@pytest.mark.parametrize("spelled", ["<s>", {"content": "<s>", "lstrip": False}])
+def test_beginning_token_comes_once(tmp_path, spelled):
+    bos = train_byte_level(tmp_path, bos="<s>").token_to_id("<s>")
+    config = {"bos_token": spelled, "chat_template": LLAMA_TEMPLATE}
+    write_json(tmp_path / "tokenizer_config.json", config)
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    for ids in (tokenizer.encode("ab"), tokenizer.encode_chat(MESSAGES)):
+        assert ids[0] == bos
+        assert ids.count(bos) == 1
+
+
+def test_sentencepiece_chat_reads_control_pieces(tmp_path):
+    train_sentencepiece(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(QWEN_TEMPLATE)
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    ids = tokenizer.encode_chat(MESSAGES)
+    start = tokenizer._model.piece_to_id("<|im_start|>")
+    assert ids[0] == start
+    assert ids.count(start) == 3
+    assert tokenizer.decode(ids) == ("system\nBe brief.\nuser\nWhat is 2 < 3 & 你好?\nassistant\n")
+
+
+def test_sentencepiece_beginning_token(tmp_path):
+    train_sentencepiece(tmp_path)
+    without = tokenization.load_tokenizer(tmp_path).encode("Hello")
+    write_json(tmp_path / "tokenizer_config.json", {"add_bos_token": True})
+    (tmp_path / "chat_template.jinja").write_text(LLAMA_TEMPLATE)
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    bos = tokenizer._model.bos_id()
+    assert tokenizer.encode("Hello") == [bos, *without]
+    assert tokenizer.encode_chat(MESSAGES).count(bos) == 1
+
+
+def test_sentencepiece_ignores_ids_of_a_padded_vocabulary(tmp_path):
+    train_sentencepiece(tmp_path)
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    assert tokenizer.decode([*tokenizer.encode("Hello"), tokenizer.vocab_size + 5]) == "Hello"
+
+
+def test_no_tokenizer(tmp_path):
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    assert tokenizer.decode([7, 300]) == "⟨7⟩⟨300⟩"
+    assert stream(tokenizer, [7, 300]) == ["⟨7⟩", "⟨300⟩", ""]
+    for use in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_chat(MESSAGES)):
+        assert failure(use) == (
+            f"{tmp_path}: no tokenizer (tokenizer.json or tokenizer.model); "
+            "give prompts as prompt_ids"
+        )
+
+
+def test_damaged_tokenizer_json(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"version"')
+    message = failure(tokenization.load_tokenizer, tmp_path)
+    assert message.startswith(f"{tmp_path}/tokenizer.json: damaged (")
+
+
+def test_damaged_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
+    assert failure(tokenization.load_tokenizer, tmp_path) == (
+        f"{tmp_path}/tokenizer.model: not a sentencepiece model"
+    )
+
+
+def test_damaged_tokenizer_config(tmp_path):
+    train_byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    assert failure(tokenization.load_tokenizer, tmp_path) == (
+        f"{tmp_path}/tokenizer_config.json: not valid JSON"
+    )
+
+
+def test_absent_library(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    original = builtins.__import__
+
+    def absent(name, *args, **kwargs):
+        if name == "tokenizers":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    assert failure(tokenization.load_tokenizer, tmp_path) == (
+        f"{tmp_path / 'tokenizer.json'}: needs tokenizers; pip install 'dflash[hf]', "
+        "or give prompts as prompt_ids"
+    )
+
+
+def test_ids_equal_those_of_transformers(tmp_path):
+    _, transformers = import_transformers()
+    train_byte_level(tmp_path, bos="<s>")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "chat_template": "{{ bos_token }}" + QWEN_TEMPLATE,
+    }
+    write_json(tmp_path / "tokenizer_config.json", config)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = tokenization.load_tokenizer(tmp_path)
+    for text in [*TEXTS, "a<|im_end|>b"]:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    chat = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert ours._template.render(MESSAGES) == chat
+    assert ours.encode_chat(MESSAGES) == theirs(chat, add_special_tokens=False)["input_ids"]

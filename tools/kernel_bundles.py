@@ -1,0 +1,113 @@
+"""The static schedules of paged attention, ours and jax's, from the TPU compiler alone.
+
+    python tools/kernel_bundles.py [TOPOLOGY]
+
+16 queries a sequence, 32 query heads over 8 kv heads of 128, bfloat16, pages of 128: the shapes of
+Qwen3-4B's verification. A bundle is one cycle where nothing stalls, so the bundles of the inner
+loop times its trips are a lower bound of the time, not a measurement. Trips are those of the busier
+core: on a chip with two cores behind one device our kernel splits the heads over both, jax's runs
+on one. What is counted differs in this: jax's kernel reads the new rows from the pages, where
+something else must have written them; ours writes them.
+"""
+
+import functools
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+
+from dflash.compiler import bundles, topology
+from dflash.kernels import flash_tpu, paged_attention, tuning
+
+QUERIES, KV_HEADS, GROUP, WIDTH, PAGE = 16, 8, 4, 128, 128
+CASES = [(batch, context) for context in (2048, 32768) for batch in (1, 32)]
+# What jax's table of tuned sizes says of these heads and pages, for contexts that it knows.
+PAGES_PER_BLOCK = 8
+OURS, THEIRS = "paged_attention_t16", "ragged_paged_attention_kernel"
+CORES_PER_DEVICE = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}
+
+
+def main(argv: list[str]) -> None:
+    """Prints the table."""
+    name = argv[0] if argv else "v5p:1x1x1"
+    with tempfile.TemporaryDirectory() as directory:
+        topology.prepare_environment(directory)
+        print(f"{name}: bundles of the kernel, of its inner loop; spills and fills; trips; product")
+        for batch, context in CASES:
+            for kernel in (OURS, THEIRS):
+                found = schedule(name, kernel, batch, context, pathlib.Path(directory))
+                inner = bundles.inner_loop(found)
+                turns = trips(kernel, name, batch, context)
+                print(
+                    f"batch {batch:>2}, context {context:>5}, {kernel:<30}"
+                    f"{sum(part.bundles for part in found):>6}{inner.bundles:>6}{inner.spills:>6}"
+                    f"{turns:>6}{inner.bundles * turns:>9}",
+                    flush=True,
+                )
+
+
+def trips(kernel: str, name: str, batch: int, context: int) -> int:
+    """Turns of the inner loop on the busier core; our last tile, outside of it, counts as one."""
+    if kernel == THEIRS:
+        return batch * -(-(context + QUERIES) // (PAGES_PER_BLOCK * PAGE))
+    kind = topology.find(name).devices[0].device_kind
+    groups = KV_HEADS // flash_tpu.heads_per_step(KV_HEADS)
+    tiles = -(-context // tuning.PAGED_ATTENTION[WIDTH].keys)
+    return batch * tiles * groups // CORES_PER_DEVICE.get(kind, 1)
+
+
+def schedule(
+    name: str, kernel: str, batch: int, context: int, directory: pathlib.Path
+) -> list[bundles.Section]:
+    """Compiles one kernel; the compiler leaves its schedule in the directory, which is emptied."""
+    device = topology.find(name).devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    mesh = jax.sharding.Mesh([device], ("x",))
+    function, shapes = arguments(kernel, batch, context)
+    inputs = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+    # jax's kernel asks for the kind of chip while it is traced.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(function).lower(*inputs)
+    lowered.compile()
+    found = bundles.of_kernels(directory, [kernel])
+    for path in directory.iterdir():
+        path.unlink()
+    return found[kernel]
+
+
+def arguments(kernel: str, batch: int, context: int):
+    """The function of a kernel, and the shapes and dtypes of its arguments."""
+    dtype, ints = jnp.bfloat16, jnp.int32
+    pages = -(-(context + QUERIES) // PAGE)
+    heads, num_pages = KV_HEADS * GROUP, batch * pages + 1
+    table = (batch, pages), ints
+    if kernel == OURS:
+        new = (batch, QUERIES, KV_HEADS, WIDTH), dtype
+        pool = (KV_HEADS, num_pages, PAGE, WIDTH), dtype
+        queries = (batch, QUERIES, heads, WIDTH), dtype
+        call = functools.partial(paged_attention.paged_attention, implementation="pallas")
+        shapes = [queries, new, new, pool, pool, table, ((batch,), ints)]
+        return functools.partial(call, scale=WIDTH**-0.5), shapes
+    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as theirs
+
+    call = functools.partial(
+        theirs.ragged_paged_attention,
+        sm_scale=WIDTH**-0.5,
+        num_kv_pages_per_block=PAGES_PER_BLOCK,
+        num_queries_per_block=QUERIES,
+    )
+    shapes = [
+        ((batch * QUERIES, heads, WIDTH), dtype),
+        ((num_pages, PAGE, 2 * KV_HEADS, WIDTH), dtype),
+        ((batch,), ints),
+        table,
+        ((batch + 1,), ints),
+        ((1,), ints),
+    ]
+    return call, shapes
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
