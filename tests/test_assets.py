@@ -5,7 +5,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import import_transformers, load
+from support.golden import import_transformers, load
 
 from dflash import decode
 from dflash.checkpoints import checkpoint

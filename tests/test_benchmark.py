@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from support.helpers import BYTE_TARGET
+from support.models import BYTE_TARGET
 
 from dflash import benchmark, sweep
 from dflash.runs import sweeps

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.helpers import GOLDEN, GOLDEN_CASES
+from support.golden import GOLDEN, GOLDEN_CASES
 
 from dflash import convert
 from dflash.checkpoints import checkpoint

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.helpers import GOLDEN, golden, make_target
+from support.golden import GOLDEN, golden
+from support.models import make_target
 
 from dflash import decode
 from dflash.checkpoints import checkpoint

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import TESTS
-from support.helpers import make_architecture, make_sharding, make_target
+from support.models import make_architecture, make_sharding, make_target
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, orbax_io
@@ -134,7 +134,7 @@ def test_damaged_description(saved, damage):
 
 LOAD = """
 import pathlib, sys
-from support.helpers import load
+from support.golden import load
 from dflash import errors
 from dflash.models.qwen3 import Qwen3
 try:

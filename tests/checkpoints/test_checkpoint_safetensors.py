@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from support.helpers import import_transformers, load, make_sharding
+from support.golden import import_transformers, load
+from support.models import make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, safetensors_io

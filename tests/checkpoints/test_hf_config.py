@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.helpers import make_architecture
+from support.models import make_architecture
 
 from dflash import errors
 from dflash.checkpoints import hf_config

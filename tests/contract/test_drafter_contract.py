@@ -11,17 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_models import (
-    ARCHITECTURE,
-    decode,
-    drafter,
-    engine,
-    expected,
-    random_prompts,
-    resampled,
-    takes,
-    target,
-)
+from support.engines import decode, engine, expected, random_prompts, resampled
+from support.models import ARCHITECTURE, drafter, takes, target
 
 from dflash import registry
 from dflash.drafters.base import Drafter

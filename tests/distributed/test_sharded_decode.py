@@ -2,7 +2,8 @@
 
 import jax
 import pytest
-from support.tiny_models import check_plain_outputs, decode, drafter, engine, random_prompts
+from support.engines import check_plain_outputs, decode, engine, random_prompts
+from support.models import drafter
 
 from dflash import registry
 

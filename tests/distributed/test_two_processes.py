@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from support import SUPPORT
-from support.tiny_models import expected, random_prompts
+from support.engines import expected, random_prompts
 
 WORKER = SUPPORT / "decode_worker.py"
 TIMEOUT_S = 300

@@ -4,16 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import GOLDEN, load, make_sharding
-from support.tiny_models import (
-    ARCHITECTURE,
-    decode,
-    engine,
-    expected,
-    random_prompts,
-    resampled,
-    target,
-)
+from support.engines import decode, engine, expected, random_prompts, resampled
+from support.golden import GOLDEN, load
+from support.models import ARCHITECTURE, make_sharding, target
 
 from dflash import errors
 from dflash.checkpoints import assembly

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import GOLDEN_CASES, golden, golden_models, make_cache, zeros
+from support.golden import GOLDEN_CASES, golden, golden_models
+from support.models import make_cache, zeros
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.none import NoDrafter

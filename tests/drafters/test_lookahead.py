@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny_models import (
-    ARCHITECTURE,
-    decode,
-    engine,
-    expected,
-    random_prompts,
-    sharding,
-    target,
-)
+from support.engines import decode, engine, expected, random_prompts
+from support.models import ARCHITECTURE, make_sharding, target
 
 from dflash import errors
 from dflash.config import schema
@@ -30,7 +23,7 @@ few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 
 def one_device() -> Sharding:
-    return sharding(1, 1, 1)
+    return make_sharding(1, 1, 1)
 
 
 def build(**changes) -> Lookahead:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny_models import decode, drafter, engine, random_prompts, resampled
+from support.engines import decode, engine, random_prompts, resampled
+from support.models import drafter
 
 from dflash.drafters.ngram import find_last
 

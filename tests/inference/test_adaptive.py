@@ -4,16 +4,9 @@ import functools
 
 import numpy as np
 import pytest
+from support.engines import decode, engine, expected, random_prompts, redrafted, resampled
+from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
-from support.tiny_models import (
-    decode,
-    drafter,
-    engine,
-    expected,
-    random_prompts,
-    redrafted,
-    resampled,
-)
 
 from dflash.drafters.none import NoDrafter
 from dflash.inference import backlog

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import make_sharding, zeros
-from support.tiny_models import ARCHITECTURE, drafter, takes, target
+from support.models import ARCHITECTURE, drafter, make_sharding, takes, target, zeros
 
 from dflash import registry
 from dflash.inference import backlog

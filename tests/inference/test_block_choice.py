@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.helpers import make_sharding, zeros
+from support.models import make_sharding, zeros
 
 from dflash.inference import block_choice
 from dflash.inference.block_choice import BlockChoice

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engines import decode, engine, expected, random_prompts, redrafted, resampled
 from support.scripted_drafter import Script, ScriptedDrafter
-from support.tiny_models import decode, engine, expected, random_prompts, redrafted, resampled
 
 from dflash.inference.engine import Engine, Slot
 from dflash.inference.pages import PagePool

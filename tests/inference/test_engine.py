@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from support.tiny_models import decode, drafter, engine, random_prompts
+from support.engines import decode, engine, random_prompts
+from support.models import drafter
 
 from dflash.inference.engine import Slot
 

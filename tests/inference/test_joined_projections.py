@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.tiny_models import ARCHITECTURE, check_plain_outputs, drafter, engine, random_prompts
-from support.tiny_models import sharding as make_sharding
-from support.tiny_models import target as shared_target
+from support.engines import check_plain_outputs, engine, random_prompts
+from support.models import ARCHITECTURE, drafter, make_sharding
+from support.models import target as shared_target
 from support.tpu_compiler import needs_compiler
 
 from dflash.compiler import topology

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.engines import decode, engine, random_prompts
+from support.models import drafter, target
 from support.paged_cases import by_slot
 from support.scripted_drafter import Script, ScriptedDrafter
-from support.tiny_models import decode, drafter, engine, random_prompts, target
 
 from dflash.inference.engine import Slot
 from dflash.inference.pages import PagePool

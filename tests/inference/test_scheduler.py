@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from support.tiny_models import ARCHITECTURE, drafter, engine, expected, random_prompts
+from support.engines import engine, expected, random_prompts
+from support.models import ARCHITECTURE, drafter
 
 from dflash import errors
 from dflash.inference import scheduler

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from support import tiny_models
+from support import engines, models
 from support.rejection import VOCAB, chi_square, lenient_left_over, make_params, too_lenient
 
 from dflash.config import schema
@@ -28,15 +28,15 @@ def beams(arch):
         tree=schema.BeamTree(budget=4, top_k=2, depth=2),
         architecture=schema.Eagle3Architecture(target_layer_ids=(0, 1)),
     )
-    placed = tiny_models.sharding(*tiny_models.ONE_DEVICE)
+    placed = models.make_sharding(*models.ONE_DEVICE)
     model = Eagle3.create(config, None, arch, dtype=jnp.dtype("float32"), sharding=placed)
     parameters.initialize(model, jax.random.key(1))
     return model
 
 
 FORMS = {
-    "chain": lambda arch: tiny_models.drafter("dflash", block_size=3, arch=arch),
-    "tree": lambda arch: tiny_models.drafter("dflash", block_size=3, arch=arch, tree=True),
+    "chain": lambda arch: models.drafter("dflash", block_size=3, arch=arch),
+    "tree": lambda arch: models.drafter("dflash", block_size=3, arch=arch, tree=True),
     "beams": beams,
 }
 
@@ -44,9 +44,9 @@ FORMS = {
 @functools.cache
 def full_engine(form: str):
     """An engine, its slots all holding one prompt, and that prompt's prefix."""
-    small = tiny_models.target(vocab_size=VOCAB)
+    small = models.target(vocab_size=VOCAB)
     model = FORMS[form](small.arch)
-    run = tiny_models.engine(
+    run = engines.engine(
         model, on=small, batch_size=SLOTS, sync_every=2, max_length=16,
         temperature=TEMPERATURE, verify="rejection",
     )  # fmt: skip
@@ -73,7 +73,7 @@ def engine_pvalue(run, form: str) -> float:
     first, second = np.concatenate(firsts), np.concatenate(seconds)
     assert len(first) >= 20_000
     assert 0.1 < accepted / len(first) < 0.9, "both accepting and refusing must happen"
-    small = tiny_models.target(vocab_size=VOCAB)
+    small = models.target(vocab_size=VOCAB)
     return chi_square(first, second, exact_joint(small, int(prefix.anchor[0])))
 
 

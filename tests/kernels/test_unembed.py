@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import make_sharding
+from support.models import make_sharding
 from support.tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels import unembed, unembed_tpu

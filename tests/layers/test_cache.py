@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import make_sharding, zeros
+from support.models import make_sharding, zeros
 from support.paged_cases import by_slot
 
 from dflash.layers import cache as kv

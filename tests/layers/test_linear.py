@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import make_sharding
+from support.models import make_sharding
 
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.mlp import Mlp

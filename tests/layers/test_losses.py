@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.helpers import make_architecture, make_sharding, make_target, move
 from support.jaxprs import largest_array
+from support.models import make_architecture, make_sharding, make_target, move
 
 from dflash.config.loss_schema import LossConfig
 from dflash.layers import losses

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import import_transformers, make_architecture
+from support.golden import import_transformers
+from support.models import make_architecture
 
 from dflash.config.schema import RopeScaling
 from dflash.kernels.split_heads import rotate

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from support.helpers import make_architecture
+from support.models import make_architecture
 
 from dflash.config import benchmark_schema, schema
 from dflash.inference import scheduler

@@ -1,7 +1,7 @@
 """The least that a forward can cost, by hand for a target of round numbers."""
 
 import pytest
-from support.helpers import make_sharding, make_target
+from support.models import make_sharding, make_target
 
 from dflash.measure import roofline
 from dflash.measure.roofline import Machine, Work

@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.helpers import (
-    import_transformers,
-    load,
-    make_architecture,
-    make_cache,
-    make_sharding,
-    make_target,
-    move,
-    zeros,
-)
+from support.golden import import_transformers, load
+from support.models import make_architecture, make_cache, make_sharding, make_target, move, zeros
 
 from dflash import errors, registry
 from dflash.config.schema import RopeScaling

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.helpers import make_architecture, make_cache, make_sharding, make_target, move
+from support.models import make_architecture, make_cache, make_sharding, make_target, move
 
 from dflash.layers.train_batch import TrainBatch
 from dflash.models.llama3 import Llama3

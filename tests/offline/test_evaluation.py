@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import tiny_models
+from support import engines, models
 
 from dflash import errors
 from dflash.config.schema import DecodeConfig
@@ -15,19 +15,19 @@ from dflash.parallel import parameters
 
 CONFIG = DecodeConfig(max_new_tokens=12, page_size=16, prefill_chunk=16, batch_size=2)
 PROMPTS = {
-    "short": tiny_models.random_prompts([3, 4, 5]),
-    "long": tiny_models.random_prompts([20, 9], seed=1),
+    "short": engines.random_prompts([3, 4, 5]),
+    "long": engines.random_prompts([20, 9], seed=1),
 }
 
 
 def make_test(prompts=PROMPTS, stop_ids=(), **options):
-    drafter = tiny_models.drafter("dflash", block_size=4)
+    drafter = models.drafter("dflash", block_size=4)
     config = dataclasses.replace(CONFIG, **options)
-    return DraftingTest(tiny_models.target(), drafter, config, prompts, stop_ids=stop_ids)
+    return DraftingTest(models.target(), drafter, config, prompts, stop_ids=stop_ids)
 
 
 def draw_params(seed: int):
-    drafter = tiny_models.drafter("dflash", block_size=4)
+    drafter = models.drafter("dflash", block_size=4)
     parameters.initialize(drafter, jax.random.key(seed))
     return nnx.state(drafter, nnx.Param), drafter
 
@@ -41,9 +41,9 @@ def drafting_test():
 def test_it_measures_what_decoding_has(drafting_test, seed):
     params, drafter = draw_params(seed)
     metrics = drafting_test(params)
-    run = tiny_models.engine(drafter, batch_size=2, max_length=64)
+    run = engines.engine(drafter, batch_size=2, max_length=64)
     lengths = {
-        name: [n for one in tiny_models.decode(run, some, 12) for n in one.acceptance_lengths]
+        name: [n for one in engines.decode(run, some, 12) for n in one.acceptance_lengths]
         for name, some in PROMPTS.items()
     }
     assert metrics.keys() == {"tau", "tau/short", "tau/long"}
@@ -60,7 +60,7 @@ def test_nothing_is_compiled_twice(drafting_test):
 
 
 def test_without_cycles_there_is_no_tau():
-    every = range(tiny_models.ARCHITECTURE.vocab_size)
+    every = range(models.ARCHITECTURE.vocab_size)
     assert make_test(stop_ids=every)(draw_params(1)[0]) == {}
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.helpers import BYTE_TARGET
+from support.models import BYTE_TARGET
 
 from dflash import decode
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.helpers import make_sharding
+from support.models import make_sharding
 
 from dflash.parallel import parameters
 

@@ -21,7 +21,9 @@ def main() -> None:
     task = json.loads(task)
 
     import jax
-    from support.tiny_models import decode, drafter, engine
+
+    from support.engines import decode, engine
+    from support.models import drafter
 
     assert jax.process_count() == 2
     assert jax.device_count() == 4

@@ -1,12 +1,12 @@
 """What the tests of the DFlash drafter share: shapes, their config.json, blocks and copies."""
 
 import jax
-from support.helpers import make_architecture
 
 from dflash.drafters.dflash.drafter import DFlash
 from dflash.drafters.dflash.shape import DFlashShape, LayerView
 from dflash.drafters.parts.blocks import cut_blocks
 from dflash.parallel import parameters
+from support.models import make_architecture
 
 FULL, CAUSAL = LayerView(), LayerView(causal=True)
 BLOCK = 6

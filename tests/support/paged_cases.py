@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.dense import dense_attention
 
 from dflash.kernels import quantised
 from dflash.kernels.quantised import Quantised
+from support.dense import dense_attention
 
 SCALE = 0.3
 STALE = 1e6  # what slots hold that no sequence has written: it must never shine through

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from support.tiny_models import ARCHITECTURE, ONE_DEVICE, sharding
 
 from dflash.drafters.base import Drafter, Proposal
+from support.models import ARCHITECTURE, ONE_DEVICE, make_sharding
 
 VOCAB = ARCHITECTURE.vocab_size
 
@@ -104,7 +104,7 @@ class ScriptedDrafter(Drafter):
     def init_state(self, batch, max_length):
         width = len(self.feature_layers) * ARCHITECTURE.hidden_size
         rows = (batch, max_length + self.block_size)
-        whole = sharding(*ONE_DEVICE).abstract
+        whole = make_sharding(*ONE_DEVICE).abstract
         return {
             "count": whole((batch,), (None,), jnp.int32),
             "tokens": whole(rows, (None, None), jnp.int32),

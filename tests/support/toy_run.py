@@ -11,10 +11,10 @@ import time
 
 import jax
 import numpy as np
-from support import toy
 
 from dflash import errors
 from dflash.parallel import distributed
+from support import toy
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ import builtins
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.helpers import import_transformers
+from support.golden import import_transformers
 from support.trained_tokenizers import (
     LLAMA_TEMPLATE,
     MESSAGES,

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support.helpers import make_target
+from support.models import make_target
 
 from dflash.config.loss_schema import OptimizerConfig
 from dflash.training import optimizer as optimizers

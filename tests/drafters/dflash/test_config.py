@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dflash_cases import BLOCK, FULL, SLIDE, VIEWS, WHOLE, make_config, make_shape
-from support.helpers import make_architecture, make_sharding
+from support.models import make_architecture, make_sharding
 
 from dflash import errors
 from dflash.config.schema import DFlashArchitecture, DFlashConfig, MarginalTree, RopeScaling

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.dense import dense_attention
 from support.dflash_cases import BLOCK, CAUSAL, FULL, VIEWS, make_config, make_shape
-from support.helpers import make_sharding, make_target, move, zeros
+from support.models import make_sharding, make_target, move, zeros
 
 from dflash import errors
 from dflash.drafters.base import Candidates

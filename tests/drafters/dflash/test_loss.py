@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dflash_cases import CAUSAL, FULL, cut, make_shape, weights_of, with_weights
-from support.helpers import make_sharding, make_target, move
+from support.models import make_sharding, make_target, move
 
 from dflash.config.loss_schema import LossConfig
 from dflash.drafters.dflash.drafter import DFlash

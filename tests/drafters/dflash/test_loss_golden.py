@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.dflash_cases import cut, weights_of, with_weights
-from support.helpers import GOLDEN, TableHeads, golden, load
+from support.golden import GOLDEN, TableHeads, golden, load
 
 from dflash.config.loss_schema import LossConfig
 from dflash.drafters.dflash.drafter import DFlash

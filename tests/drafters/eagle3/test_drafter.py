@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import make_architecture, make_sharding, make_target
+from support.models import make_architecture, make_sharding, make_target
 
 from dflash import errors
 from dflash.checkpoints import checkpoint

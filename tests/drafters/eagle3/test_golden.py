@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from support.helpers import GOLDEN, golden, load, make_cache, make_sharding, zeros
+from support.golden import GOLDEN, golden, load
+from support.models import make_cache, make_sharding, zeros
 
 from dflash.checkpoints import checkpoint
 from dflash.config.loss_schema import LossConfig

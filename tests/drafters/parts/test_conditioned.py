@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.helpers import GOLDEN, TableHeads, golden, load, make_sharding, zeros
+from support.golden import GOLDEN, TableHeads, golden, load
+from support.models import make_sharding, zeros
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, files

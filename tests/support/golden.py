@@ -1,0 +1,61 @@
+"""Golden vectors, and the models of other libraries that some tests compare with."""
+
+import functools
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash.checkpoints import checkpoint
+from dflash.drafters.dflash.drafter import DFlash
+from dflash.models.qwen3 import Qwen3
+from support import TESTS
+from support.models import make_sharding
+
+GOLDEN = TESTS / "golden"
+
+GOLDEN_CASES = ("qwen3_b1", "qwen3_v12", "qwen3_v64")
+
+
+@functools.cache
+def golden(case: str) -> dict[str, np.ndarray]:
+    """The vectors of a golden case; its README says what each means."""
+    with np.load(GOLDEN / case / "golden.npz") as arrays:
+        return dict(arrays)
+
+
+@functools.cache
+def golden_models(case: str) -> tuple[Qwen3, DFlash]:
+    """Target and drafter of a golden case, in float32."""
+    return load(Qwen3, GOLDEN / case / "target"), load(DFlash, GOLDEN / case / "draft")
+
+
+class TableHeads:
+    """A target's embedding and output head without the target."""
+
+    def __init__(self, embedding, head):
+        self.embedding, self.head = jnp.asarray(embedding), jnp.asarray(head)
+
+    def embed(self, tokens):
+        return self.embedding[tokens]
+
+    def unembed(self, hidden):
+        return jnp.einsum("...d,vd->...v", hidden, self.head, precision="highest")
+
+
+def load(kind, directory: pathlib.Path, **options):
+    """A model of class `kind` in float32 from a checkpoint directory."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    options = {"dtype": jnp.float32, "sharding": make_sharding()} | options
+    module = kind(kind.architecture_from_hf(config), **options)
+    checkpoint.load(module, directory)
+    return module
+
+
+def import_transformers():
+    """torch and transformers, or a skip that says how to get them."""
+    reason = "compares with transformers; pip install 'dflash[parity]'"
+    torch = pytest.importorskip("torch", reason=reason)
+    return torch, pytest.importorskip("transformers", reason=reason)

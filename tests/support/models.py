@@ -1,0 +1,172 @@
+"""The tiny family that tests share: targets, drafters, caches and meshes."""
+
+import dataclasses
+import functools
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash import registry
+from dflash.config import schema
+from dflash.drafters.base import Drafter
+from dflash.models.decoder import Decoder
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters, sharding
+
+
+def make_sharding(data: int = 1, fsdp: int = 1, tensor: int = 1) -> sharding.Sharding:
+    """A mesh over the first devices, one of them unless axis sizes say otherwise."""
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    return sharding.make_sharding(sizes, schema.SHARDING_RULES)
+
+
+def make_architecture(**changes) -> schema.TargetArchitecture:
+    """A target of a few thousand weights."""
+    values = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    }
+    return schema.TargetArchitecture(**(values | changes))
+
+
+ONE_DEVICE = (1, 1, 1)
+
+# The member that tests decode with: few tokens, so that drafts hit now and then.
+ARCHITECTURE = make_architecture(
+    vocab_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+
+# A target for commands to run, as YAML. Without a checkpoint its tokens are bytes; one layer, since
+# every command compiles all of its programs.
+BYTE_TARGET = """{name: qwen3, checkpoint: random, architecture: {
+  vocab_size: 256, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1,
+  num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 256}}"""
+
+# What a drafter's architecture is told, where it has such a field.
+TINY = {"num_hidden_layers": 1, "target_layer_ids": (0, 1), "block_size": 16}
+
+# And what its tree is told.
+TINY_TREE = {"budget": 6}
+
+# What a drafter is told itself, where it has such a key.
+SMALL = {"checkpoint": "random", "window": 3, "ngram_size": 3, "candidates": 2, "pool_size": 8}
+
+# Tokens that the tiny target prefers: drafts of untrained drafters then hit now and then.
+FAVOURITES, EMPHASIS = 4, 3.0
+
+
+@functools.cache
+def make_target(kind=Qwen3, *, dtype=jnp.float32, **changes):
+    """A target with random weights on one device; shared, so never to be changed."""
+    target = kind(make_architecture(**changes), dtype=dtype, sharding=make_sharding())
+    parameters.initialize(target, jax.random.key(0))
+    return target
+
+
+@functools.cache
+def target(
+    mesh: tuple[int, int, int] = ONE_DEVICE, vocab_size: int = ARCHITECTURE.vocab_size
+) -> Decoder:
+    arch = dataclasses.replace(ARCHITECTURE, vocab_size=vocab_size)
+    model = Qwen3(arch, dtype=jnp.float32, sharding=make_sharding(*mesh))
+    parameters.initialize(model, jax.random.key(0))
+    emphasis = np.where(np.arange(vocab_size) < FAVOURITES, EMPHASIS, 1.0).astype(np.float32)
+    kernel = model.lm_head.kernel
+    kernel.set_value(kernel.get_value() * emphasis)
+    return model
+
+
+def drafter(
+    name: str,
+    *,
+    block_size: int | None = None,
+    mesh: tuple[int, int, int] = ONE_DEVICE,
+    arch: schema.TargetArchitecture = ARCHITECTURE,
+    tree: bool = False,
+) -> Drafter:
+    """The registered drafter of this name with random weights, as small as its schema allows.
+
+    Drafts trees where asked to, else what the strategy drafts by default.
+    """
+    entry = registry.DRAFTERS[name]
+    model = registry.load(entry.implementation).create(
+        _drafter_config(registry.load(entry.schema), block_size, tree),
+        None,
+        arch,
+        dtype=jnp.dtype("float32"),
+        sharding=make_sharding(*mesh),
+    )
+    parameters.initialize(model, jax.random.key(1))
+    return model
+
+
+def takes(name: str, key: str) -> bool:
+    """Whether the config of a registered drafter has this key, such as block_size or tree."""
+    fields = dataclasses.fields(registry.load(registry.DRAFTERS[name].schema))
+    return key in {field.name for field in fields}
+
+
+def _drafter_config(config_class, block_size, tree):
+    known = {field.name for field in dataclasses.fields(config_class)}
+    options = dict(SMALL)
+    if block_size is not None:
+        options["block_size"] = block_size
+    groups = {"architecture": TINY, "tree": TINY_TREE} if tree else {"architecture": TINY}
+    for group, values in groups.items():
+        hint = typing.get_type_hints(config_class).get(group)
+        if hint is not None:
+            kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            kind = next(kind for kind in kinds if dataclasses.is_dataclass(kind))
+            fields = {field.name for field in dataclasses.fields(kind)}
+            options[group] = kind(**{key: values[key] for key in fields & set(values)})
+    return config_class(**{key: value for key, value in options.items() if key in known})
+
+
+def make_cache(target, batch: int, max_length: int, *, page_size: int = 8):
+    """A paged cache in which every sequence owns scattered pages full of stale rows."""
+    per_sequence, shares = -(-max_length // page_size), target.sharding.size("pages")
+    owned = batch // shares * per_sequence  # pages of one share, but for its scratch page
+    abstract = target.new_cache(
+        batch=batch,
+        pages_per_sequence=per_sequence,
+        num_pages=shares * (owned + 1),
+        page_size=page_size,
+    )
+    stale = jax.tree.map(
+        lambda x: jnp.full(x.shape, 100, x.dtype, device=x.sharding),
+        (abstract.keys, abstract.values),
+    )
+    rng = np.random.default_rng(0)
+    table = np.stack([rng.permutation(owned) + 1 for _ in range(shares)])
+    table = table.reshape(batch, per_sequence).astype(np.int32)
+    return type(abstract)(*stale, jax.device_put(table, abstract.page_table.sharding))
+
+
+def move(module, abstract):
+    """Fills an abstract module on another mesh with the weights of `module`."""
+    places = {path: p.get_value().sharding for path, p in parameters.named_arrays(abstract)}
+    values = {
+        path: jax.device_put(np.asarray(p.get_value()), places[path])
+        for path, p in parameters.named_arrays(module)
+    }
+    parameters.assign(abstract, values)
+    return abstract
+
+
+def zeros(abstract):
+    """Fills an abstract tree with zeros, each placed as it says."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
