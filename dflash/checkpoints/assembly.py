@@ -13,7 +13,7 @@ from flax import nnx
 
 from dflash import errors, registry
 from dflash.checkpoints import checkpoint
-from dflash.config.schema import AUTO, DrafterConfig, TargetArchitecture, TargetConfig
+from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
@@ -88,11 +88,9 @@ def build_drafter(
 ):
     """Builds the abstract drafter; see `Drafter.create` for the errors.
 
-    A block size of auto is none of the strategy's business: it drafts up to the largest that it
-    has by itself, and lets the loop ask for less.
+    A drafter whose block size the loop chooses is built for its largest one.
     """
-    adaptive = getattr(config, "block_size", None) == AUTO
-    if adaptive:
+    if config.adaptive:
         largest = next(f.default for f in dataclasses.fields(config) if f.name == "block_size")
         config = dataclasses.replace(config, block_size=largest)
     entry = registry.find(registry.DRAFTERS, config.name, "drafter.name")
@@ -105,9 +103,7 @@ def build_drafter(
             f"{source.directory}: config.json: architectures {architectures} is no "
             f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
         )
-    drafter = kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
-    drafter.adaptive = adaptive
-    return drafter
+    return kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
 
 
 def load_weights(module: nnx.Module, source: Source) -> None:

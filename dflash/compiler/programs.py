@@ -67,7 +67,7 @@ def of_decoding(config: DecodeRun, tpu: TpuConfig, sharding: Sharding) -> Iterat
     drafter = assembly.build_drafter(config.drafter, found, target.arch, **build)
     for model in (target, drafter):
         weights.arrange(model, sharding)
-    yield from _decoding(target, drafter, config.decode, tpu)
+    yield from _decoding(target, drafter, config.decode, tpu, adaptive=config.drafter.adaptive)
 
 
 def of_training(config: CompileTrain, sharding: Sharding) -> Iterator[Program]:
@@ -83,9 +83,11 @@ def _wanted(name: str, tpu: TpuConfig) -> bool:
     return tpu.only in ("all", name)
 
 
-def _decoding(target, drafter, config: DecodeConfig, tpu: TpuConfig) -> Iterator[Program]:
+def _decoding(
+    target, drafter, config: DecodeConfig, tpu: TpuConfig, *, adaptive: bool = False
+) -> Iterator[Program]:
     max_length = config.max_length or config.prefill_chunk + config.max_new_tokens
-    engine = Engine(target, drafter, config, max_length=max_length)
+    engine = Engine(target, drafter, config, max_length=max_length, adaptive_blocks=adaptive)
     most = max_length - drafter.block_size
     context = min(tpu.context or most, most)
     state = engine.abstract_state()

@@ -123,6 +123,11 @@ class DrafterConfig:
 
     name: str = "none"
 
+    @property
+    def adaptive(self) -> bool:
+        """Whether the loop chooses the block size of every cycle."""
+        return getattr(self, "block_size", None) == AUTO
+
 
 @dataclasses.dataclass(frozen=True)
 class MarginalTree:
@@ -246,6 +251,10 @@ class DecodeConfig:
     sync_every: int = option(8, minimum=1)  # cycles per dispatch
     max_length: int | None = option(None, minimum=2)  # None: the longest prompt + max_new_tokens
     page_size: int = option(128, minimum=8)  # tokens per page of the target's cache
+    # Pages of that cache, over all devices. None: enough for every sequence of a batch to reach
+    # max_length. With fewer, sequences take pages as they grow, and the youngest one is interrupted
+    # and computed again later where they run out.
+    num_pages: int | None = option(None, minimum=1)
     # Of that cache. auto: the run's dtype; else 8 bits, and a scale for each token and kv head.
     kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
     prefill_chunk: int = option(512, minimum=8)  # longest piece of a prompt run at once

@@ -35,16 +35,13 @@ class Proposal:
       probs: float32 [B, Q, V] or None; the distributions that tokens were drawn from, for rejection
         verification. Siblings are drawn from one of them without replacement, in the order of g.
       drawn_from: int32 [B, G] or None; row of `probs` that draft g was drawn from. None: Q = G, and
-        draft g was drawn from row g. How many children a row has must not hang on what was drawn.
-      forced: int32 [B] or None; how many drafts count as accepted, whatever the target says. For
-        measuring alone: the output is then worth nothing, the work is the same.
+        draft g was drawn from row g. How many children a row has must not depend on what was drawn.
     """
 
     tokens: jax.Array
     parents: jax.Array | None = None
     probs: jax.Array | None = None
     drawn_from: jax.Array | None = None
-    forced: jax.Array | None = None
 
     def first(self, count: int) -> "Proposal":
         """The first `count` tokens of a chain.
@@ -55,8 +52,7 @@ class Proposal:
         if self.parents is not None:
             raise ValueError("only a chain has first tokens; a tree has to be drafted smaller")
         probs = None if self.probs is None else self.probs[:, :count]
-        forced = None if self.forced is None else jnp.minimum(self.forced, count)
-        return Proposal(self.tokens[:, :count], probs=probs, forced=forced)
+        return Proposal(self.tokens[:, :count], probs=probs)
 
 
 class Candidates(NamedTuple):
@@ -67,7 +63,8 @@ class Candidates(NamedTuple):
       scores: float32 [B, T, k], falling and at most 0; logarithm of how likely each is the token
         that verification will want there.
       probs: float32 [B, T, V] or None; what `tokens` were drawn from, one after the other and
-        without replacement, where verification asks for it. `scores` then do not hang on the draw.
+        without replacement, where verification asks for it. `scores` then do not depend on what was
+        drawn.
     """
 
     tokens: jax.Array
@@ -111,14 +108,12 @@ class Drafter(nnx.Module):
       feature_layers: target layers whose outputs `observe` receives, concatenated.
       num_draft_tokens: G, the number of tokens in every proposal.
       has_probs: proposals bring probabilities where verification asks for them.
-      adaptive: cycles may draft fewer tokens than that, or none, as pays best.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ()
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 0
     has_probs: bool = False
-    adaptive: bool = False
 
     @classmethod
     def create(

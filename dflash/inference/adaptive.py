@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.drafters.base import Drafter
 from dflash.inference import backlog, block_choice
 from dflash.inference.backlog import Backlog
 from dflash.inference.block_choice import BlockChoice, Pool
@@ -58,35 +57,27 @@ class Adaptive:
         return jnp.any(pending > allowed)
 
 
-def block_sizes(drafter: Drafter) -> tuple[int, ...]:
-    """The sizes that a cycle may have, ascending; one unless the drafter is adaptive."""
-    if drafter.adaptive:
-        return block_choice.block_sizes(drafter.block_size)
-    return (drafter.block_size,)
-
-
-def spare_rows(drafter: Drafter) -> int:
+def spare_rows(sizes: tuple[int, ...]) -> int:
     """Rows past its longest sequence that a drafter's state must have for the backlog."""
-    return backlog.ROWS if drafter.adaptive else 0
+    return backlog.ROWS if len(sizes) > 1 else 0
 
 
 def abstract(
-    drafter: Drafter, batch: int, hidden_size: int, dtype: jnp.dtype, sharding: Sharding
+    sizes: tuple[int, ...], batch: int, width: int, dtype: jnp.dtype, sharding: Sharding
 ) -> Adaptive | None:
-    """The state to be, zeros at first; None for a drafter of one block size.
+    """The state, all zeros at first; None where there is one block size.
 
     Args:
-      drafter: chooses, or does not.
+      sizes: rows that a cycle may verify, ascending.
       batch: B.
-      hidden_size: D of the target.
-      dtype: of the target's features.
+      width: of the features that the drafter observes, C·D.
+      dtype: of these features.
       sharding: where it lives.
     """
-    if not drafter.adaptive:
+    if len(sizes) == 1:
         return None
-    width = len(drafter.feature_layers) * hidden_size
     return Adaptive(
-        block_choice.abstract(batch, block_sizes(drafter), sharding),
+        block_choice.abstract(batch, sizes, sharding),
         backlog.abstract(batch, width, dtype, sharding),
     )
 

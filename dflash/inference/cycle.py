@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,27 +11,28 @@ import jax.numpy as jnp
 from dflash.drafters.base import Drafter, Heads, Proposal
 from dflash.inference import tree as trees
 from dflash.inference import verify
-from dflash.inference.adaptive import block_sizes
 from dflash.inference.sampling import SequenceSampler
 from dflash.inference.state import DecodeState, Report
 from dflash.models.decoder import Decoder
 
+# Changes the verdict on a proposal: (drafter, its state after the draft, verdict) -> verdict.
+Revise = Callable[[Drafter, Any, verify.Verdict], verify.Verdict]
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is fixed for a whole run.
+    """What is compiled into the loop; everything else belongs to the sequences.
 
     Attributes:
+      block_sizes: rows that a cycle may verify of a sequence, ascending; the last is the drafter's.
       rejection: verify by rejection, not by coupling.
-      stop_ids: tokens that end a sequence.
+      revise: applied to every verdict. For measurements alone: the output is then meaningless, but
+        the work is the same.
     """
 
+    block_sizes: tuple[int, ...]
     rejection: bool = False
-    stop_ids: tuple[int, ...] = ()
-
-    def is_stop(self, tokens: jax.Array) -> jax.Array:
-        """bool [...]; which of `tokens` int32 [...] end a sequence."""
-        return jnp.any(tokens[..., None] == jnp.array(self.stop_ids, jnp.int32), axis=-1)
+    revise: Revise | None = None
 
 
 def cycle(
@@ -61,19 +63,19 @@ def cycle(
     verdict = _verify(proposal, tree, logits, positions + 1, sampler)
     if verdict.sampled is not None:
         drafter_state = drafter.review(drafter_state, proposal, verdict.sampled)
-    if proposal.forced is not None:
-        verdict = verify.force(verdict, proposal.forced)
+    if rules.revise is not None:
+        verdict = rules.revise(drafter, drafter_state, verdict)
 
     features, cache = output.features, output.cache
     committed = _following_tokens(rows, verdict)
     if verdict.path is not None:
         cache = cache.compact(position, verdict.path, target.sharding)
         features = jnp.take_along_axis(features, verdict.path[..., None], axis=1)
-    num_committed, active = _commit(state, committed, verdict.num_accepted + 1, rules)
+    num_committed, active = _commit(state, committed, verdict.num_accepted + 1)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = state.adaptive
     if adaptive is not None:
-        adaptive = adaptive.learn(num_committed, state.limit - state.length, block_sizes(drafter))
+        adaptive = adaptive.learn(num_committed, state.limit - state.length, rules.block_sizes)
     if adaptive is not None and block_size == 1:
         adaptive = adaptive.put_aside(following, num_committed, features)
     else:
@@ -114,7 +116,7 @@ def run_cycles(
     target: Decoder, drafter: Drafter, state: DecodeState, *, max_cycles: int, rules: Rules
 ) -> tuple[DecodeState, Report]:
     """Runs cycles until `max_cycles` are done or no slot is active; see `cycle`."""
-    sizes = block_sizes(drafter)
+    sizes = rules.block_sizes
     batch, rows = state.anchor.shape[0], drafter.longest_path
     report = Report(
         cycles=jnp.int32(0),
@@ -249,7 +251,7 @@ def _following_tokens(rows: jax.Array, verdict: verify.Verdict) -> jax.Array:
 
 
 def _commit(
-    state: DecodeState, committed: jax.Array, count: jax.Array, rules: Rules
+    state: DecodeState, committed: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Cuts what was accepted at each sequence's limit and at its first stop token.
 
@@ -257,7 +259,8 @@ def _commit(
       num_committed int32 [B], active bool [B] after the cycle.
     """
     count = jnp.minimum(count, state.limit - state.length)
-    stops = rules.is_stop(committed) & (jnp.arange(committed.shape[1]) < count[:, None])
+    stops = jnp.any(committed[..., None] == state.stop_ids[:, None], axis=-1)
+    stops &= jnp.arange(committed.shape[1]) < count[:, None]
     stopped = stops.any(axis=1)
     count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
     count = jnp.where(state.active, count, 0)

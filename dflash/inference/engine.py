@@ -1,43 +1,36 @@
 """The engine: four calls on device state that every way of decoding is made of.
 
-    prefill(prompt) -> prefix
-    insert(state, prefix, slot) -> state
+    prefill(prompt, sampling) -> prefix
+    insert(state, prefix, slot, request, anchor) -> state
     generate(state) -> state, report          one dispatch of up to sync_every cycles
     release(state, slot) -> state
 
-Every shape is static, so programs are few: one prefill and one insert per prompt bucket, one
-generate. `compile` builds them ahead of time; nothing compiles inside a measured call.
+How a sequence samples, when it stops and how long it gets are device state, so one set of programs
+serves all requests. Every shape is static: there is one prefill and one insert per prompt bucket,
+and one generate. `compile` builds them ahead of time; nothing compiles inside a measured call.
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
 from dflash.inference import adaptive, block_choice, cycle, timing
-from dflash.inference.lowering import loop_options, lower
-from dflash.inference.pages import Layout
-from dflash.inference.prefill import prefill_chunk
-from dflash.inference.sampling import SamplingParams, sequence_params
+from dflash.inference.pages import Layout, Slot
+from dflash.inference.programs import Programs
+from dflash.inference.request import Request, Sampling, check_request
 from dflash.inference.state import DecodeState, Prefix, Report
-from dflash.layers.linear import matmul_precision
 from dflash.models.decoder import Decoder
 
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """A place in the batch, and the pages that its sequence owns."""
-
-    index: int
-    pages: tuple[int, ...]
+GREEDY = Sampling()
+NUM_STOP_IDS = 8  # that a request may have, unless an engine is built for more
+NO_TOKEN = -1  # fills up the stop ids of a request that has fewer
 
 
 class Engine:
@@ -50,18 +43,29 @@ class Engine:
         config: DecodeConfig,
         *,
         max_length: int,
-        stop_ids: Sequence[int] = (),
+        adaptive_blocks: bool = False,
+        num_stop_ids: int = NUM_STOP_IDS,
+        revise: cycle.Revise | None = None,
     ):
         """Takes the models as they are; abstract ones serve to plan and to compile.
 
         Args:
           target: its weights are used in place.
           drafter: likewise.
-          config: sampling and loop options.
+          config: shape of the loop, and the rule of verification. Sampling is the requests' own.
           max_length: longest sequence in tokens, prompt and output together.
-          stop_ids: tokens that end a sequence.
+          adaptive_blocks: choose the block size anew for every cycle, up to the drafter's.
+          num_stop_ids: stop ids that a request may have.
+          revise: changes the verdict of every cycle; for measurements.
         """
+        sizes = block_choice.block_sizes(drafter.block_size) if adaptive_blocks else ()
+        self.target, self.drafter, self.config = target, drafter, config
         self.sharding = target.sharding
+        self.rules = cycle.Rules(
+            block_sizes=sizes or (drafter.block_size,),
+            rejection=config.verify == "rejection",
+            revise=revise,
+        )
         self.layout = Layout(
             batch_size=config.batch_size,
             max_length=max_length,
@@ -69,39 +73,52 @@ class Engine:
             page_size=config.page_size,
             prefill_chunk=config.prefill_chunk,
             num_shares=self.sharding.size("pages"),
+            growth=config.sync_every * drafter.longest_path,
+            num_pages=config.num_pages,
         )
-        self._config = config
-        self._rules = cycle.Rules(
-            rejection=config.verify == "rejection", stop_ids=tuple(sorted(set(stop_ids)))
+        self.num_stop_ids = num_stop_ids
+        self._programs = Programs(
+            target,
+            drafter,
+            config,
+            layout=self.layout,
+            rules=self.rules,
+            num_stop_ids=num_stop_ids,
         )
-        self._target, self._target_params = nnx.split(target)
-        self._drafter, self._drafter_params = nnx.split(drafter)
-        self._abstract_target, self._abstract_drafter = target, drafter
-        self._programs: dict[tuple, Any] = {}
-        self.block_sizes = adaptive.block_sizes(drafter)
+        self._target_params = nnx.state(target)
+        self._drafter_params = nnx.state(drafter)
         # Of each block size, in seconds; measured by `compile` where there is a choice.
         self.cycle_seconds: tuple[float, ...] | None = None
         # What earlier runs found out about drafts, where there is a choice; see `retire`.
         self._known: block_choice.Pool | None = None
 
     @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence."""
-        return self._rules.stop_ids
+    def block_sizes(self) -> tuple[int, ...]:
+        """Rows that a cycle may verify of a sequence, ascending."""
+        return self.rules.block_sizes
 
     @property
     def vocab_size(self) -> int:
         """Token ids of the target."""
-        return self._abstract_target.arch.vocab_size
+        return self.target.arch.vocab_size
+
+    def check(self, request: Request) -> None:
+        """Raises InputError if a request cannot be decoded here."""
+        check_request(
+            request,
+            max_length=self.layout.max_length,
+            vocab_size=self.vocab_size,
+            num_stop_ids=self.num_stop_ids,
+        )
 
     # --- the four calls -------------------------------------------------------------------------
 
-    def prefill(self, prompt: Sequence[int], index: int = 0) -> Prefix:
+    def prefill(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Prefix:
         """Runs a prompt and draws its first new token.
 
         Args:
           prompt: token ids, at least one.
-          index: number of the sequence in its run; with the seed it fixes the sequence's noise.
+          sampling: how the sequence draws its tokens.
         Raises:
           ValueError: the prompt is empty, or leaves no room for a new token.
         """
@@ -111,14 +128,7 @@ class Engine:
             )
         bucket = self.layout.bucket(len(prompt))
         chunk = self.layout.chunk(bucket)
-        config = self._config
-        prefix = self.program("new_prefix", bucket)(
-            np.int32(index),
-            np.uint32(config.seed),
-            np.float32(config.temperature),
-            np.int32(config.top_k),
-            np.float32(config.top_p),
-        )
+        prefix = self.program("new_prefix", bucket)(*sampling.scalars())
         run = self.program("prefill", bucket)
         for start in range(0, len(prompt), chunk):
             piece = np.zeros((1, chunk), np.int32)
@@ -135,37 +145,67 @@ class Engine:
             )
         return prefix
 
-    def insert(self, state: DecodeState, prefix: Prefix, slot: Slot, limit: int) -> DecodeState:
-        """Puts a prefilled sequence into a slot; it ends at `limit` tokens, prompt included.
+    def insert(
+        self, state: DecodeState, prefix: Prefix, slot: Slot, request: Request, anchor: int
+    ) -> DecodeState:
+        """Puts a prefilled sequence into a slot; consumes `state` (its buffers are donated).
 
-        Consumes `state` (its buffers are donated).
-
+        Args:
+          state: the batch.
+          prefix: of everything before the anchor.
+          slot: must be empty, and own the pages that the next dispatch may fill.
+          request: its limit and stop ids end the sequence.
+          anchor: the sequence's last committed token: the one that the prefill has drawn, or, for a
+            sequence that comes back after a preemption, the one that it had drawn before.
         Raises:
-          ValueError: the slot has not the pages that `limit` tokens take, or too many.
+          ValueError: the slot has more pages than a sequence may own.
         """
-        needed, most = self.layout.pages_for(limit), self.layout.pages_per_sequence
-        if not needed <= len(slot.pages) <= most:
-            raise ValueError(
-                f"slot {slot.index} has {len(slot.pages)} pages; {limit} tokens take {needed}, "
-                f"a sequence at most {most}"
-            )
-        table = np.zeros(self.layout.pages_per_sequence, np.int32)
-        table[: len(slot.pages)] = slot.pages
+        table = self._page_row(slot)
         # The bucket's padding may fill more pages than the sequence owns: those go to scratch.
         pages = np.zeros(self.layout.prefix_pages(prefix.bucket), np.int32)
         owned = min(len(pages), len(slot.pages))
         pages[:owned] = slot.pages[:owned]
+        stop_ids = np.full(self.num_stop_ids, NO_TOKEN, np.int32)
+        stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         return self.program("insert", prefix.bucket)(
-            state, prefix, np.int32(slot.index), table, pages, np.int32(limit)
+            state,
+            prefix,
+            np.int32(slot.index),
+            table,
+            pages,
+            np.int32(request.limit),
+            stop_ids,
+            np.int32(anchor),
         )
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, Report]:
         """Runs up to sync_every cycles; consumes `state` (its buffers are donated)."""
-        return self.program("generate")(self._target_params, self._drafter_params, state)
+        return self.run("generate", state)
 
     def release(self, state: DecodeState, slot: int) -> DecodeState:
         """Takes a slot's pages from it, so that they may be handed out again."""
         return self.program("release")(state, np.int32(slot))
+
+    def set_pages(self, state: DecodeState, slots: Sequence[Slot]) -> DecodeState:
+        """Gives slots the pages that they own now; slots that are not named own none.
+
+        Consumes `state` (its buffers are donated).
+        """
+        table = np.zeros((self.layout.batch_size, self.layout.pages_per_sequence), np.int32)
+        for slot in slots:
+            table[slot.index] = self._page_row(slot)
+        return self.program("set_pages")(state, table)
+
+    def _page_row(self, slot: Slot) -> np.ndarray:
+        """A slot's row of the page table, int32 [pages of the longest sequence]."""
+        most = self.layout.pages_per_sequence
+        if len(slot.pages) > most:
+            raise ValueError(
+                f"slot {slot.index} has {len(slot.pages)} pages; a sequence owns at most {most}"
+            )
+        row = np.zeros(most, np.int32)
+        row[: len(slot.pages)] = slot.pages
+        return row
 
     def new_state(self) -> DecodeState:
         """A batch of empty slots."""
@@ -176,6 +216,37 @@ class Engine:
         """Ends a run: what it taught about block sizes, the next one begins with."""
         if state.adaptive is not None:
             self._known = block_choice.pool(state.adaptive.choice)
+
+    # --- beside the four calls ------------------------------------------------------------------
+
+    def add_program(self, name: str, function: Callable) -> None:
+        """Adds a program over the models and the state; it is compiled at its first `run`.
+
+        Args:
+          name: for `run`.
+          function: (target, drafter, state) -> any pytree. A DecodeState in it is placed as the
+            state is, all else is replicated. If there is one, the program consumes its input.
+        """
+        self._programs.add(name, function)
+
+    def program(self, kind: str, *key: int) -> jax.stages.Compiled:
+        """The compiled program of this name, compiled now if it is asked for the first time."""
+        return self._programs.get(kind, *key)
+
+    def run(self, name: str, state: DecodeState) -> Any:
+        """Runs a program that was added on this state; see `add_program`."""
+        return self.program(name)(self._target_params, self._drafter_params, state)
+
+    def set_drafter(self, drafter: Drafter) -> None:
+        """Takes other weights for the drafter; nothing is compiled again.
+
+        Raises:
+          ValueError: it is not built as the one before.
+        """
+        params = nnx.state(drafter)
+        if _shapes(params) != _shapes(self._drafter_params):
+            raise ValueError("the drafter's weights differ in shape or dtype from those before")
+        self._drafter_params = params
 
     # --- ahead of time --------------------------------------------------------------------------
 
@@ -198,39 +269,14 @@ class Engine:
 
     def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
         """Names of the programs that prompts of these lengths (in tokens) need."""
-        buckets = sorted({self.layout.bucket(length) for length in prompt_lengths})
-        per_bucket = [
-            (kind, bucket) for bucket in buckets for kind in ("new_prefix", "prefill", "insert")
-        ]
-        timed = [("occupied",)] if len(self.block_sizes) > 1 else []
-        return [("new_state",), *per_bucket, ("generate",), ("release",), *timed]
+        return self._programs.names(prompt_lengths)
 
     def abstract_state(self) -> DecodeState:
         """Shapes, dtypes and shardings of the state, without its memory."""
-        layout, target, drafter = self.layout, self._abstract_target, self._abstract_drafter
-        batch = layout.batch_size
-        ints = self.sharding.abstract((batch,), ("batch",), jnp.int32)
-        return DecodeState(
-            length=ints,
-            limit=ints,
-            anchor=ints,
-            active=self.sharding.abstract((batch,), ("batch",), jnp.bool_),
-            sampling=self._abstract_sampling(batch, "batch"),
-            cache=target.new_cache(
-                batch=batch,
-                pages_per_sequence=layout.pages_per_sequence,
-                num_pages=layout.pages_per_share * layout.num_shares,
-                page_size=layout.page_size,
-                kv_dtype=self._config.kv_dtype,
-            ),
-            drafter=drafter.init_state(batch, layout.capacity + adaptive.spare_rows(drafter)),
-            adaptive=adaptive.abstract(
-                drafter, batch, target.arch.hidden_size, target.dtype, self.sharding
-            ),
-        )
+        return self._programs.abstract_state()
 
     def _measured(self) -> tuple[float, ...]:
-        """Seconds of a cycle of each block size, measured now if nobody did; 1 for a single one."""
+        """Seconds of a cycle of each block size, measured at the first call; 1 for a single one."""
         if self.cycle_seconds is None and len(self.block_sizes) > 1:
             state = self.program("new_state")(adaptive.only(0, self.block_sizes))
             self.cycle_seconds = timing.cycle_seconds(
@@ -238,158 +284,6 @@ class Engine:
             )
         return self.cycle_seconds or (1.0,)
 
-    # --- programs -------------------------------------------------------------------------------
 
-    def program(self, kind: str, *key: int):
-        """The compiled program of this name, compiled now if nobody asked for it before."""
-        if (kind, *key) not in self._programs:
-            with jax.default_matmul_precision(matmul_precision(self._abstract_target.dtype)):
-                self._programs[(kind, *key)] = getattr(self, f"_compile_{kind}")(*key)
-        return self._programs[(kind, *key)]
-
-    def _compile_new_state(self):
-        abstract = self.abstract_state()
-
-        def new_state(seconds):
-            state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-            # An empty slot counts as one token long: its rows go to the scratch page's start.
-            chooser = adaptive.with_seconds(state.adaptive, seconds)
-            length = jnp.ones_like(state.length)
-            return dataclasses.replace(state, length=length, adaptive=chooser)
-
-        return lower(new_state, self._seconds(), out=abstract)
-
-    def _compile_occupied(self):
-        state = self.abstract_state()
-        occupy = functools.partial(timing.occupy, layout=self.layout, config=self._config)
-        return lower(occupy, state, self._seconds(), out=state, donate=(0,))
-
-    def _compile_generate(self):
-        state = self.abstract_state()
-
-        def generate(target_params, drafter_params, state):
-            return cycle.run_cycles(
-                nnx.merge(self._target, target_params),
-                nnx.merge(self._drafter, drafter_params),
-                state,
-                max_cycles=self._config.sync_every,
-                rules=self._rules,
-            )
-
-        report = jax.eval_shape(generate, self._target_params, self._drafter_params, state)[1]
-        report = jax.tree.map(self._replicated, report)
-        options = loop_options(self.sharding, self._abstract_target.dtype)
-        return lower(
-            generate, self._target_params, self._drafter_params, state,
-            out=(state, report), donate=(2,), options=options,
-        )  # fmt: skip
-
-    def _compile_release(self):
-        state = self.abstract_state()
-
-        def release(state, slot):
-            table = state.cache.page_table.at[slot].set(0)
-            return dataclasses.replace(
-                state,
-                length=state.length.at[slot].set(1),
-                active=state.active.at[slot].set(False),
-                cache=dataclasses.replace(state.cache, page_table=table),
-            )
-
-        return lower(release, state, self._scalar(), out=state, donate=(0,))
-
-    def _compile_new_prefix(self, bucket: int):
-        abstract = self._abstract_prefix(bucket)
-
-        def new_prefix(index, *sampling):
-            prefix = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-            table = jnp.arange(1, prefix.cache.page_table.shape[1] + 1, dtype=jnp.int32)[None]
-            cache = dataclasses.replace(prefix.cache, page_table=table)
-            params = sequence_params(index, *sampling)
-            return dataclasses.replace(prefix, cache=cache, sampling=params)
-
-        scalars = [self._scalar(t) for t in ("int32", "uint32", "float32", "int32", "float32")]
-        return lower(new_prefix, *scalars, out=abstract)
-
-    def _compile_prefill(self, bucket: int):
-        abstract = self._abstract_prefix(bucket)
-        tokens = self._whole((1, self.layout.chunk(bucket)), jnp.int32)
-
-        def prefill(target_params, drafter_params, prefix, tokens, count, following):
-            target = nnx.merge(self._target, target_params)
-            drafter = nnx.merge(self._drafter, drafter_params)
-            return prefill_chunk(target, drafter, prefix, tokens, count, following)
-
-        return lower(
-            prefill, self._target_params, self._drafter_params, abstract, tokens,
-            self._scalar(), self._scalar(), out=abstract, donate=(2,),
-        )  # fmt: skip
-
-    def _compile_insert(self, bucket: int):
-        state, prefix = self.abstract_state(), self._abstract_prefix(bucket)
-        table = self._whole((self.layout.pages_per_sequence,), jnp.int32)
-        pages = self._whole((self.layout.prefix_pages(bucket),), jnp.int32)
-
-        def insert(state, prefix, slot, table, pages, limit):
-            length = prefix.length[0] + 1
-            anchor = prefix.anchor[0]
-            return DecodeState(
-                length=state.length.at[slot].set(length),
-                limit=state.limit.at[slot].set(limit),
-                anchor=state.anchor.at[slot].set(anchor),
-                active=state.active.at[slot].set((length < limit) & ~self._rules.is_stop(anchor)),
-                sampling=jax.tree.map(
-                    lambda batch, one: batch.at[slot].set(one[0]), state.sampling, prefix.sampling
-                ),
-                cache=state.cache.insert(
-                    prefix.cache, slot, self.layout.share_of(slot), table, pages, self.sharding
-                ),
-                drafter=self._abstract_drafter.insert(state.drafter, prefix.drafter, slot),
-                adaptive=state.adaptive and state.adaptive.insert(slot),
-            )
-
-        return lower(
-            insert, state, prefix, self._scalar(), table, pages, self._scalar(),
-            out=state, donate=(0,),
-        )  # fmt: skip
-
-    # --- shapes ---------------------------------------------------------------------------------
-
-    def _abstract_prefix(self, bucket: int) -> Prefix:
-        pages = self.layout.prefix_pages(bucket)
-        one = self._whole((1,), jnp.int32)
-        return Prefix(
-            length=one,
-            anchor=one,
-            sampling=self._abstract_sampling(1, None),
-            cache=self._abstract_target.new_cache(
-                batch=1,
-                pages_per_sequence=pages,
-                num_pages=pages + 1,
-                page_size=self.layout.page_size,
-                kv_dtype=self._config.kv_dtype,
-            ),
-            drafter=self._abstract_drafter.init_state(1, bucket),
-            bucket=bucket,
-        )
-
-    def _abstract_sampling(self, batch: int, name: str | None) -> SamplingParams:
-        floats = self.sharding.abstract((batch,), (name,), jnp.float32)
-        return SamplingParams(
-            seed=self.sharding.abstract((batch, 2), (name, None), jnp.uint32),
-            temperature=floats,
-            top_k=self.sharding.abstract((batch,), (name,), jnp.int32),
-            top_p=floats,
-        )
-
-    def _seconds(self) -> jax.ShapeDtypeStruct:
-        return self._whole((len(self.block_sizes),), jnp.float32)
-
-    def _replicated(self, x) -> jax.ShapeDtypeStruct:
-        return self._whole(x.shape, x.dtype)
-
-    def _whole(self, shape, dtype) -> jax.ShapeDtypeStruct:
-        return self.sharding.abstract(shape, (None,) * len(shape), dtype)
-
-    def _scalar(self, dtype="int32") -> jax.ShapeDtypeStruct:
-        return self._whole((), dtype)
+def _shapes(params) -> Any:
+    return jax.tree.map(lambda x: (x.shape, x.dtype), params)

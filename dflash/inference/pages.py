@@ -3,6 +3,10 @@
 import dataclasses
 import math
 
+from dflash import errors
+
+MIN_BUCKET = 16
+
 
 class PagePool:
     """Free pages of each share of the pool.
@@ -15,7 +19,7 @@ class PagePool:
         self._free = [list(range(pages_per_share - 1, 0, -1)) for _ in range(num_shares)]
 
     def take(self, share: int, count: int) -> tuple[int, ...] | None:
-        """Takes `count` pages of a share, or None if it has not that many left."""
+        """Takes `count` pages of a share, or None if fewer are free."""
         free = self._free[share]
         if len(free) < count:
             return None
@@ -26,8 +30,16 @@ class PagePool:
         self._free[share].extend(reversed(pages))
 
     def num_free(self, share: int) -> int:
-        """Pages of a share that nobody holds."""
+        """Free pages of a share."""
         return len(self._free[share])
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place in the batch, and the pages that its sequence owns so far."""
+
+    index: int
+    pages: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +50,11 @@ class Layout:
       batch_size: B, slots.
       max_length: longest sequence in tokens, prompt and output together.
       block_size: R, rows that the target verifies.
-      page_size: S, slots per page.
+      page_size: S, rows of a page.
       prefill_chunk: longest piece of a prompt that runs at once, in tokens.
       num_shares: pieces that the page pool is split into, one per data replica.
+      growth: tokens that one dispatch may add to a sequence.
+      num_pages: pages of all shares together; None for enough to fill every slot.
     """
 
     batch_size: int
@@ -49,6 +63,18 @@ class Layout:
     page_size: int
     prefill_chunk: int
     num_shares: int
+    growth: int = 1
+    num_pages: int | None = None
+
+    def __post_init__(self):
+        """Raises ConfigError if the pool cannot hold the longest sequence in every share."""
+        if self.pages_per_share <= self.pages_per_sequence:
+            raise errors.ConfigError(
+                f"decode.num_pages: {self.num_pages} is {self.pages_per_share - 1} for each of "
+                f"{self.num_shares} data replicas, but one sequence of {self.max_length} tokens "
+                f"takes {self.pages_per_sequence} pages of {self.page_size}; expected at least "
+                f"{self.num_shares * self.pages_per_sequence}"
+            )
 
     @property
     def capacity(self) -> int:
@@ -62,22 +88,67 @@ class Layout:
         return self.pages_for(self.max_length)
 
     @property
+    def slots_per_share(self) -> int:
+        """Slots that take their pages from the same share."""
+        return self.batch_size // self.num_shares
+
+    @property
     def pages_per_share(self) -> int:
-        """Pages of one share: enough for every slot of it to be full, and the scratch page."""
-        return self.batch_size // self.num_shares * self.pages_per_sequence + 1
+        """Pages of one share, the scratch page included."""
+        enough = self.slots_per_share * self.pages_per_sequence
+        if self.num_pages is not None:
+            enough = min(enough, self.num_pages // self.num_shares)
+        return enough + 1
+
+    @property
+    def overcommits(self) -> bool:
+        """Whether the pool is too small for every slot to be full at once."""
+        return self.pages_per_share <= self.slots_per_share * self.pages_per_sequence
 
     def pages_for(self, length: int) -> int:
         """Pages of a sequence of `length` tokens, with room for a block written past its end."""
         return math.ceil((length + self.block_size) / self.page_size)
 
+    def pages_ahead(self, length: int, limit: int) -> int:
+        """Pages that a sequence must own before the next dispatch.
+
+        Args:
+          length: committed tokens.
+          limit: tokens at which the sequence ends.
+        Returns:
+          As many as one dispatch may fill; where the pool has room for all, as many as it will ever
+          need, so that no table changes while it runs.
+        """
+        return self.pages_for(min(length + self.growth, limit) if self.overcommits else limit)
+
+    def standing_pages(self, slot: int) -> tuple[int, ...]:
+        """Pages of a slot when every slot is as full as can be, for timing.
+
+        In a pool that overcommits several slots share pages: the work is the same.
+        """
+        first, usable = slot % self.slots_per_share * self.pages_per_sequence, self.pages_per_share
+        return tuple(1 + (first + i) % (usable - 1) for i in range(self.pages_per_sequence))
+
     def share_of(self, slot: int) -> int:
-        """The share of the pool that slot `slot` lives in."""
-        return slot // (self.batch_size // self.num_shares)
+        """The share of the pool that slot `slot` takes its pages from."""
+        return slot // self.slots_per_share
 
     def bucket(self, length: int) -> int:
         """Padded length of a prompt: a power of two, or the capacity."""
         power = max(MIN_BUCKET, 1 << (length - 1).bit_length())
         return min(power, self.capacity)
+
+    def buckets(self, lengths) -> list[int]:
+        """Buckets that prompts of these lengths (in tokens) may need, ascending.
+
+        Where the pool overcommits, a preempted sequence comes back as a longer prompt, so all that
+        are not smaller than the smallest are needed.
+        """
+        lengths = set(lengths)
+        if self.overcommits and lengths:
+            lengths |= {min(lengths) << i for i in range(self.max_length.bit_length())}
+            lengths = {min(length, self.max_length) for length in lengths}
+        return sorted({self.bucket(length) for length in lengths})
 
     def chunk(self, bucket: int) -> int:
         """Tokens that one prefill call of a bucket runs."""
@@ -86,6 +157,3 @@ class Layout:
     def prefix_pages(self, bucket: int) -> int:
         """Pages that a prompt of a bucket fills, padding included."""
         return math.ceil(bucket / self.page_size)
-
-
-MIN_BUCKET = 16

@@ -1,212 +1,241 @@
-"""Offline decoding: keeps the slots of an engine busy from a queue of prompts.
+"""The scheduler: requests come in at any time, slots and pages are handed out between dispatches.
 
-Host work between dispatches is kept to what the next dispatch needs (refilling slots); whatever a
-caller does with the events, such as turning tokens to text, overlaps the next dispatch.
+    submit(request)    puts a request into the queue
+    cancel(id)         takes it out again, wherever it is
+    step() -> events   collects the dispatch that is running, refills slots, starts the next one
+
+`step` returns while the device is busy with the dispatch that it started, so what a caller does
+with the events, such as turning tokens into text, costs no time. Offline decoding and a server are
+both clients of these three calls.
 """
 
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from dflash import errors
-from dflash.inference.engine import Engine, Slot
-from dflash.inference.pages import PagePool
-from dflash.inference.state import DecodeState
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A prompt to decode; `index` numbers it in its run and, with the seed, fixes its noise."""
-
-    index: int
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Newly committed tokens of one request; `index` is the request's."""
-
-    index: int
-    ids: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A finished request.
-
-    Attributes:
-      index: the request's.
-      output_ids: without the prompt.
-      finish_reason: "stop" (a stop token, which is the last output id) or "length".
-      acceptance_lengths: tokens committed in each cycle, bonus included. The first output token
-        comes from the prefill, so they sum to len(output_ids) - 1.
-      block_sizes: rows that the target verified in each of these cycles.
-      prefill_ms: from the prompt's dispatch to its first token.
-      decode_ms: from the first token to the last, on the wall clock.
-      decode_clock_s: seconds that all dispatches had taken by then, whoever was in the slots.
-      finished_at: when the last token was there, in seconds of time.perf_counter.
-    """
-
-    index: int
-    output_ids: tuple[int, ...]
-    finish_reason: str
-    acceptance_lengths: tuple[int, ...]
-    block_sizes: tuple[int, ...]
-    prefill_ms: float
-    decode_ms: float
-    decode_clock_s: float
-    finished_at: float
-
-    @property
-    def tau(self) -> float:
-        """Mean acceptance length; nan if there was no cycle."""
-        lengths = self.acceptance_lengths
-        return sum(lengths) / len(lengths) if lengths else float("nan")
+from dflash.inference.engine import Engine
+from dflash.inference.pages import PagePool, Slot
+from dflash.inference.request import Completion, Event, Request, Tokens
+from dflash.inference.state import DecodeState, Report
 
 
 @dataclasses.dataclass
-class _Running:
-    """A request in a slot."""
+class _Sequence:
+    """A request and how far it has come; it holds a slot and pages only while it runs."""
 
     request: Request
-    slot: Slot
-    first_token_at: float
-    prefill_ms: float
-    output_ids: list[int]
-    acceptance_lengths: list[int]
-    block_sizes: list[int]
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
+    block_sizes: list[int] = dataclasses.field(default_factory=list)
+    pages: tuple[int, ...] = ()
+    first_token_at: float = 0.0
+    prefill_ms: float = 0.0
+    preemptions: int = 0
+
+    @property
+    def length(self) -> int:
+        """Committed tokens, prompt included."""
+        return len(self.request.prompt) + len(self.output_ids)
 
 
-def check_request(request: Request, max_length: int, vocab_size: int) -> None:
-    """Raises InputError if a request cannot be decoded."""
-    where = f"prompt {request.index}"
-    if not request.prompt:
-        raise errors.InputError(f"{where}: empty; give at least one token")
-    wrong = [token for token in request.prompt if not 0 <= token < vocab_size]
-    if wrong:
-        raise errors.InputError(
-            f"{where}: token id {wrong[0]} is outside the vocabulary of {vocab_size}"
-        )
-    wanted = len(request.prompt) + request.max_new_tokens
-    if wanted > max_length:
-        raise errors.InputError(
-            f"{where}: {len(request.prompt)} prompt tokens + {request.max_new_tokens} new ones = "
-            f"{wanted}, but the cache holds {max_length}; raise decode.max_length or shorten one"
-        )
+class Scheduler:
+    """Keeps the slots of an engine busy; owns the device state between dispatches."""
 
-
-def decode(engine: Engine, requests: Iterable[Request]) -> Iterator[Tokens | Completion]:
-    """Decodes requests in order of arrival, as many at a time as there are slots.
-
-    Yields:
-      Tokens as they are committed, and one Completion per request after its last Tokens.
-    Raises:
-      InputError: a request that cannot be decoded; before any other has begun.
-    """
-    requests = list(requests)
-    for request in requests:
-        check_request(request, engine.layout.max_length, engine.vocab_size)
-    yield from _Offline(engine, requests).events()
-
-
-class _Offline:
-    """The loop of `decode`: the queue, the slots in use and the device state between dispatches."""
-
-    def __init__(self, engine: Engine, requests: Iterable[Request]):
+    def __init__(self, engine: Engine):
+        """Allocates an empty batch."""
         layout = engine.layout
-        self.engine = engine
-        self.queue = collections.deque(requests)
-        self.pool = PagePool(layout.num_shares, layout.pages_per_share)
-        self.running: dict[int, _Running] = {}
-        # Empty caches are there before the clock of the first prompt starts.
-        self.state: DecodeState = jax.block_until_ready(engine.new_state())
-        self.clock_s = 0.0
+        self._engine, self._layout = engine, layout
+        self._queue: collections.deque[_Sequence] = collections.deque()
+        # By slot, in the order of admission: the last one is the youngest.
+        self._running: dict[int, _Sequence] = {}
+        self._pool = PagePool(layout.num_shares, layout.pages_per_share)
+        # Shares in which a sequence was preempted: nothing enters until another one has ended.
+        self._held: set[int] = set()
+        self._dispatched: tuple[Report, float] | None = None
+        self._clock_s = 0.0
+        # Empty caches exist before the clock of the first prompt starts.
+        self._state: DecodeState = jax.block_until_ready(engine.new_state())
 
-    def events(self) -> Iterator[Tokens | Completion]:
-        events = self.refill()
-        while self.running:
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, running or left to collect."""
+        return not (self._queue or self._running or self._dispatched)
+
+    def submit(self, request: Request) -> None:
+        """Puts a request at the end of the queue.
+
+        Raises:
+          InputError: it cannot be decoded; see `Engine.check`.
+          ValueError: another request in flight has its id.
+        """
+        self._engine.check(request)
+        if any(one.request.id == request.id for one in (*self._queue, *self._running.values())):
+            raise ValueError(f"request {request.id} is in flight already")
+        self._queue.append(_Sequence(request))
+
+    def cancel(self, id: int) -> bool:
+        """Drops a request, whose slot and pages are free at once; no further events come of it.
+
+        Returns:
+          whether there was such a request.
+        """
+        for sequence in self._queue:
+            if sequence.request.id == id:
+                self._queue.remove(sequence)
+                return True
+        for index, sequence in self._running.items():
+            if sequence.request.id == id:
+                self._vacate(index)
+                return True
+        return False
+
+    def step(self) -> list[Event]:
+        """Advances all sequences by one dispatch.
+
+        Returns:
+          what the dispatch before has brought, and the first tokens of the requests that entered:
+          Tokens as they are committed, and a Completion after the last Tokens of each request.
+        """
+        events = self._collect()
+        self._grow()
+        events += self._admit()
+        if self._running:
             begin = time.perf_counter()
-            self.state, report = self.engine.generate(self.state)
-            yield from events  # of the dispatch before; the device is busy with this one
-            report = jax.device_get(report)
-            end = time.perf_counter()
-            self.clock_s += end - begin
-            events = self.collect(report, begin, end)
-            events += self.refill()
-        self.engine.retire(self.state)
-        yield from events
-
-    def refill(self) -> list[Tokens | Completion]:
-        """Prefills queued requests into free slots while there are pages for them."""
-        events: list[Tokens | Completion] = []
-        layout = self.engine.layout
-        for index in range(layout.batch_size):
-            while index not in self.running and self.queue:
-                request = self.queue[0]
-                limit = len(request.prompt) + request.max_new_tokens
-                pages = self.pool.take(layout.share_of(index), layout.pages_for(limit))
-                if pages is None:
-                    break
-                self.queue.popleft()
-                events += self.start(request, Slot(index, pages), limit)
+            self._state, report = self._engine.generate(self._state)
+            self._dispatched = report, begin
         return events
 
-    def start(self, request: Request, slot: Slot, limit: int) -> list[Tokens | Completion]:
-        begin = time.perf_counter()
-        prefix = self.engine.prefill(request.prompt, request.index)
-        first = int(jax.device_get(prefix.anchor)[0])
-        now = time.perf_counter()
-        self.state = self.engine.insert(self.state, prefix, slot, limit)
-        run = _Running(request, slot, now, 1e3 * (now - begin), [first], [], [])
-        self.running[slot.index] = run
-        events: list[Tokens | Completion] = [Tokens(request.index, (first,))]
-        if request.max_new_tokens == 1 or first in self.engine.stop_ids:
-            events.append(self.finish(run, now))
-        return events
+    def close(self) -> None:
+        """Hands what was learned about block sizes back to the engine; the last call."""
+        self._engine.retire(self._state)
 
-    def collect(self, report, begin: float, end: float) -> list[Tokens | Completion]:
-        """Hands one dispatch's tokens to their requests; `begin` and `end` in seconds."""
-        events: list[Tokens | Completion] = []
+    # --- collecting a dispatch ------------------------------------------------------------------
+
+    def _collect(self) -> list[Event]:
+        """Waits for the running dispatch, and hands its tokens to their requests."""
+        if self._dispatched is None:
+            return []
+        report, begin = self._dispatched
+        self._dispatched = None
+        report = jax.device_get(report)
+        end = time.perf_counter()
+        self._clock_s += end - begin
+        events: list[Event] = []
         cycles = int(report.cycles)
         counts = report.num_committed[:cycles]
-        for index, run in list(self.running.items()):
+        for index, sequence in list(self._running.items()):
             fresh: list[int] = []
             for i in np.flatnonzero(counts[:, index]):
                 count = int(counts[i, index])
                 fresh += report.tokens[i, index, :count].tolist()
-                run.acceptance_lengths.append(count)
-                run.block_sizes.append(int(report.block_sizes[i]))
-            run.output_ids += fresh
-            events.append(Tokens(run.request.index, tuple(fresh)))
+                sequence.acceptance_lengths.append(count)
+                sequence.block_sizes.append(int(report.block_sizes[i]))
+            sequence.output_ids += fresh
+            events.append(Tokens(sequence.request.id, tuple(fresh)))
             if not report.active[index]:
                 share = np.count_nonzero(counts[:, index]) / cycles
-                events.append(self.finish(run, begin + share * (end - begin)))
+                events.append(self._finish(index, begin + share * (end - begin)))
         return events
 
-    def finish(self, run: _Running, now: float) -> Completion:
-        layout, slot = self.engine.layout, run.slot
-        del self.running[slot.index]
-        self.state = self.engine.release(self.state, slot.index)
-        self.pool.give_back(layout.share_of(slot.index), slot.pages)
-        stopped = run.output_ids[-1] in self.engine.stop_ids
+    def _finish(self, index: int, now: float) -> Completion:
+        sequence = self._running[index]
+        self._vacate(index)
+        stopped = sequence.output_ids[-1] in sequence.request.stop_ids
         return Completion(
-            index=run.request.index,
-            output_ids=tuple(run.output_ids),
+            id=sequence.request.id,
+            output_ids=tuple(sequence.output_ids),
             finish_reason="stop" if stopped else "length",
-            acceptance_lengths=tuple(run.acceptance_lengths),
-            block_sizes=tuple(run.block_sizes),
-            prefill_ms=run.prefill_ms,
-            decode_ms=1e3 * (now - run.first_token_at),
-            decode_clock_s=self.clock_s,
+            acceptance_lengths=tuple(sequence.acceptance_lengths),
+            block_sizes=tuple(sequence.block_sizes),
+            prefill_ms=sequence.prefill_ms,
+            decode_ms=1e3 * (now - sequence.first_token_at),
+            decode_clock_s=self._clock_s,
             finished_at=now,
+            preemptions=sequence.preemptions,
         )
 
+    def _vacate(self, index: int) -> None:
+        """Ends a sequence's stay in its slot."""
+        sequence, share = self._running.pop(index), self._layout.share_of(index)
+        self._state = self._engine.release(self._state, index)
+        self._pool.give_back(share, sequence.pages)
+        sequence.pages = ()
+        self._held.discard(share)
 
-def max_length(requests: Sequence[Request]) -> int:
-    """Tokens that the longest of the requests may come to."""
-    return max(len(request.prompt) + request.max_new_tokens for request in requests)
+    # --- pages ----------------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        """Gives every sequence the pages that the next dispatch may fill, the oldest first.
+
+        Where pages run out, the youngest sequence of the share is preempted: it goes back to the
+        head of the queue, to be prefilled again with what it has said so far. The oldest one can
+        always go on, since a share holds at least one sequence of full length.
+        """
+        changed = False
+        for index, sequence in list(self._running.items()):
+            while index in self._running:
+                missing = self._missing_pages(sequence)
+                if missing <= 0:
+                    break
+                share = self._layout.share_of(index)
+                fresh = self._pool.take(share, missing)
+                if fresh is None:
+                    self._preempt_youngest(share)
+                    continue
+                sequence.pages += fresh
+                changed = True
+        if changed:
+            self._state = self._engine.set_pages(
+                self._state, [Slot(index, one.pages) for index, one in self._running.items()]
+            )
+
+    def _missing_pages(self, sequence: _Sequence) -> int:
+        needed = self._layout.pages_ahead(sequence.length, sequence.request.limit)
+        return needed - len(sequence.pages)
+
+    def _preempt_youngest(self, share: int) -> None:
+        index = [i for i in self._running if self._layout.share_of(i) == share][-1]
+        sequence = self._running[index]
+        self._vacate(index)
+        sequence.preemptions += 1
+        self._queue.appendleft(sequence)
+        self._held.add(share)
+
+    # --- admission ------------------------------------------------------------------------------
+
+    def _admit(self) -> list[Event]:
+        """Prefills queued requests, in order, into free slots while there are pages for them."""
+        events: list[Event] = []
+        for index in range(self._layout.batch_size):
+            share = self._layout.share_of(index)
+            while index not in self._running and share not in self._held and self._queue:
+                pages = self._pool.take(share, self._missing_pages(self._queue[0]))
+                if pages is None:
+                    break
+                sequence = self._queue.popleft()
+                sequence.pages = pages
+                events += self._start(sequence, index)
+        return events
+
+    def _start(self, sequence: _Sequence, index: int) -> list[Event]:
+        """Prefills a sequence: its prompt, or all that it had committed when it was preempted."""
+        request, said = sequence.request, tuple(sequence.output_ids)
+        begin = time.perf_counter()
+        prefix = self._engine.prefill((*request.prompt, *said[:-1]), request.sampling)
+        anchor = said[-1] if said else int(jax.device_get(prefix.anchor)[0])
+        now = time.perf_counter()
+        sequence.prefill_ms += 1e3 * (now - begin)
+        slot = Slot(index, sequence.pages)
+        self._state = self._engine.insert(self._state, prefix, slot, request, anchor)
+        self._running[index] = sequence
+        if said:
+            return []
+        sequence.first_token_at = now
+        sequence.output_ids.append(anchor)
+        events: list[Event] = [Tokens(request.id, (anchor,))]
+        if request.max_new_tokens == 1 or anchor in request.stop_ids:
+            events.append(self._finish(index, now))
+        return events

@@ -23,6 +23,7 @@ class DecodeState:
       limit: int32 [B]; length at which the sequence ends.
       anchor: int32 [B]; the last committed token.
       active: bool [B]; the slot holds a sequence that has not ended.
+      stop_ids: int32 [B, E]; tokens that end each sequence, filled up with -1.
       sampling: how each sequence draws.
       cache: the target's.
       drafter: the drafter's own state.
@@ -34,6 +35,7 @@ class DecodeState:
     limit: jax.Array
     anchor: jax.Array
     active: jax.Array
+    stop_ids: jax.Array
     sampling: SamplingParams
     cache: PagedCache
     drafter: Any

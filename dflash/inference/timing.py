@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dflash.config.schema import DecodeConfig
 from dflash.inference import adaptive
 from dflash.inference.pages import Layout
+from dflash.inference.request import Sampling
 from dflash.inference.state import DecodeState, Report
 
 ROUNDS = 5
 
 
 def occupy(
-    state: DecodeState, seconds: jax.Array, *, layout: Layout, config: DecodeConfig
+    state: DecodeState, seconds: jax.Array, *, layout: Layout, sampling: Sampling
 ) -> DecodeState:
     """A state with a sequence in every slot, half as long as can be.
 
@@ -31,16 +31,14 @@ def occupy(
       state: any.
       seconds: float32 [S]; of a cycle of each size.
       layout: of the state.
-      config: how sequences draw their tokens.
+      sampling: how sequences draw their tokens.
     """
-    per_share = layout.batch_size // layout.num_shares
-    first = 1 + jnp.arange(layout.batch_size) % per_share * layout.pages_per_sequence
-    table = first[:, None] + jnp.arange(layout.pages_per_sequence)
-    sampling = dataclasses.replace(
+    table = jnp.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
+    params = dataclasses.replace(
         state.sampling,
-        temperature=jnp.full_like(state.sampling.temperature, config.temperature),
-        top_k=jnp.full_like(state.sampling.top_k, config.top_k),
-        top_p=jnp.full_like(state.sampling.top_p, config.top_p),
+        temperature=jnp.full_like(state.sampling.temperature, sampling.temperature),
+        top_k=jnp.full_like(state.sampling.top_k, sampling.top_k),
+        top_p=jnp.full_like(state.sampling.top_p, sampling.top_p),
     )
     empty = jax.tree.map(jnp.zeros_like, state.adaptive)
     return dataclasses.replace(
@@ -48,7 +46,7 @@ def occupy(
         length=jnp.full_like(state.length, max(1, layout.max_length // 2)),
         limit=jnp.full_like(state.limit, layout.max_length),
         active=jnp.ones_like(state.active),
-        sampling=sampling,
+        sampling=params,
         cache=dataclasses.replace(state.cache, page_table=table.astype(jnp.int32)),
         adaptive=adaptive.with_seconds(empty, seconds),
     )

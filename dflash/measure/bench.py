@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
-from dflash.inference import scheduler, weights
-from dflash.inference.scheduler import Completion
+from dflash.inference import weights
+from dflash.inference.engine import NUM_STOP_IDS
+from dflash.inference.request import Completion, Request, Sampling
 from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine
 from dflash.measure.forced import Forced
@@ -18,6 +19,7 @@ from dflash.measure.workload import Item, Workload
 from dflash.models.decoder import Decoder
 from dflash.offline import job as jobs
 from dflash.offline import session
+from dflash.offline.decoding import decode
 
 BASELINE = DrafterConfig()  # the default strategy drafts nothing
 
@@ -150,21 +152,21 @@ class Bench:
             engine.compile(lengths, lambda what, s, name=name: progress(f"{name}: {what}", s))
 
     def _engine(self, job: jobs.Job) -> MeasuredEngine:
-        drafter, decode, forced = job.drafter, self.config.decode, self.workload.forced
-        if forced and drafter.num_draft_tokens:
+        drafter, config = job.drafter, self.config.decode
+        if self.workload.forced and drafter.num_draft_tokens:
             drafter = Forced(
                 drafter,
-                batch=decode.batch_size,
+                batch=config.batch_size,
                 cycles=max(item.max_new_tokens for item in self.workload.items),
                 sharding=self.target.sharding,
             )
         return MeasuredEngine(
             self.target,
             drafter,
-            decode,
+            config,
             max_length=job.max_length,
-            # Forced acceptance commits whatever was drafted: a stop token there stops nothing.
-            stop_ids=() if forced else job.stop_ids,
+            adaptive_blocks=job.config.drafter.adaptive,
+            num_stop_ids=max(NUM_STOP_IDS, len(job.stop_ids)),
         )
 
     def warm_up(self) -> None:
@@ -180,13 +182,16 @@ class Bench:
         """Decodes prompts together; there is a slot for each."""
         engine = self.engines[strategy]
         engine.follow([self._script(strategy, item) for item in group])
-        requests = [
-            scheduler.Request(item.prompt.index, item.prompt.ids, item.max_new_tokens)
-            for item in group
-        ]
-        events = scheduler.decode(engine, requests)
+        events = decode(engine, [self._request(item) for item in group])
         done = [event for event in events if isinstance(event, Completion)]
-        return tuple(sorted(done, key=lambda one: one.index))
+        return tuple(sorted(done, key=lambda one: one.id))
+
+    def _request(self, item: Item) -> Request:
+        index = item.prompt.index
+        # Forced acceptance commits whatever was drafted: a stop token there stops nothing.
+        stop_ids = () if self.workload.forced else self.jobs[self.baseline].stop_ids
+        sampling = Sampling.from_config(self.config.decode, index)
+        return Request(index, item.prompt.ids, item.max_new_tokens, sampling, stop_ids)
 
     def marks(self, group: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
         """Whether each output comes to the right answer; None where there is none to come to."""

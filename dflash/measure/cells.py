@@ -196,7 +196,7 @@ def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Ce
         task=task,
         strategy=name,
         rounds=len(rounds),
-        prompts=len({one.index for one in completions}),
+        prompts=len({one.id for one in completions}),
         block_size=longest_path,
         output_tokens=sum(sample.tokens for sample in samples),
         cycles=len(lengths),
@@ -252,10 +252,8 @@ def slot_acceptance(
 
 def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float:
     """Share of decoded prompts, rounds counted singly, whose output is the baseline's."""
-    expected = {one.index: one.output_ids for sample in plain for one in sample.completions}
-    equal = [
-        one.output_ids == expected[one.index] for sample in samples for one in sample.completions
-    ]
+    expected = {one.id: one.output_ids for sample in plain for one in sample.completions}
+    equal = [one.output_ids == expected[one.id] for sample in samples for one in sample.completions]
     return statistics.fmean(equal)
 
 

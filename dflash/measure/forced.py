@@ -4,7 +4,6 @@ Random weights agree on nothing, so nothing can be told from their speed. With t
 lengths of a real pair forced upon them, a cycle costs and yields what it would with real weights.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +13,8 @@ from flax import nnx
 
 from dflash import errors
 from dflash.drafters.base import Drafter, Proposal
+from dflash.inference import verify
+from dflash.inference.verify import Verdict
 from dflash.layers import cache as kv
 from dflash.parallel.sharding import Sharding
 
@@ -55,7 +56,7 @@ class Forced(Drafter):
         return self.inner.init_state(batch, max_length), cycles
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Drafts as ever, and says how much of it will be accepted."""
+        """The drafter's own draft; counts the cycle."""
         inner, cycles = state
         proposal, inner = self.inner.draft(inner, anchor, position, sampler, heads)
         if proposal.parents is not None:
@@ -63,10 +64,14 @@ class Forced(Drafter):
                 f"{type(self.inner).__name__} drafts trees; acceptance lengths can be forced "
                 "upon chains only: leave the strategy out"
             )
+        return proposal, (inner, cycles + 1)
+
+    def revise(self, state, verdict: Verdict) -> Verdict:
+        """The verdict on the draft of the cycle that `state` has just counted, as scripted."""
         script = self.script.get_value()
-        now = jnp.minimum(cycles, script.shape[1] - 1)
+        now = jnp.minimum(state[1] - 1, script.shape[1] - 1)
         length = jnp.take_along_axis(script, now[:, None], axis=1)[:, 0]
-        return dataclasses.replace(proposal, forced=length - 1), (inner, cycles + 1)
+        return verify.force(verdict, length - 1)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """As the drafter does."""

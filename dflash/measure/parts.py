@@ -42,7 +42,7 @@ class Probe:
         self._engine = engine
         self._state = state
         self.context_tokens = int(jax.device_get(state.length).max()) - 1
-        names = ("length", "limit", "anchor", "active", "sampling")
+        names = ("length", "limit", "anchor", "active", "stop_ids", "sampling")
         self._small = _copy({name: getattr(self._state, name) for name in names})
         self._target_alone = engine.target_alone(engine.propose(self._state))
 

@@ -8,10 +8,10 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference import scheduler
 from dflash.inference.engine import Engine
-from dflash.inference.scheduler import Completion, Request
+from dflash.inference.request import Completion, Request, Sampling, check_request, max_length
 from dflash.models.decoder import Decoder
+from dflash.offline.decoding import decode
 
 
 class DraftingTest:
@@ -41,17 +41,20 @@ class DraftingTest:
           stop_ids: tokens that end a sequence.
         """
         self._target, self._drafter, self._config = target, drafter, config
-        self._stop_ids = stop_ids
+        stop_ids = tuple(sorted(set(stop_ids)))
         pairs = [(name, tuple(ids)) for name, some in prompts.items() for ids in some]
         self._sources = [name for name, _ in pairs]
         self._requests = [
-            Request(index, ids, config.max_new_tokens) for index, (_, ids) in enumerate(pairs)
+            Request(
+                index, ids, config.max_new_tokens, Sampling.from_config(config, index), stop_ids
+            )
+            for index, (_, ids) in enumerate(pairs)
         ]
-        longest = config.max_length or scheduler.max_length(self._requests)
+        longest = config.max_length or max_length(self._requests)
         for request in self._requests:
-            scheduler.check_request(request, longest, target.arch.vocab_size)
+            check_request(request, max_length=longest, vocab_size=target.arch.vocab_size)
         self._max_length = longest
-        self._engine: _Renewable | None = None
+        self._engine: Engine | None = None
 
     def __call__(self, params: Any) -> dict[str, float]:
         """Decodes all prompts with the drafter's parameters `params`.
@@ -62,33 +65,25 @@ class DraftingTest:
         """
         nnx.update(self._drafter, params)
         if self._engine is None:
-            self._engine = _Renewable(
+            self._engine = Engine(
                 self._target,
                 self._drafter,
                 self._config,
                 max_length=self._max_length,
-                stop_ids=self._stop_ids,
+                num_stop_ids=max(len(one.stop_ids) for one in self._requests),
             )
-        self._engine.renew(self._drafter)
-        events = scheduler.decode(self._engine, self._requests)
+        self._engine.set_drafter(self._drafter)
+        events = decode(self._engine, self._requests)
         done = [event for event in events if isinstance(event, Completion)]
         return self._measure(done)
 
     def _measure(self, done: Sequence[Completion]) -> dict[str, float]:
         lengths: dict[str, list[int]] = {name: [] for name in self._sources}
         for completion in done:
-            lengths[self._sources[completion.index]] += completion.acceptance_lengths
+            lengths[self._sources[completion.id]] += completion.acceptance_lengths
         everything = [length for some in lengths.values() for length in some]
         if not everything:
             return {}
         by_source = {name: statistics.fmean(some) for name, some in lengths.items() if some}
         metrics = {"tau": statistics.fmean(everything)}
         return metrics | {f"tau/{name}": value for name, value in by_source.items()}
-
-
-class _Renewable(Engine):
-    """An engine whose drafter's weights may change between requests."""
-
-    def renew(self, drafter: Drafter) -> None:
-        """Takes new weights, of the shapes and places of those before."""
-        self._drafter_params = nnx.state(drafter)

@@ -16,9 +16,9 @@ from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
 from dflash.data import datasets
 from dflash.data.example import Example
 from dflash.drafters.base import Drafter
-from dflash.inference import scheduler, weights
-from dflash.inference.engine import Engine
-from dflash.inference.scheduler import Request
+from dflash.inference import weights
+from dflash.inference.engine import NUM_STOP_IDS, Engine
+from dflash.inference.request import Request, Sampling, max_length
 from dflash.models.decoder import Decoder
 from dflash.offline import plan
 from dflash.parallel import sharding
@@ -55,14 +55,23 @@ class Job:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence."""
+        """Tokens that end a sequence, ascending."""
         eos = () if self.config.decode.ignore_eos else self.target.arch.eos_token_id
-        return (*eos, *self.config.decode.stop_ids)
+        return tuple(sorted({*eos, *self.config.decode.stop_ids}))
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
         """Prompts as the engine takes them."""
-        limit = self.config.decode.max_new_tokens
-        return [Request(prompt.index, prompt.ids, limit) for prompt in prompts]
+        decode = self.config.decode
+        return [
+            Request(
+                prompt.index,
+                prompt.ids,
+                decode.max_new_tokens,
+                Sampling.from_config(decode, prompt.index),
+                self.stop_ids,
+            )
+            for prompt in prompts
+        ]
 
     def check_length(self, prompt: Prompt) -> None:
         """Raises InputError if a prompt is longer than the cache or the model goes."""
@@ -124,16 +133,16 @@ class Job:
 
     def without_drafting(self) -> "Job":
         """The baseline: the same prompts, target and loop, and a drafter that proposes nothing."""
-        config = DrafterConfig()
-        source = assembly.find_drafter(config)
+        config = dataclasses.replace(self.config, drafter=DrafterConfig())
+        source = assembly.find_drafter(config.drafter)
         drafter = assembly.build_drafter(
-            config,
+            config.drafter,
             source,
             self.target.arch,
-            dtype=self.config.dtype,
+            dtype=config.dtype,
             sharding=self.target.sharding,
         )
-        return dataclasses.replace(self, drafter=drafter, drafter_source=source)
+        return dataclasses.replace(self, config=config, drafter=drafter, drafter_source=source)
 
     def engine(self, prompts: Sequence[Prompt] = ()) -> Engine:
         """An engine over the models as they are now.
@@ -141,13 +150,14 @@ class Job:
         Args:
           prompts: later turns to have room for, beside the first ones.
         """
-        longest = [scheduler.max_length(self.requests(prompts))] if prompts else []
+        longest = [max_length(self.requests(prompts))] if prompts else []
         return Engine(
             self.target,
             self.drafter,
             self.config.decode,
             max_length=max([self.max_length, *longest]),
-            stop_ids=self.stop_ids,
+            adaptive_blocks=self.config.drafter.adaptive,
+            num_stop_ids=max(NUM_STOP_IDS, len(self.stop_ids)),
         )
 
     def plan(self) -> plan.Plan:
@@ -229,7 +239,7 @@ def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
     Raises:
       UserError: they do not.
     """
-    longest = scheduler.max_length(job.requests(found))
+    longest = max_length(job.requests(found))
     job = dataclasses.replace(
         job, prompts=tuple(found), max_length=job.config.decode.max_length or longest
     )

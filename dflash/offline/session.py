@@ -17,8 +17,9 @@ from jax.experimental import multihost_utils
 
 from dflash.config import loader
 from dflash.config.schema import DecodeRun
-from dflash.inference import scheduler
 from dflash.inference.engine import Engine
+from dflash.inference.request import Completion, Tokens, max_length
+from dflash.offline.decoding import decode
 from dflash.offline.job import Job
 from dflash.runs import outputs, workdir
 from dflash.runs.display import Display, summary_line
@@ -185,7 +186,7 @@ def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
 
 def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:
     """The engine so far, or a new one if a conversation has outgrown it."""
-    needed = scheduler.max_length(job.requests(ready))
+    needed = max_length(job.requests(ready))
     if engine is not None and needed <= engine.layout.max_length:
         return engine
     return job.engine(ready)
@@ -204,18 +205,18 @@ def _round(
     words = {index: IncrementalDecoder(job.tokenizer) for index in by_index}
     display.expect({index: len(prompt.ids) for index, prompt in by_index.items()})
     reached_s = clock_s
-    for event in scheduler.decode(engine, job.requests(ready)):
-        if isinstance(event, scheduler.Tokens):
-            display.token(event.index, words[event.index].push(event.ids))
+    for event in decode(engine, job.requests(ready)):
+        if isinstance(event, Tokens):
+            display.token(event.id, words[event.id].push(event.ids))
             continue
-        display.token(event.index, words.pop(event.index).flush())
+        display.token(event.id, words.pop(event.id).flush())
         reached_s = clock_s + event.decode_clock_s
-        record = _record(by_index[event.index], event, job.tokenizer, reached_s)
-        display.finish(event.index, summary_line(records.append(record)))
+        record = _record(by_index[event.id], event, job.tokenizer, reached_s)
+        display.finish(event.id, summary_line(records.append(record)))
     return reached_s
 
 
-def _record(prompt: Prompt, completion, tokenizer, clock_s: float) -> Record:
+def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -> Record:
     """A line of outputs.jsonl."""
     return Record(
         index=prompt.index,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import decode, engine, expected, random_prompts, resampled
+from support.engines import decode, engine, expected, random_prompts
 from support.models import ARCHITECTURE, drafter, takes, target
 
 from dflash import registry
@@ -101,7 +101,6 @@ def case_engine(form: Form, case: Case, verify: str = "coupled") -> Engine:
         sync_every=case.sync_every,
         prefill_chunk=PREFILL_CHUNK,
         max_length=max(case.lengths) + 32,
-        stop_ids=case.stop_ids,
         verify=verify,
     )
 
@@ -116,11 +115,11 @@ def test_output_is_that_of_plain_decoding(form, case):
     prompts = random_prompts(case.lengths)
     reasons = set()
     for temperature, seed in [(0.0, 0), (0.8, 0), (0.8, 1), (0.8, 2**32 - 1)]:
-        how = {"temperature": temperature, "seed": seed}
-        done = decode(resampled(run, **how), prompts, LIMITS)
-        wanted = expected(prompts, LIMITS, stop_ids=case.stop_ids, **how)
+        how = {"temperature": temperature, "seed": seed, "stop_ids": case.stop_ids}
+        done = decode(run, prompts, LIMITS, **how)
+        wanted = expected(prompts, LIMITS, **how)
         assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-        check_acceptance_lengths(done, run._abstract_drafter.longest_path)
+        check_acceptance_lengths(done, run.drafter.longest_path)
         reasons |= {one.finish_reason for one in done}
     assert reasons == ({"stop", "length"} if case.stop_ids else {"length"})
 
@@ -174,14 +173,14 @@ def test_a_hundred_prompts_keep_eight_slots_busy(form):
 def test_greedy_rejection_is_plain_greedy_decoding(form):
     prompts = random_prompts(ONE_BUCKET)
     run = ragged_engine(form, "rejection")
-    if not weighs_drafts(run._abstract_drafter):
+    if not weighs_drafts(run.drafter):
         with pytest.raises(ValueError, match="a proposal without probabilities"):
             decode(run, prompts, LIMITS)
         return
     done = decode(run, prompts, LIMITS)
     wanted = expected(prompts, LIMITS, temperature=0.0)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
-    check_acceptance_lengths(done, run._abstract_drafter.longest_path)
+    check_acceptance_lengths(done, run.drafter.longest_path)
 
 
 def weighs_drafts(model) -> bool:
@@ -193,7 +192,7 @@ def weighs_drafts(model) -> bool:
 def test_top_k_and_top_p_apply_alike(form):
     prompts = random_prompts(ONE_BUCKET)
     how = {"temperature": 1.5, "top_k": 6, "top_p": 0.8}
-    done = decode(resampled(ragged_engine(form), **how), prompts, LIMITS)
+    done = decode(ragged_engine(form), prompts, LIMITS, **how)
     wanted = expected(prompts, LIMITS, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     assert wanted != expected(prompts, LIMITS, temperature=1.5), "the filters took nothing away"
@@ -253,7 +252,7 @@ def test_live_state_drafts_as_a_freshly_prefilled_one(form):
     position = live.length - 1
     mine, after = propose(form)(live.drafter, live.anchor, position)
     wanted, _ = propose(form)(fresh.drafter, fresh.anchor, position)
-    if type(run._abstract_drafter).review is Drafter.review:
+    if type(run.drafter).review is Drafter.review:
         jax.tree.map(np.testing.assert_array_equal, mine, wanted)
     again, _ = propose(form)(after, live.anchor, position)
     jax.tree.map(np.testing.assert_array_equal, mine, again)

@@ -22,9 +22,7 @@ CASES += [(name, mesh) for mesh in OTHER_MESHES for name in ("none", "dflash")]
 )
 def test_a_mesh_decodes_as_one_device(name, mesh):
     data, fsdp, _ = mesh
-    run = engine(
-        drafter(name, mesh=mesh), mesh=mesh, batch_size=data * fsdp, sync_every=4, stop_ids=STOP_IDS
-    )
+    run = engine(drafter(name, mesh=mesh), mesh=mesh, batch_size=data * fsdp, sync_every=4)
     check_plain_outputs(run, random_prompts(LENGTHS), LIMITS, STOP_IDS)
     state = run.new_state()
     keys = state.cache.keys[0]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import decode, engine, expected, random_prompts, resampled
+from support.engines import decode, engine, expected, random_prompts
 from support.golden import GOLDEN, load
 from support.models import ARCHITECTURE, make_sharding, target
 
@@ -30,7 +30,7 @@ def test_a_drafter_that_is_the_target_is_never_refused(temperature):
     model = Autoregressive(target(), block_size=4, page_size=16)
     run = engine(model, batch_size=3, sync_every=4, max_length=80)
     prompts, limits = random_prompts([1, 33, 16, 50, 7]), [30, 25, 1, 29, 32]
-    done = decode(resampled(run, temperature=temperature), prompts, limits)
+    done = decode(run, prompts, limits, temperature=temperature)
     wanted = expected(prompts, limits, temperature=temperature)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     for one in done:

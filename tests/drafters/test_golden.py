@@ -11,9 +11,10 @@ from support.models import make_cache, zeros
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.none import NoDrafter
-from dflash.inference import scheduler
 from dflash.inference.engine import Engine
+from dflash.inference.request import Completion, Request
 from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.offline.decoding import decode as decode_requests
 
 CYCLES = range(4)
 TOLERANCE = 1e-4  # absolute, of logits and drafter outputs
@@ -98,9 +99,9 @@ def decode(case, drafter, num_requests=1, **options):
     new_tokens = len(vectors["output_ids"]) - len(prompt) + 20
     config = DecodeConfig(**options)
     engine = Engine(target, drafter, config, max_length=len(prompt) + new_tokens)
-    requests = [scheduler.Request(i, prompt, new_tokens) for i in range(num_requests)]
-    events = list(scheduler.decode(engine, requests))
-    return [event for event in events if isinstance(event, scheduler.Completion)]
+    requests = [Request(i, prompt, new_tokens) for i in range(num_requests)]
+    events = list(decode_requests(engine, requests))
+    return [event for event in events if isinstance(event, Completion)]
 
 
 @pytest.mark.parametrize(

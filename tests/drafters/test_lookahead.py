@@ -189,8 +189,8 @@ class Simulation:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_run_goes_as_in_plain_loops(temperature):
     prompts, limits = random_prompts([1, 19, 6]), [24, 20, 30]
-    run = engine(build(), batch_size=2, sync_every=3, max_length=48, temperature=temperature)
-    done = decode(run, prompts, limits)
+    run = engine(build(), batch_size=2, sync_every=3, max_length=48)
+    done = decode(run, prompts, limits, temperature=temperature)
     wanted = expected(prompts, limits, temperature=temperature)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     for index, (prompt, one) in enumerate(zip(prompts, done, strict=True)):

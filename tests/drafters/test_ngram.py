@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import decode, engine, random_prompts, resampled
+from support.engines import decode, engine, random_prompts
 from support.models import drafter
 
 from dflash.drafters.ngram import find_last
@@ -67,9 +67,9 @@ def test_examples(text, drafts):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_what_the_engine_accepts_is_what_the_lookup_gets_right(temperature):
-    base = engine(drafter("ngram", block_size=6), batch_size=3, sync_every=4, max_length=64)
+    run = engine(drafter("ngram", block_size=6), batch_size=3, sync_every=4, max_length=64)
     prompts = [prompt * 2 for prompt in random_prompts([1, 9, 4, 12])]
-    done = decode(resampled(base, temperature=temperature), prompts, 30)
+    done = decode(run, prompts, 30, temperature=temperature)
     for prompt, one in zip(prompts, done, strict=True):
         text = [*prompt, *one.output_ids]
         position, lengths = len(prompt), []

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from support.engines import decode, engine, expected, random_prompts, redrafted, resampled
+from support.engines import decode, engine, expected, random_prompts, redrafted
 from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
 
@@ -22,8 +22,7 @@ PROMPTS = random_prompts([1, 16, 9, 17, 5, 2])
 @functools.cache
 def scripted_engine(batch_size: int) -> Engine:
     blank = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
-    blank.adaptive = True
-    run = engine(blank, batch_size=batch_size, sync_every=5, max_length=64)
+    run = engine(blank, batch_size=batch_size, sync_every=5, max_length=64, adaptive_blocks=True)
     run.cycle_seconds = SECONDS
     return run
 
@@ -36,10 +35,9 @@ def decode_scripted(
     whole = expected(PROMPTS, [32] * len(PROMPTS), **how)
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, whole, strict=True)]
     model = ScriptedDrafter(Script.chain(LENGTH, 7, wrong), texts, tree=False)
-    model.adaptive = True
-    run = redrafted(resampled(scripted_engine(batch_size), temperature=temperature), model)
+    run = redrafted(scripted_engine(batch_size), model)
     run.cycle_seconds = seconds
-    done = decode(run, PROMPTS, limits, index)
+    done = decode(run, PROMPTS, limits, **how)
     wanted = expected(PROMPTS, limits, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     for one in done:
@@ -95,7 +93,6 @@ def test_a_drafter_that_comes_right_later_remembers_all_it_missed(wrong_until, i
 
 def test_a_run_begins_with_what_the_run_before_has_found_out():
     wrong = ScriptedDrafter(Script.chain(LENGTH, 7, True), [()] * 6, tree=False)
-    wrong.adaptive = True
     run = redrafted(scripted_engine(1), wrong)
     first, *_, last = (sizes_of(decode(run, PROMPTS[:1], 32)) for _ in range(4))
     drafted = [sum(size > 1 for size in sizes) for sizes in (first, last)]
@@ -105,7 +102,13 @@ def test_a_run_begins_with_what_the_run_before_has_found_out():
 
 def test_long_plain_stretches_fill_the_backlog():
     """More plain cycles in a row than rows can be put aside, and then a draft."""
-    run = engine(adaptive("dflash"), batch_size=2, sync_every=16, max_length=96 + backlog.ROWS)
+    run = engine(
+        drafter("dflash"),
+        batch_size=2,
+        sync_every=16,
+        max_length=96 + backlog.ROWS,
+        adaptive_blocks=True,
+    )
     run.cycle_seconds = (1.0, *[60.0] * (len(run.block_sizes) - 1))
     limit = 2 * backlog.ROWS + 9
     done = decode(run, PROMPTS[:3], limit)
@@ -116,22 +119,17 @@ def test_long_plain_stretches_fill_the_backlog():
     assert max(sizes_of(done)) == 1
 
 
-def adaptive(name: str, **options):
-    model = drafter(name, **options)
-    model.adaptive = True
-    return model
-
-
 @pytest.mark.parametrize(
     ("name", "batch_size"),
     [("dflash", 1), ("dflash", 5), ("autoregressive", 5), ("dspark", 5), ("ngram", 5)],
 )
 def test_output_is_that_of_plain_decoding(name, batch_size):
     """With a real drafter, and with the table that is measured."""
-    run = engine(adaptive(name, block_size=5), batch_size=batch_size, max_length=64)
+    model = drafter(name, block_size=5)
+    run = engine(model, batch_size=batch_size, max_length=64, adaptive_blocks=True)
     limits = [20, 9, 1, 18, 2, 23]
     for temperature in (0.0, 0.8):
-        done = decode(resampled(run, temperature=temperature), PROMPTS, limits)
+        done = decode(run, PROMPTS, limits, temperature=temperature)
         wanted = expected(PROMPTS, limits, temperature=temperature)
         assert [(one.output_ids, one.finish_reason) for one in done] == wanted
         assert set(sizes_of(done)) <= {1, 2, 4, 5}

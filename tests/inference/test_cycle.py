@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import decode, engine, expected, random_prompts, redrafted, resampled
+from support.engines import (
+    decode,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+    redrafted,
+)
 from support.scripted_drafter import Script, ScriptedDrafter
 
 from dflash.inference.engine import Engine, Slot
-from dflash.inference.pages import PagePool
 
 LENGTH = 96  # positions that a script covers
 PROMPTS = random_prompts([1, 16, 9, 17, 5, 2])
@@ -22,26 +28,26 @@ few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
 @functools.cache
 def scripted_engine(
-    block_size: int, tree: bool, batch_size: int, stop_ids=(), depth: int | None = None
+    block_size: int, tree: bool, batch_size: int, depth: int | None = None
 ) -> Engine:
     chain = Script.chain(LENGTH, block_size - 1, True)
     blank = ScriptedDrafter(chain, [()] * 6, tree=tree, depth=depth)
-    return engine(blank, batch_size=batch_size, sync_every=3, max_length=40, stop_ids=stop_ids)
+    return engine(blank, batch_size=batch_size, sync_every=3, max_length=40)
 
 
-def check(base: Engine, script: Script, *, temperature: float, index: int) -> None:
+def check(base: Engine, script: Script, *, temperature: float, index: int, stop_ids=()) -> None:
     """Decodes and compares tokens and acceptance lengths with what must come."""
     how = {"temperature": temperature, "first_index": index}
     whole = expected(PROMPTS, [32] * len(PROMPTS), **how)
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(PROMPTS, whole, strict=True)]
-    form = {"tree": base._abstract_drafter.tree, "depth": base._abstract_drafter.max_depth}
-    run = resampled(base, temperature=temperature)
-    done = decode(redrafted(run, ScriptedDrafter(script, texts, **form)), PROMPTS, LIMITS, index)
-    wanted = expected(PROMPTS, LIMITS, stop_ids=base.stop_ids, **how)
+    form = {"tree": base.drafter.tree, "depth": base.drafter.max_depth}
+    run = redrafted(base, ScriptedDrafter(script, texts, **form))
+    done = decode(run, PROMPTS, LIMITS, stop_ids=stop_ids, **how)
+    wanted = expected(PROMPTS, LIMITS, stop_ids=stop_ids, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     for prompt, one in zip(PROMPTS, done, strict=True):
         lengths = script.acceptance_lengths(len(prompt), len(one.output_ids))
-        assert one.acceptance_lengths == lengths, one.index
+        assert one.acceptance_lengths == lengths, one.id
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -84,10 +90,12 @@ def test_random_trees(block_size, batch_size, depth, index, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_stop_token_inside_an_accepted_tree_path_ends_the_sequence(temperature):
-    base = scripted_engine(8, True, 3, stop_ids=(1, 7))
     script = Script.chain(LENGTH, 7, False)
-    check(base, script, temperature=temperature, index=300)
-    how = {"temperature": temperature, "first_index": 300, "stop_ids": base.stop_ids}
+    stop_ids = (1, 7)
+    check(
+        scripted_engine(8, True, 3), script, temperature=temperature, index=300, stop_ids=stop_ids
+    )
+    how = {"temperature": temperature, "first_index": 300, "stop_ids": stop_ids}
     stops = [len(ids) for ids, reason in expected(PROMPTS, LIMITS, **how) if reason == "stop"]
     assert any(length % 8 > 1 for length in stops), "no stop fell inside a block"
 
@@ -96,7 +104,7 @@ def test_a_stop_token_inside_an_accepted_tree_path_ends_the_sequence(temperature
 def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree, depth):
     """After every dispatch: what a fresh prefill of the committed tokens would hold."""
     block_size = 8 if tree else 5
-    base = resampled(scripted_engine(block_size, tree, 3, depth=depth), temperature=0.8)
+    base = scripted_engine(block_size, tree, 3, depth=depth)
     rng = np.random.default_rng(5)
     script = Script.random_tree(LENGTH, block_size - 1, rng, depth)
     if not tree:
@@ -107,12 +115,15 @@ def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree, dept
     model = ScriptedDrafter(script, [*texts, (), (), ()], tree=tree, depth=depth)
     run = redrafted(base, model)
 
-    pool = PagePool(1, run.layout.pages_per_share)
+    requests = make_requests(prompts, 20, temperature=0.8)
     state = run.new_state()
-    for i, prompt in enumerate(prompts):
-        slot = Slot(i, pool.take(0, run.layout.pages_for(len(prompt) + 20)))
-        state = run.insert(state, run.prefill(prompt, i), slot, len(prompt) + 20)
-    fresh = [run.prefill(text, i) for i, text in enumerate(texts)]
+    for i, request in enumerate(requests):
+        prefix = run.prefill(request.prompt, request.sampling)
+        slot = Slot(i, run.layout.standing_pages(i))
+        state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
+    fresh = [
+        run.prefill(text, request.sampling) for text, request in zip(texts, requests, strict=True)
+    ]
     dispatches = 0
     while bool(state.active.any()):
         state, _ = run.generate(state)

@@ -1,19 +1,21 @@
 """Tests of the engine's programs and calls."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import decode, engine, random_prompts
-from support.models import drafter
+from support.engines import count_compilations, decode, engine, random_prompts
+from support.models import drafter, make_architecture
 
-from dflash.inference.engine import Slot
-
-COMPILATION = "/jax/core/compile/backend_compile_duration"
+from dflash.inference.pages import Slot
+from dflash.inference.request import Request
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    run = engine(drafter("dflash", block_size=3), batch_size=2, max_length=50, stop_ids=(9, 4, 9))
+    run = engine(drafter("dflash", block_size=3), batch_size=2, max_length=50)
     told = []
     run.compile([3, 33], lambda name, seconds: told.append((name, seconds)))
     return run, told
@@ -31,20 +33,13 @@ def test_programs_are_few_and_known_beforehand(compiled):
 
 def test_nothing_compiles_once_compiled(compiled):
     run, _ = compiled
-    compilations = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compilations.append(event) if event == COMPILATION else None
-    )
-    jax.jit(lambda x: x + 1)(np.float32(1))
-    assert compilations, "compilations are not being counted"
-    compilations.clear()
-    done = decode(run, random_prompts([3, 40, 16]), [5, 9, 1])
-    assert [one.index for one in done] == [0, 1, 2]
+    prompts = random_prompts([3, 40, 16])
+    with count_compilations() as compilations:
+        greedy = decode(run, prompts, [5, 9, 1])
+        other = {"temperature": 0.9, "top_k": 5, "top_p": 0.7, "seed": 3, "stop_ids": (9, 4, 9)}
+        drawn = decode(run, prompts, [4, 8, 2], **other)
+    assert [one.id for one in (*greedy, *drawn)] == [0, 1, 2, 0, 1, 2]
     assert compilations == []
-
-
-def test_stop_ids_are_a_set(compiled):
-    assert compiled[0].stop_ids == (4, 9)
 
 
 @pytest.mark.parametrize("length", [0, 50])
@@ -53,12 +48,33 @@ def test_a_prompt_must_fit(compiled, length):
         compiled[0].prefill((1,) * length)
 
 
-@pytest.mark.parametrize("pages", [0, 2, 5])
-def test_a_slot_must_own_the_pages_of_its_sequence(compiled, pages):
+def test_a_slot_owns_at_most_the_pages_of_the_longest_sequence(compiled):
     run, _ = compiled
-    slot, prefix = Slot(1, tuple(range(1, 1 + pages))), run.prefill((1, 2))
-    with pytest.raises(ValueError, match=f"slot 1 has {pages} pages; 40 tokens take 3, a sequ"):
-        run.insert(run.new_state(), prefix, slot, 40)
+    slot, prefix = Slot(1, (1, 2, 3, 4, 5)), run.prefill((1, 2))
+    with pytest.raises(ValueError, match="slot 1 has 5 pages; a sequence owns at most 4"):
+        run.insert(run.new_state(), prefix, slot, Request(0, (1, 2), 38), 3)
+
+
+def test_other_weights_must_be_of_the_same_shapes(compiled):
+    run, _ = compiled
+    with pytest.raises(ValueError, match="differ in shape or dtype"):
+        run.set_drafter(drafter("dflash", tree=True, block_size=3, arch=make_architecture()))
+
+
+def test_a_program_of_ones_own(compiled):
+    """It reads the models and the state, and may hand a changed state on."""
+    run, _ = compiled
+    run.add_program("lengths", lambda target, drafter, state: state.length + 1)
+    run.add_program("longer", lambda target, drafter, state: (replace_length(state, 7), 5))
+    state = run.new_state()
+    assert run.run("lengths", state).tolist() == [2, 2]
+    longer, five = run.run("longer", state)
+    assert (longer.length.tolist(), int(five)) == ([7, 7], 5)
+    assert state.anchor.is_deleted(), "a program that returns a state consumes the one before"
+
+
+def replace_length(state, length: int):
+    return dataclasses.replace(state, length=jnp.full_like(state.length, length))
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 48])

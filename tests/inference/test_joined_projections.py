@@ -75,7 +75,7 @@ def test_the_same_logits_and_no_more_collectives(mesh):
 def test_the_same_tokens(name, mesh, tree):
     model = joined(drafter(name, mesh=mesh, tree=tree))
     target = joined(shared_target(mesh))
-    run = engine(model, mesh=mesh, on=target, batch_size=2, sync_every=4, stop_ids=STOP_IDS)
+    run = engine(model, mesh=mesh, on=target, batch_size=2, sync_every=4)
     check_plain_outputs(run, random_prompts(LENGTHS), LIMITS, STOP_IDS)
 
 

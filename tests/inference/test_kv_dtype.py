@@ -27,7 +27,7 @@ LENGTH = 96
 
 @functools.cache
 def plain(kv_dtype):
-    done = decode(engine(batch_size=4, kv_dtype=kv_dtype, temperature=0.8), PROMPTS, LIMITS)
+    done = decode(engine(batch_size=4, kv_dtype=kv_dtype), PROMPTS, LIMITS, temperature=0.8)
     return [one.output_ids for one in done]
 
 
@@ -38,8 +38,8 @@ def test_trees_accepted_here_and_there_leave_what_a_prompt_would(kv_dtype):
     texts = [(*prompt, *ids) for prompt, ids in zip(PROMPTS, outputs, strict=True)]
     script = Script.random_tree(LENGTH, 7, np.random.default_rng(3))
     model = ScriptedDrafter(script, texts, tree=True)
-    run = engine(model, batch_size=4, kv_dtype=kv_dtype, temperature=0.8, sync_every=3)
-    done = decode(run, PROMPTS, LIMITS)
+    run = engine(model, batch_size=4, kv_dtype=kv_dtype, sync_every=3)
+    done = decode(run, PROMPTS, LIMITS, temperature=0.8)
     assert [one.output_ids for one in done] == outputs
     for prompt, one in zip(PROMPTS, done, strict=True):
         lengths = script.acceptance_lengths(len(prompt), len(one.output_ids))
@@ -75,8 +75,8 @@ def cached_rows(pages, table, count):
 @pytest.mark.parametrize(("kv_dtype", "tree"), [("int8", False), ("float8_e4m3fn", True)])
 def test_a_real_drafter_changes_no_token(kv_dtype, tree):
     model = drafter("dflash", tree=tree, block_size=8)
-    run = engine(model, batch_size=2, kv_dtype=kv_dtype, temperature=0.8)
-    done = decode(run, PROMPTS, LIMITS)
+    run = engine(model, batch_size=2, kv_dtype=kv_dtype)
+    done = decode(run, PROMPTS, LIMITS, temperature=0.8)
     assert [one.output_ids for one in done] == plain(kv_dtype)
 
 

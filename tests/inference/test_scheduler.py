@@ -1,49 +1,70 @@
-"""Tests of offline decoding: the order of events, pages, refusals, and the counts it reports."""
+"""Tests of the scheduler: order of events, pages, cancellation, preemption, and its counts."""
 
 import dataclasses
 import functools
 import math
+import time
 
 import numpy as np
 import pytest
-from support.engines import engine, expected, random_prompts
-from support.models import ARCHITECTURE, drafter
+from support.engines import engine, expected, make_requests, random_prompts
+from support.models import drafter
 
 from dflash import errors
 from dflash.inference import scheduler
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool
-from dflash.inference.scheduler import Completion, Request, Tokens
+from dflash.inference.request import Completion, Request, Sampling, Tokens
+from dflash.inference.scheduler import Scheduler
+from dflash.offline.decoding import decode
 
 LENGTHS = [5, 1, 16, 9, 12, 3, 7]
 LIMITS = [20, 1, 2, 32, 11, 1, 17]
 STOP_IDS = (8, 2)
+# Of these, two of full length fit at once, in place of three.
+FEW_PAGES = 9
 
 
 @functools.cache
-def run(sync_every: int = 3) -> Engine:
+def run(sync_every: int = 3, num_pages: int | None = None) -> Engine:
     model = drafter("dflash", block_size=4)
-    return engine(model, batch_size=3, sync_every=sync_every, max_length=48, stop_ids=STOP_IDS)
+    return engine(model, batch_size=3, sync_every=sync_every, max_length=48, num_pages=num_pages)
 
 
-def requests(lengths=LENGTHS, limits=LIMITS) -> list[Request]:
-    prompts = random_prompts(lengths)
-    pairs = zip(prompts, limits, strict=True)
-    return [Request(i, prompt, limit) for i, (prompt, limit) in enumerate(pairs)]
+def requests(lengths=LENGTHS, limits=LIMITS, **sampling) -> list[Request]:
+    return make_requests(random_prompts(lengths), limits, stop_ids=STOP_IDS, **sampling)
+
+
+def wanted(lengths=LENGTHS, limits=LIMITS, **sampling):
+    how = {"temperature": 0.0} | sampling
+    return expected(random_prompts(lengths), limits, stop_ids=STOP_IDS, **how)
+
+
+def completions(events) -> list[Completion]:
+    """Completions in order of their ids."""
+    return sorted((e for e in events if isinstance(e, Completion)), key=lambda e: e.id)
+
+
+def outputs(done) -> list[tuple[tuple[int, ...], str]]:
+    return [(one.output_ids, one.finish_reason) for one in done]
+
+
+def drain(one: Scheduler) -> list:
+    events = []
+    while not one.idle:
+        events += one.step()
+    return events
 
 
 @pytest.fixture
 def pools(monkeypatch):
-    """Every pool that the scheduler makes; each checks what it is given back."""
+    """Every pool that a scheduler makes; each checks what it is given back."""
     made = []
 
     class Checked(PagePool):
-        spare = 0
-
         def __init__(self, num_shares, pages_per_share):
-            pages_per_share -= self.spare
             super().__init__(num_shares, pages_per_share)
-            self.size, self.held, self.refusals = pages_per_share - 1, [], 0
+            self.size, self.held, self.refusals = pages_per_share - 1, set(), 0
             made.append(self)
 
         def take(self, share, count):
@@ -51,124 +72,301 @@ def pools(monkeypatch):
             if pages is None:
                 self.refusals += 1
             else:
-                self.held.append((share, pages))
+                assert not self.held & set(pages), "a page with two owners"
+                self.held |= set(pages)
             return pages
 
         def give_back(self, share, pages):
-            self.held.remove((share, pages))
+            assert self.held >= set(pages)
+            self.held -= set(pages)
             super().give_back(share, pages)
 
     monkeypatch.setattr(scheduler, "PagePool", Checked)
-    return made, Checked
+    return made
 
 
 def test_events_come_in_order_and_add_up(pools):
     open_requests: dict[int, list[int]] = {}
     done: dict[int, Completion] = {}
-    for event in scheduler.decode(run(), requests()):
-        assert event.index not in done, "an event after the completion"
+    for event in decode(run(), requests()):
+        assert event.id not in done, "an event after the completion"
         if isinstance(event, Tokens):
             assert event.ids, "an event without news"
-            if event.index not in open_requests:
+            if event.id not in open_requests:
                 assert len(event.ids) == 1, "the first token comes by itself, from the prefill"
-            open_requests.setdefault(event.index, []).extend(event.ids)
+            open_requests.setdefault(event.id, []).extend(event.ids)
         else:
-            done[event.index] = event
+            done[event.id] = event
     assert sorted(done) == list(range(len(LENGTHS)))
     # Requests begin in the order in which they came.
     assert list(open_requests) == sorted(open_requests)
-    wanted = expected(random_prompts(LENGTHS), LIMITS, temperature=0.0, stop_ids=STOP_IDS)
-    assert {reason for _, reason in wanted} == {"stop", "length"}
+    assert {reason for _, reason in wanted()} == {"stop", "length"}
+    assert outputs(done[i] for i in sorted(done)) == wanted()
     for index, one in done.items():
         assert one.output_ids == tuple(open_requests[index])
-        assert (one.output_ids, one.finish_reason) == wanted[index]
         assert sum(one.acceptance_lengths) == len(one.output_ids) - 1
         assert one.prefill_ms > 0
         assert one.decode_ms >= 0
-    for pool in pools[0]:
-        assert pool.held == []
+        assert one.preemptions == 0
+    for pool in pools:
+        assert pool.held == set()
         assert pool.num_free(0) == pool.size
 
 
 def test_tau_is_the_mean_acceptance_length():
-    (one,) = [e for e in scheduler.decode(run(), requests([5], [20])) if isinstance(e, Completion)]
+    (one,) = completions(decode(run(), requests([5], [20])))
     assert one.tau == np.mean(one.acceptance_lengths)
     assert math.isnan(dataclasses.replace(one, acceptance_lengths=()).tau)
 
 
 def test_a_request_of_one_token_takes_no_cycle():
-    events = list(scheduler.decode(run(), requests([5], [1])))
+    events = list(decode(run(), requests([5], [1])))
     assert [type(event) for event in events] == [Tokens, Completion]
     assert events[1].acceptance_lengths == ()
     assert events[1].decode_ms == 0
 
 
 def test_no_requests_no_events():
-    assert list(scheduler.decode(run(), [])) == []
+    assert list(decode(run(), [])) == []
 
 
-def test_requests_wait_while_pages_are_short(pools):
-    made, kind = pools
-    layout = run().layout
-    kind.spare = 2 * layout.pages_per_sequence  # what remains serves one long request at a time
-    events = list(scheduler.decode(run(), requests()))
-    done = {event.index: event for event in events if isinstance(event, Completion)}
-    wanted = expected(random_prompts(LENGTHS), LIMITS, temperature=0.0, stop_ids=STOP_IDS)
-    assert [(done[i].output_ids, done[i].finish_reason) for i in range(len(LENGTHS))] == wanted
-    assert made[0].refusals > 0, "the pool was never short"
-    assert made[0].held == []
+def test_every_request_has_its_own_sampling_stops_and_noise():
+    """One batch, five ways to decode, one set of programs."""
+    prompts = random_prompts([5, 9, 3, 12, 7])
+    ways = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 4},
+        {"temperature": 0.8, "seed": 5, "stop_ids": (1,)},
+        {"temperature": 1.5, "top_k": 3, "top_p": 0.9},
+        {"temperature": 0.0, "stop_ids": (0, 3, 8)},
+    ]
+    mixed, alone = [], []
+    for i, (prompt, how) in enumerate(zip(prompts, ways, strict=True)):
+        (one,) = make_requests([prompt], 20, **how)
+        mixed.append(dataclasses.replace(one, id=i))
+        alone += expected([prompt], [20], **how)
+    assert outputs(completions(decode(run(), mixed))) == alone
+    assert len({reason for _, reason in alone}) == 2
+
+
+def test_requests_come_in_while_others_run():
+    one, (first, second, third, *_) = Scheduler(run()), requests()
+    one.submit(first)
+    events = one.step()
+    assert {event.id for event in events} == {0}
+    one.submit(third)
+    events += one.step()
+    one.submit(second)
+    events += drain(one)
+    assert outputs(completions(events)) == wanted()[:3]
+    order = [event.id for event in events if isinstance(event, Tokens)]
+    assert order.index(2) < order.index(1), "in the order in which they were submitted"
+
+
+def test_an_id_in_flight_is_refused_and_may_come_again_later():
+    one, (request, *_) = Scheduler(run()), requests([5], [9])
+    one.submit(request)
+    with pytest.raises(ValueError, match="request 0 is in flight already"):
+        one.submit(request)
+    first = drain(one)
+    one.submit(request)
+    assert outputs(completions(drain(one))) == outputs(completions(first))
+
+
+# --- cancellation -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_cancelled_request_frees_its_pages_and_is_never_heard_of_again(pools, steps):
+    one = Scheduler(run())
+    for request in requests():
+        one.submit(request)
+    events = [event for _ in range(steps) for event in one.step()]
+    assert not any(isinstance(event, Completion) and event.id == 3 for event in events)
+    held = len(pools[0].held)
+    running = any(event.id == 3 for event in events)
+    assert one.cancel(3)
+    assert (len(pools[0].held) < held) == running
+    assert not one.cancel(3), "it is gone"
+    assert not one.cancel(99)
+    rest = drain(one)
+    assert not any(event.id == 3 for event in rest)
+    done = {event.id: event for event in (*events, *rest) if isinstance(event, Completion)}
+    assert outputs(done[i] for i in sorted(done)) == [w for i, w in enumerate(wanted()) if i != 3]
+    assert pools[0].held == set()
+
+
+def test_a_scheduler_whose_last_request_is_cancelled_comes_to_rest():
+    one = Scheduler(run())
+    one.submit(requests([5], [20])[0])
+    one.step()
+    assert one.cancel(0)
+    assert drain(one) == []
+    assert one.idle
+
+
+# --- pages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_sequences_grow_into_pages_and_give_way_to_older_ones(pools, temperature):
+    small = run(num_pages=FEW_PAGES)
+    assert small.layout.overcommits
+    lengths, limits = [15, 14, 13, 5, 9], [32, 32, 31, 30, 28]
+    how = {"temperature": temperature}
+    one = Scheduler(small)
+    for request in make_requests(random_prompts(lengths), limits, **how):
+        one.submit(request)
+    first = one.step()
+    assert len({event.id for event in first}) == 3, "all slots hold a sequence"
+    events = first + drain(one)
+    done = completions(events)
+    assert outputs(done) == expected(random_prompts(lengths), limits, **how)
+    assert sum(d.preemptions for d in done) > 0, "the pool was never dry"
+    assert done[0].preemptions == 0, "the oldest sequence never waits"
+    assert pools[0].held == set()
+    for d in done:
+        said = [token for e in events if isinstance(e, Tokens) and e.id == d.id for token in e.ids]
+        assert tuple(said) == d.output_ids, "nothing is said twice"
+        assert sum(d.acceptance_lengths) == len(d.output_ids) - 1
+
+
+def test_a_preempted_sequence_waits_until_another_has_ended():
+    """Otherwise it would come back at once, and be preempted again by the next dispatch."""
+    one = Scheduler(run(num_pages=FEW_PAGES))
+    for request in make_requests(random_prompts([15, 14, 13]), 32):
+        one.submit(request)
+    done = completions(drain(one))
+    assert max(d.preemptions for d in done) == 1
+
+
+def test_a_pool_of_one_sequence_serves_them_one_after_the_other():
+    small = run(num_pages=run().layout.pages_per_sequence)
+    assert outputs(completions(decode(small, requests()))) == wanted()
+
+
+def test_a_pool_that_is_large_enough_changes_nothing():
+    """And sequences get all their pages at once."""
+    most = run(num_pages=10**6)
+    assert not most.layout.overcommits
+    assert most.layout.pages_per_share == run().layout.pages_per_share
+    assert "set_pages" not in {kind for kind, *_ in most.program_names([5])}
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused():
+    with pytest.raises(errors.ConfigError, match=r"decode.num_pages: 3 is 3 for each of 1 .* at"):
+        engine(drafter("dflash", block_size=4), max_length=48, num_pages=3)
+
+
+# --- clocks -------------------------------------------------------------------------------------
+
+
+class Slow:
+    """An engine whose prefill and dispatches take a known time at least."""
+
+    def __init__(self, inner: Engine, prefill_s: float = 0.0, generate_s: float = 0.0):
+        self._inner, self._prefill_s, self._generate_s = inner, prefill_s, generate_s
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def prefill(self, *args):
+        time.sleep(self._prefill_s)
+        return self._inner.prefill(*args)
+
+    def generate(self, state):
+        time.sleep(self._generate_s)
+        return self._inner.generate(state)
+
+
+def test_a_prefill_counts_as_prefill_and_not_as_decoding():
+    list(decode(run(), requests([5], [3])))  # compiled
+    (one,) = completions(decode(Slow(run(), prefill_s=0.3), requests([5], [3])))
+    assert one.prefill_ms >= 300
+    assert one.decode_ms < 300
+    assert one.decode_clock_s < 0.3
+
+
+def test_dispatches_count_as_decoding_and_a_share_of_the_last_one():
+    """A sequence ends with the cycle that ended it, not with its dispatch."""
+    slow = Slow(run(8), generate_s=0.4)
+    list(decode(run(8), requests([5, 9], [2, 32])))  # compiled
+    short, long = completions(decode(slow, make_requests(random_prompts([5, 9]), [2, 32])))
+    assert len(short.acceptance_lengths) == 1
+    assert 400 / 8 <= short.decode_ms < 400, "one cycle of eight"
+    dispatches = math.ceil(len(long.acceptance_lengths) / 8)
+    assert long.decode_clock_s >= 0.4 * dispatches
+    assert short.decode_clock_s < long.decode_clock_s
+    assert short.finished_at < long.finished_at
+
+
+# --- requests -----------------------------------------------------------------------------------
 
 
 def test_a_bad_request_is_refused_before_any_other_begins():
     bad = Request(9, (1,) * 48, 1)
     with pytest.raises(errors.InputError, match="prompt 9: 48 prompt tokens"):
-        next(scheduler.decode(run(), [*requests(), bad]))
+        next(decode(run(), [*requests(), bad]))
 
 
 @pytest.mark.parametrize("taken", [1, 4, 9])
-def test_a_run_may_be_broken_off(taken):
-    """And the engine serves the next one."""
-    events = scheduler.decode(run(), requests())
+def test_decoding_may_be_broken_off(taken):
+    """And the engine serves the next run."""
+    events = decode(run(), requests())
     for _ in range(taken):
         next(events)
     events.close()
-    done = [e for e in scheduler.decode(run(), requests()[:3]) if isinstance(e, Completion)]
-    wanted = expected(random_prompts(LENGTHS), LIMITS, temperature=0.0, stop_ids=STOP_IDS)[:3]
-    assert [(e.output_ids, e.finish_reason) for e in sorted(done, key=lambda e: e.index)] == wanted
+    assert outputs(completions(decode(run(), requests()[:3]))) == wanted()[:3]
 
 
 def test_acceptance_lengths_do_not_depend_on_the_dispatch_length():
-    def lengths(engine_):
-        done = [e for e in scheduler.decode(engine_, requests()) if isinstance(e, Completion)]
-        return {one.index: one.acceptance_lengths for one in done}
+    def lengths(one):
+        return [done.acceptance_lengths for done in completions(decode(one, requests()))]
 
     assert lengths(run(3)) == lengths(run(8))
 
 
+GOOD = Request(4, (1, 2), 1)
+
+
 @pytest.mark.parametrize(
-    ("prompt", "limit", "message"),
+    ("changes", "message"),
     [
-        ((), 1, r"prompt 4: empty; give at least one token"),
-        ((0, 24, 30), 1, r"prompt 4: token id 24 is outside the vocabulary of 24"),
-        ((0, -1), 1, r"prompt 4: token id -1 is outside the vocabulary of 24"),
-        ((1,) * 40, 9, r"prompt 4: 40 prompt tokens \+ 9 new ones = 49, but the cache holds 48; "),
+        ({"prompt": ()}, r"prompt 4: empty; give at least one token"),
+        ({"prompt": (0, 24, 30)}, r"prompt 4: token id 24 is outside the vocabulary of 24"),
+        ({"prompt": (0, -1)}, r"prompt 4: token id -1 is outside the vocabulary of 24"),
+        (
+            {"prompt": (1,) * 40, "max_new_tokens": 9},
+            r"prompt 4: 40 prompt tokens \+ 9 new ones = 49, but the cache holds 48; ",
+        ),
+        ({"max_new_tokens": 0}, r"prompt 4: max_new_tokens: 0, expected 1 or more"),
+        ({"stop_ids": (3, 24)}, r"prompt 4: stop id 24 is outside the vocabulary of 24"),
+        ({"stop_ids": tuple(range(9))}, r"prompt 4: 9 stop ids, but the engine was built .* 8"),
+        ({"temperature": -0.1}, r"prompt 4: temperature: -0.1, expected a number of 0 or more"),
+        ({"temperature": math.nan}, r"prompt 4: temperature: nan, expected"),
+        ({"temperature": math.inf}, r"prompt 4: temperature: inf, expected"),
+        ({"top_k": 2**31}, r"prompt 4: top_k: 2147483648, expected 0 \(off\) to 2147483647"),
+        ({"top_p": 1.1}, r"prompt 4: top_p: 1.1, expected 0 to 1"),
+        ({"seed": 2**32}, r"prompt 4: seed: 4294967296, expected 0 to 4294967295"),
+        ({"sequence": -1}, r"prompt 4: sequence: -1, expected 0 to 2147483647"),
     ],
 )
-def test_requests_that_cannot_be_decoded(prompt, limit, message):
+def test_requests_that_cannot_be_decoded(changes, message):
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    sampling = Sampling(**{key: changes[key] for key in names & set(changes)})
+    rest = {key: value for key, value in changes.items() if key not in names}
     with pytest.raises(errors.InputError, match=message):
-        scheduler.check_request(Request(4, prompt, limit), 48, ARCHITECTURE.vocab_size)
+        run().check(dataclasses.replace(GOOD, sampling=sampling, **rest))
 
 
-def test_the_longest_request_that_fits():
-    request = Request(0, (1,) * 40, 8)
-    scheduler.check_request(request, 48, ARCHITECTURE.vocab_size)
-    assert scheduler.max_length([request, Request(1, (1,), 9)]) == 48
-    (done,) = [e for e in scheduler.decode(run(), [request]) if isinstance(e, Completion)]
-    wanted = expected([request.prompt], [8], temperature=0.0, stop_ids=STOP_IDS)
-    assert [(done.output_ids, done.finish_reason)] == wanted
+def test_the_largest_request_that_fits():
+    request = Request(0, (1,) * 40, 8, stop_ids=(1, 2, 3, 4, 5, 6, 7, 8, 8))
+    run().check(request)
+    (done,) = completions(decode(run(), [dataclasses.replace(request, stop_ids=STOP_IDS)]))
+    assert outputs([done]) == expected([request.prompt], [8], temperature=0.0, stop_ids=STOP_IDS)
 
 
 def test_tokens_of_a_dispatch_are_plain_integers():
-    for event in scheduler.decode(run(), requests([5], [9])):
+    for event in decode(run(), requests([5], [9])):
         ids = event.ids if isinstance(event, Tokens) else event.output_ids
         assert all(type(token) is int and not isinstance(token, np.integer) for token in ids)

@@ -1,6 +1,5 @@
 """Tests of rejection through the engine, against the exact distribution of its target."""
 
-import copy
 import dataclasses
 import functools
 
@@ -15,8 +14,9 @@ from support.rejection import VOCAB, chi_square, lenient_left_over, make_params,
 from dflash.config import schema
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.inference import verify
-from dflash.inference.engine import Slot
-from dflash.inference.pages import PagePool
+from dflash.inference.engine import Engine
+from dflash.inference.pages import Slot
+from dflash.inference.request import Request, Sampling
 from dflash.parallel import parameters
 
 SLOTS, ROUNDS, PROMPT, TEMPERATURE = 512, 48, (3, 1, 4, 1, 5), 2.5
@@ -47,14 +47,14 @@ def full_engine(form: str):
     small = models.target(vocab_size=VOCAB)
     model = FORMS[form](small.arch)
     run = engines.engine(
-        model, on=small, batch_size=SLOTS, sync_every=2, max_length=16,
-        temperature=TEMPERATURE, verify="rejection",
-    )  # fmt: skip
-    pool = PagePool(1, run.layout.pages_per_share)
-    prefix, state = run.prefill(PROMPT), run.new_state()
+        model, on=small, batch_size=SLOTS, sync_every=2, max_length=16, verify="rejection"
+    )
+    sampling = Sampling(temperature=TEMPERATURE)
+    request = Request(0, PROMPT, 16 - len(PROMPT), sampling)
+    prefix, state = run.prefill(PROMPT, sampling), run.new_state()
     for i in range(SLOTS):
-        slot = Slot(i, pool.take(0, run.layout.pages_per_sequence))
-        state = run.insert(state, prefix, slot, 16)
+        slot = Slot(i, run.layout.standing_pages(i))
+        state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
     return run, state, prefix
 
 
@@ -99,6 +99,7 @@ def test_rejection_through_the_engine_follows_the_target(form):
 def test_a_wrong_rule_in_the_engine_is_found(form, monkeypatch):
     monkeypatch.setattr(verify, "rejection_chain", too_lenient)
     monkeypatch.setattr(verify, "_left_over", lenient_left_over)
-    run = copy.copy(full_engine(form)[0])
-    run._programs = {}  # compile them with the wrong rule
+    model = full_engine(form)[0]
+    # Another engine over the same models: it compiles its programs with the wrong rule.
+    run = Engine(model.target, model.drafter, model.config, max_length=model.layout.max_length)
     assert engine_pvalue(run, form) < 1e-6

@@ -6,8 +6,9 @@ import json
 from support.models import make_architecture
 
 from dflash.config import benchmark_schema, schema
-from dflash.inference import scheduler
+from dflash.inference.request import Completion
 from dflash.measure import bench as benches
+from dflash.offline.decoding import decode
 
 ROWS = [{"turns": ["What?", "Why is it so?", "Oh."]}, {"turns": ["One turn only."]}]
 
@@ -37,8 +38,8 @@ def test_later_turns_follow_what_the_baseline_has_said(tmp_path):
     requests = job.requests([item.prompt for item in items[:2]])
     said = [
         job.tokenizer.decode(event.output_ids).encode("utf-8", "replace").decode("utf-8")
-        for event in scheduler.decode(job.engine(), requests)
-        if isinstance(event, scheduler.Completion)
+        for event in decode(job.engine(), requests)
+        if isinstance(event, Completion)
     ]
     assert [dict(message)["content"] for message in items[2].prompt.messages] == [
         "What?", said[0], "Why is it so?", said[1], "Oh.",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import engines, models
+from support.engines import count_compilations
 
 from dflash import errors
 from dflash.config.schema import DecodeConfig
@@ -54,9 +55,9 @@ def test_it_measures_what_decoding_has(drafting_test, seed):
 
 def test_nothing_is_compiled_twice(drafting_test):
     drafting_test(draw_params(3)[0])
-    programs = dict(drafting_test._engine._programs)
-    drafting_test(draw_params(4)[0])
-    assert drafting_test._engine._programs == programs
+    with count_compilations() as compilations:
+        drafting_test(draw_params(4)[0])
+    assert compilations == []
 
 
 def test_without_cycles_there_is_no_tau():

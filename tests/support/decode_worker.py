@@ -31,8 +31,8 @@ def main() -> None:
     outputs = {}
     for name in task["drafters"]:
         model = drafter(name, mesh=mesh)
-        run = engine(model, mesh=mesh, batch_size=2, sync_every=4, max_length=48, **task["options"])
-        done = decode(run, task["prompts"], task["limits"])
+        run = engine(model, mesh=mesh, batch_size=2, sync_every=4, max_length=48)
+        done = decode(run, task["prompts"], task["limits"], **task["options"])
         outputs[name] = [one.output_ids for one in done]
     print(json.dumps(outputs))
 

@@ -1,19 +1,23 @@
 """Engines over the tiny family, and the token sequences that they must produce."""
 
+import contextlib
 import copy
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from dflash.config import schema
 from dflash.drafters.base import Drafter
 from dflash.drafters.none import NoDrafter
-from dflash.inference import scheduler
 from dflash.inference.engine import Engine
+from dflash.inference.request import Completion, Request, Sampling
 from dflash.models.decoder import Decoder
+from dflash.offline import decoding
 from support.models import ARCHITECTURE, ONE_DEVICE, target
+
+COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
 def engine(
@@ -21,30 +25,42 @@ def engine(
     *,
     mesh: tuple[int, int, int] = ONE_DEVICE,
     max_length: int = 64,
-    stop_ids: Sequence[int] = (),
     on: Decoder | None = None,
+    adaptive_blocks: bool = False,
     **options,
 ) -> Engine:
     """An engine over the tiny target; `options` are DecodeConfig's. Nothing is compiled yet."""
     config = schema.DecodeConfig(**{"page_size": 16, "prefill_chunk": 16} | options)
     model = NoDrafter() if model is None else model
-    return Engine(on or target(mesh), model, config, max_length=max_length, stop_ids=stop_ids)
-
-
-def resampled(base: Engine, **sampling) -> Engine:
-    """`base` with other sampling options; both share all programs."""
-    twin = copy.copy(base)
-    twin._config = dataclasses.replace(base._config, **sampling)
-    return twin
+    return Engine(
+        on or target(mesh), model, config, max_length=max_length, adaptive_blocks=adaptive_blocks
+    )
 
 
 def redrafted(base: Engine, model: Drafter) -> Engine:
     """`base` with other weights in its drafter; both share all programs."""
     twin = copy.copy(base)
-    twin._drafter_params = Engine(
-        base._abstract_target, model, base._config, max_length=base.layout.max_length
-    )._drafter_params
+    twin.set_drafter(model)
     return twin
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Yields a list that grows by one entry with every compilation while the context lasts."""
+    found: list[str] = []
+
+    def listen(event, seconds, **_):
+        if event == COMPILATION:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x + 1)(np.float32(1))
+        assert found, "compilations are not being counted"
+        found.clear()
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[tuple[int, ...]]:
@@ -57,28 +73,44 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[tuple[int, ...
     return prompts
 
 
-def decode(
-    run: Engine,
+def make_requests(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int] | int,
+    *,
     first_index: int = 0,
-) -> list[scheduler.Completion]:
-    """Completions of all prompts, in their order.
+    stop_ids: Sequence[int] = (),
+    **sampling,
+) -> list[Request]:
+    """Requests whose ids count from 0.
 
     Args:
       limits: max_new_tokens, of each prompt or of all.
-      first_index: of the first request; another one means other noise.
+      first_index: number of the first sequence under the seed; another one means other noise.
+      sampling: options of `Sampling`.
     """
     if isinstance(limits, int):
         limits = [limits] * len(prompts)
-    requests = [
-        scheduler.Request(first_index + i, tuple(prompt), limit)
+    return [
+        Request(
+            i,
+            tuple(prompt),
+            limit,
+            Sampling(sequence=first_index + i, **sampling),
+            tuple(stop_ids),
+        )
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
-    events = scheduler.decode(run, requests)
-    done = [event for event in events if isinstance(event, scheduler.Completion)]
-    done.sort(key=lambda completion: completion.index)
-    assert [one.index for one in done] == [request.index for request in requests]
+
+
+def decode(
+    run: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int] | int, **options
+) -> list[Completion]:
+    """Completions of all prompts, in their order; `options` as for `make_requests`."""
+    requests = make_requests(prompts, limits, **options)
+    events = decoding.decode(run, requests)
+    done = [event for event in events if isinstance(event, Completion)]
+    done.sort(key=lambda completion: completion.id)
+    assert [one.id for one in done] == [request.id for request in requests]
     return done
 
 
@@ -87,10 +119,11 @@ def check_plain_outputs(
 ) -> None:
     """Asserts that an engine's outputs are those of plain decoding, greedy and drawn."""
     for temperature in (0.0, 0.8):
-        how = {"temperature": temperature, "seed": 4}
-        done = decode(resampled(run, **how), prompts, limits)
-        wanted = expected(prompts, limits, stop_ids=stop_ids, **how)
-        assert [(one.output_ids, one.finish_reason) for one in done] == wanted
+        how = {"temperature": temperature, "seed": 4, "stop_ids": stop_ids}
+        done = decode(run, prompts, limits, **how)
+        assert [(one.output_ids, one.finish_reason) for one in done] == expected(
+            prompts, limits, **how
+        )
 
 
 def expected(
@@ -119,5 +152,5 @@ def _plain_engine() -> Engine:
 
 @functools.cache
 def _plain_outputs(prompts, num_tokens, first_index, **sampling):
-    run = resampled(_plain_engine(), **sampling)
-    return [one.output_ids for one in decode(run, prompts, num_tokens, first_index)]
+    done = decode(_plain_engine(), prompts, num_tokens, first_index=first_index, **sampling)
+    return [one.output_ids for one in done]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from dflash.inference.scheduler import Completion
+from dflash.inference.request import Completion
 from dflash.measure.bench import Sample, TaskRound
 from dflash.measure.parts import Parts
 
@@ -20,7 +20,7 @@ def completion(
     ids = tuple(range(1 + sum(lengths))) if output is None else tuple(output)
     decode_ms = cycle_ms * len(lengths)
     return Completion(
-        index=index,
+        id=index,
         output_ids=ids,
         finish_reason="length",
         acceptance_lengths=tuple(lengths),

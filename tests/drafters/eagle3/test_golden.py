@@ -18,12 +18,14 @@ from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import BeamTree, DecodeConfig, Eagle3Config
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.drafter import Eagle3
-from dflash.inference import scheduler, tree
+from dflash.inference import tree
 from dflash.inference.engine import Engine
+from dflash.inference.request import Completion, Request
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.layers.train_batch import TrainBatch
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
+from dflash.offline.decoding import decode
 from dflash.parallel import parameters
 
 TARGETS = {"eagle3_llama_v40": Llama3, "eagle3_qwen3_v24": Qwen3, "eagle3_train_v32": Llama3}
@@ -156,8 +158,8 @@ def test_decoding(case, how):
     prompt = tuple(vectors["input_ids"].tolist())
     config = DecodeConfig(page_size=16, prefill_chunk=16)
     engine = Engine(target(case), drafter(case, **options), config, max_length=len(prompt) + 60)
-    events = scheduler.decode(engine, [scheduler.Request(0, prompt, 60)])
-    (done,) = [event for event in events if isinstance(event, scheduler.Completion)]
+    events = decode(engine, [Request(0, prompt, 60)])
+    (done,) = [event for event in events if isinstance(event, Completion)]
     # A cycle of the original gives its anchor and what was accepted; ours that, and the next one.
     expected = vectors[f"{how}_cycle_ids"][len(prompt) :].tolist()
     accepted = vectors[f"{how}_accept_lengths"].tolist()

@@ -1,0 +1,176 @@
+"""What is asked of an engine: a prompt, how to sample, when to stop; and the events that answer."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from dflash import errors
+from dflash.config.schema import DecodeConfig
+
+_MAX_SEED = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one sequence are drawn.
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: number of likeliest tokens to draw from; 0 is off.
+      top_p: probability mass of the likeliest tokens to draw from; 1 is off.
+      seed: of the noise, 0 to 2**32 - 1.
+      sequence: number of the sequence under this seed. Noise depends on the two alone.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    sequence: int = 0
+
+    @classmethod
+    def from_config(cls, config: DecodeConfig, sequence: int = 0) -> "Sampling":
+        """What a config asks for, for sequence number `sequence` of the run."""
+        return cls(config.temperature, config.top_k, config.top_p, config.seed, sequence)
+
+    def scalars(self) -> tuple[np.generic, ...]:
+        """sequence, seed, temperature, top_k, top_p, in the dtypes that programs take."""
+        return (
+            np.int32(self.sequence),
+            np.uint32(self.seed),
+            np.float32(self.temperature),
+            np.int32(self.top_k),
+            np.float32(self.top_p),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to decode. Nothing of it is compiled into a program.
+
+    Attributes:
+      id: the caller's; no two requests in flight may share one.
+      prompt: token ids, at least one.
+      max_new_tokens: number of output tokens at which the sequence ends.
+      sampling: how tokens are drawn.
+      stop_ids: tokens that end the sequence; at most as many as the engine has room for.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def limit(self) -> int:
+        """Length of the whole sequence in tokens at which it ends."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Newly committed tokens of the request `id`."""
+
+    id: int
+    ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+      id: the request's.
+      output_ids: without the prompt.
+      finish_reason: "stop" (a stop token, which is the last output id) or "length".
+      acceptance_lengths: tokens committed in each cycle, bonus included. The first output token
+        comes from the prefill, so they sum to len(output_ids) - 1.
+      block_sizes: rows that the target verified in each of these cycles.
+      prefill_ms: from the prompt's dispatch to its first token, later prefills included.
+      decode_ms: from the first token to the last, on the wall clock.
+      decode_clock_s: seconds that dispatches of cycles had taken in total when it finished.
+      finished_at: time of the last token, in seconds of time.perf_counter.
+      preemptions: how often it lost its slot for want of pages and was prefilled again.
+    """
+
+    id: int
+    output_ids: tuple[int, ...]
+    finish_reason: str
+    acceptance_lengths: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+    prefill_ms: float
+    decode_ms: float
+    decode_clock_s: float
+    finished_at: float
+    preemptions: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length; nan if there was no cycle."""
+        lengths = self.acceptance_lengths
+        return sum(lengths) / len(lengths) if lengths else float("nan")
+
+
+Event = Tokens | Completion
+
+
+def max_length(requests: Iterable[Request]) -> int:
+    """Tokens of the longest of the sequences, prompt and output together."""
+    return max(request.limit for request in requests)
+
+
+def check_request(
+    request: Request, *, max_length: int, vocab_size: int, num_stop_ids: int | None = None
+) -> None:
+    """Refuses what cannot be decoded.
+
+    Args:
+      max_length: tokens that the cache holds of a sequence.
+      vocab_size: of the target.
+      num_stop_ids: stop ids that the engine has room for; None: unknown yet.
+    Raises:
+      InputError: one line that names the request and what is wrong with it.
+    """
+    where = f"prompt {request.id}"
+    if not request.prompt:
+        raise errors.InputError(f"{where}: empty; give at least one token")
+    for kind, ids in (("token id", request.prompt), ("stop id", request.stop_ids)):
+        wrong = [token for token in ids if not 0 <= token < vocab_size]
+        if wrong:
+            raise errors.InputError(
+                f"{where}: {kind} {wrong[0]} is outside the vocabulary of {vocab_size}"
+            )
+    if num_stop_ids is not None and len(set(request.stop_ids)) > num_stop_ids:
+        raise errors.InputError(
+            f"{where}: {len(set(request.stop_ids))} stop ids, but the engine was built for at "
+            f"most {num_stop_ids}"
+        )
+    if request.max_new_tokens < 1:
+        raise errors.InputError(
+            f"{where}: max_new_tokens: {request.max_new_tokens}, expected 1 or more"
+        )
+    if request.limit > max_length:
+        raise errors.InputError(
+            f"{where}: {len(request.prompt)} prompt tokens + {request.max_new_tokens} new ones = "
+            f"{request.limit}, but the cache holds {max_length}; raise decode.max_length or "
+            "shorten one"
+        )
+    _check_sampling(where, request.sampling)
+
+
+def _check_sampling(where: str, sampling: Sampling) -> None:
+    ranges = {
+        "temperature": (0.0 <= sampling.temperature < math.inf, "a number of 0 or more"),
+        "top_k": (0 <= sampling.top_k < 2**31, "0 (off) to 2147483647"),
+        "top_p": (0.0 <= sampling.top_p <= 1.0, "0 to 1"),
+        "seed": (0 <= sampling.seed <= _MAX_SEED, f"0 to {_MAX_SEED}"),
+        "sequence": (0 <= sampling.sequence < 2**31, "0 to 2147483647"),
+    }
+    for name, (holds, expected) in ranges.items():
+        if not holds:
+            raise errors.InputError(
+                f"{where}: {name}: {getattr(sampling, name)}, expected {expected}"
+            )

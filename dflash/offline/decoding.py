@@ -1,0 +1,23 @@
+"""Decoding a list of requests: the scheduler's simplest client."""
+
+from collections.abc import Iterable, Iterator
+
+from dflash.inference.engine import Engine
+from dflash.inference.request import Event, Request
+from dflash.inference.scheduler import Scheduler
+
+
+def decode(engine: Engine, requests: Iterable[Request]) -> Iterator[Event]:
+    """Decodes requests in order of arrival, as many at a time as there are slots.
+
+    Yields:
+      Tokens as they are committed, and one Completion per request after its last Tokens.
+    Raises:
+      InputError: a request that cannot be decoded; before any other has begun.
+    """
+    scheduler = Scheduler(engine)
+    for request in requests:
+        scheduler.submit(request)
+    while not scheduler.idle:
+        yield from scheduler.step()
+    scheduler.close()
