@@ -1,9 +1,9 @@
 """The seam between the decode loop and a drafting strategy.
 
 A drafter is an nnx module with static `feature_layers` and `num_draft_tokens`, and a state: a
-pytree that the loop carries and never looks into. The loop calls `draft` once a cycle and, after
-verification, `observe` with what was committed. A prompt reaches the drafter through `observe` too,
-so context gets in by one door.
+pytree that the loop carries and never inspects. The loop calls `draft` once a cycle and, after
+verification, `observe` with the committed rows. A prompt reaches the drafter through `observe` too,
+so there is one way in for context.
 """
 
 import dataclasses
@@ -59,9 +59,9 @@ class Candidates(NamedTuple):
     """The k likeliest tokens of each position, the best first.
 
     Attributes:
-      tokens: int32 [B, T, k]; all of one position differ.
-      scores: float32 [B, T, k], falling and at most 0; logarithm of how likely each is the token
-        that verification will want there.
+      tokens: int32 [B, T, k]; distinct within a position.
+      scores: float32 [B, T, k], descending and at most 0; log-probability that verification accepts
+        the token there.
       probs: float32 [B, T, V] or None; what `tokens` were drawn from, one after the other and
         without replacement, where verification asks for it. `scores` then do not depend on what was
         drawn.
@@ -73,7 +73,7 @@ class Candidates(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Draws tokens under each sequence's temperature, top-k and top-p, with its own noise."""
+    """Draws tokens under each sequence's temperature, top-k, top-p and noise."""
 
     def propose(
         self, logits: jax.Array, positions: jax.Array
@@ -92,7 +92,7 @@ class Sampler(Protocol):
 
 
 class Heads(Protocol):
-    """What a drafter may borrow from the target: its embedding and its output head."""
+    """The target's embedding and output head, which a drafter may use."""
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [B, T] -> [B, T, D]."""
@@ -140,11 +140,11 @@ class Drafter(nnx.Module):
         return cls()
 
     def prepare_training(self, count_tokens: Callable[[], np.ndarray]) -> None:
-        """Called once before training from scratch, for what must be known of the data.
+        """Called once before training from scratch, for what depends on the data.
 
         Args:
-          count_tokens: () -> int64 [V]; how often each token is to be predicted in the data. Not
-            free, so only asked by those who need it; the same every time.
+          count_tokens: () -> int64 [V]; how often each token is a label in the data. Expensive, so
+            call it only if needed; the result is always the same.
         """
 
     @property
@@ -154,7 +154,7 @@ class Drafter(nnx.Module):
 
     @property
     def longest_path(self) -> int:
-        """Rows of the longest path from the anchor on, it included: what a cycle may commit."""
+        """Rows of the longest path, anchor included: the most tokens that a cycle commits."""
         return self.block_size
 
     def init_state(self, batch: int, max_length: int) -> Any:
@@ -189,17 +189,18 @@ class Drafter(nnx.Module):
     ) -> tuple[Proposal, Any]:
         """Proposes `count` tokens, 0 < count < num_draft_tokens; else as `draft`.
 
-        The default drafts as many as ever, of which verification then sees the first. Override it
-        where a shorter draft costs less.
+        The default makes the whole draft and keeps its first tokens. Override it where a shorter
+        draft costs less.
         """
         proposal, state = self.draft(state, anchor, position, sampler, heads)
         return proposal.first(count), state
 
     def review(self, state: Any, proposal: Proposal, sampled: jax.Array) -> Any:
-        """Takes in what the target says after every row, refused ones too; by default nothing.
+        """Learns from the target's token after every row, refused ones included.
 
-        Called between verification and `observe`, if verification draws a token after every row, as
-        the coupled rule does. What is learnt here does not follow from the committed text alone.
+        By default it does nothing. Called between verification and `observe`, if verification draws
+        a token after every row, as the coupled rule does. What is learned here does not follow from
+        the committed text alone.
 
         Args:
           state: as `draft` returned it.
@@ -219,7 +220,7 @@ class Drafter(nnx.Module):
         features: jax.Array,
         heads: Heads,
     ) -> Any:
-        """Takes in committed rows; rows past `num_committed` hold anything and count for nothing.
+        """Observes committed rows; rows past `num_committed` are arbitrary and must be ignored.
 
         Args:
           state: covers exactly the positions before `position`.
@@ -242,28 +243,28 @@ class Drafter(nnx.Module):
         *,
         remat: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """What training minimises; gradients are taken with respect to the drafter alone.
+        """The training loss; gradients are taken with respect to the drafter alone.
 
         Args:
           batch: packed rows, with the features of `feature_layers`.
           heads: the target's embedding and output head; frozen.
-          key: of whatever is drawn at random.
-          options: of the loss.
-          remat: compute activations again in the backward pass rather than keep them.
+          key: PRNG key.
+          options: the config of the loss.
+          remat: recompute activations in the backward pass.
         Returns:
-          loss float32 [], and metrics, each float32 []. Among them "acceptance_length", the mean
-          number of tokens that a cycle would commit, and "weight", what the loss is divided by: by
-          it, pieces of a batch are joined.
+          loss float32 [], and metrics, each float32 []. Among them are "acceptance_length", the
+          mean number of tokens that a cycle would commit, and "weight", the divisor of the loss,
+          by which pieces of a batch are averaged.
         Raises:
-          ValueError: the batch lacks what the loss asks for.
+          ValueError: the batch lacks an array that the loss needs.
         """
         raise TypeError(f"{type(self).__name__} has nothing to train")
 
     def insert(self, state: Any, prefix: Any, slot: jax.Array) -> Any:
         """Puts the state of one prefilled sequence into slot `slot` of the batch's state.
 
-        The default serves states whose every leaf is [B, …] and, for a single shorter sequence,
-        [1, …] with the same or smaller dimensions after it.
+        The default requires that every leaf of the state is [B, …], and [1, …] with the same or
+        smaller remaining dimensions for a single shorter sequence.
         """
 
         def put(batch_leaf, leaf):

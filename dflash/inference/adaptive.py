@@ -1,4 +1,4 @@
-"""What the loop carries where the block size is chosen anew for every cycle."""
+"""The part of the decode state that chooses a block size for every cycle."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PLAIN = 0  # index of block size 1, at which nothing is drafted
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """How the next block size is found, and what the drafter has missed meanwhile."""
+    """The choice of the next block size, and the rows that the drafter has not observed yet."""
 
     choice: BlockChoice
     backlog: Backlog
@@ -31,27 +31,27 @@ class Adaptive:
         )
 
     def choose(self, active: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -> "Adaptive":
-        """Picks the size of the next cycle; see `block_choice.choose`."""
+        """Chooses the block size of the next cycle; see `block_choice.choose`."""
         choice = block_choice.choose(self.choice, active, left, sizes)
         return dataclasses.replace(self, choice=choice)
 
     def learn(
         self, num_committed: jax.Array, left: jax.Array, sizes: tuple[int, ...]
     ) -> "Adaptive":
-        """Takes in the outcome of a cycle; see `block_choice.learn`."""
+        """Updates the statistics with the outcome of a cycle; see `block_choice.learn`."""
         choice = block_choice.learn(self.choice, num_committed, left, sizes)
         return dataclasses.replace(self, choice=choice)
 
     def put_aside(
         self, tokens: jax.Array, num_committed: jax.Array, features: jax.Array
     ) -> "Adaptive":
-        """Keeps a plain cycle's rows for later; see `Backlog.append`."""
+        """Stores a plain cycle's rows in the backlog; see `Backlog.append`."""
         return dataclasses.replace(
             self, backlog=self.backlog.append(tokens, num_committed, features)
         )
 
     def must_clear(self, active: jax.Array) -> jax.Array:
-        """bool []; whether the drafter must catch up before the next cycle."""
+        """bool []; whether the backlog must be cleared before the next cycle."""
         pending = self.backlog.pending(active)
         allowed = jnp.where(self.choice.index == PLAIN, backlog.ROWS - 1, 0)
         return jnp.any(pending > allowed)
@@ -90,7 +90,7 @@ def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
 
 
 def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
-    """The state with what earlier sequences have shown, if there is any."""
+    """The state with the statistics of earlier sequences, if there are any."""
     if state is None or pool is None:
         return state
     # Copies: a dispatch consumes its state.
@@ -100,7 +100,7 @@ def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
 
 
 def only(index: int, sizes: Sequence[int]) -> np.ndarray:
-    """A table, float32 [S], that leaves one size to choose: all others take for ever."""
+    """A table, float32 [S], that forces one size: all others take infinitely long."""
     seconds = np.full(len(sizes), np.inf, np.float32)
     seconds[index] = 1.0
     return seconds

@@ -1,8 +1,8 @@
 """Committed rows that a drafter has not observed yet.
 
-While nothing is drafted nobody asks the drafter anything, and many rows at once cost it little more
-than one. So plain cycles put their rows aside, and the drafter catches up when the backlog is full
-or drafting begins again.
+While cycles draft nothing, the drafter's state is not read, and observing many rows at once costs
+little more than observing one. So plain cycles append their rows to a backlog, which the drafter
+observes when it is full or when drafting resumes.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from dflash.drafters.base import Drafter, Heads
 from dflash.parallel.sharding import Sharding
 
-ROWS = 32  # most rows put aside
+ROWS = 32  # capacity of a backlog
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Backlog:
-    """The last `count` rows before each anchor's position; W rows have room.
+    """The last `count` rows before each anchor's position, of at most W.
 
     Attributes:
       count: int32 [B], in [0, W].
@@ -37,11 +37,11 @@ class Backlog:
         return jnp.where(active, self.count, 0)
 
     def append(self, tokens: jax.Array, num_committed: jax.Array, features: jax.Array) -> "Backlog":
-        """Puts one row of each sequence aside; there must be room.
+        """Appends one row of each sequence; the backlog must not be full.
 
         Args:
           tokens: int32 [B, 2]; the row's token and the one that follows it.
-          num_committed: int32 [B]; 0 for a row that does not count.
+          num_committed: int32 [B]; 0 for a row to be ignored.
           features: [B, 1, C·D].
         """
         write = jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice_in_dim(old, new, at, 0))
@@ -60,28 +60,29 @@ class Backlog:
         active: jax.Array,
         heads: Heads,
     ) -> tuple[Any, "Backlog"]:
-        """Shows the drafter all rows.
+        """Lets the drafter observe all rows.
 
         Args:
           drafter: of the state.
           state: the drafter's; covers the positions before position - count.
           anchor: int32 [B]; the token after the last row.
           position: int32 [B]; of the anchors.
-          active: bool [B]; other sequences' rows count for nothing.
+          active: bool [B]; rows of other sequences are ignored.
           heads: the target's embedding and output head.
         Returns:
           the drafter's state, covering the positions before `position`, and an empty backlog.
         """
         count = self.pending(active)
         start = position - count
-        # A sequence without rows has its anchor first, as everywhere: some drafters run it at once.
+        # The row after the last one is the anchor's. For a sequence without rows that is the first
+        # one, which some drafters run right away.
         tokens = jnp.where(jnp.arange(ROWS + 1) == count[:, None], anchor[:, None], self.tokens)
         state = drafter.observe(state, start, tokens, count, self.features, heads)
         return state, dataclasses.replace(self, count=jnp.zeros_like(self.count))
 
 
 def abstract(batch: int, width: int, dtype: jnp.dtype, sharding: Sharding) -> Backlog:
-    """An empty backlog to be, when filled with zeros.
+    """An abstract backlog; filled with zeros it is empty.
 
     Args:
       batch: B.

@@ -1,13 +1,13 @@
-"""Which block size the next cycle takes: the one with the most expected tokens per second.
+"""Chooses the block size of the next cycle: the one with the most expected tokens per second.
 
-What a cycle of each size takes is measured once. What it brings follows from how often each draft
-was accepted when all before it had been: the chance that draft g is accepted is the product of
-those rates up to g. A draft that was not verified, or came after a refused one, says nothing about
-its rate, so a short block teaches nothing about a longer one. That is what trials are for: now and
-then a cycle takes the next larger size. It takes longer but commits no less, so the difference of
-the two times is the most that a trial may lose; a trial waits until `TRIALS` of the time spent pays
-for that. What it then commits beyond the smaller block is paid back: trials that win follow each
-other, and a size that wins often enough is soon the best.
+The time of a cycle of each size is measured once. The tokens that it commits are estimated from
+conditional acceptance rates: how often draft g was accepted when all drafts before it had been. The
+chance that draft g is accepted is the product of these rates up to g. A draft that was not
+verified, or that followed a refused one, carries no information, so short blocks say nothing about
+longer ones. Trials do: now and then a cycle takes the next larger size. It takes longer but commits
+no less, so a trial loses at most the difference of the two times; one is made when a share of
+`TRIALS` of the time spent covers that loss. Tokens committed beyond the smaller block are credited
+at the promised speed, so successful trials follow each other, and a better size is soon the best.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from dflash.parallel.sharding import Sharding
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TRIALS = 0.01  # most of the time that trials may cost
 
-# A draft's rate starts at what all sequences together say of it, and that at what they say of the
-# drafts before it; the first of all at PRIOR: high, for drafts must look worth trying at first.
-# Weights and MEMORY are in drafts verified, POOL_MEMORY is in cycles of a sequence: what is rarely
-# tried must be forgotten as fast as the rest, or a deep draft's rate is that of an earlier task.
+# The prior of a sequence's rate is the pooled rate of all sequences; the prior of a pooled rate is
+# that of the drafts before it; the first one's is PRIOR, high enough that drafting is tried at all.
+# Weights and MEMORY count verified drafts. POOL_MEMORY counts cycles of a sequence: drafts that are
+# rarely tried must be forgotten as fast as others, or their rates are those of an earlier task.
 PRIOR, PRIOR_WEIGHT = 0.8, 8.0
 POOL_WEIGHT = 8.0
 MEMORY, POOL_MEMORY = 64.0, 64.0
@@ -32,17 +32,18 @@ MEMORY, POOL_MEMORY = 64.0, 64.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockChoice:
-    """What is known about drafts, and the size of the next cycle; S sizes, G drafts in the largest.
+    """Acceptance statistics, and the size of the next cycle; S sizes, G drafts in the largest.
 
     Attributes:
-      tried: float32 [B, G]; how often draft g was verified, all before it accepted. The past fades.
+      tried: float32 [B, G]; how often draft g was verified after all before it were accepted, with
+        exponential decay.
       accepted: float32 [B, G]; how often it was then accepted.
       pool_tried: float32 [G]; of all sequences.
       pool_accepted: float32 [G]; likewise.
       seconds: float32 [S]; of a cycle of each size.
-      credit: float32 []; seconds that trials may cost by now.
-      best: int32 []; index of the size that promises most.
-      promise: float32 []; tokens per second that it promises, of all sequences together.
+      credit: float32 []; seconds that trials may cost at present.
+      best: int32 []; index of the size with the highest expected speed.
+      promise: float32 []; its expected tokens per second, of all sequences together.
       index: int32 []; of the size of the next cycle: the best, or for a trial the next larger.
     """
 
@@ -62,7 +63,7 @@ Pool = tuple[jax.Array, jax.Array]
 
 
 def pool(choice: BlockChoice) -> Pool:
-    """What is known beyond single sequences."""
+    """The statistics of all sequences together."""
     return choice.pool_tried, choice.pool_accepted
 
 
@@ -72,7 +73,7 @@ def block_sizes(largest: int) -> tuple[int, ...]:
 
 
 def abstract(batch: int, sizes: tuple[int, ...], sharding: Sharding) -> BlockChoice:
-    """Nothing known yet, when filled with zeros; `seconds` are still to be set.
+    """An abstract choice; filled with zeros it knows nothing, and `seconds` must be set.
 
     Args:
       batch: B.
@@ -97,7 +98,7 @@ def abstract(batch: int, sizes: tuple[int, ...], sharding: Sharding) -> BlockCho
 
 
 def forget(choice: BlockChoice, slot: jax.Array) -> BlockChoice:
-    """A new sequence in slot `slot`: only what the pool says is known about it."""
+    """Clears the statistics of slot `slot` for a new sequence; the pool's stay."""
     return dataclasses.replace(
         choice,
         tried=choice.tried.at[slot].set(0),
@@ -131,10 +132,10 @@ def expected_tokens(rates: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -
 def choose(
     choice: BlockChoice, active: jax.Array, left: jax.Array, sizes: tuple[int, ...]
 ) -> BlockChoice:
-    """Picks the size of the next cycle, one for the whole batch.
+    """Chooses the size of the next cycle, one for the whole batch.
 
     Args:
-      choice: what is known.
+      choice: the statistics.
       active: bool [B]; sequences that count.
       left: int32 [B]; tokens until each one's limit.
       sizes: S block sizes.
@@ -151,25 +152,25 @@ def choose(
 def learn(
     choice: BlockChoice, num_committed: jax.Array, left: jax.Array, sizes: tuple[int, ...]
 ) -> BlockChoice:
-    """Takes in the outcome of the cycle that `choice` chose.
+    """Updates the statistics with the outcome of the cycle that `choice` chose.
 
     Args:
       choice: as it was before the cycle.
-      num_committed: int32 [B]; tokens that came of it, none where there is no sequence.
+      num_committed: int32 [B]; tokens that it committed, 0 for an empty slot.
       left: int32 [B]; tokens until each one's limit, before the cycle.
       sizes: S block sizes.
     """
     sizes = jnp.array(sizes)
     drafts = sizes[choice.index] - 1
-    slots = jnp.arange(choice.tried.shape[1])
-    # The first draft that brought nothing is the last one that says anything: it was refused, or
-    # the sequence ended before it. Ends count, for blocks reach past them; a limit, which is known
-    # ahead, does not.
+    draft = jnp.arange(choice.tried.shape[1])
+    # The first draft that committed nothing is the last informative one: it was refused, or the
+    # sequence ended before it. An end counts as a refusal, since blocks reach past it; a limit does
+    # not, since it is known ahead.
     num_useful = num_committed[:, None] - 1
     goes_on = (num_committed < left)[:, None]
-    tried = (slots < drafts) & (slots < num_useful + goes_on)
+    tried = (draft < drafts) & (draft < num_useful + goes_on)
     tried = (tried & (num_useful >= 0)).astype(jnp.float32)
-    accepted = tried * (slots < num_useful)
+    accepted = tried * (draft < num_useful)
     fade = 1 - tried / MEMORY
     pool_fade = (1 - 1 / POOL_MEMORY) ** tried[:, :1].sum()
     spent, best = choice.seconds[choice.index], choice.seconds[choice.best]
@@ -182,7 +183,7 @@ def learn(
         accepted=choice.accepted * fade + accepted,
         pool_tried=choice.pool_tried * pool_fade + tried.sum(axis=0),
         pool_accepted=choice.pool_accepted * pool_fade + accepted.sum(axis=0),
-        # Enough for one trial at most: a quiet time must not end in a burst of them.
+        # Enough for one trial at most: credit saved up must not end in a burst of them.
         credit=jnp.minimum(credit, _trial_seconds(choice.seconds, choice.best)),
     )
 

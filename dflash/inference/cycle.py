@@ -1,4 +1,4 @@
-"""One cycle: draft, verify, commit, observe. Pure, and wholly on the device."""
+"""One cycle: draft, verify, commit, observe. Pure functions that run on the device."""
 
 import dataclasses
 import functools
@@ -41,10 +41,10 @@ def cycle(
     """Advances every active slot by one draft and one target forward.
 
     Args:
-      target: the model whose tokens count.
-      drafter: proposes tokens.
-      state: see the invariant there.
-      rules: of the run.
+      target: the model that verifies.
+      drafter: the strategy that proposes.
+      state: see its invariant.
+      rules: what is compiled into the loop.
       block_size: rows to verify, at most the drafter's.
     Returns:
       state, committed tokens int32 [B, longest path], num_committed int32 [B].
@@ -151,7 +151,7 @@ def run_cycles(
 
 
 def _choose(state: DecodeState, sizes: tuple[int, ...]) -> DecodeState:
-    """Picks the next cycle's block size, where there is a choice."""
+    """Chooses the next cycle's block size, where there is a choice."""
     if state.adaptive is None:
         return state
     chosen = state.adaptive.choose(state.active, state.limit - state.length, sizes)
@@ -159,7 +159,7 @@ def _choose(state: DecodeState, sizes: tuple[int, ...]) -> DecodeState:
 
 
 def _catch_up(target: Decoder, drafter: Drafter, carry):
-    """Shows the drafter the rows that were put aside."""
+    """Lets the drafter observe the backlog."""
     state, report = carry
     adaptive, position = state.adaptive, state.length - 1
     with jax.named_scope("drafter"):
@@ -171,11 +171,11 @@ def _catch_up(target: Decoder, drafter: Drafter, carry):
 
 
 def _loop_by_size(go_on, steps, catch_up, carry):
-    """Runs the step of whichever size is chosen, for as long as `go_on` says.
+    """Runs the step of the chosen size while `go_on` holds.
 
-    Each size has a loop of its own, which runs while it is chosen, inside one loop over all of
-    them. A switch in a single loop would do the same, but loops are known to work in place:
-    branches may copy the caches.
+    Each size has a loop of its own, which runs while that size is chosen, inside one loop over all
+    sizes. A switch in a single loop would compute the same, but loops update the caches in place,
+    while branches may copy them.
     """
 
     def must_clear(carry):
@@ -215,7 +215,7 @@ def _verify(
     positions: jax.Array,
     sampler: SequenceSampler,
 ) -> verify.Verdict:
-    """Picks the rule that the proposal's form and the sampler ask for."""
+    """Applies the rule for the proposal's form: chain or tree, coupled or by rejection."""
     positions = jnp.broadcast_to(positions, logits.shape[:2])
     if proposal.probs is not None:
         return _reject(proposal, tree, logits, positions, sampler.params)
@@ -253,7 +253,7 @@ def _following_tokens(rows: jax.Array, verdict: verify.Verdict) -> jax.Array:
 def _commit(
     state: DecodeState, committed: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Cuts what was accepted at each sequence's limit and at its first stop token.
+    """Cuts the accepted tokens at each sequence's limit and at its first stop token.
 
     Returns:
       num_committed int32 [B], active bool [B] after the cycle.

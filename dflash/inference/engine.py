@@ -89,7 +89,7 @@ class Engine:
         self._drafter_params = nnx.state(drafter)
         # Of each block size, in seconds; measured by `compile` where there is a choice.
         self.cycle_seconds: tuple[float, ...] | None = None
-        # What earlier runs found out about drafts, where there is a choice; see `retire`.
+        # Acceptance statistics of earlier runs, where there is a choice; see `retire`.
         self._known: block_choice.Pool | None = None
 
     @property
@@ -213,7 +213,7 @@ class Engine:
         return dataclasses.replace(state, adaptive=adaptive.with_pool(state.adaptive, self._known))
 
     def retire(self, state: DecodeState) -> None:
-        """Ends a run: what it taught about block sizes, the next one begins with."""
+        """Keeps a run's acceptance statistics: the next run begins with them."""
         if state.adaptive is not None:
             self._known = block_choice.pool(state.adaptive.choice)
 
@@ -259,7 +259,7 @@ class Engine:
 
         Args:
           prompt_lengths: in tokens.
-          progress: told the name of each program and the seconds it took.
+          progress: called with the name of each program and its seconds of compiling.
         """
         for key in self.program_names(prompt_lengths):
             begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Compiles the engine's programs ahead of time, with what each platform wants for its loop."""
+"""Compiles the engine's programs ahead of time, with compiler options for each platform."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from dflash.parallel.sharding import Sharding
 
-# Few rows against every weight: the time is that of reading weights. A TPU reads them fastest in
-# large pieces, one product per fusion; see docs/results/tpu_compile.md.
+# With few rows the time of a cycle is that of reading the weights. A TPU reads them fastest in
+# large pieces, with one product per fusion; see docs/results/tpu_compile.md.
 _TPU_LOOP = {
     "xla_tpu_dot_dot_fusion": "false",
     "xla_tpu_nested_dot_fusion": "false",
@@ -41,16 +41,16 @@ def lower(
     Args:
       function: pure.
       *inputs: abstract, and placed.
-      out: abstract results, and where they go.
-      donate: inputs that give up their memory.
-      options: of the compiler.
+      out: abstract results with their shardings.
+      donate: indices of inputs whose buffers are donated.
+      options: compiler options.
     """
     shardings = jax.tree.map(lambda x: x.sharding, out)
     lowered = jax.jit(function, donate_argnums=donate, out_shardings=shardings).lower(*inputs)
     try:
         return lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
-        # The options make it faster, nothing else; another compiler may not have them.
+        # The options only affect speed, and another version of the compiler may lack them.
         if "No such compile option" not in str(error):
             raise
         return lowered.compile()

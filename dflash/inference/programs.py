@@ -135,7 +135,7 @@ class Programs:
 
         def new_state(seconds):
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-            # An empty slot counts as one token long: its rows go to the scratch page's start.
+            # An empty slot has a length of 1: its rows go to the start of the scratch page.
             chooser = adaptive.with_seconds(state.adaptive, seconds)
             length = jnp.ones_like(state.length)
             return dataclasses.replace(state, length=length, adaptive=chooser)
@@ -153,10 +153,13 @@ class Programs:
 
         def release(state, slot):
             table = state.cache.page_table.at[slot].set(0)
+            # An empty slot is greedy, so that a batch of greedy sequences skips all noise.
+            temperature = state.sampling.temperature.at[slot].set(0)
             return dataclasses.replace(
                 state,
                 length=state.length.at[slot].set(1),
                 active=state.active.at[slot].set(False),
+                sampling=dataclasses.replace(state.sampling, temperature=temperature),
                 cache=dataclasses.replace(state.cache, page_table=table),
             )
 

@@ -1,8 +1,8 @@
 """Sampling with noise that belongs to positions.
 
-The noise that draws the token at absolute position p of a sequence comes from the sequence's own
-seed and p alone. Whoever draws it, drafter or target, in whatever block, batch or tree, gets the
-same noise, so a sampled output does not depend on how it was drafted.
+The noise that draws the token at absolute position p of a sequence depends on the sequence's seed
+and on p alone. Drafter and target get the same noise, in any block, batch or tree, so a sampled
+output does not depend on how it was drafted.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class SamplingParams:
 def sequence_params(
     index: jax.Array, seed: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
 ) -> SamplingParams:
-    """Of sequence number `index` of a run, B = 1; all scalars."""
+    """The parameters, B = 1, of sequence number `index` under a seed; all arguments are scalars."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
     return SamplingParams(
         seed=jax.random.key_data(key)[None],
@@ -54,8 +54,8 @@ class SequenceSampler:
 
     Attributes:
       params: of the sequences.
-      with_probs: drafts are drawn with noise of their own and return their probabilities, as
-        rejection verification needs it.
+      with_probs: drafts are drawn with independent noise, and their probabilities are returned, as
+        rejection verification requires.
     """
 
     params: SamplingParams
@@ -78,13 +78,13 @@ class SequenceSampler:
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
         """The likeliest tokens of each position; see `drafters.base.Sampler`.
 
-        Coupled verification wants the token whose logit plus the position's noise is largest, so
-        candidates are ranked with that noise. The sum counts as logits in its turn, in the units of
-        the model's own: at falling temperature the scores become those of greedy decoding.
+        Coupled verification accepts the token whose logit plus noise is largest, so candidates are
+        ranked by that sum. Scores are the log-softmax of the sums times the temperature: as the
+        temperature falls they become those of greedy decoding.
 
         For rejection, the tokens with the largest sums are draws without replacement, in this order
-        (Kool et al. 2019, arXiv 1903.06059). Their scores are the largest
-        probabilities there are, whoever was drawn.
+        (Kool et al. 2019, arXiv 1903.06059). Scores are the largest probabilities, independent of
+        what was drawn.
         """
         samples = self.params.temperature[:, None, None] > 0
         if not self.with_probs:
@@ -125,7 +125,7 @@ def sample(
 def perturbed(
     logits: jax.Array, positions: jax.Array, params: SamplingParams, stream: int
 ) -> jax.Array:
-    """What `sample` takes the largest of, [B, T, V]; the plain logits of greedy sequences."""
+    """The values [B, T, V] whose argmax `sample` returns; for greedy sequences the logits."""
 
     def perturb():
         noisy = _add_noise(logits, positions, params, stream)
@@ -182,27 +182,27 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
     """
     temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None, None]
     logits = logits / temperature
-    # The sort is dear; skip it while no sequence that samples asks for it.
+    # The sort is expensive; skip it unless a sequence that samples asks for it.
     filtered = jnp.any((params.temperature > 0) & ((params.top_k > 0) | (params.top_p < 1.0)))
     with jax.named_scope("if_filtered"):
         return jax.lax.cond(filtered, lambda: _top_k_top_p(logits, params), lambda: logits)
 
 
 def _top_k_top_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """Masks all but the k likeliest tokens and, of those, all but the nucleus of mass p."""
+    """Keeps the k likeliest tokens and, of those, the nucleus of mass p; the rest becomes -inf."""
     rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    # Sorted together with the tokens' numbers; of equals the lower number comes first.
+    # Sorted together with the token ids; ties go to the lower id.
     negated, order = jax.lax.sort((-logits, rank), num_keys=1, is_stable=True)
     top_k, top_p = params.top_k[:, None, None], params.top_p[:, None, None]
     likely = (rank < top_k) | (top_k <= 0)
     mass = jax.nn.softmax(jnp.where(likely, -negated, -jnp.inf), axis=-1)
-    # A token stays while the mass before it is under p: the one that crosses p still counts, and
-    # the likeliest always does.
+    # Keep a token while the mass before it is below p: the token that crosses p is kept, and so is
+    # the likeliest one in any case.
     before = jnp.cumsum(mass, axis=-1) - mass
-    # 1 is off, whatever the sum rounds to.
+    # top_p = 1 keeps everything, however the sum is rounded.
     stays = likely & ((before < top_p) | (top_p >= 1) | (rank == 0))
-    # Whoever does not come after the last that stays. Putting all back in their places instead
-    # would scatter the vocabulary, over all devices where it is split.
+    # Keep every token ranked at or before the last kept one. Undoing the sort instead would scatter
+    # the vocabulary, which may be split over devices.
     last = stays.sum(axis=-1, keepdims=True) - 1
     value = -jnp.take_along_axis(negated, last, axis=-1)
     token = jnp.take_along_axis(order, last, axis=-1)

@@ -171,8 +171,8 @@ class Scheduler:
         """Gives every sequence the pages that the next dispatch may fill, the oldest first.
 
         Where pages run out, the youngest sequence of the share is preempted: it goes back to the
-        head of the queue, to be prefilled again with what it has said so far. The oldest one can
-        always go on, since a share holds at least one sequence of full length.
+        head of the queue, to be prefilled again with its prompt and output so far. The oldest one
+        always proceeds, since a share holds at least one sequence of full length.
         """
         changed = False
         for index, sequence in list(self._running.items()):

@@ -1,4 +1,4 @@
-"""What the decode loop carries, and what one dispatch reports to the host."""
+"""The state of the decode loop, and the report of one dispatch."""
 
 import dataclasses
 from typing import Any

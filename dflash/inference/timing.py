@@ -1,7 +1,7 @@
-"""What a cycle of each block size takes, measured with the very program that decodes.
+"""Measures a cycle of each block size, with the program that decodes.
 
-A table in which every size but one takes for ever leaves the loop no choice, so nothing is compiled
-for the sake of measuring. All slots are busy, half way to their longest.
+A table in which every size but one takes infinitely long forces that size, so nothing is compiled
+only to measure. All slots are busy, with sequences of half the maximal length.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ ROUNDS = 5
 def occupy(
     state: DecodeState, seconds: jax.Array, *, layout: Layout, sampling: Sampling
 ) -> DecodeState:
-    """A state with a sequence in every slot, half as long as can be.
+    """A state with a sequence in every slot, of half the maximal length.
 
     Args:
       state: any.
@@ -66,7 +66,7 @@ def cycle_seconds(
       state: any; consumed.
       occupied: `occupy`, compiled.
       generate: the engine's.
-      rounds: how many count; one more, the first, does not.
+      rounds: number of rounds that count, after one that does not.
     Returns:
       the table of the first process, on all of them.
     """
@@ -78,8 +78,8 @@ def cycle_seconds(
             state, report = jax.block_until_ready(generate(state))
             taken.append((time.perf_counter() - begin) / int(report.cycles))
     table = np.array([statistics.median(taken[1:]) for taken in samples], np.float32)
-    # More rows never take less time; where they seem to, that is noise, and plain decoding must not
-    # lose to it.
+    # More rows never take less time: where they seem to, it is noise, which must not make a larger
+    # block look cheaper than plain decoding.
     table = np.minimum.accumulate(table[::-1])[::-1]
     if jax.process_count() > 1:
         table = multihost_utils.broadcast_one_to_all(table)

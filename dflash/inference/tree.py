@@ -1,4 +1,4 @@
-"""Token trees: rows of a verified block, who descends from whom, and which path was accepted."""
+"""Token trees: the rows of a verified block, their ancestors, and the accepted path."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ class Tree:
         attention mask of the rows.
       depth: int32 [B, R]; 0 for the anchor.
       parents: int32 [B, G]; row that draft g continues.
-      max_depth: no row is deeper; static.
+      max_depth: depth of the deepest row at most; static.
     """
 
     ancestry: jax.Array
@@ -30,12 +30,12 @@ def from_parents(parents: jax.Array, max_depth: int | None = None) -> Tree:
 
     Args:
       parents: int32 [B, G].
-      max_depth: no row is deeper; None: G.
+      max_depth: depth of the deepest row at most; None: G.
     """
     max_depth = parents.shape[1] if max_depth is None else max_depth
     batch, drafts = parents.shape
     rows = drafts + 1
-    # Zeros and ones, and sums that are compared with zero: exact in floats of any width.
+    # Entries are 0 or 1, and sums are only compared with 0: exact in floats of any width.
     step = jax.nn.one_hot(parents, rows, dtype=jnp.float32)
     step = jnp.concatenate([jnp.zeros((batch, 1, rows), jnp.float32), step], axis=1)
     reach = jnp.eye(rows, dtype=jnp.float32) + step
@@ -67,8 +67,7 @@ def path_to(tree: Tree, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Returns:
       path int32 [B, max_depth + 1]: entry i is the row at depth i of the path, for i up to its
-      length; entries past that are rows too, but stand for nothing. num_accepted int32 [B], the
-      depth of the leaf.
+      length; entries past that are meaningless. num_accepted int32 [B], the depth of the leaf.
     """
     on_path = jnp.take_along_axis(tree.ancestry, leaf[:, None, None], axis=1)[:, 0]
     depths = jnp.arange(tree.max_depth + 1)

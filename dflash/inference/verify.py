@@ -1,4 +1,4 @@
-"""Acceptance: which drafted tokens the target stands behind, and the token that it adds.
+"""Verification: which drafted tokens are accepted, and the token that the target adds.
 
 Coupled verification accepts a draft iff it equals the token that the target itself draws with the
 noise of that position; the output is then the same, token for token, as without drafting. Rejection
@@ -36,7 +36,7 @@ def coupled_chain(draft: jax.Array, sampled: jax.Array) -> Verdict:
     """Accepts the longest prefix of each draft that equals the target's own samples.
 
     Args:
-      draft: int32 [B, G]; slot 0 follows the anchor.
+      draft: int32 [B, G]; column 0 follows the anchor.
       sampled: int32 [B, G + 1]; the target's token after each row.
     Raises:
       ValueError: G differs between the two.
@@ -55,7 +55,7 @@ def coupled_tree(draft: jax.Array, sampled: jax.Array, tree: Tree) -> Verdict:
     Args:
       draft: int32 [B, G].
       sampled: int32 [B, G + 1]; the target's token after each row.
-      tree: who continues whom.
+      tree: the parents of the drafts.
     """
     matches = draft == jnp.take_along_axis(sampled, tree.parents, axis=1)
     path, num_accepted = accepted_path(tree, matches)
@@ -73,7 +73,7 @@ def rejection_chain(
     """Accepts each draft with probability min(1, p / q) and redraws the first refused one.
 
     p is the target's and q the drafter's probability of the draft. The redraw follows
-    max(0, p - q), renormalised; after a whole accepted draft the target draws as it is.
+    max(0, p - q), renormalised; where all drafts are accepted the bonus token follows p.
 
     Args:
       draft: int32 [B, G].
@@ -113,14 +113,14 @@ def rejection_tree(
     params: SamplingParams,
     tree: Tree,
 ) -> Verdict:
-    """Walks down a tree: tries the children of a row in turn, and goes on from an accepted one.
+    """Walks down a tree: tries the children of a row in turn, and continues from an accepted one.
 
-    A child is accepted with probability min(1, p / q), where q is what its elder siblings have left
-    of the distribution that all of them were drawn from, renormalised. Refusing it turns p into
-    max(0, p - q), renormalised, for the next sibling. Where no child is left, the bonus token
-    follows p. This is lossless because a child follows q given its elder siblings, and because how
-    many children a row has does not depend on their draw. Siblings past the last token that q gives
-    any mass were not drawn: for them q is certain of the token itself.
+    A child is accepted with probability min(1, p / q). Here q is the distribution that all siblings
+    were drawn from, without the tokens of earlier siblings and renormalised. Refusing a child turns
+    p into max(0, p - q), renormalised, for the next sibling. After the last child the bonus token
+    follows p. This is lossless because a child follows q given its earlier siblings, and because
+    the number of children does not depend on what was drawn. Siblings past the last token with
+    nonzero mass were not drawn: for them q is one-hot at the token itself.
 
     Args:
       draft: int32 [B, G].
@@ -129,7 +129,7 @@ def rejection_tree(
       logits: float32 [B, G + 1, V]; the target's, after each row.
       positions: int32 [B, G + 1]; of the tokens that the rows predict.
       params: of the sequences.
-      tree: who continues whom.
+      tree: the parents of the drafts.
     Raises:
       ValueError: G differs between the arguments.
     Source: recursive rejection sampling without replacement, Jeon et al. 2024, arXiv 2402.14160.
@@ -146,10 +146,10 @@ def rejection_tree(
 
     def try_next_child(walk):
         row, tried, p, _ = walk
-        found, child, elders = _next_child(tree, row, tried)
+        found, child, earlier = _next_child(tree, row, tried)
         token, origin = _pick(draft, child), _pick(drawn_from, child)
         whole = jnp.take_along_axis(draft_probs, origin[:, None, None], axis=1)[:, 0]
-        q = _left_over(whole, draft, elders, token)
+        q = _left_over(whole, draft, earlier, token)
         position = _pick(positions, row)[:, None]
         threshold = sampling.uniform(position, params, sampling.ACCEPT, child[:, None])[:, 0]
         accepted = found & (threshold * _pick(q, token) < _pick(p, token))
@@ -167,9 +167,10 @@ def rejection_tree(
 
 
 def _next_child(tree: Tree, row: jax.Array, tried: jax.Array):
-    """The first child of row[b] past draft tried[b]: found bool [B], child int32 [B].
+    """The first child of row[b] past draft tried[b].
 
-    And which drafts are its elder siblings, bool [B, G].
+    Returns:
+      found bool [B], child int32 [B], and which drafts are earlier siblings of it, bool [B, G].
     """
     index = jnp.arange(tree.parents.shape[1])
     siblings = tree.parents == row[:, None]
@@ -178,12 +179,13 @@ def _next_child(tree: Tree, row: jax.Array, tried: jax.Array):
     return untried.any(axis=1), child, siblings & (index < child[:, None])
 
 
-def _left_over(probs: jax.Array, draft: jax.Array, elders: jax.Array, token: jax.Array):
-    """What a token was drawn from after its elder siblings: [B, V], from all of probs [B, V].
+def _left_over(probs: jax.Array, draft: jax.Array, earlier: jax.Array, token: jax.Array):
+    """The distribution [B, V] of a token that was drawn after its earlier siblings.
 
-    Certain of the token itself if nothing is left over for it.
+    That is probs [B, V] without the siblings' tokens, renormalised; one-hot at the token itself if
+    that leaves it no mass.
     """
-    keep = jnp.where(elders, 0.0, 1.0)
+    keep = jnp.where(earlier, 0.0, 1.0)
     rest = probs.at[jnp.arange(draft.shape[0])[:, None], draft].multiply(keep)
     mass = rest.sum(axis=-1, keepdims=True)
     certain = jax.nn.one_hot(token, probs.shape[-1], dtype=probs.dtype)
@@ -194,8 +196,8 @@ def _left_over(probs: jax.Array, draft: jax.Array, elders: jax.Array, token: jax
 def _residual(p: jax.Array, q: jax.Array) -> jax.Array:
     """max(0, p - q), renormalised over the last axis.
 
-    Where p and q agree to the last bit nothing is left over; p then stands in for what rounding
-    refused.
+    Where p and q agree to the last bit the difference is zero everywhere, and p itself is returned:
+    only rounding can have refused the draft.
     """
     rest = jnp.maximum(p - q, 0.0)
     mass = rest.sum(axis=-1, keepdims=True)
@@ -211,8 +213,7 @@ def _redraw(probs: jax.Array, position: jax.Array, params: SamplingParams) -> ja
 def force(verdict: Verdict, num_accepted: jax.Array) -> Verdict:
     """The verdict on a chain with another number of accepted drafts, int32 [B].
 
-    The next token stays that of the true verdict, so nothing that led to it can be left out of the
-    program.
+    The next token stays that of the true verdict, so the compiler cannot drop the work behind it.
 
     Raises:
       ValueError: the verdict is on a tree.

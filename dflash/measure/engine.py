@@ -1,4 +1,4 @@
-"""The decode engine with further programs: its own parts, each in a loop as the cycle has them."""
+"""The decode engine with further programs that run the parts of a cycle by themselves."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ from dflash.models.decoder import Decoder
 
 
 class MeasuredEngine(Engine):
-    """An engine that can also run a draft alone, and show what it proposes."""
+    """An engine that can also run a draft alone, and return proposals."""
 
     def __init__(self, target: Decoder, drafter: Drafter, config: DecodeConfig, **options):
         """See `Engine`; a `Forced` drafter's script decides what is accepted."""
@@ -55,7 +55,7 @@ class MeasuredEngine(Engine):
             self.set_drafter(self.drafter)
 
     def occupied(self, prompt: Sequence[int]) -> DecodeState:
-        """A state in whose every slot stands the same prompt, with room to the maximal length."""
+        """A state with the same prompt in every slot, and room for the maximal length."""
         layout, sampling = self.layout, Sampling.from_config(self.config)
         request = Request(0, tuple(prompt), layout.max_length - len(prompt), sampling)
         prefix, state = self.prefill(prompt, sampling), self.new_state()
@@ -66,14 +66,14 @@ class MeasuredEngine(Engine):
         return jax.block_until_ready(state)
 
     def standing(self, context_tokens: int) -> DecodeState:
-        """A state as if every slot held that many tokens of context; nobody has computed them."""
+        """A state that claims this many tokens of context in every slot, without computing them."""
         layout, state = self.layout, self.new_state()
         table = np.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
         cache = dataclasses.replace(state.cache, page_table=_like(state.cache.page_table, table))
         return self.at_length(dataclasses.replace(state, cache=cache), context_tokens)
 
     def at_length(self, state: DecodeState, context_tokens: int) -> DecodeState:
-        """The state with this much of its context in use, ready to run."""
+        """The state with this many tokens of its context in use, ready to run."""
         state = dataclasses.replace(
             state,
             length=_like(state.length, context_tokens + 1),
@@ -117,7 +117,7 @@ class MeasuredEngine(Engine):
     def _draft_alone(self, target, drafter, state):
         def draft(_, carry):
             proposal, drafter_state = self._draft(target, drafter, state, *carry)
-            # All of the draft goes into what the next one starts from: nothing can be left out.
+            # The next draft starts from a sum over all of this one, so nothing is optimized away.
             drawn = sum(_folded(leaf) for leaf in jax.tree.leaves(proposal))
             return drafter_state, jnp.abs(drawn) % self.vocab_size
 

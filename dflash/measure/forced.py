@@ -1,7 +1,7 @@
-"""Acceptance lengths that are given, not found, while all the work of drafting is done.
+"""Replays recorded acceptance lengths while all the work of drafting is done.
 
-Random weights agree on nothing, so nothing can be told from their speed. With the acceptance
-lengths of a real pair forced upon them, a cycle costs and yields what it would with real weights.
+Drafts of random weights are never accepted, so their speed means nothing. With the acceptance
+lengths of a real pair replayed, a cycle costs and commits what it would with real weights.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Script(nnx.Variable):
 
 
 class Forced(Drafter):
-    """A drafter whose every draft is accepted as far as a script says."""
+    """A drafter whose drafts are accepted as far as a script says."""
 
     def __init__(self, inner: Drafter, *, batch: int, cycles: int, sharding: Sharding):
         """Args: cycles: of the longest script; from its end on, one token a cycle is committed."""
@@ -91,7 +91,7 @@ class Forced(Drafter):
 
 
 class Canned(Drafter):
-    """Proposes the same at no cost: what is left of a cycle is the target's part."""
+    """Always proposes the same, at no cost: the rest of the cycle is the target's part."""
 
     def __init__(self, proposal: Proposal, drafter: Drafter):
         """Args: drafter: whose proposal it is, and in whose form it is verified."""
@@ -108,13 +108,13 @@ class Canned(Drafter):
         return self._longest_path
 
     def init_state(self, batch, max_length):
-        """There is none."""
+        """An empty state."""
         return ()
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Nothing to work out."""
+        """Returns the fixed proposal."""
         return jax.tree.unflatten(self.form, [leaf.get_value() for leaf in self.leaves]), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Nothing to keep."""
+        """Keeps nothing."""
         return state

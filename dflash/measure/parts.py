@@ -1,6 +1,6 @@
-"""What a cycle's parts cost, each alone in a loop on the device as the cycle has it.
+"""Times the parts of a cycle, each alone in a loop on the device.
 
-A part's time is that of a dispatch of sync_every turns of it, over their number. So it carries its
+A part's time is that of a dispatch of sync_every turns, divided by their number. So it includes its
 share of a dispatch, as a cycle of the real loop does.
 """
 
@@ -20,9 +20,9 @@ class Parts:
 
     Attributes:
       draft_ms: the drafter's call.
-      verify_ms: the target over the block and the verdict: a cycle whose draft costs nothing and
-        that nobody observes.
-      context_tokens: in the cache when it was timed.
+      verify_ms: the target over the block, and the verdict: a cycle whose draft costs nothing and
+        that no drafter observes.
+      context_tokens: tokens in the cache during the measurement.
     """
 
     draft_ms: float
@@ -31,10 +31,9 @@ class Parts:
 
 
 class Probe:
-    """One strategy with the same context in every slot, to be timed as often as one likes.
+    """One strategy with the same context in every slot, which can be timed repeatedly.
 
-    After each timing the context has its length again; what was written past it is stale, as it
-    is in decoding.
+    Each timing restores the length of the context; rows written past it are stale, as in decoding.
     """
 
     def __init__(self, engine: MeasuredEngine, state: DecodeState):

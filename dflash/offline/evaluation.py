@@ -1,4 +1,4 @@
-"""Acceptance length of a drafter that keeps changing, measured through the engine itself."""
+"""Measures the acceptance length of a drafter in training, through the decode engine."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from dflash.offline.decoding import decode
 
 
 class DraftingTest:
-    """Decodes the same prompts with ever new weights; programs are compiled once.
+    """Decodes the same prompts with new weights at every call; programs are compiled once.
 
     Usage:
       test = DraftingTest(target, drafter, config, {"math": [ids, ...]})

@@ -1,6 +1,6 @@
-"""A decode run before it starts: models found and built, prompts read, everything checked.
+"""A decode run before it starts: models are found and built, prompts read, everything checked.
 
-Nothing here fills memory, so whatever is wrong with a run is found before its weights are read.
+Nothing here allocates weights, so problems are found before checkpoints are read.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ Grader = Callable[[str], bool | None]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a run is about.
+    """A checked run: its config, models and prompts.
 
     Attributes:
-      config: of the run.
-      target: abstract until `load_weights`.
-      drafter: likewise.
-      target_source: where its weights come from.
-      drafter_source: likewise.
-      tokenizer: the target's.
-      prompts: all of the run's; none where a dry run cannot know them.
-      max_length: of the longest sequence, prompt and output, in tokens.
+      config: the run's config.
+      target: the target; abstract until `load_weights`.
+      drafter: the drafter; likewise.
+      target_source: where the target's weights come from.
+      drafter_source: where the drafter's weights come from.
+      tokenizer: the target's tokenizer.
+      prompts: all prompts; empty where a dry run cannot know them.
+      max_length: longest sequence, prompt and output, in tokens.
     """
 
     config: DecodeRun
@@ -74,7 +74,7 @@ class Job:
         ]
 
     def check_length(self, prompt: Prompt) -> None:
-        """Raises InputError if a prompt is longer than the cache or the model goes."""
+        """Raises InputError if a prompt and its output exceed the cache or the model's positions."""
         decode, positions = self.config.decode, self.target.arch.max_position_embeddings
         length = len(prompt.ids) + decode.max_new_tokens
         sizes = f"{len(prompt.ids)} prompt tokens + decode.max_new_tokens = {length}"
@@ -103,12 +103,12 @@ class Job:
         return found
 
     def grade(self, records: Mapping[int, Record]) -> dict[str, int]:
-        """Compares final answers with those of the data set that the prompts are from.
+        """Compares final answers with those of the prompts' data set.
 
         Args:
           records: finished prompts, by index.
         Returns:
-          "checked", and how many of them are "correct"; nothing where there is none to check.
+          the numbers "checked" and "correct"; empty where there is none to check.
         """
         graders = find_graders(self.config.prompts)
         if not graders:
@@ -161,7 +161,7 @@ class Job:
         )
 
     def plan(self) -> plan.Plan:
-        """What the run will take."""
+        """The plan of the run: memory and programs."""
         lengths = [len(prompt.ids) for prompt in self.prompts]
         lengths = lengths or [self.max_length - self.config.decode.max_new_tokens]
         return plan.make_plan(self.engine(), self.target, self.drafter, lengths)
@@ -171,11 +171,11 @@ def prepare(config: DecodeRun, *, stdin: TextIO, dry: bool = False) -> Job:
     """Finds, builds, reads and checks everything that a run needs.
 
     Args:
-      config: of the run.
+      config: the run's config.
       stdin: read for prompts where the config names none.
       dry: for a plan only: touches no device, downloads nothing, and does not wait for stdin.
     Raises:
-      UserError: whatever is wrong; see its subclasses.
+      UserError: see its subclasses.
     """
     job = prepare_models(config, dry=dry)
     if dry and not _prompts_are_known(config, job.target_source):
@@ -207,7 +207,7 @@ def prepare_models(config: DecodeRun, *, dry: bool = False) -> Job:
 
 
 def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prompt]:
-    """Reads prompts for the models of a job, whose own it leaves alone."""
+    """Reads prompts from another source for the models of a job."""
     examples = _examples(source)
     return prompts.read_prompts(
         source,
@@ -220,10 +220,10 @@ def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prom
 
 
 def find_graders(source: PromptsConfig) -> list[Grader]:
-    """What tells right last answers from wrong ones, a prompt each; none without answers to find.
+    """Graders of final answers, one per prompt; empty if the data set has no answers.
 
     Returns:
-      Functions of the answer's text; they say None where there is nothing to compare it with.
+      functions of the answer's text; they return None where there is nothing to compare it with.
     """
     if source.dataset is None:
         return []
@@ -234,10 +234,10 @@ def find_graders(source: PromptsConfig) -> list[Grader]:
 
 
 def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
-    """The job over these prompts, once they are known to fit.
+    """The job over these prompts, after checking that they fit.
 
     Raises:
-      UserError: they do not.
+      UserError: a prompt does not fit.
     """
     longest = max_length(job.requests(found))
     job = dataclasses.replace(
@@ -263,7 +263,7 @@ def _examples(config: PromptsConfig) -> list[Example]:
 
 
 def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
-    """Raises ConfigError if verification asks for probabilities that the drafter does not give."""
+    """Raises ConfigError if verification needs probabilities that the drafter does not provide."""
     drafts = drafter.num_draft_tokens > 0
     if config.decode.verify == "rejection" and drafts and not drafter.has_probs:
         raise errors.ConfigError(
@@ -273,7 +273,7 @@ def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
 
 
 def _check(job: Job) -> None:
-    """Raises InputError if a prompt is longer than the cache or the model goes."""
+    """Raises InputError if a prompt or a stop id does not fit."""
     for prompt in job.prompts:
         job.check_length(prompt)
     vocab_size = job.target.arch.vocab_size

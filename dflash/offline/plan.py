@@ -1,4 +1,4 @@
-"""What a run will take, worked out from shapes alone: `--dry_run`."""
+"""Memory and programs of a run, computed from shapes alone: `--dry_run`."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from dflash.parallel import parameters
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Bytes of one kind of array, in all and on each device."""
+    """Bytes of one kind of array, in total and on each device."""
 
     total_bytes: int
     device_bytes: int
@@ -22,7 +22,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A decode run before it happens.
+    """The cost of a decode run before it starts.
 
     Attributes:
       mesh: devices along each mesh axis.

@@ -1,7 +1,7 @@
-"""A decode run from its prompts to its summary: what is still to do, records, and what is shown.
+"""A decode run from its prompts to its summary: pending prompts, records, display.
 
-A conversation of several turns takes several rounds: a later turn's prompt holds the model's answer
-to the turn before, so all that can be decoded now is, and then what that has made possible.
+A conversation of several turns takes several rounds, since a later turn's prompt contains the
+model's answer to the turn before. Each round decodes every prompt that is ready.
 """
 
 import contextlib
@@ -80,16 +80,16 @@ def run(
     load: Callable[[Job], Job] = load_weights,
     profile_dir: str | None = None,
 ) -> dict[str, Any]:
-    """Decodes what is still to do, and sums up everything, earlier runs' prompts included.
+    """Decodes the pending prompts, and summarizes all, those of earlier runs included.
 
     Args:
-      job: its weights are read only if a prompt is still to do.
-      records: of this run and those before it on the same work directory.
+      job: its weights are read only if a prompt is pending.
+      records: of this run and of earlier ones in the same work directory.
       display: shows text as it is accepted.
-      load: gives the job with weights.
+      load: returns the job with its weights.
       profile_dir: where a profiler trace goes, or None.
     Returns:
-      What results.json holds.
+      the content of results.json.
     Raises:
       UserError: see its subclasses.
     """
@@ -109,14 +109,14 @@ def run(
 def all_turns(job: Job) -> list[Prompt]:
     """Every turn of a job's conversations as a prompt of its own, in order of their indices.
 
-    What the model says between two turns is decoded to this end; without later turns nothing is.
+    The model's answers between turns are decoded for this; without later turns nothing is.
 
     Args:
       job: its weights are in place.
     Raises:
       InputError: the chat template refuses, or a conversation has grown too long.
     """
-    # Nothing is asked after the last answer, so that one need not be known.
+    # No turn follows the last answer, so that one is not needed.
     asked = [
         dataclasses.replace(prompt, later_turns=prompt.later_turns[:-1])
         for prompt in job.prompts
@@ -139,10 +139,10 @@ def _decode(
     display: Display,
     profile_dir: str | None = None,
 ) -> dict[str, float]:
-    """Decodes the prompts that are ready, and then what they have made possible.
+    """Decodes the prompts that are ready, round by round.
 
     Returns:
-      What a cycle of each block size took, in ms; nothing where there was no choice.
+      milliseconds of a cycle by block size; empty where there was no choice.
     """
     engine, clock_s = None, 0.0
     while ready:
@@ -169,7 +169,7 @@ def _ready(job: Job, records: Records) -> list[Prompt]:
 
 
 def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
-    """What the first process found ready: it alone knows what earlier runs have done."""
+    """The prompts that the first process found ready: it alone reads earlier runs' records."""
     if jax.process_count() == 1:
         return list(ready)
     encoded = json.dumps([dataclasses.asdict(prompt) for prompt in ready]).encode()
@@ -200,7 +200,7 @@ def _round(
     display: Display,
     clock_s: float,
 ) -> float:
-    """Decodes prompts; returns the clock, which goes on from `clock_s`, in seconds."""
+    """Decodes prompts; returns the clock in seconds, which continues from `clock_s`."""
     by_index = {prompt.index: prompt for prompt in ready}
     words = {index: IncrementalDecoder(job.tokenizer) for index in by_index}
     display.expect({index: len(prompt.ids) for index, prompt in by_index.items()})
@@ -236,7 +236,7 @@ def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -
 def _report(
     job: Job, records: RunRecords, display: Display, cycle_ms: dict[str, float]
 ) -> dict[str, Any]:
-    """Sums up all prompts, those of earlier runs on the same work directory included."""
+    """Summarizes all prompts, those of earlier runs in the same work directory included."""
     done, longest = records.drafted.completed(), job.drafter.longest_path
     summary: Summary = outputs.summarize(done.values(), block_size=longest)
     devices = [f"{device.platform}:{device.device_kind}" for device in job.target.sharding.devices]

@@ -45,9 +45,11 @@ def test_two_processes_decode_as_one():
     options = {"temperature": 0.8, "seed": 2}
     # One for each kind of state: none, a dense cache, pages, what was refused. The others' states
     # are split over devices in test_sharded_decode.py; the host does the same for all.
-    names = ["none", "dflash", "autoregressive", "lookahead"]
+    names = ["none", "dflash", "autoregressive", "lookahead", "ngram"]
     task = {
         "drafters": names,
+        # Each process measures what cycles take, and all must go by the same measurement.
+        "adaptive": ["ngram"],
         "mesh": (2, 1, 2),
         "prompts": prompts,
         "limits": limits,

@@ -4,13 +4,22 @@ import functools
 
 import numpy as np
 import pytest
-from support.engines import decode, engine, expected, random_prompts, redrafted
+from support.engines import (
+    decode,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+    redrafted,
+)
 from support.models import drafter
 from support.scripted_drafter import Script, ScriptedDrafter
 
 from dflash.drafters.none import NoDrafter
 from dflash.inference import backlog
+from dflash.inference.block_choice import POOL_MEMORY
 from dflash.inference.engine import Engine
+from dflash.inference.pages import Slot
 
 LENGTH = 128  # positions that a script covers
 SIZES = (1, 2, 4, 8)
@@ -98,6 +107,44 @@ def test_a_run_begins_with_what_the_run_before_has_found_out():
     drafted = [sum(size > 1 for size in sizes) for sizes in (first, last)]
     assert drafted[0] > 3, "a stranger is given a chance"
     assert drafted[1] <= 1, "and not every time anew"
+
+
+def test_it_learns_from_each_cycle_what_the_room_before_it_allowed():
+    """The rates of the pool follow from what cycles committed, their sizes and the room they had.
+
+    The sequence ends at its limit, soon after a refused draft: had the room after a cycle counted,
+    that refusal would have taught nothing.
+    """
+    prompt, limit = PROMPTS[1], 13
+    ((ids, _),) = expected([prompt], [32], temperature=0.0)
+    wrong = np.zeros((LENGTH, 7), bool)
+    wrong[:, 2:] = True  # two drafts are right in every cycle
+    model = ScriptedDrafter(
+        Script.chain(LENGTH, 7, wrong), [(*prompt, *ids)] + [()] * 5, tree=False
+    )
+    run = redrafted(scripted_engine(1), model)
+    (request,) = make_requests([prompt], limit)
+    prefix = run.prefill(prompt, request.sampling)
+    slot = Slot(0, run.layout.standing_pages(0))
+    state = run.insert(run.new_state(), prefix, slot, request, int(prefix.anchor[0]))
+    tried, accepted = np.array(state.adaptive.choice.pool_tried), np.zeros(7)
+    assert not tried.any(), "it begins with what an earlier run has found out"
+    left, cycles = limit - 1, []
+    while state.active[0]:
+        state, report = run.generate(state)
+        for i in range(int(report.cycles)):
+            cycles.append((int(report.num_committed[i, 0]), int(report.block_sizes[i])))
+    for committed, size in cycles:
+        useful = min(size - 1, committed - 1 + (committed < left))
+        now = (np.arange(7) < useful).astype(float)
+        fade = (1 - 1 / POOL_MEMORY) ** now[0]
+        tried = tried * fade + now
+        accepted = accepted * fade + now * (np.arange(7) < committed - 1)
+        left -= committed
+    assert left == 0
+    np.testing.assert_allclose(state.adaptive.choice.pool_tried, tried, rtol=1e-5)
+    np.testing.assert_allclose(state.adaptive.choice.pool_accepted, accepted, rtol=1e-5)
+    assert tried[2] > accepted[2] == 0, "no refused draft has taught anything"
 
 
 def test_long_plain_stretches_fill_the_backlog():

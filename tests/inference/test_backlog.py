@@ -9,6 +9,7 @@ import pytest
 from support.models import ARCHITECTURE, drafter, make_sharding, takes, target, zeros
 
 from dflash import registry
+from dflash.drafters.base import Drafter
 from dflash.inference import backlog
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 
@@ -70,3 +71,26 @@ def test_late_rows_are_as_good_as_any(name):
     late, count = observe(True)
     np.testing.assert_array_equal(late, at_once)
     np.testing.assert_array_equal(count, 0)
+
+
+class Recorder(Drafter):
+    """Keeps what it is shown as its state."""
+
+    def observe(self, state, position, tokens, num_committed, features, heads):
+        return position, tokens, num_committed
+
+
+def test_the_anchor_follows_the_last_row_that_counts():
+    """Of a sequence without rows it comes first, where some drafters run it at once."""
+    tokens = 100 + jnp.arange(BATCH * (backlog.ROWS + 1)).reshape(BATCH, -1)
+    features = jnp.zeros((BATCH, backlog.ROWS, 1))
+    waiting = backlog.Backlog(jnp.array(WAITING), tokens, features)
+    anchor, position = jnp.array([1, 2, 3]), jnp.array([9, 9, 9])
+    active = jnp.array([True, True, False])
+    shown, after = waiting.clear(Recorder(), None, anchor, position, active, None)
+    start, tokens_shown, count = map(np.asarray, shown)
+    np.testing.assert_array_equal(count, [0, 1, 0])  # the last sequence is not active
+    np.testing.assert_array_equal(start, [9, 8, 9])
+    np.testing.assert_array_equal(tokens_shown[np.arange(BATCH), count], anchor)
+    np.testing.assert_array_equal(tokens_shown[1, 0], tokens[1, 0])
+    np.testing.assert_array_equal(after.count, 0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import count_compilations, decode, engine, random_prompts
+from support.engines import count_compilations, decode, engine, make_requests, random_prompts
 from support.models import drafter, make_architecture
 
 from dflash.inference.pages import Slot
@@ -71,6 +71,21 @@ def test_a_program_of_ones_own(compiled):
     longer, five = run.run("longer", state)
     assert (longer.length.tolist(), int(five)) == ([7, 7], 5)
     assert state.anchor.is_deleted(), "a program that returns a state consumes the one before"
+
+
+def test_an_empty_slot_asks_for_nothing(compiled):
+    """A released slot must not keep a greedy batch drawing noise, nor hold pages."""
+    run, _ = compiled
+    (request,) = make_requests(random_prompts([3]), 9, temperature=0.8)
+    prefix = run.prefill(request.prompt, request.sampling)
+    slot = Slot(1, run.layout.standing_pages(1))
+    state = run.insert(run.new_state(), prefix, slot, request, int(prefix.anchor[0]))
+    assert (state.active.tolist(), state.sampling.temperature[1] > 0) == ([False, True], True)
+    assert state.cache.page_table[1].any()
+    state = run.release(state, 1)
+    assert not state.active.any()
+    assert not state.sampling.temperature.any()
+    assert not state.cache.page_table.any()
 
 
 def replace_length(state, length: int):

@@ -1,7 +1,8 @@
 """One process of several that decode together: prints the outputs as a line of JSON.
 
 Usage: decode_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID TASK
-TASK is JSON: names of drafters, mesh, prompts, limits, sampling options.
+TASK is JSON: names of drafters, of those whose block size is chosen, mesh, prompts, limits, and
+sampling options.
 """
 
 import json
@@ -21,6 +22,8 @@ def main() -> None:
     task = json.loads(task)
 
     import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
 
     from support.engines import decode, engine
     from support.models import drafter
@@ -31,7 +34,14 @@ def main() -> None:
     outputs = {}
     for name in task["drafters"]:
         model = drafter(name, mesh=mesh)
-        run = engine(model, mesh=mesh, batch_size=2, sync_every=4, max_length=48)
+        adaptive = name in task.get("adaptive", ())
+        run = engine(
+            model, mesh=mesh, batch_size=2, sync_every=4, max_length=48, adaptive_blocks=adaptive
+        )
+        if adaptive:
+            run.compile(map(len, task["prompts"]))
+            tables = multihost_utils.process_allgather(np.array(run.cycle_seconds))
+            assert (tables[0] == tables[1]).all(), f"processes differ in their tables: {tables}"
         done = decode(run, task["prompts"], task["limits"], **task["options"])
         outputs[name] = [one.output_ids for one in done]
     print(json.dumps(outputs))
