@@ -74,7 +74,7 @@ class Job:
         ]
 
     def check_length(self, prompt: Prompt) -> None:
-        """Raises InputError if a prompt and its output exceed the cache or the model's positions."""
+        """Raises InputError if a prompt and its output exceed the cache or the target's range."""
         decode, positions = self.config.decode, self.target.arch.max_position_embeddings
         length = len(prompt.ids) + decode.max_new_tokens
         sizes = f"{len(prompt.ids)} prompt tokens + decode.max_new_tokens = {length}"
