@@ -16,10 +16,10 @@ from support.models import ARCHITECTURE, drafter, takes, target
 
 from dflash import registry
 from dflash.drafters.base import Drafter
-from dflash.inference.engine import Engine, Slot
-from dflash.inference.pages import PagePool
+from dflash.inference.engine import Engine
+from dflash.inference.pages import Slot
+from dflash.inference.request import Completion, Request
 from dflash.inference.sampling import SamplingParams, SequenceSampler
-from dflash.inference.scheduler import Completion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,8 @@ PREFILL_CHUNK = 16
 SHORT = (1, 15, 16, 17, 9, 3, 12)
 LONG = (31, 1, 32, 33, 16, 17, 50)  # past every bucket edge, and of several chunks
 ONE_BUCKET = (16, 9, 31, 12, 13, 32, 11)  # ragged, and a single prefill program to compile
+# State in arrays of its own, in pages, and with a memory of what was refused.
+INTERRUPTED = [Form("dflash", tree=True), Form("autoregressive"), Form("lookahead")]
 LIMITS = [20, 1, 32, 7, 2, 13, 25]
 
 
@@ -111,7 +113,7 @@ def ragged_engine(form: Form, verify: str = "coupled") -> Engine:
 
 @pytest.mark.parametrize(("form", "case"), cases())
 def test_output_is_that_of_plain_decoding(form, case):
-    run = case_engine(form, case)
+    run = case_engine(form, dataclasses.replace(case, stop_ids=()))  # which no program depends on
     prompts = random_prompts(case.lengths)
     reasons = set()
     for temperature, seed in [(0.0, 0), (0.8, 0), (0.8, 1), (0.8, 2**32 - 1)]:
@@ -169,6 +171,23 @@ def test_a_hundred_prompts_keep_eight_slots_busy(form):
     assert len(watch.busy) - drained <= longest
 
 
+@pytest.mark.parametrize("form", INTERRUPTED, ids=str)
+def test_a_sequence_that_gives_way_says_what_it_would_have_said(form):
+    """Too few pages for all slots: sequences are interrupted and prefilled again."""
+    run = engine(
+        drafter(form.name, block_size=5, tree=form.tree),
+        batch_size=3,
+        sync_every=2,
+        max_length=48,
+        num_pages=8,
+    )
+    how = {"temperature": 0.8, "seed": 3}
+    prompts, limits = random_prompts([15, 14, 13, 5]), [32, 32, 31, 20]
+    done = decode(run, prompts, limits, **how)
+    assert [(one.output_ids, one.finish_reason) for one in done] == expected(prompts, limits, **how)
+    assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
+
+
 @each_form
 def test_greedy_rejection_is_plain_greedy_decoding(form):
     prompts = random_prompts(ONE_BUCKET)
@@ -213,7 +232,7 @@ def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:
 @functools.cache
 def propose(form: Form, with_probs: bool = False):
     """The proposal of a drafter for a state, jitted."""
-    model, heads = ragged_engine(form)._abstract_drafter, target()
+    model, heads = ragged_engine(form).drafter, target()
 
     def draft(state, anchor, position):
         sampler = make_sampler(anchor.shape[0], with_probs=with_probs)
@@ -226,7 +245,7 @@ def propose(form: Form, with_probs: bool = False):
 def test_live_state_drafts_as_a_freshly_prefilled_one(form):
     """State commits in `observe` alone, and holds the committed tokens and nothing else.
 
-    Unless a strategy reviews refused rows too: its drafts then hang on what it has guessed before.
+    Unless a strategy reviews refused rows too: its drafts then depend on earlier refused ones.
     """
     run = ragged_engine(form)
     prompts = random_prompts([10, 16, 9, 31, 12])
@@ -235,10 +254,11 @@ def test_live_state_drafts_as_a_freshly_prefilled_one(form):
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(prompts, whole, strict=True)]
 
     def start(sequences, ends):
-        pool, state = PagePool(1, run.layout.pages_per_share), run.new_state()
+        state = run.new_state()
         for i, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
-            slot = Slot(i, pool.take(0, run.layout.pages_for(end)))
-            state = run.insert(state, run.prefill(sequence, i), slot, end)
+            prefix, slot = run.prefill(sequence), Slot(i, run.layout.standing_pages(i))
+            request = Request(i, sequence, end - len(sequence))
+            state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
         return state
 
     ends = [len(text) for text in texts]
@@ -261,7 +281,7 @@ def test_live_state_drafts_as_a_freshly_prefilled_one(form):
 @pytest.mark.parametrize("with_probs", [False, True])
 @each_form
 def test_proposals_are_well_formed(form, with_probs):
-    model = ragged_engine(form)._abstract_drafter
+    model = ragged_engine(form).drafter
     abstract = model.init_state(5, 64)
     assert all(leaf.sharding is not None for leaf in jax.tree.leaves(abstract))
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)

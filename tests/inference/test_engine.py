@@ -55,6 +55,19 @@ def test_a_slot_owns_at_most_the_pages_of_the_longest_sequence(compiled):
         run.insert(run.new_state(), prefix, slot, Request(0, (1, 2), 38), 3)
 
 
+def test_the_anchor_is_the_one_that_is_given(compiled):
+    """A sequence that comes back continues from what it had said, whatever a prefill draws."""
+    run, _ = compiled
+    prefix, slot = run.prefill((1, 2)), Slot(1, run.layout.standing_pages(1))
+    other = (int(prefix.anchor[0]) + 1) % run.vocab_size
+    for stop_ids, active in (((), True), ((other,), False), ((int(prefix.anchor[0]),), True)):
+        request = Request(0, (1, 2), 30, stop_ids=stop_ids)
+        state = run.insert(run.new_state(), prefix, slot, request, other)
+        assert int(state.anchor[1]) == other
+        assert int(state.length[1]) == 3
+        assert bool(state.active[1]) == active
+
+
 def test_other_weights_must_be_of_the_same_shapes(compiled):
     run, _ = compiled
     with pytest.raises(ValueError, match="differ in shape or dtype"):

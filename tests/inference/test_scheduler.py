@@ -7,7 +7,13 @@ import time
 
 import numpy as np
 import pytest
-from support.engines import engine, expected, make_requests, random_prompts
+from support.engines import (
+    count_compilations,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+)
 from support.models import drafter
 
 from dflash import errors
@@ -229,6 +235,17 @@ def test_sequences_grow_into_pages_and_give_way_to_older_ones(pools, temperature
         said = [token for e in events if isinstance(e, Tokens) and e.id == d.id for token in e.ids]
         assert tuple(said) == d.output_ids, "nothing is said twice"
         assert sum(d.acceptance_lengths) == len(d.output_ids) - 1
+
+
+def test_coming_back_compiles_nothing():
+    """A preempted sequence is a longer prompt than any; its bucket is known beforehand."""
+    small = run(num_pages=FEW_PAGES)
+    prompts = random_prompts([15, 14, 13])
+    small.compile(map(len, prompts))
+    with count_compilations() as compilations:
+        done = completions(decode(small, make_requests(prompts, 32)))
+    assert sum(one.preemptions for one in done) > 0
+    assert compilations == []
 
 
 def test_a_preempted_sequence_waits_until_another_has_ended():
