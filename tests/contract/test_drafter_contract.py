@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import decode, engine, expected, random_prompts
+from support.engines import decode, engine, expected, make_requests, occupied, random_prompts
 from support.models import ARCHITECTURE, drafter, takes, target
 
 from dflash import registry
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
-from dflash.inference.pages import Slot
-from dflash.inference.request import Completion, Request
+from dflash.inference.request import Completion
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 
 
@@ -254,12 +253,8 @@ def test_live_state_drafts_as_a_freshly_prefilled_one(form):
     texts = [(*prompt, *ids) for prompt, (ids, _) in zip(prompts, whole, strict=True)]
 
     def start(sequences, ends):
-        state = run.new_state()
-        for i, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
-            prefix, slot = run.prefill(sequence), Slot(i, run.layout.standing_pages(i))
-            request = Request(i, sequence, end - len(sequence))
-            state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
-        return state
+        limits = [end - len(sequence) for sequence, end in zip(sequences, ends, strict=True)]
+        return occupied(run, make_requests(sequences, limits))
 
     ends = [len(text) for text in texts]
     live = start(prompts, ends)

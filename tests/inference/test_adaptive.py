@@ -9,6 +9,7 @@ from support.engines import (
     engine,
     expected,
     make_requests,
+    occupied,
     random_prompts,
     redrafted,
 )
@@ -19,7 +20,6 @@ from dflash.drafters.none import NoDrafter
 from dflash.inference import backlog
 from dflash.inference.block_choice import POOL_MEMORY
 from dflash.inference.engine import Engine
-from dflash.inference.pages import Slot
 
 LENGTH = 128  # positions that a script covers
 SIZES = (1, 2, 4, 8)
@@ -123,10 +123,7 @@ def test_it_learns_from_each_cycle_what_the_room_before_it_allowed():
         Script.chain(LENGTH, 7, wrong), [(*prompt, *ids)] + [()] * 5, tree=False
     )
     run = redrafted(scripted_engine(1), model)
-    (request,) = make_requests([prompt], limit)
-    prefix = run.prefill(prompt, request.sampling)
-    slot = Slot(0, run.layout.standing_pages(0))
-    state = run.insert(run.new_state(), prefix, slot, request, int(prefix.anchor[0]))
+    state = occupied(run, make_requests([prompt], limit))
     tried, accepted = np.array(state.adaptive.choice.pool_tried), np.zeros(7)
     assert not tried.any(), "it begins with what an earlier run has found out"
     left, cycles = limit - 1, []

@@ -190,7 +190,7 @@ DRAFTERS = {
 }
 
 
-RUNS = 8  # of each simulation: a single one hangs on luck by several per cent
+RUNS = 8  # of each simulation: a single one varies by several per cent
 
 
 @jax.jit
@@ -263,7 +263,7 @@ def test_regret_against_the_best_fixed_size(batch):
     for name, (mean, spread) in DRAFTERS.items():
         shift = rng.uniform(-spread, spread, (RUNS, num_sequences, 1))
         rates = jnp.array(np.clip(mean + shift, 0, 1), jnp.float32)
-        # What a fixed size commits per cycle does not hang on what a cycle costs.
+        # What a fixed size commits per cycle does not depend on what a cycle costs.
         fixed = [speed(forced(i), [1.0] * len(SIZES), rates) for i in range(len(SIZES))]
         for cost, table in TABLES.items():
             best = max(rate / each for rate, each in zip(fixed, table, strict=True))

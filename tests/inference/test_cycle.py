@@ -12,12 +12,13 @@ from support.engines import (
     engine,
     expected,
     make_requests,
+    occupied,
     random_prompts,
     redrafted,
 )
 from support.scripted_drafter import Script, ScriptedDrafter
 
-from dflash.inference.engine import Engine, Slot
+from dflash.inference.engine import Engine
 
 LENGTH = 96  # positions that a script covers
 PROMPTS = random_prompts([1, 16, 9, 17, 5, 2])
@@ -116,11 +117,7 @@ def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree, dept
     run = redrafted(base, model)
 
     requests = make_requests(prompts, 20, temperature=0.8)
-    state = run.new_state()
-    for i, request in enumerate(requests):
-        prefix = run.prefill(request.prompt, request.sampling)
-        slot = Slot(i, run.layout.standing_pages(i))
-        state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
+    state = occupied(run, requests)
     fresh = [
         run.prefill(text, request.sampling) for text, request in zip(texts, requests, strict=True)
     ]

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import count_compilations, decode, engine, make_requests, random_prompts
+from support.engines import (
+    count_compilations,
+    decode,
+    engine,
+    make_requests,
+    occupied,
+    random_prompts,
+)
 from support.models import drafter, make_architecture
 
 from dflash.inference.pages import Slot
@@ -89,10 +96,8 @@ def test_a_program_of_ones_own(compiled):
 def test_an_empty_slot_asks_for_nothing(compiled):
     """A released slot must not keep a greedy batch drawing noise, nor hold pages."""
     run, _ = compiled
-    (request,) = make_requests(random_prompts([3]), 9, temperature=0.8)
-    prefix = run.prefill(request.prompt, request.sampling)
-    slot = Slot(1, run.layout.standing_pages(1))
-    state = run.insert(run.new_state(), prefix, slot, request, int(prefix.anchor[0]))
+    state = occupied(run, make_requests(random_prompts([3, 4]), 9, temperature=0.8))
+    state = run.release(state, 0)
     assert (state.active.tolist(), state.sampling.temperature[1] > 0) == ([False, True], True)
     assert state.cache.page_table[1].any()
     state = run.release(state, 1)

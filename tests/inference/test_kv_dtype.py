@@ -1,4 +1,4 @@
-"""Decoding over a quantised cache: a slightly different target, to which all else applies as ever.
+"""Decoding over a quantized cache: a slightly different target; all other invariants hold.
 
 Rows of prompts, blocks and trees must end up in the same bits as rows that come one by one, or
 drafting would change what is drafted from.
@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import decode, engine, random_prompts
+from support.engines import decode, engine, make_requests, occupied, random_prompts
 from support.models import drafter, target
 from support.paged_cases import by_slot
 from support.scripted_drafter import Script, ScriptedDrafter
 
-from dflash.inference.engine import Slot
-from dflash.inference.pages import PagePool
 from dflash.offline import plan
 
 PROMPTS = random_prompts([31, 16, 17, 9])
@@ -46,14 +44,11 @@ def test_trees_accepted_here_and_there_leave_what_a_prompt_would(kv_dtype):
         assert one.acceptance_lengths == lengths
     assert max(max(one.acceptance_lengths) for one in done) > 3
 
-    pool, state = PagePool(1, run.layout.pages_per_share), run.new_state()
-    for i, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
-        slot = Slot(i, pool.take(0, run.layout.pages_for(len(prompt) + limit)))
-        state = run.insert(state, run.prefill(prompt, i), slot, len(prompt) + limit)
+    state = occupied(run, make_requests(PROMPTS, LIMITS, temperature=0.8))
     while bool(state.active.any()):
         state, _ = run.generate(state)
     for i, text in enumerate(texts):
-        fresh, held = run.prefill(text[:-1], i), len(text) - 1
+        fresh, held = run.prefill(text[:-1]), len(text) - 1
         for rows, wanted in zip(
             (*state.cache.keys, *state.cache.values),
             (*fresh.cache.keys, *fresh.cache.values),

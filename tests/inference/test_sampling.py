@@ -139,7 +139,7 @@ def test_noise_belongs_to_seed_position_and_stream_alone():
         )
 
     line = draw([list(range(200))])[0]
-    # The same whatever the block, and whoever else is in the batch.
+    # The same in any block and any batch.
     np.testing.assert_array_equal(draw([list(range(63, 70))])[0], line[63:70])
     np.testing.assert_array_equal(draw([[150], [150]], make_two(params))[0], line[150:151])
     # A tree has siblings at one position.

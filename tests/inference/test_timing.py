@@ -1,4 +1,4 @@
-"""Tests of measuring cycles, with a clock that tells what it is told."""
+"""Tests of measuring cycles, with a clock that the tests set."""
 
 import types
 
@@ -11,7 +11,7 @@ SIZES = (1, 4, 16)
 
 
 def test_medians_over_rounds_in_which_each_size_has_its_turn(monkeypatch):
-    # Seconds of each dispatch, round by round; the first counts for nothing.
+    # Seconds of each dispatch, round by round; the first does not count.
     rounds = [[90, 90, 90], [1, 20, 60], [2, 10, 40], [3, 15, 500]]
     table, order = measure(rounds, monkeypatch)
     assert table == pytest.approx((1.0, 7.5, 30.0))

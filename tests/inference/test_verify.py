@@ -192,7 +192,7 @@ RIGHT = TreeRule("right")
 WRONG_TREE_RULES = [
     TreeRule("target forgets what was refused", ((verify, "_residual", lambda p, q: p),)),
     TreeRule(
-        "elder siblings drawn again",
+        "earlier siblings drawn again",
         ((verify, "_left_over", lambda q, draft, elders, token: q),),
     ),
     TreeRule(

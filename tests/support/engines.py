@@ -12,7 +12,9 @@ from dflash.config import schema
 from dflash.drafters.base import Drafter
 from dflash.drafters.none import NoDrafter
 from dflash.inference.engine import Engine
+from dflash.inference.pages import Slot
 from dflash.inference.request import Completion, Request, Sampling
+from dflash.inference.state import DecodeState
 from dflash.models.decoder import Decoder
 from dflash.offline import decoding
 from support.models import ARCHITECTURE, ONE_DEVICE, target
@@ -100,6 +102,16 @@ def make_requests(
         )
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
+
+
+def occupied(run: Engine, requests: Sequence[Request]) -> DecodeState:
+    """A batch with one request in each slot, prefilled, with pages for its whole length."""
+    state = run.new_state()
+    for index, request in enumerate(requests):
+        prefix = run.prefill(request.prompt, request.sampling)
+        slot = Slot(index, run.layout.standing_pages(index))
+        state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
+    return state
 
 
 def decode(

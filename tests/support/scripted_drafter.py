@@ -1,4 +1,4 @@
-"""A drafter that knows the outcome: it drafts what it is told, right or wrong, chain or tree.
+"""A drafter that knows the outcome: it drafts what a script says, right or wrong, chain or tree.
 
 It remembers all that it observes, and drafts rightly only while its memory is right.
 """
