@@ -6,7 +6,6 @@ A new one is a class here or anywhere, and a line in dflash/registry.py.
 import abc
 import functools
 import hashlib
-import itertools
 import platform
 from collections.abc import Iterator
 from typing import ClassVar
@@ -17,6 +16,7 @@ from dflash.data import answers, chat, code, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
 from dflash.text.chat_template import Messages
+from dflash.text.tokenizer import Tokenizer
 
 
 class Dataset(abc.ABC):
@@ -56,6 +56,10 @@ class Dataset(abc.ABC):
         """
         del example, text
         return None
+
+    def empty(self, split: Split) -> errors.InputError:
+        """The error for a split without examples."""
+        return errors.InputError(f"data set {self.name}: no examples in its split {split}")
 
 
 class Math(Dataset):
@@ -122,6 +126,11 @@ class Jsonl(Dataset):
     def examples(self, split: Split) -> Iterator[Example]:
         return files.examples(self._config.files, split, self._config.held_out_percent)
 
+    def empty(self, split: Split) -> errors.InputError:
+        held_out = f"data.held_out_percent={self._config.held_out_percent:g}"
+        advice = f"lower {held_out}" if split == "train" else f"raise {held_out}"
+        return errors.InputError(f"{super().empty(split)}: {advice}, or give more questions")
+
 
 def find(name: str, config: DataConfig) -> Dataset:
     """Builds a data set by its name.
@@ -163,16 +172,25 @@ def task_prompts(
 
 
 def mixed_prompts(
-    config: DataConfig, split: Split = "validation", limit: int = 12
-) -> dict[str, list[Messages]]:
-    """Questions of a run's own data sets, about `limit` in all, by data set.
+    config: DataConfig, tokenizer: Tokenizer, split: Split = "validation", limit: int = 12
+) -> dict[str, list[tuple[int, ...]]]:
+    """Prompts of a run's own data sets as token ids, about `limit` in all, by data set.
 
-    Examples that are token ids, not messages, have no question to ask anew and are left out.
+    Messages are encoded in the tokenizer's chat template; prompts that are token ids already, such
+    as those of decode's outputs.jsonl, are taken as they are.
+
+    Raises:
+      InputError: a data set has nothing in this split, or the chat template refuses its messages.
     """
     names = list(config.shares)
     found = {}
-    for name, rest in zip(names, itertools.count(), strict=False):
-        share = limit // len(names) + (rest < limit % len(names))
-        sample = find(name, config).sample(split, share) if share else []
-        found[name] = [example.prompt for example in sample if example.messages]
+    for place, name in enumerate(names):
+        share = limit // len(names) + (place < limit % len(names))
+        dataset = find(name, config)
+        sample = dataset.sample(split, share) if share else []
+        if share and not sample:
+            raise dataset.empty(split)
+        found[name] = [
+            example.prompt_ids or tuple(tokenizer.encode_chat(example.prompt)) for example in sample
+        ]
     return found
