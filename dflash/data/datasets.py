@@ -6,7 +6,6 @@ A new one is a class here or anywhere, and a line in dflash/registry.py.
 import abc
 import functools
 import hashlib
-import itertools
 import platform
 from collections.abc import Iterator
 from typing import ClassVar
@@ -17,6 +16,7 @@ from dflash.data import answers, chat, code, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
 from dflash.text.chat_template import Messages
+from dflash.text.tokenizer import Tokenizer
 
 
 class Dataset(abc.ABC):
@@ -48,14 +48,22 @@ class Dataset(abc.ABC):
         """Up to `limit` examples from all over a split, always the same ones."""
         return shuffled(list(self.examples(split)))[:limit]
 
-    def is_correct(self, example: Example, text: str) -> bool | None:
-        """Whether `text`, in place of the example's last answer, comes to the same final answer.
+    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
+        """Whether `text`, in place of the example's last answer, has the same final answer.
 
+        Args:
+          example: with the right answer.
+          text: to be graded.
+          finished: False where the text was cut off at a limit; see `answers.find`.
         Returns:
           None where there is no final answer to compare with, as in a conversation.
         """
-        del example, text
+        del example, text, finished
         return None
+
+    def empty(self, split: Split) -> errors.InputError:
+        """The error for a split without examples."""
+        return errors.InputError(f"data set {self.name}: no examples in its split {split}")
 
 
 class Math(Dataset):
@@ -74,8 +82,8 @@ class Math(Dataset):
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
         return list(problems.examples(split, limit or self._count(split)))
 
-    def is_correct(self, example: Example, text: str) -> bool | None:
-        return answers.agree(text, example.response)
+    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
+        return answers.agree(text, example.response, finished=finished)
 
     def _count(self, split: Split) -> int:
         return self._config.math_examples if split == "train" else problems.HELD_OUT_EXAMPLES
@@ -122,6 +130,11 @@ class Jsonl(Dataset):
     def examples(self, split: Split) -> Iterator[Example]:
         return files.examples(self._config.files, split, self._config.held_out_percent)
 
+    def empty(self, split: Split) -> errors.InputError:
+        held_out = f"data.held_out_percent={self._config.held_out_percent:g}"
+        advice = f"lower {held_out}" if split == "train" else f"raise {held_out}"
+        return errors.InputError(f"{super().empty(split)}: {advice}, or give more questions")
+
 
 def find(name: str, config: DataConfig) -> Dataset:
     """Builds a data set by its name.
@@ -163,16 +176,25 @@ def task_prompts(
 
 
 def mixed_prompts(
-    config: DataConfig, split: Split = "validation", limit: int = 12
-) -> dict[str, list[Messages]]:
-    """Questions of a run's own data sets, about `limit` in all, by data set.
+    config: DataConfig, tokenizer: Tokenizer, split: Split = "validation", limit: int = 12
+) -> dict[str, list[tuple[int, ...]]]:
+    """Prompts of a run's own data sets as token ids, about `limit` in all, by data set.
 
-    Examples that are token ids, not messages, have no question to ask anew and are left out.
+    Messages are encoded in the tokenizer's chat template; prompts that are token ids already, such
+    as those of decode's outputs.jsonl, are taken as they are.
+
+    Raises:
+      InputError: a data set has nothing in this split, or the chat template refuses its messages.
     """
     names = list(config.shares)
     found = {}
-    for name, rest in zip(names, itertools.count(), strict=False):
-        share = limit // len(names) + (rest < limit % len(names))
-        sample = find(name, config).sample(split, share) if share else []
-        found[name] = [example.prompt for example in sample if example.messages]
+    for place, name in enumerate(names):
+        share = limit // len(names) + (place < limit % len(names))
+        dataset = find(name, config)
+        sample = dataset.sample(split, share) if share else []
+        if share and not sample:
+            raise dataset.empty(split)
+        found[name] = [
+            example.prompt_ids or tuple(tokenizer.encode_chat(example.prompt)) for example in sample
+        ]
     return found

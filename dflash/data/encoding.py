@@ -24,7 +24,7 @@ from dflash.text.chat_template import Messages
 from dflash.text.tokenizer import Tokenizer
 
 SUPERVISED = np.uint32(2**31)
-VERSION = 1  # to be raised when the same examples come out as other ids or marks
+VERSION = 2  # to be raised when the same examples come out as other ids or marks
 _CHUNK_DOCUMENTS = 4096
 
 
@@ -85,8 +85,9 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         return
     for segments in _segments(example.messages, tokenizer):
         pieces = []
-        for text, supervised in segments:
-            ids = np.array(tokenizer.encode_rendered(text), np.uint32)
+        for place, (text, supervised) in enumerate(segments):
+            encoded = tokenizer.encode_rendered(text, beginning=place == 0)
+            ids = np.array(encoded, np.uint32)
             pieces.append(ids | SUPERVISED if supervised else ids)
         yield _anchored(np.concatenate(pieces))
 

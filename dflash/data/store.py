@@ -89,7 +89,7 @@ def open_split(dataset: Dataset, split: Split, directory: pathlib.Path) -> Seque
             _prepare(builder)
             builder = make_builder(dataset, directory)
     if split not in builder.info.splits:
-        raise errors.InputError(f"data set {dataset.name}: no examples in its split {split}")
+        raise dataset.empty(split)
     return _Examples(builder.as_data_source(split))
 
 

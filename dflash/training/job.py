@@ -122,11 +122,9 @@ class Job:
             found = prompts.read_prompts(config, self.tokenizer, vocab_size=vocab_size, stdin=None)
             name = pathlib.Path(wanted.prompts_file).stem
             return {name: [prompt.ids for prompt in found[: wanted.prompts]]}
-        mixed = datasets.mixed_prompts(self.config.data, "validation", wanted.prompts)
-        return {
-            name: [tuple(self.tokenizer.encode_chat(messages)) for messages in some]
-            for name, some in mixed.items()
-        }
+        return datasets.mixed_prompts(
+            self.config.data, self.tokenizer, "validation", wanted.prompts
+        )
 
     def plan(self) -> plan.Plan:
         """What the run will take; of the data, nothing is read."""

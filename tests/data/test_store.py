@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,8 +8,9 @@ import pytest
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
-from dflash.data import datasets, store
+from dflash.data import datasets, files, store
 from dflash.data.example import SPLITS
+from dflash.text.tokenizer import ByteTokenizer, NoTokenizer
 
 
 def test_math_comes_back_as_it_went(tmp_path):
@@ -110,5 +112,35 @@ def test_tasks_are_samples_of_held_out_data():
 
 def test_mixed_prompts_are_shared_out():
     config = DataConfig(mixture={"math": 3.0, "chat": 1.0, "code": 0.0})
-    found = datasets.mixed_prompts(config, "validation", 5)
+    tokenizer = ByteTokenizer()
+    found = datasets.mixed_prompts(config, tokenizer, "validation", 5)
     assert {name: len(prompts) for name, prompts in found.items()} == {"math": 3, "chat": 2}
+    asked = [example.prompt for example in datasets.task_examples("math", "validation", 3)]
+    assert found["math"] == [tuple(tokenizer.encode_chat(messages)) for messages in asked]
+    assert {len(some) for some in datasets.mixed_prompts(config, tokenizer, limit=1).values()} == {
+        0,
+        1,
+    }
+
+
+def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path):
+    """Its outputs.jsonl has token ids, which need no tokenizer."""
+    lines = [{"prompt_ids": [7, index], "output_ids": [1]} for index in range(40)]
+    path = tmp_path / "outputs.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    config = DataConfig(files=(str(path),), held_out_percent=20.0)
+    held_out = list(files.examples([str(path)], "validation", 20.0))
+    assert held_out
+    found = datasets.mixed_prompts(config, NoTokenizer(tmp_path), "validation", 40)
+    assert sorted(found["jsonl"]) == sorted(example.prompt_ids for example in held_out)
+    few = dataclasses.replace(config, held_out_percent=0.0)
+    for use in (
+        lambda: datasets.mixed_prompts(few, NoTokenizer(tmp_path)),
+        lambda: store.open_split(datasets.find("jsonl", few), "validation", tmp_path / "data"),
+    ):
+        with pytest.raises(errors.InputError) as caught:
+            use()
+        assert str(caught.value) == (
+            "data set jsonl: no examples in its split validation: "
+            "raise data.held_out_percent=0, or give more questions"
+        )
