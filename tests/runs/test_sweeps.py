@@ -176,7 +176,7 @@ def _append(path, start):
 
 def test_processes_that_share_a_table_lose_no_line(tmp_path):
     path = tmp_path / "t.csv"
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     running = [context.Process(target=_append, args=(path, 10 * i)) for i in range(4)]
     for process in running:
         process.start()
