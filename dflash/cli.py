@@ -208,7 +208,7 @@ def _unknown_flag(argument: str, values: flags.FlagValues) -> str:
     if "." in flag:
         key = flag.lstrip("-")
         return f"unknown flag {flag}; config keys take no dashes: {key}{equals or '='}{value}"
-    known = [f"--{known}" for known in values if len(known) > 1]
+    known = {f"--{known}" for known in values if len(known) > 1}
     return f"unknown flag {flag}{registry.suggest(flag, known)}"
 
 

@@ -9,11 +9,17 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 AUTO = "auto"
+INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
+MAX_TOKENS = 2**24  # of a sequence
+MAX_BATCH = 2**16  # slots, or prompts of a task
 DType = Literal["float32", "bfloat16"]
 
 
 def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: Any = None) -> Any:
-    """A dataclass field with inclusive bounds (on each item of a list); no default: required."""
+    """A dataclass field with inclusive bounds (on each item of a list); no default: required.
+
+    An integer without a maximum is at most `INT32_MAX`.
+    """
     metadata = {"minimum": minimum, "maximum": maximum}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -238,7 +244,7 @@ class Eagle3Config(DrafterConfig):
 class DecodeConfig:
     """How tokens are chosen, when a sequence ends, and the shape of the decode loop."""
 
-    max_new_tokens: int = option(256, minimum=1)
+    max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
     temperature: float = option(0.0, minimum=0.0)  # 0: greedy
     top_k: int = option(0, minimum=0)  # 0: off
     top_p: float = option(1.0, minimum=0.0, maximum=1.0)
@@ -247,17 +253,19 @@ class DecodeConfig:
     stop_ids: tuple[int, ...] = option((), minimum=0)  # beside the checkpoint's end-of-sequence ids
     ignore_eos: bool = False
     baseline: bool = False  # decode every prompt once more without drafting, and compare
-    batch_size: int = option(1, minimum=1)
-    sync_every: int = option(8, minimum=1)  # cycles per dispatch
-    max_length: int | None = option(None, minimum=2)  # None: the longest prompt + max_new_tokens
-    page_size: int = option(128, minimum=8)  # tokens per page of the target's cache
+    batch_size: int = option(1, minimum=1, maximum=MAX_BATCH)
+    sync_every: int = option(8, minimum=1, maximum=2**16)  # cycles per dispatch
+    # None: the longest prompt + max_new_tokens.
+    max_length: int | None = option(None, minimum=2, maximum=MAX_TOKENS)
+    page_size: int = option(128, minimum=8, maximum=2**16)  # tokens per page of the target's cache
     # Pages of that cache, over all devices. None: enough for every sequence of a batch to reach
     # max_length. With fewer, sequences take pages as they grow, and the youngest one is interrupted
     # and computed again later where they run out.
-    num_pages: int | None = option(None, minimum=1)
+    num_pages: int | None = option(None, minimum=1, maximum=MAX_TOKENS)
     # Of that cache. auto: the run's dtype; else 8 bits, and a scale for each token and kv head.
     kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
-    prefill_chunk: int = option(512, minimum=8)  # longest piece of a prompt run at once
+    # Longest piece of a prompt run at once.
+    prefill_chunk: int = option(512, minimum=8, maximum=2**16)
 
 
 @dataclasses.dataclass(frozen=True)
