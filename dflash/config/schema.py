@@ -27,26 +27,26 @@ class RopeScaling:
     factor: float = option(8.0, minimum=1.0)
     low_freq_factor: float = option(1.0, minimum=0.0)
     high_freq_factor: float = option(4.0, minimum=0.0)
-    original_max_position_embeddings: int = option(8192, minimum=1)
+    original_max_position_embeddings: int = option(8192, minimum=1, maximum=2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetArchitecture:
     """Shape of a decoder-only target; read from config.json, or stated for random weights."""
 
-    vocab_size: int = option(minimum=1)
-    hidden_size: int = option(minimum=1)
-    intermediate_size: int = option(minimum=1)
-    num_hidden_layers: int = option(minimum=1)
-    num_attention_heads: int = option(minimum=1)
-    num_key_value_heads: int = option(minimum=1)
-    head_dim: int = option(minimum=2)
-    max_position_embeddings: int = option(minimum=1)
+    vocab_size: int = option(minimum=1, maximum=2**24)
+    hidden_size: int = option(minimum=1, maximum=2**20)
+    intermediate_size: int = option(minimum=1, maximum=2**24)
+    num_hidden_layers: int = option(minimum=1, maximum=2**12)
+    num_attention_heads: int = option(minimum=1, maximum=2**16)
+    num_key_value_heads: int = option(minimum=1, maximum=2**16)
+    head_dim: int = option(minimum=2, maximum=2**16)
+    max_position_embeddings: int = option(minimum=1, maximum=2**31 - 1)
     rms_norm_eps: float = option(1e-6, minimum=0.0)
     rope_theta: float = option(1e6, minimum=1.0)
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
-    eos_token_id: tuple[int, ...] = option((), minimum=0)
+    eos_token_id: tuple[int, ...] = option((), minimum=0, maximum=2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
