@@ -80,7 +80,7 @@ def test_a_config_reads_back():
         ({"num_target_layers": 4}, r"number of target layers 4 \(target: 3\)"),
         ({"target_layer_ids": [0, 3]}, r"taps layers \[0, 3\], but the target has 3 layers"),
         ({"num_hidden_layers": 2}, "num_hidden_layers: 2, but EAGLE-3 has 1"),
-        ({"draft_vocab_size": 49}, "draft_vocab_size 49 exceeds vocab_size 48"),
+        ({"draft_vocab_size": 49}, "draft_vocab_size: 49 exceeds the vocabulary of 48"),
         ({"attention_bias": True}, "attention_bias: true is not supported"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "as target_layer_ids"),
         ({"hidden_size": None}, "config.json: missing hidden_size"),
@@ -95,7 +95,7 @@ def test_checkpoints_that_do_not_fit(changes, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": Eagle3Architecture(draft_vocab_size=49)}, "49 exceeds the target's"),
+        ({"architecture": Eagle3Architecture(draft_vocab_size=49)}, "49 exceeds the vocabulary"),
         ({"tree": BeamTree(budget=100, top_k=3, depth=2)}, r"tree\.budget: 100 .* 12 drafts"),
         ({"tree": BeamTree(top_k=21)}, "21 is more than the 20 tokens that can be drafted"),
     ],
