@@ -6,6 +6,7 @@ target has not been yet, the layer's own output stands in for the features.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash import errors
 from dflash.config.schema import BeamTree, Eagle3Config
 from dflash.drafters.eagle3 import shape as shapes
 from dflash.drafters.eagle3 import unrolled
@@ -209,6 +211,24 @@ class Eagle3(WeightedDrafter):
     def draft_logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] before the final norm -> float32 [..., Q] over the draft vocabulary."""
         return self.lm_head.attend(self.norm(hidden))
+
+    def check_weights(self, directory: pathlib.Path) -> None:
+        """Checks the tables that were loaded from a checkpoint.
+
+        Raises:
+          CheckpointError: `d2t` names a token that the target does not have, or one token twice.
+        """
+        size, vocab = self.shape.draft_vocab_size, self.shape.decoder.vocab_size
+        ids = np.arange(size) + np.asarray(self.d2t.get_value(), np.int64)
+        order = np.argsort(ids, kind="stable")
+        wrong = (ids < 0) | (ids >= vocab)
+        wrong[order[1:]] |= ids[order[1:]] == ids[order[:-1]]
+        if wrong.any():
+            draft = int(np.argmax(wrong))
+            raise errors.CheckpointError(
+                f"{directory}: d2t[{draft}]: draft token {draft} becomes token {ids[draft]}; "
+                f"expected different tokens of the target's {vocab}"
+            )
 
     def vocabulary(self) -> Vocabulary:
         """The draft vocabulary, as the tables have it."""

@@ -229,6 +229,29 @@ def test_training_sees_what_decoding_drafts(case):
         assert float(jnp.abs(grad).max()) > 0, path
 
 
+def test_confidence_is_of_a_draft_whose_predecessors_are_right():
+    """One wrong draft says nothing about those after it, which follow the true token again."""
+    case, wrong = "vanilla", 3
+    drafter, lent = model(case), heads(case)
+    batch, anchors = make_batch(case)
+    at = CONTEXT + 1 + wrong
+    batch = dataclasses.replace(batch, tokens=batch.tokens.at[0, at].add(1))
+
+    @jax.jit
+    def run():
+        options = LossConfig(gamma=0.0)
+        lesson = drafter.teach(batch, lent, None, options, anchors=anchors)
+        return drafter.loss(batch, lent, None, options, anchors=anchors)[1], lesson
+
+    metrics, lesson = run()
+    right = np.asarray(lesson.scores.correct)[0, 0]
+    assert not right[wrong]
+    assert right[-1], "nothing is right after the wrong one"
+    odds = np.asarray(drafter.confidence(lesson.hidden, lesson.previous))[0, 0]
+    wanted = np.mean(np.log1p(np.exp(odds)) - odds * right)
+    np.testing.assert_allclose(metrics["confidence_loss"], wanted, rtol=1e-5)
+
+
 def test_convolution_by_loops():
     rng = np.random.default_rng(0)
     rows, taps, groups, width = 4, 3, 2, 5
