@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors, registry
-from dflash.checkpoints import checkpoint
+from dflash.checkpoints import checkpoint, files, hf_config
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -95,14 +95,14 @@ def build_drafter(
         config = dataclasses.replace(config, block_size=largest)
     entry = registry.find(registry.DRAFTERS, config.name, "drafter.name")
     kind = registry.load(entry.implementation)
-    architectures = (source.hf or {}).get("architectures") or []
     # A strategy without architectures of its own looks its checkpoint up among the targets.
-    known = set(kind.hf_architectures)
-    if source.hf is not None and known and not set(architectures) & known:
-        raise errors.CheckpointError(
-            f"{source.directory}: config.json: architectures {architectures} is no "
-            f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
-        )
+    if source.hf is not None and kind.hf_architectures:
+        stated = hf_config.read_classes(source.hf, file=str(source.directory / files.CONFIG))
+        if not set(stated) & set(kind.hf_architectures):
+            raise errors.CheckpointError(
+                f"{source.directory}: config.json: architectures {list(stated)} is no "
+                f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
+            )
     return kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
 
 
@@ -110,13 +110,16 @@ def load_weights(module: nnx.Module, source: Source) -> None:
     """Fills an abstract module from its source.
 
     Args:
-      module: itself what the checkpoint holds, or has a part called `checkpointed` that is.
+      module: itself what the checkpoint holds, or has a part called `checkpointed` that is. A
+        method `check_weights` of it then checks what was loaded.
       source: see there.
     Raises:
       CheckpointError: the checkpoint is damaged, or does not fit the module.
     """
     if source.directory is not None:
         checkpoint.load(getattr(module, "checkpointed", module), source.directory)
+        if hasattr(module, "check_weights"):
+            module.check_weights(source.directory)
     else:
         parameters.scramble(module, source.seed)
 
@@ -129,7 +132,7 @@ def find_class(
     Raises:
       CheckpointError: none of the entries has this architecture.
     """
-    stated = hf.get("architectures") or []
+    stated = hf_config.read_classes(hf, file=str(directory / files.CONFIG))
     known = []
     for name, entry in entries.items():
         kind = registry.load(entry.implementation)
@@ -137,7 +140,7 @@ def find_class(
             return name, kind
         known += kind.hf_architectures
     raise errors.CheckpointError(
-        f"{directory / 'config.json'}: architectures: {stated} is not known, "
+        f"{directory / files.CONFIG}: architectures: {list(stated)} is not known, "
         f"only {', '.join(sorted(known))}"
     )
 

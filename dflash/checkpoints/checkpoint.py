@@ -5,13 +5,12 @@ wrong name in a config is reported at once.
 """
 
 import importlib.resources
-import json
 import pathlib
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash import errors
-from dflash.checkpoints import files
+from dflash.checkpoints import files, hf_config
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -90,15 +89,9 @@ def eos_token_ids(directory: pathlib.Path) -> tuple[int, ...]:
     for path in (generation, directory / files.CONFIG):
         if path == generation and not path.exists():
             continue
-        ids = files.read_json(path).get("eos_token_id")
-        if ids is None:
-            continue
-        ids = ids if isinstance(ids, list) else [ids]
-        if not all(type(token) is int and token >= 0 for token in ids):
-            raise errors.CheckpointError(
-                f"{path}: eos_token_id: expected an id or a list of ids, not {json.dumps(ids)}"
-            )
-        return tuple(ids)
+        ids = hf_config.read_eos_token_ids(files.read_json(path), file=str(path))
+        if ids is not None:
+            return ids
     return ()
 
 

@@ -52,6 +52,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise errors.CheckpointError(f"{path}: not valid JSON (not UTF-8)") from error
+    except RecursionError as error:
+        raise errors.CheckpointError(f"{path}: not valid JSON (nested too deeply)") from error
+    except ValueError as error:  # Python limits the digits of an integer
+        raise errors.CheckpointError(f"{path}: not valid JSON (a number is too long)") from error
     if not isinstance(content, dict):
         raise errors.CheckpointError(f"{path}: expected a JSON object")
     return content

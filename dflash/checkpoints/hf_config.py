@@ -1,47 +1,138 @@
 """Hugging Face's config.json <-> our architecture dataclasses; drafters carry the same fields."""
 
 import dataclasses
+import json
+import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash import errors
+from dflash.config import build, checks, layers
 from dflash.config.schema import RopeScaling, TargetArchitecture
+from dflash.config.strict_yaml import Node
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+FILE = "config.json"
+_LONGEST_TEXT = 100  # characters; a longer one is never valid, and too long to quote
+_LARGEST = 2**63 - 1  # as in our own configs, a longer run of digits is no number
+_NEW_ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
+
+Fields = TypeVar("Fields")
+
+
+def _as_in_architecture(name: str, default: Any) -> Any:
+    """A field with the bounds that `TargetArchitecture` has for it."""
+    metadata = TargetArchitecture.__dataclass_fields__[name].metadata
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StatedArchitecture(TargetArchitecture):
+    """An architecture as a file states it; None for what then follows from other fields."""
+
+    num_key_value_heads: int | None = _as_in_architecture("num_key_value_heads", None)
+    head_dim: int | None = _as_in_architecture("head_dim", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RopeTheta:
+    rope_theta: float | None = _as_in_architecture("rope_theta", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _EndOfSequence:
+    eos_token_id: tuple[int, ...] | None = _as_in_architecture("eos_token_id", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Classes:
+    architectures: tuple[str, ...] = ()
+
+
+def read_fields(
+    config: Mapping[str, Any], schema: type[Fields], *, group: str = "", file: str = FILE
+) -> Fields:
+    """Reads the fields of a dataclass from a foreign file, checked as keys of our configs are.
+
+    Args:
+      config: content of a JSON file, or a mapping in it. Fields that `schema` does not have are
+        ignored; null means left out.
+      schema: a dataclass as in config/schema.py: types, and bounds that `option` declares.
+      group: name of the mapping in the file; empty for the file itself.
+      file: name of the file in messages.
+    Raises:
+      CheckpointError: a field without a default is missing, or a value has another type or is out
+        of bounds; one line for each.
+    """
+    place = f"{file}: {group}" if group else file
+    given = _stated(config, schema, place)
+    missing = [
+        field.name
+        for field in dataclasses.fields(schema)
+        if field.name not in given.value
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise errors.CheckpointError(f"{place}: missing {', '.join(missing)}")
+    tree = layers.merge([[given]], (), place)
+    built, _, problems = build.build(tree, schema, complete=True)
+    if problems:
+        raise errors.CheckpointError("\n".join(problems))
+    return built
+
+
+def read_group(config: Mapping[str, Any], name: str, *, file: str = FILE) -> Mapping[str, Any]:
+    """The mapping `config[name]`; empty if it is left out or null.
+
+    Raises:
+      CheckpointError: it is something else.
+    """
+    group = config.get(name)
+    if group is None:
+        return {}
+    if not isinstance(group, Mapping):
+        raise errors.CheckpointError(
+            f"{file}: {name}: expected a mapping or null, got {_show(group)}"
+        )
+    return group
+
+
+def check_only(config: Mapping[str, Any], name: str, supported: Any) -> None:
+    """Checks a field of which one value is supported, which is also its default.
+
+    Raises:
+      CheckpointError: it has another value.
+    """
+    value = config.get(name)
+    if value is None or (type(value) is type(supported) and value == supported):
+        return
+    raise errors.CheckpointError(
+        f"{FILE}: {name}: {_show(value)} is not supported, only {_show(supported)}"
+    )
 
 
 def read_architecture(config: Mapping[str, Any]) -> TargetArchitecture:
     """Reads the decoder shape that config.json states.
 
     Raises:
-      CheckpointError: a field is missing, or asks for what the layers do not do.
+      CheckpointError: a field is missing or unusable, or asks for what the layers do not do.
     """
-    if config.get("hidden_act", "silu") != "silu":
-        raise errors.CheckpointError(
-            f"config.json: hidden_act: {config['hidden_act']!r} is not supported, only 'silu'"
-        )
-    missing = [name for name in _REQUIRED if config.get(name) is None]
-    if missing:
-        raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")
-    heads = config["num_attention_heads"]
-    eos = config.get("eos_token_id")
-    return TargetArchitecture(
-        **{name: config[name] for name in _REQUIRED},
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(config),
-        rope_scaling=_rope_scaling(config),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_token_id=tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
-    )
+    check_only(config, "hidden_act", "silu")
+    theta, scaling = _read_rope(config)
+    flat = {key: value for key, value in config.items() if key != _OLD_ROPE}
+    stated = read_fields(flat | {"eos_token_id": _listed(config)}, _StatedArchitecture)
+    heads = stated.num_attention_heads
+    follows = {
+        "num_key_value_heads": stated.num_key_value_heads or heads,
+        "head_dim": stated.head_dim or stated.hidden_size // heads,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+    arch = TargetArchitecture(**vars(stated) | follows)
+    problems = [f"{FILE}: {keys[0]}: {message}" for keys, message in checks.shape_problems(arch)]
+    if problems:
+        raise errors.CheckpointError("\n".join(problems))
+    return arch
 
 
 def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
@@ -53,38 +144,80 @@ def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
     return config | {"hidden_act": "silu", "attention_bias": False}
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Newer files hold everything about rotary embedding in `rope_parameters`."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+def read_eos_token_ids(config: Mapping[str, Any], *, file: str = FILE) -> tuple[int, ...] | None:
+    """Ids that end a sequence, of config.json or generation_config.json; None if not stated.
+
+    Raises:
+      CheckpointError: the field is neither an id nor a list of ids.
+    """
+    given = {"eos_token_id": _listed(config)}
+    return read_fields(given, _EndOfSequence, file=file).eos_token_id
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    theta = config.get("rope_theta")
+def read_classes(config: Mapping[str, Any], *, file: str = FILE) -> tuple[str, ...]:
+    """The names under `architectures`, by which a registered class is found; mostly one.
+
+    Raises:
+      CheckpointError: the field is not a list of names.
+    """
+    return read_fields(config, _Classes, file=file).architectures
+
+
+def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling. Newer files hold everything about rotary embedding in one mapping."""
+    name = _OLD_ROPE if config.get(_NEW_ROPE) in (None, {}) else _NEW_ROPE
+    rope = read_group(config, name)
+    theta = read_fields(config, _RopeTheta).rope_theta
     if theta is None:
-        theta = _rope(config).get("rope_theta")
+        theta = read_fields(rope, _RopeTheta, group=name).rope_theta
     if theta is None:
         raise errors.CheckpointError(
-            "config.json: missing rope_theta (neither at the top level nor in rope_parameters)"
+            f"{FILE}: missing rope_theta (neither at the top level nor in {_NEW_ROPE})"
         )
-    return float(theta)
-
-
-def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
-    rope = _rope(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return None
+        return theta, None
     if kind != "llama3":
         raise errors.CheckpointError(
-            f"config.json: rope type {kind!r} is not supported, only 'default' and 'llama3'"
+            f"{FILE}: rope type {_show(kind)} is not supported, only 'default' and 'llama3'"
         )
     fields = [field.name for field in dataclasses.fields(RopeScaling)]
-    missing = [name for name in fields if name not in rope]
-    if missing:
-        raise errors.CheckpointError(f"config.json: rope scaling lacks {', '.join(missing)}")
-    scaling = RopeScaling(**{name: rope[name] for name in fields})
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise errors.CheckpointError(
-            "config.json: rope scaling: low_freq_factor is not below high_freq_factor"
-        )
-    return scaling
+    missing = [field for field in fields if rope.get(field) is None]
+    if missing:  # files always state these: the defaults are for our own configs
+        raise errors.CheckpointError(f"{FILE}: rope scaling lacks {', '.join(missing)}")
+    return theta, read_fields(rope, RopeScaling, group=name)
+
+
+def _listed(config: Mapping[str, Any]) -> Any:
+    """`eos_token_id` as a list, which files shorten to its one item."""
+    ids = config.get("eos_token_id")
+    return ids if ids is None or isinstance(ids, list) else [ids]
+
+
+def _stated(config: Mapping[str, Any], schema: type, place: str) -> Node:
+    """The fields of `schema` that a file states, as the nodes that configs are built from."""
+    kinds = typing.get_type_hints(schema)
+    known = {name: config[name] for name in kinds if config.get(name) is not None}
+    return Node({name: _node(known[name], kinds[name], place) for name in known}, place)
+
+
+def _node(value: Any, kind: Any, place: str) -> Node:
+    """One JSON value; what a field of this kind cannot hold is cut to what a message shows."""
+    options = (kind, *typing.get_args(kind))
+    if isinstance(value, Mapping):
+        group = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        return Node({}, place) if group is None else _stated(value, group, place)
+    if isinstance(value, list):
+        rows = next((option for option in options if typing.get_origin(option) is tuple), None)
+        if rows is None:
+            return Node((), place)
+        return Node(tuple(_node(item, typing.get_args(rows)[0], place) for item in value), place)
+    if type(value) is int and abs(value) > _LARGEST:
+        value = str(value)
+    return Node(value[:_LONGEST_TEXT] if isinstance(value, str) else value, place)
+
+
+def _show(value: Any) -> str:
+    """A JSON value as messages quote it."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"

@@ -49,18 +49,22 @@ def _target_architecture(config: Any) -> Iterator[Problem]:
     if shape is None:
         return
     prefix = "target.architecture"
+    for keys, message in shape_problems(shape):
+        yield tuple(f"{prefix}.{key}" for key in keys), message
+    yield from _in_vocabulary(config, f"{prefix}.eos_token_id", shape.eos_token_id)
+
+
+def shape_problems(shape: schema.TargetArchitecture) -> Iterator[Problem]:
+    """Yields (fields, message) for everything in a decoder's shape that does not fit together."""
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if heads % kv_heads:
-        keys = f"{prefix}.num_attention_heads", f"{prefix}.num_key_value_heads"
+        keys = "num_attention_heads", "num_key_value_heads"
         yield keys, f"{heads} does not divide into num_key_value_heads={kv_heads} groups"
     if shape.head_dim % 2:
-        message = f"expected an even number (rotary halves), got {shape.head_dim}"
-        yield (f"{prefix}.head_dim",), message
-    yield from _in_vocabulary(config, f"{prefix}.eos_token_id", shape.eos_token_id)
+        yield ("head_dim",), f"expected an even number (rotary halves), got {shape.head_dim}"
     scaling = shape.rope_scaling
     if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
-        group = f"{prefix}.rope_scaling"
-        keys = f"{group}.low_freq_factor", f"{group}.high_freq_factor"
+        keys = "rope_scaling.low_freq_factor", "rope_scaling.high_freq_factor"
         yield (
             keys,
             f"{scaling.low_freq_factor} is not below high_freq_factor={scaling.high_freq_factor}",

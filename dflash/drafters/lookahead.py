@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash import errors
-from dflash.config.schema import LookaheadConfig
+from dflash.config.schema import MAX_BLOCK_SIZE, LookaheadConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.layers.cache import batch_axes
 from dflash.parallel.sharding import Sharding
@@ -61,8 +61,8 @@ class Lookahead(Drafter):
         """Args: see `LookaheadConfig`.
 
         Raises:
-          ConfigError: the pool is smaller than what is taken from it, or the vocabulary too small
-            for the tree.
+          ConfigError: the pool is smaller than what is taken from it, there are more drafts than a
+            target verifies at once, or the vocabulary is too small for the tree.
         """
         if pool_size < candidates:
             raise errors.ConfigError(
@@ -72,6 +72,11 @@ class Lookahead(Drafter):
         self.window, self.levels = window, ngram_size - 1
         self.candidates, self.pool_size = candidates, pool_size
         self.num_draft_tokens = self.levels * (window + candidates)
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise errors.ConfigError(
+                f"drafter.window: {self.num_draft_tokens} drafts in a block of at most "
+                f"{MAX_BLOCK_SIZE} rows; lower window, ngram_size or candidates"
+            )
         if vocab_size < self.num_draft_tokens:
             raise errors.ConfigError(
                 f"drafter.window: {self.num_draft_tokens} drafts need as many different tokens, "

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
 from dflash.kernels import implementation
@@ -261,8 +260,7 @@ class Decoder(nnx.Module):
           CheckpointError: a field is missing, or asks for what this network does not do.
         """
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-            if config.get(key):
-                raise errors.CheckpointError(f"config.json: {key}: true is not supported")
+            hf_config.check_only(config, key, False)
         return hf_config.read_architecture(config)
 
     @classmethod

@@ -170,7 +170,11 @@ def test_config_is_read(tmp_path):
             "not valid JSON (line 2: Expecting property name enclosed in double quotes)",
         ),
         ("[1]", "expected a JSON object"),
+        ("[" * 100_000, "not valid JSON (nested too deeply)"),
+        ('{"a":' * 100_000, "not valid JSON (nested too deeply)"),
+        ('{"a": ' + "9" * 5_000 + "}", "not valid JSON (a number is too long)"),
     ],
+    ids=["missing", "quotes", "list", "brackets", "braces", "digits"],
 )
 def test_config_is_unusable(tmp_path, content, message):
     path = tmp_path / "config.json"
@@ -203,12 +207,23 @@ def test_eos_ids(tmp_path, generation, config, expected):
     assert checkpoint.eos_token_ids(tmp_path) == expected
 
 
-@pytest.mark.parametrize("value", ["</s>", [1, None], -1, True])
-def test_eos_ids_must_be_ids(tmp_path, value):
-    write(tmp_path / "config.json", {"eos_token_id": value})
-    shown = json.dumps(value if isinstance(value, list) else [value])
+@pytest.mark.parametrize(
+    ("value", "place", "shown"),
+    [
+        ("</s>", "[0]", "'</s>'"),
+        ([1, None], "[1]", "null"),
+        (-1, "[0]", "-1"),
+        (True, "[0]", "true"),
+        ({"a": 1}, "[0]", "a mapping"),
+        (2**40, "[0]", str(2**40)),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_eos_ids_must_be_ids(tmp_path, name, value, place, shown):
+    write(tmp_path / name, {"eos_token_id": value})
     assert failure(checkpoint.eos_token_ids, tmp_path) == (
-        f"{tmp_path / 'config.json'}: eos_token_id: expected an id or a list of ids, not {shown}"
+        f"{tmp_path / name}: eos_token_id{place}: "
+        f"expected an integer in [0, 2147483647], got {shown}"
     )
 
 

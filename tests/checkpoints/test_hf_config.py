@@ -1,13 +1,15 @@
 """Tests of reading and writing the decoder part of config.json."""
 
+import dataclasses
 import json
+from typing import Literal
 
 import pytest
 from support.models import make_architecture
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import RopeScaling
+from dflash.config.schema import RopeScaling, option
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -103,6 +105,30 @@ def test_forms_of_rotary_settings(form):
 
 
 WRONG = {
+    "num_attention_heads: expected an integer in [1, 65536], got 0": {"num_attention_heads": 0},
+    "num_hidden_layers: expected an integer in [1, 4096], got '8'": {"num_hidden_layers": "8"},
+    "hidden_size: expected an integer in [1, 1048576], got 384.0": {"hidden_size": 384.0},
+    "hidden_size: expected an integer in [1, 1048576], got true": {"hidden_size": True},
+    "vocab_size: expected an integer in [1, 16777216], got a list": {"vocab_size": [[48]]},
+    "rms_norm_eps: expected a number >= 0, got nan": {"rms_norm_eps": float("nan")},
+    "rope_theta: expected a number >= 1 or null, got inf": {"rope_theta": float("inf")},
+    "tie_word_embeddings: expected true or false, got 'no'": {"tie_word_embeddings": "no"},
+    "head_dim: expected an even number (rotary halves), got 7": {"head_dim": 7},
+    "num_attention_heads: 4 does not divide into num_key_value_heads=3 groups": {
+        "num_key_value_heads": 3
+    },
+    "rope_parameters: expected a mapping or null, got 5": {"rope_parameters": 5},
+    "rope_parameters: rope_theta: expected a number >= 1 or null, got 'big'": {
+        "rope_theta": None,
+        "rope_parameters": {"rope_theta": "big"},
+    },
+    "rope_scaling: factor: expected a number >= 1, got 0": {"rope_scaling": LLAMA3 | {"factor": 0}},
+    "rope_scaling.low_freq_factor: 4.0 is not below high_freq_factor=4.0": {
+        "rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}
+    },
+    "eos_token_id[1]: expected an integer in [0, 2147483647], got null": {
+        "eos_token_id": [1, None]
+    },
     "missing vocab_size, hidden_size": {"vocab_size": None, "hidden_size": None},
     "hidden_act: 'gelu' is not supported, only 'silu'": {"hidden_act": "gelu"},
     "missing rope_theta (neither at the top level nor in rope_parameters)": {"rope_theta": None},
@@ -125,3 +151,44 @@ def test_what_is_written_is_json_and_reads_back(scaling):
     arch = make_architecture(rope_scaling=scaling, eos_token_id=(3, 7))
     text = json.dumps(hf_config.write_architecture(arch))
     assert hf_config.read_architecture(json.loads(text)) == arch
+
+
+def test_each_unusable_field_has_a_line():
+    lines = failure(make_config(hidden_size=-1, vocab_size=10**400)).splitlines()
+    assert lines == [
+        f"config.json: vocab_size: expected an integer in [1, 16777216], got '1{'0' * 99}'",
+        "config.json: hidden_size: expected an integer in [1, 1048576], got -1",
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Fields of a checkpoint that is no decoder."""
+
+    count: int = option(minimum=1)
+    kind: Literal["plain", "gated"] = "plain"
+    taps: tuple[int, ...] | None = option(None, minimum=0)
+
+
+def test_any_dataclass_is_read():
+    assert hf_config.read_fields({"count": 2, "other": {}, "kind": None}, Heads) == Heads(2)
+    stated = {"count": 2, "kind": "gated", "taps": [0, 3]}
+    assert hf_config.read_fields(stated, Heads) == Heads(2, "gated", (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "missing count"),
+        ({"count": 1, "kind": "plian"},
+         "kind: expected one of plain, gated, got 'plian'; did you mean 'plain'?"),
+        ({"count": 1, "taps": 3}, "taps: expected a list of integers >= 0 or null, got 3"),
+        ({"count": 1, "taps": [0, -3]}, "taps[1]: expected an integer >= 0, got -3"),
+        ({"count": 1, "taps": {"a": 1}},
+         "taps: expected a list of integers >= 0 or null, got a mapping"),
+    ],
+)  # fmt: skip
+def test_messages_name_the_file_and_the_group(fields, message):
+    with pytest.raises(errors.CheckpointError) as caught:
+        hf_config.read_fields(fields, Heads, group="own_config", file="x.json")
+    assert str(caught.value) == f"x.json: own_config: {message}"

@@ -129,9 +129,9 @@ def test_missing_keys_are_named_with_what_they_expect(write):
     )
     prefix = "target.architecture"
     assert problems("c.yml") == [
-        f"c.yml:4: {prefix}.intermediate_size: required: an integer >= 1",
-        f"c.yml:4: {prefix}.num_key_value_heads: required: an integer >= 1",
-        f"c.yml:4: {prefix}.head_dim: required: an integer >= 2",
+        f"c.yml:4: {prefix}.intermediate_size: required: an integer in [1, 16777216]",
+        f"c.yml:4: {prefix}.num_key_value_heads: required: an integer in [1, 65536]",
+        f"c.yml:4: {prefix}.head_dim: required: an integer in [2, 65536]",
         f"c.yml:10: {prefix}.rope_scaling.factor: expected a number >= 1, got 0.5",
     ]
 

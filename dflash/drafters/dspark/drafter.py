@@ -7,8 +7,6 @@ likely the slot is to be accepted. The embedding and the output head are the tar
 hold a copy of both, which is not read.
 """
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -16,31 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.config.schema import DSparkArchitecture, TargetArchitecture
-from dflash.drafters.dflash.shape import DFlashShape
+from dflash.drafters.dspark import shape as shapes
+from dflash.drafters.dspark.shape import DSparkShape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.layers import losses
 from dflash.layers.linear import Embedding, Linear
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
-
-
-@dataclasses.dataclass(frozen=True)
-class DSparkShape(DFlashShape):
-    """Everything that a DSpark checkpoint's config.json states; block_size counts painted rows.
-
-    Attributes:
-      markov_rank: numbers that a token is known by to the token after it.
-      markov_head_type: "vanilla", "gated" or "rnn".
-      enable_confidence_head: whether there is one.
-      confidence_head_with_markov: whether it is told the token before the slot.
-    """
-
-    markov_rank: int
-    markov_head_type: str
-    enable_confidence_head: bool
-    confidence_head_with_markov: bool
 
 
 class Affine(Linear):
@@ -125,6 +106,7 @@ class DSpark(ConditionedDFlash):
     """The drafter; its state is that of DFlash."""
 
     hf_architectures = ("Qwen3DSparkModel",)
+    shapes = shapes
     ignored_checkpoint_names = ("embed_tokens.weight", "lm_head.weight")
     first_row: ClassVar[int] = 0
 
@@ -132,7 +114,7 @@ class DSpark(ConditionedDFlash):
         """Args: block_size: rows to verify: the anchor, and a draft of each painted row.
 
         Raises:
-          ConfigError: block_size is larger than the trained one, or a kind of head is not known.
+          ConfigError: block_size is larger than the trained one.
         """
         most = shape.block_size + 1
         if block_size is not None and block_size > most:
@@ -140,15 +122,10 @@ class DSpark(ConditionedDFlash):
                 f"drafter.block_size: {block_size} is larger than {most}, the anchor and the "
                 f"{shape.block_size} drafts that the drafter was trained for"
             )
-        if shape.markov_head_type not in _HEADS:
-            raise errors.CheckpointError(
-                f"config.json: markov_head_type: {shape.markov_head_type!r} is not known, only "
-                f"{', '.join(_HEADS)}"
-            )
         build = {"dtype": dtype, "sharding": sharding}
         painted = None if block_size is None else block_size - 1
         super().__init__(shape, block_size=painted, **build)
-        self.num_draft_tokens = self.num_slots + 1
+        self.num_draft_tokens = self.num_positions + 1
         width, rank = shape.decoder.hidden_size, shape.markov_rank
         head = _HEADS[shape.markov_head_type]
         self.markov_head = head(width, shape.decoder.vocab_size, rank, **build)
@@ -211,47 +188,3 @@ class DSpark(ConditionedDFlash):
         """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
         stem, _, leaf = path.rpartition(".")
         return path if leaf == "bias" else f"{stem}.weight"
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DSparkShape:
-        """Reads a drafter's config.json; see `DFlash.architecture_from_hf`."""
-        required = ("target_layer_ids", "markov_rank", "markov_head_type")
-        missing = [name for name in required if config.get(name) is None]
-        if missing:
-            raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")
-        own = {"target_layer_ids": config["target_layer_ids"]}
-        base = super().architecture_from_hf({**config, "dflash_config": own})
-        return DSparkShape(
-            **vars(base),
-            markov_rank=config["markov_rank"],
-            markov_head_type=config["markov_head_type"],
-            enable_confidence_head=bool(config.get("enable_confidence_head")),
-            confidence_head_with_markov=bool(config.get("confidence_head_with_markov")),
-        )
-
-    @classmethod
-    def architecture_for(
-        cls, target: TargetArchitecture, options: DSparkArchitecture | None
-    ) -> DSparkShape:
-        """The shape of a fresh drafter for a target."""
-        options = options or DSparkArchitecture()
-        return DSparkShape(
-            **vars(super().architecture_for(target, options)),
-            markov_rank=options.markov_rank,
-            markov_head_type=options.markov_head_type,
-            enable_confidence_head=True,
-            confidence_head_with_markov=True,
-        )
-
-    @classmethod
-    def config_to_hf(cls, shape: DSparkShape) -> dict[str, Any]:
-        """The config.json of a checkpoint with this shape."""
-        config = super().config_to_hf(shape)
-        own = config.pop("dflash_config")
-        names = {field.name for field in dataclasses.fields(DSparkShape)}
-        names -= {field.name for field in dataclasses.fields(DFlashShape)}
-        return config | {
-            "mask_token_id": own["mask_token_id"],
-            "target_layer_ids": own["target_layer_ids"],
-            **{name: getattr(shape, name) for name in sorted(names)},
-        }

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash.config.schema import DrafterConfig
 from dflash.drafters.base import Proposal
 from dflash.drafters.dflash.drafter import DFlash
 from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors, score_blocks
@@ -43,6 +44,11 @@ class ConditionedDFlash(DFlash):
     """
 
     first_row: ClassVar[int] = 1
+
+    @classmethod
+    def options(cls, config: DrafterConfig) -> dict[str, Any]:
+        """See `WeightedDrafter.options`; these drafters have no trees."""
+        return {"block_size": config.block_size}
 
     def fresh_memory(self, batch: int) -> Any:
         """What `condition` remembers before the first slot; a pytree, by default empty."""
@@ -101,7 +107,7 @@ class ConditionedDFlash(DFlash):
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
-        rows = self.num_slots + 1
+        rows = self.num_positions + 1
         drafts = rows - self.first_row
         blocks = cut_blocks(
             batch, anchors, block_size=drafts + 1, mask_token_id=self.shape.mask_token_id

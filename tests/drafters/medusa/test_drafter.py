@@ -13,7 +13,8 @@ from dflash import errors
 from dflash.checkpoints import assembly, checkpoint
 from dflash.config import schema
 from dflash.config.loss_schema import LossConfig
-from dflash.drafters.medusa.drafter import Medusa, MedusaShape
+from dflash.drafters.medusa.drafter import Medusa
+from dflash.drafters.medusa.shape import MedusaShape
 from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.layers.train_batch import TrainBatch

@@ -229,6 +229,29 @@ def test_training_sees_what_decoding_drafts(case):
         assert float(jnp.abs(grad).max()) > 0, path
 
 
+def test_confidence_is_of_a_draft_whose_predecessors_are_right():
+    """One wrong draft says nothing about those after it, which follow the true token again."""
+    case, wrong = "vanilla", 3
+    drafter, lent = model(case), heads(case)
+    batch, anchors = make_batch(case)
+    at = CONTEXT + 1 + wrong
+    batch = dataclasses.replace(batch, tokens=batch.tokens.at[0, at].add(1))
+
+    @jax.jit
+    def run():
+        options = LossConfig(gamma=0.0)
+        lesson = drafter.teach(batch, lent, None, options, anchors=anchors)
+        return drafter.loss(batch, lent, None, options, anchors=anchors)[1], lesson
+
+    metrics, lesson = run()
+    right = np.asarray(lesson.scores.correct)[0, 0]
+    assert not right[wrong]
+    assert right[-1], "nothing is right after the wrong one"
+    odds = np.asarray(drafter.confidence(lesson.hidden, lesson.previous))[0, 0]
+    wanted = np.mean(np.log1p(np.exp(odds)) - odds * right)
+    np.testing.assert_allclose(metrics["confidence_loss"], wanted, rtol=1e-5)
+
+
 def test_convolution_by_loops():
     rng = np.random.default_rng(0)
     rows, taps, groups, width = 4, 3, 2, 5
@@ -253,7 +276,7 @@ def test_fresh_convolutions_change_nothing():
 def test_checkpoints_come_back(case, tmp_path):
     drafter = model(case)
     shape = drafter.shape
-    if shape.num_target_layers is None:
+    if shape.num_target_layers is None:  # in a file of speculators; `fit` knows it
         shape = dataclasses.replace(shape, num_target_layers=6)
     checkpoint.save_hf(drafter, tmp_path / "d", kind_of(case).config_to_hf(shape))
     again = load(kind_of(case), tmp_path / "d")
@@ -276,11 +299,15 @@ def test_the_config_of_speculators():
     ("case", "changes", "message"),
     [
         ("dflash2", {"selector_rank": None}, "missing selector_rank"),
-        ("dflash2", {"aux_hidden_state_layer_ids": [0, 2]}, "expected layers from 1 on"),
+        (
+            "dflash2",
+            {"aux_hidden_state_layer_ids": [0, 2]},
+            r"layer_ids\[0\]: expected an integer in \[1, 4096\], got 0",
+        ),
         ("dflash2", {"sample_from_anchor": True}, "sample_from_anchor"),
-        ("dflash2", {"draft_vocab_size": 16}, "draft_vocab_size 16 is not the target's"),
+        ("dflash2", {"draft_vocab_size": 16}, "draft_vocab_size: 16 is not the target's"),
         ("rnn", {"markov_rank": None}, "missing markov_rank"),
-        ("rnn", {"markov_head_type": "lstm"}, "'lstm' is not known, only vanilla, gated, rnn"),
+        ("rnn", {"markov_head_type": "lstm"}, "expected one of vanilla, gated, rnn, got 'lstm'"),
     ],
 )
 def test_what_a_config_may_not_say(case, changes, message):
@@ -291,21 +318,21 @@ def test_what_a_config_may_not_say(case, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("case", "changes", "message"),
+    ("options", "message"),
     [
-        ("dflash2", {"conv_group_size": 5}, "conv_group_size 5 does not divide the hidden size"),
-        ("dflash2", {"selector_top_k": 33}, "selector_top_k 33 exceeds the vocabulary of 32"),
-        ("rnn", {"block_size": 10}, "drafter.block_size: 10 is larger than 9"),
+        ({"conv_group_size": 5}, "conv_group_size: 5 does not divide the hidden size 32"),
+        ({"selector_top_k": 65}, "selector_top_k: 65 exceeds the vocabulary of 64"),
     ],
 )
-def test_what_options_may_not_say(case, changes, message):
-    shape, options = model(case).shape, {}
-    if "block_size" in changes:
-        options = changes
-    else:
-        shape = dataclasses.replace(shape, **changes)
+def test_what_options_may_not_say(options, message):
+    target = schema.TargetArchitecture(64, 32, 64, 6, 4, 2, 16, 128)
     with pytest.raises(errors.ConfigError, match=message):
-        kind_of(case)(shape, dtype=jnp.float32, sharding=make_sharding(), **options)
+        DFlash2.architecture_for(target, schema.DFlash2Architecture(**options))
+
+
+def test_more_drafts_than_trained_are_refused():
+    with pytest.raises(errors.ConfigError, match=r"drafter.block_size: 10 is larger than 9"):
+        DSpark(model("rnn").shape, dtype=jnp.float32, sharding=make_sharding(), block_size=10)
 
 
 def test_architectures_have_the_defaults_of_the_schema():
