@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from absl import flags
 
 from dflash import cli, errors
-from dflash.checkpoints import files as weight_files
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, tokenizer_training
 
@@ -69,7 +68,7 @@ def train_tokenizer(
       UserError: the data are unusable, or the destination cannot be written.
     """
     started = time.monotonic()
-    weight_files.check_vacant(destination)
+    files.check_vacant(destination)
     names = list(dict.fromkeys([*names, *(["jsonl"] if files else [])]))
     config = DataConfig(mixture=dict.fromkeys(names, 1.0), files=tuple(files))
     found = [datasets.find(name, config) for name in names]
