@@ -119,8 +119,8 @@ class _Boxed(Benchmark):
         parts += [f"\\boxed{{{row[self.answer]}}}"] if self.answer else []
         return [BOXED.format(row[self.question])], ["\n\n".join(parts)]
 
-    def is_correct(self, example: Example, text: str) -> bool | None:
-        return answers.agree(text, example.response)
+    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
+        return answers.agree(text, example.response, finished=finished)
 
 
 class Math500(_Boxed):
@@ -227,11 +227,11 @@ class SpecBench(_Turns):
         f"{_GITHUB}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
     )
 
-    def is_correct(self, example: Example, text: str) -> bool | None:
+    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
         # Its mathematics is GSM8K's; the references of the rest are no final answers.
         if answers.marked(example.response) is None:
             return None
-        return answers.agree(text, example.response)
+        return answers.agree(text, example.response, finished=finished)
 
 
 class Alpaca(Benchmark):

@@ -48,13 +48,17 @@ class Dataset(abc.ABC):
         """Up to `limit` examples from all over a split, always the same ones."""
         return shuffled(list(self.examples(split)))[:limit]
 
-    def is_correct(self, example: Example, text: str) -> bool | None:
-        """Whether `text`, in place of the example's last answer, comes to the same final answer.
+    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
+        """Whether `text`, in place of the example's last answer, has the same final answer.
 
+        Args:
+          example: with the right answer.
+          text: to be graded.
+          finished: False where the text was cut off at a limit; see `answers.find`.
         Returns:
           None where there is no final answer to compare with, as in a conversation.
         """
-        del example, text
+        del example, text, finished
         return None
 
     def empty(self, split: Split) -> errors.InputError:
@@ -78,8 +82,8 @@ class Math(Dataset):
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
         return list(problems.examples(split, limit or self._count(split)))
 
-    def is_correct(self, example: Example, text: str) -> bool | None:
-        return answers.agree(text, example.response)
+    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
+        return answers.agree(text, example.response, finished=finished)
 
     def _count(self, split: Split) -> int:
         return self._config.math_examples if split == "train" else problems.HELD_OUT_EXAMPLES

@@ -192,7 +192,9 @@ class Bench:
         """Whether each output comes to the right answer; None where there is none to come to."""
         words = self.jobs[self.baseline].tokenizer
         return tuple(
-            item.grader(words.decode(one.output_ids)) if item.grader else None
+            item.grader(words.decode(one.output_ids), finished=one.finish_reason == "stop")
+            if item.grader
+            else None
             for item, one in zip(group, done, strict=True)
         )
 

@@ -26,7 +26,7 @@ from dflash.runs.outputs import Record
 from dflash.text import prompts, tokenizer
 from dflash.text.prompts import Prompt
 
-Grader = Callable[[str], bool | None]
+Grader = Callable[..., bool | None]  # (text, *, finished)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +105,9 @@ class Job:
         if not graders:
             return {}
         marks = [
-            grader(records[prompt.indices[-1]].text)
+            grader(record.text, finished=record.finish_reason == "stop")
             for prompt, grader in zip(self.prompts, graders, strict=True)
-            if prompt.indices[-1] in records
+            if (record := records.get(prompt.indices[-1])) is not None
         ]
         marks = [mark for mark in marks if mark is not None]
         return {"checked": len(marks), "correct": sum(marks)} if marks else {}

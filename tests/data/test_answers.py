@@ -1,7 +1,5 @@
 """Final answers: found, and compared."""
 
-import fractions
-
 import pytest
 
 from dflash.data import answers
@@ -12,6 +10,10 @@ from dflash.data import answers
     [
         (r"So \boxed{5}, no: \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\}}", r"\}"),
+        (r"\boxed{\\{3}}", r"\\{3}"),
+        ("x - 5 and then x-5", "5"),
+        ("It is −5.", "-5"),
         (r"It is \boxed {7} of 9.", "7"),
         (r"#### 3, says \fbox{4}", "4"),
         ("First 3.\n#### 1,234\nThat is 5 more.", "1,234"),
@@ -46,6 +48,24 @@ def test_the_answer_is_found(text, answer):
         (r"\text{Evelyn}", "Evelyn"),
         ("070", "70"),
         ("7.", "7"),
+        ("10{,}000", "10000"),
+        (r"10,\!000", "10000"),
+        (r"5\frac{1}{2}", "5.5"),
+        (r"-5\tfrac12", "-11/2"),
+        ("5 1/2", r"\frac{11}{2}"),
+        (r"\frac{\sqrt3}{2}", r"\frac{\sqrt{3}}{2}"),
+        (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+        (r"\sqrt[3]{8}", "2"),
+        (r"1.5\times10^3", "1500"),
+        ("10^{-2}", "0.01"),
+        ("x + x", "2x"),
+        ("(x+1)^2", "x^2+2x+1"),
+        (r"2k\pi", r"2\pi k"),
+        ("1, -2", "-2, 1"),
+        (r"\{1, \frac12\}", r"\{0.5, 1\}"),
+        (r"[0, \frac{1}{2})", "[0,.5)"),
+        (r"11\sqrt2", r"11\sqrt{2}"),
+        ("3:30", "3:30"),
     ],
 )
 def test_the_same_answers(one, other):
@@ -66,21 +86,86 @@ def test_the_same_answers(one, other):
         ("", "0"),
         ("2x", "x"),
         ("1e2", "1e3"),
+        ("5 1/2", "51/2"),
+        ("3 4", "34"),
+        ("1, 234", "1234"),
+        ("(1, 2)", "(2, 1)"),
+        ("(1, 2)", "[1, 2]"),
+        ("1, 1", "1, 2"),
+        ("1/2x", r"\frac{1}{2x}"),
+        ("1/2x", r"\frac{x}{2}"),
+        (r"\sqrt12", r"\sqrt{12}"),
+        (r"2\frac{3}{2}", "3"),
+        ("x^2", "x^3"),
+        ("night", "thing"),
+        ("no", "on"),
+        (r"\pi", "3.14"),
+        ("2516", "2516_8"),
     ],
 )
 def test_different_answers(one, other):
     assert not answers.same(one, other)
 
 
-def test_numbers_are_exact_and_bounded():
-    assert answers.number(r"\frac{1}{3}") == fractions.Fraction(1, 3)
-    assert answers.number("0.1") == fractions.Fraction(1, 10)
-    assert answers.number(r"\frac{1}{0}") is None
-    assert answers.number("1e999999999") is None  # not a number that fits any memory
-    assert answers.number("9" * 5000) is None
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9^9}}",
+        "1e999999999",
+        "(" * 400 + "1" + ")" * 400,
+        "9" * 900 + "^{999}",
+        "*".join(["9^{999}"] * 100),
+        r"\frac{1}{0}",
+        "0^{-1}",
+        r"\sqrt{-1}",
+        "1-" * 500,
+        "9" * 5000,
+        r"\text{" * 1000,
+    ],
+)
+def test_what_has_no_value_or_too_large_a_one_is_compared_as_written(answer):
+    assert answers.same(answer, answer)
+    assert not answers.same(answer, "1")
+
+
+def test_numbers_are_exact():
+    assert answers.same("0.1", r"\frac{1}{10}")
+    assert not answers.same("0.3333333333333333", r"\frac{1}{3}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed " + r"\boxed{" * 200_000,
+        "#### 5" + " " * 200_000 + "x",
+        "1." * 200_000,
+        "1," * 200_000,
+        "-" * 200_000,
+        "1" * 200_000,
+    ],
+)
+def test_finding_takes_time_in_proportion_to_the_text(text):
+    """Quadratic, any of these would take minutes."""
+    answers.agree(text, "#### 1")
 
 
 def test_agreement_needs_an_answer_to_agree_with():
     assert answers.agree(r"\boxed{4}", "#### 4") is True
     assert answers.agree("no idea", "#### 4") is False
     assert answers.agree(r"\boxed{4}", "a poem") is None
+    assert answers.agree(r"\boxed{4}", r"\boxed{}") is None
+    assert answers.agree(r"\boxed{}", "#### 4") is False
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("We compute 3*4 = 12 and then add 4", False),
+        (r"So \boxed{4}. Let me check:", True),
+        (r"So \boxed{4", False),
+        ("Hence\n#### 4\nTo be sure", True),
+        ("Hence\n#### 4", False),  # it might go on: 42
+    ],
+)
+def test_a_text_that_was_cut_off_must_mark_its_answer(text, right):
+    assert answers.agree(text, "#### 4", finished=False) is right

@@ -3,8 +3,9 @@
 import io
 
 from dflash.config import loader
-from dflash.data import datasets
+from dflash.data import answers, datasets
 from dflash.offline import job
+from dflash.runs.outputs import Record
 
 CONFIG = "random_tiny_dflash.yml"
 
@@ -16,3 +17,21 @@ def test_prompts_of_a_data_set():
     assert [prompt.source for prompt in found] == [f"math/test[{index}]" for index in range(3)]
     assert [prompt.messages for prompt in found] == datasets.task_prompts("math", "test", 3)
     assert all(prompt.ids for prompt in found)
+
+
+def test_an_output_that_was_cut_off_must_mark_its_answer():
+    """Its last number may be right by chance."""
+    settings = ["prompts.text=[]", "prompts.dataset=math", "prompts.limit=1"]
+    config = loader.load(f"configs/{CONFIG}", settings)
+    prepared = job.prepare(config, stdin=io.StringIO(), dry=True)
+    (example,) = datasets.task_examples("math", "test", 1)
+    answer = answers.find(example.response)
+
+    def grade(text, finish_reason):
+        record = Record(0, "", (1,), (2,), text, finish_reason, (1,), 1.0, 1.0, 1.0)
+        return prepared.grade({0: record})
+
+    assert grade(f"That is {answer}", "stop") == {"checked": 1, "correct": 1}
+    assert grade(f"That is {answer}", "length") == {"checked": 1, "correct": 0}
+    assert grade(f"\\boxed{{{answer}}}. But", "length") == {"checked": 1, "correct": 1}
+    assert prepared.grade({}) == {}

@@ -1,0 +1,196 @@
+r"""Values of LaTeX expressions, exact where they can be, within bounds of time and memory.
+
+Understood: numbers, letters, \pi, + - * / \times \cdot \div, powers, \frac, \sqrt, mixed numbers
+(5\frac{1}{2}), parentheses, products without a sign (2x). A letter stands for a fixed number, one
+at each of two points, so expressions of equal value at both are the same one.
+"""
+
+import fractions
+import hashlib
+import math
+import re
+
+Value = fractions.Fraction | float
+
+MAX_DEPTH = 20
+MAX_BITS = 4000  # of a numerator or denominator
+MAX_EXPONENT = 1000
+POINTS = 2
+_TOLERANCE = 1e-12  # relative, of values that are not rational
+_MAX_LETTERS = 3  # in a row; more are a word
+
+_TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|\\?\S")
+_FRACTION = re.compile(r"\\frac(?:(\d)(\d)|\{(\d+)\}\{(\d+)\})")
+_WORD = re.compile(rf"^[a-zA-Z]{{2,}}$|(?<![\\a-zA-Z])[a-zA-Z]{{{_MAX_LETTERS + 1},}}")
+_TIMES, _OVER = ("*", "\\times", "\\cdot", "×", "·"), ("/", "\\div")
+
+
+class _NoValue(Exception):
+    """The expression is none of those understood, ambiguous, or too large."""
+
+
+def evaluate(text: str) -> tuple[Value, ...] | None:
+    """The values of an expression at the two points; None if it has none that is understood."""
+    try:
+        return tuple(_Parser(text, point).value() for point in range(POINTS))
+    except (_NoValue, ArithmeticError):
+        return None
+
+
+def equal(one: tuple[Value, ...] | None, other: tuple[Value, ...] | None) -> bool:
+    """Whether two expressions have values, and the same ones."""
+    if one is None or other is None:
+        return False
+    return all(map(_equal, one, other))
+
+
+def _equal(one: Value, other: Value) -> bool:
+    if isinstance(one, float) or isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_TOLERANCE)
+    return one == other
+
+
+class _Parser:
+    """Recursive descent over the tokens of one expression."""
+
+    def __init__(self, text: str, point: int):
+        if _WORD.search(text):
+            raise _NoValue
+        self._tokens = _TOKEN.findall(text)
+        self._place = self._depth = 0
+        self._point = point
+
+    def value(self) -> Value:
+        result = self._sum()
+        if self._peek():
+            raise _NoValue
+        return result
+
+    def _peek(self) -> str:
+        return self._tokens[self._place] if self._place < len(self._tokens) else ""
+
+    def _take(self, *wanted: str) -> str:
+        token = self._peek()
+        if not token or (wanted and token not in wanted):
+            raise _NoValue
+        self._place += 1
+        return token
+
+    def _sum(self) -> Value:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _NoValue
+        result = self._product()
+        while self._peek() in ("+", "-"):
+            sign = 1 if self._take() == "+" else -1
+            result = _checked(result + sign * self._product())
+        self._depth -= 1
+        return result
+
+    def _product(self) -> Value:
+        sign = 1
+        while self._peek() in ("+", "-"):
+            sign *= 1 if self._take() == "+" else -1
+        result, divided = sign * self._power(), False
+        while self._peek() not in ("", "+", "-", ")", "}", "]"):
+            token = self._peek()
+            if token in _TIMES or token in _OVER:
+                divided = self._take() in _OVER
+                factor = self._power()
+                result = _checked(result / factor if divided else result * factor)
+            elif divided or token[0].isdigit() or token[0] == ".":
+                raise _NoValue  # 1/2x is two things, 3 4 none
+            else:
+                result = _checked(result * self._power())
+        return result
+
+    def _power(self) -> Value:
+        base = self._atom()
+        if self._peek() != "^":
+            return base
+        self._take()
+        if self._peek() == "-":
+            self._take()
+            return _power(base, -self._argument())
+        return _power(base, self._argument())
+
+    def _atom(self) -> Value:
+        token = self._take()
+        if token == "\\frac":
+            return _checked(self._argument(max_digits=1) / self._argument(max_digits=1))
+        if token == "\\sqrt":
+            return self._root()
+        if token == "\\pi":
+            return math.pi
+        if token in ("(", "{"):
+            result = self._sum()
+            self._take(")" if token == "(" else "}")
+            return result
+        if token[0].isdigit() or token[0] == ".":
+            return self._number(token)
+        if len(token) == 1 and token.isascii() and token.isalpha():
+            return _letter(token, self._point)
+        raise _NoValue
+
+    def _root(self) -> Value:
+        degree: Value = fractions.Fraction(2)
+        if self._peek() == "[":
+            self._take()
+            degree = self._sum()
+            self._take("]")
+        elif self._peek().isdigit() and len(self._peek()) > 1:
+            raise _NoValue  # TeX takes one digit, people mean all
+        return _power(self._argument(), 1 / degree)
+
+    def _number(self, token: str) -> Value:
+        r"""A number; before the \frac of a smaller integer by a larger one, a mixed number."""
+        number = _rational(token)
+        part = _FRACTION.match("".join(self._tokens[self._place :]))
+        if not part:
+            return number
+        above, below = (int(one) for one in part.groups() if one)
+        if not token.isdigit() or above >= below:
+            raise _NoValue  # 2\frac{3}{2}: a product, or a slip
+        return _checked(number + self._atom())
+
+    def _argument(self, max_digits: int | None = None) -> Value:
+        """A group in braces, or one token; of a number, as many digits as TeX takes."""
+        token = self._peek()
+        if not token[:1].isdigit():
+            return self._atom()
+        if max_digits and len(token) > max_digits:
+            self._tokens[self._place] = token[max_digits:]
+            return _rational(token[:max_digits])
+        return _rational(self._take())
+
+
+def _rational(digits: str) -> fractions.Fraction:
+    return _checked(fractions.Fraction(digits))
+
+
+def _checked(value: Value) -> Value:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise _NoValue
+    elif max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise _NoValue
+    return value
+
+
+def _power(base: Value, exponent: Value) -> Value:
+    if isinstance(exponent, float) or exponent.denominator != 1:
+        if base < 0:
+            raise _NoValue
+        return _checked(float(base) ** float(exponent))
+    if abs(exponent) > MAX_EXPONENT or (
+        not isinstance(base, float)
+        and abs(exponent) * max(base.numerator.bit_length(), base.denominator.bit_length())
+        > MAX_BITS
+    ):
+        raise _NoValue
+    return _checked(base ** int(exponent))
+
+
+def _letter(letter: str, point: int) -> fractions.Fraction:
+    digest = hashlib.sha256(f"{letter}{point}".encode()).digest()
+    return fractions.Fraction(int.from_bytes(digest[:3], "big") + 1, 2**20)
