@@ -61,7 +61,7 @@ def _drafting_test(job):
         job.task.target,
         job.task.working,
         job.config.evaluation_decode,
-        job.held_out_prompts(),
+        job.held_out_prompts,
         stop_ids=job.task.target.arch.eos_token_id,
     )
 

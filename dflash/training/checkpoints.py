@@ -1,12 +1,15 @@
 """Checkpoints of the whole training state: written in the background, whole or not at all.
 
-Orbax writes and commits; on top of it every array carries a checksum of its bits, because a flipped
-bit in compressed data may otherwise be restored without a word.
+Orbax writes and commits. Two kinds of checksums go into each checkpoint beside it: of every array's
+bits, because a flipped bit in compressed data may otherwise be restored unnoticed; and of every
+file, in files.json, which tell damage apart from whatever else keeps a checkpoint from being read,
+such as too little memory.
 """
 
 import contextlib
 import dataclasses
-import math
+import hashlib
+import json
 import pathlib
 import re
 import shutil
@@ -17,34 +20,52 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
-from orbax.checkpoint import checkpoint_managers
 
 from dflash import errors
+from dflash.runs import files
 from dflash.training import state as states
 from dflash.training.state import TrainState
 
 DAMAGED = "damaged"  # where checkpoints go that cannot be restored
 
-_STATE, _FACTS = "state", "facts"
+_STATE, _METADATA = "state", "facts"
+_FILE_SUMS = "files.json"
 _REASON = re.compile(
     r"No space left on device|File too large|Disk quota exceeded|Permission denied|"
-    r"Read-only file system|Input/output error"
+    r"Read-only file system|Input/output error|Too many open files|Cannot allocate memory"
 )
 
 
+class _ChecksumError(Exception):
+    """A restored array does not have the checksum that it was saved with."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Restored:
+class RestoredCheckpoint:
     """A checkpoint that was found good.
 
     Attributes:
-      step: its number.
-      state: the arrays, each in its place.
-      facts: what was saved beside them.
+      step: number of steps done.
+      state: arrays, each in its place.
+      metadata: JSON content that was saved beside them.
     """
 
     step: int
     state: TrainState
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+@dataclasses.dataclass
+class _LastAndBest:
+    """Orbax's preservation policy: the last `keep_last` checkpoints and that of step `best`."""
+
+    keep_last: int
+    best: int | None = None
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        del context
+        kept = {checkpoint.step for checkpoint in checkpoints[-self.keep_last :]} | {self.best}
+        return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
 class Checkpoints:
@@ -55,26 +76,16 @@ class Checkpoints:
         self._directory = directory.absolute()
         self._in_flight: int | None = None
         self._good: int | None = None
-        policies = checkpoint_managers
-        keep = policies.AnyPreservationPolicy(
-            [
-                policies.LatestN(keep_last),
-                policies.BestN(
-                    get_metric_fn=_score,
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                ),
-            ]
-        )
+        self._keep = _LastAndBest(keep_last)
         self._verbosity = logging.get_verbosity()
         self._hook = sys.unraisablehook
         # Orbax's own account of what went wrong would bury our one line.
         logging.set_verbosity(logging.FATAL)
         sys.unraisablehook = self._unraisable
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=keep,
-            best_fn=_score,  # the policy overrides it, but without it scores are not kept
+            preservation_policy=self._keep,
             cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_file_sums),
         )
         with self._explained("opened"):
             self._manager = ocp.CheckpointManager(self._directory, options=options)
@@ -90,33 +101,31 @@ class Checkpoints:
         return self._good
 
     def save(
-        self, step: int, state: TrainState, facts: Mapping[str, Any], *, score: float | None
+        self, step: int, state: TrainState, metadata: Mapping[str, Any], *, best: int | None
     ) -> None:
-        """Copies the state and writes it in the background; waits for the save before, if any.
+        """Copies the state and writes it in the background, once the save before is finished.
 
         Args:
-          step: steps done.
+          step: number of steps done.
           state: may be donated as soon as this returns.
-          facts: further content, as JSON has it.
-          score: of an evaluation at this step, more is better; None if there was none.
+          metadata: further content, as JSON has it.
+          best: step of the best checkpoint, which is kept; None if there is none.
         Raises:
           CheckpointError: this or an earlier save cannot be written.
         """
         self.wait()
         arrays = states.flatten(state)
         sums = {name: int(x) for name, x in jax.device_get(states.checksums(arrays)).items()}
-        scored = score is not None and math.isfinite(score)
-        self._in_flight = step
+        self._in_flight, self._keep.best = step, best
         with self._explained("written"):
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     **{
                         _STATE: ocp.args.PyTreeSave(arrays),
-                        _FACTS: ocp.args.JsonSave({**facts, "checksums": sums}),
+                        _METADATA: ocp.args.JsonSave({**metadata, "checksums": sums}),
                     }
                 ),
-                metrics={"score": score} if scored else None,
             )
 
     def poll(self) -> None:
@@ -137,35 +146,47 @@ class Checkpoints:
             self._manager.check_for_errors()
         self._good, self._in_flight = self._in_flight, None
 
-    def restore(self, like: TrainState, tell: Callable[[str], None]) -> Restored | None:
-        """Restores the newest checkpoint that is good, and sets damaged ones aside.
+    def restore(self, like: TrainState, tell: Callable[[str], None]) -> RestoredCheckpoint | None:
+        """Restores the newest good checkpoint, and moves damaged ones to damaged/.
+
+        A wrong checksum or a missing file is damage. After any other failure the checkpoints stay
+        as they are.
 
         Args:
-          like: abstract; the arrays go where it says.
-          tell: takes one line about each damaged checkpoint.
+          like: abstract; says where the arrays go.
+          tell: called with one line for each damaged checkpoint.
         Returns:
-          The checkpoint; None if there is none at all.
+          The checkpoint; None if there has never been one.
         Raises:
-          CheckpointError: there are some, and all are damaged.
+          CheckpointError: the newest one cannot be read, though it is not damaged; or all are
+            damaged, now or at an earlier start.
         """
         found = self.steps()
         for step in reversed(found):
             try:
                 restored = self._restore(step, like)
-            except Exception as error:  # whatever the damage leads to
+            except Exception as error:  # Orbax and tensorstore raise a dozen kinds
+                damage = _find_damage(self._directory / str(step), error)
+                if damage is None:
+                    raise errors.CheckpointError(
+                        f"{self._directory / str(step)}: cannot be restored: {_reason(error)}; "
+                        "nothing was changed, so try again; if it keeps failing, delete this "
+                        "directory to continue from the checkpoint before it"
+                    ) from error
                 earlier = [other for other in found if other < step]
                 what_next = (
                     f"going back to step {earlier[-1]}" if earlier else "it was the only one"
                 )
-                tell(f"checkpoint of step {step} is damaged ({_reason(error)}): {what_next}")
+                tell(f"checkpoint of step {step} is damaged ({damage}): {what_next}")
                 self._set_aside(step)
                 continue
             self._good = step
             return restored
-        if found:
+        damaged = self._directory.parent / DAMAGED
+        if damaged.is_dir() and any(damaged.iterdir()):
             raise errors.CheckpointError(
-                f"{self._directory}: no good checkpoint is left; the damaged ones are in "
-                f"{self._directory.parent / DAMAGED}; start again in another --workdir"
+                f"{damaged}: the checkpoints here are damaged and no good one is left: delete this "
+                "directory to start again at step 0, or use another --workdir"
             )
         return None
 
@@ -189,21 +210,30 @@ class Checkpoints:
         if str(unraisable.exc_value) != "Event loop is closed":
             self._hook(unraisable)
 
-    def _restore(self, step: int, like: TrainState) -> Restored:
+    def _restore(self, step: int, like: TrainState) -> RestoredCheckpoint:
         arrays = states.flatten(like)
         restore = ocp.args.PyTreeRestore(
             arrays, restore_args=ocp.checkpoint_utils.construct_restore_args(arrays)
         )
         content = self._manager.restore(
-            step, args=ocp.args.Composite(**{_STATE: restore, _FACTS: ocp.args.JsonRestore()})
+            step, args=ocp.args.Composite(**{_STATE: restore, _METADATA: ocp.args.JsonRestore()})
         )
-        facts = dict(content[_FACTS])
-        wanted = facts.pop("checksums")
+        metadata = dict(content[_METADATA])
+        wanted = metadata.pop("checksums")
         sums = jax.device_get(states.checksums(content[_STATE]))
         wrong = [name for name in arrays if int(sums[name]) != wanted[name]]
         if wrong:
-            raise ValueError(f"the checksum of {wrong[0]} is wrong")
-        return Restored(step, states.unflatten(like, content[_STATE]), facts)
+            raise _ChecksumError(f"the checksum of {wrong[0]} is wrong")
+        return RestoredCheckpoint(step, states.unflatten(like, content[_STATE]), metadata)
+
+    def _write_file_sums(self) -> None:
+        """Adds files.json to the checkpoint in flight; the first process calls it, then commits."""
+        # Where a directory cannot be renamed, Orbax writes into the final one.
+        unfinished = list(self._directory.glob(f"{self._in_flight}.orbax-checkpoint-tmp*"))
+        path = unfinished[0] if unfinished else self._directory / str(self._in_flight)
+        written = [file for item in (_STATE, _METADATA) for file in (path / item).rglob("*")]
+        sums = {str(x.relative_to(path)): _file_sum(x) for x in written if x.is_file()}
+        files.write_whole(path / _FILE_SUMS, json.dumps(sums))
 
     def _set_aside(self, step: int) -> None:
         """Moves a checkpoint out of the way: its step will be saved again."""
@@ -234,13 +264,40 @@ class Checkpoints:
             ) from error
 
 
-def _score(metrics: Mapping[str, float]) -> float:
-    return metrics["score"]
+def _find_damage(path: pathlib.Path, error: Exception) -> str | None:
+    """What is damaged in a checkpoint that could not be restored; None if no damage is found.
+
+    Args:
+      path: of the checkpoint.
+      error: the failure to restore it.
+    """
+    # A missing file is named by the error too where an earlier version left no files.json.
+    if isinstance(error, _ChecksumError | FileNotFoundError):
+        return _reason(error)
+    name = _FILE_SUMS
+    try:
+        for name, wanted in json.loads((path / _FILE_SUMS).read_text()).items():
+            if _file_sum(path / name) != wanted:
+                return f"the checksum of {name} is wrong"
+    except ValueError:
+        return f"{_FILE_SUMS} is not JSON"
+    except FileNotFoundError:
+        return None if name == _FILE_SUMS else f"{name} is missing"
+    except OSError:
+        return None  # what cannot be read cannot be judged
+    return None
+
+
+def _file_sum(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _reason(error: BaseException) -> str:
-    """A few words of what may be pages."""
-    text = " ".join(str(error).split())
+    """A few words of what may be pages, from where it began."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
     known = _REASON.search(text)
     if known:
         return known.group()

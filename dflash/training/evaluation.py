@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
+from dflash.config import loader
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.job import Job
@@ -25,6 +26,24 @@ class Evaluation:
         self._step = steps_lib.make_evaluation_step(
             job.task.loss, dtype=job.task.dtype, sharding=job.sharding
         )
+
+    @property
+    def goal(self) -> str:
+        """The metric that selects the best weights: τ where it is measured, else the loss."""
+        return "loss" if self._drafting_test is None else "tau"
+
+    @property
+    def measures_something(self) -> bool:
+        """Whether a call has any metrics."""
+        return bool(self._held_out) or self._drafting_test is not None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what the metrics depend on beside the weights."""
+        settings = loader.non_defaults(self._job.config.evaluation)
+        settings.pop("every", None)
+        prompts = {} if self._drafting_test is None else self._job.held_out_prompts
+        return loader.digest([settings, self._rows, prompts])
 
     def __call__(self, params: Params) -> dict[str, float]:
         metrics = self._held_out_loss(params) if self._held_out else {}

@@ -8,6 +8,7 @@ A part appears whole or not at all, so a killed build goes on after the last of 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -55,14 +56,17 @@ class CachedBatches:
     """Endless batches from a cache, each epoch in an order of its own."""
 
     def __init__(self, cache: FeatureCache, rows: int, seed: int, state: Any = None):
-        """Args:
+        """Begins where `state` says, else at the first batch.
 
-        cache: to read.
-        rows: per batch, of this process.
-        seed: of the orders.
-        state: of an earlier iterator over the same cache, to go on after it.
+        Args:
+          cache: where rows are read.
+          rows: rows of this process in a batch.
+          seed: seed of the orders.
+          state: `state()` of an earlier iterator over the same cache, to continue there.
+        Raises:
+          InputError: the cache holds less than a batch.
         """
-        self._cache, self._rows, self._seed = cache, rows, seed
+        self._cache, self._rows = cache, rows
         self._per_epoch = cache.num_rows // rows
         if not self._per_epoch:
             raise errors.InputError(
@@ -70,11 +74,17 @@ class CachedBatches:
             )
         self._number = 0 if state is None else int(state["batch"])
 
+        @functools.lru_cache(maxsize=1)  # it takes time in proportion to the rows
+        def order(epoch: int) -> np.ndarray:
+            return np.random.default_rng((seed, epoch)).permutation(cache.num_rows)
+
+        self._order = order
+
     def __next__(self) -> Arrays:
         epoch, place = divmod(self._number, self._per_epoch)
-        order = np.random.default_rng((self._seed, epoch)).permutation(self._cache.num_rows)
         self._number += 1
-        return self._cache.rows(order[place * self._rows : (place + 1) * self._rows].tolist())
+        begin = place * self._rows
+        return self._cache.rows(self._order(epoch)[begin : begin + self._rows].tolist())
 
     def state(self) -> dict[str, int]:
         """Where the next batch begins."""

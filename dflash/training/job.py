@@ -1,6 +1,7 @@
 """A training run before it starts: models built, data found, everything checked, nothing filled."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -109,6 +110,7 @@ class Job:
             return wanted.steps
         return math.ceil(wanted.epochs * self.batches_per_epoch())
 
+    @functools.cached_property
     def held_out_prompts(self) -> dict[str, list[tuple[int, ...]]]:
         """Token ids of the prompts that τ is measured on, by the data set they are of.
 

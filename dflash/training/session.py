@@ -15,12 +15,12 @@ from dflash.runs.directory import CONFIG, RunDirectory
 from dflash.training import features, rundir
 from dflash.training import state as states
 from dflash.training import step as steps_lib
-from dflash.training.checkpoints import Checkpoints, Restored
+from dflash.training.checkpoints import Checkpoints, RestoredCheckpoint
 from dflash.training.evaluation import DraftingTest, Evaluation
 from dflash.training.job import Job
 from dflash.training.report import Report
 from dflash.training.state import Params, TrainState
-from dflash.training.trainer import Batches, Course, Outcome, Tools, Trainer
+from dflash.training.trainer import Batches, LoopConfig, Outcome, StepFunctions, Trainer
 
 
 def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -> Outcome:
@@ -42,33 +42,31 @@ def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -
         with _open_report(job, directory, steps, start.step) as report:
             for note in notes:
                 report.note(note)
+            train_step = _train_step(job, steps, start.state)
+            evaluation = Evaluation(job, frozen, drafting_test)
             trainer = Trainer(
-                _course(job, steps),
-                Tools(
-                    step=_train_step(job, steps, start.state),
-                    frozen=frozen,
-                    evaluate=Evaluation(job, frozen, drafting_test),
+                _loop_config(job, steps, evaluation),
+                StepFunctions(
+                    train=lambda state, batch: train_step(state, frozen, batch),
+                    evaluate=evaluation,
                     export=functools.partial(_export, job, directory),
                 ),
                 state=start.state,
                 step=start.step,
-                batches=_training_batches(job, directory, frozen, start.facts["data"], report),
+                batches=_training_batches(job, directory, frozen, start.metadata["data"], report),
                 sharding=job.sharding,
                 checkpoints=checkpoints,
-                facts=start.facts,
+                metadata=start.metadata,
                 report=report,
             )
             outcome = trainer.run()
-            exported = outcome.best and (directory.path / rundir.EXPORT).is_dir()
-            if outcome.step == steps and not exported:
-                _export(job, directory, outcome.state.params, outcome.step)
-            report.note(_farewell(outcome, directory, steps))
+            report.note(_finish(job, directory, start.step, outcome, steps))
     return outcome
 
 
 def _begin(
     job: Job, directory: RunDirectory, checkpoints: Checkpoints, steps: int, tell
-) -> Restored:
+) -> RestoredCheckpoint:
     """The newest good checkpoint, or else the state before the first step."""
     optimizer, _ = job.optimizer(steps)
     _, abstract = states.split(job.task.learner)
@@ -76,8 +74,8 @@ def _begin(
     if found is None:
         params = job.task.fresh_params()
         state = states.create(params, optimizer, job.config.train.seed, job.sharding)
-        return Restored(0, state, {"data": None, "identity": rundir.identity(job.config)})
-    if not rundir.same_run(found.facts.get("identity"), job.config):
+        return RestoredCheckpoint(0, state, {"data": None, "identity": rundir.identity(job.config)})
+    if not rundir.same_run(found.metadata.get("identity"), job.config):
         raise errors.WorkdirError(
             f"{directory.path}: holds checkpoints of another config than its {CONFIG} "
             "says: use another --workdir, or delete this one"
@@ -108,16 +106,16 @@ def _train_step(job: Job, steps: int, state: TrainState):
     )
 
 
-def _course(job: Job, steps: int) -> Course:
+def _loop_config(job: Job, steps: int, evaluation: Evaluation) -> LoopConfig:
     config = job.config
-    drafts = job.task.drafts and config.evaluation.prompts
-    return Course(
+    return LoopConfig(
         steps=steps,
         rows=config.train.batch_size,
         log_every=config.train.log_every,
         checkpoint_every=config.train.checkpoint_every,
-        evaluate_every=config.evaluation.every if config.evaluation.batches or drafts else 0,
-        goal="tau" if drafts else "loss",
+        evaluate_every=config.evaluation.every if evaluation.measures_something else 0,
+        goal=evaluation.goal,
+        evaluation=evaluation.fingerprint,
     )
 
 
@@ -187,8 +185,16 @@ def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> Non
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _farewell(outcome: Outcome, directory: RunDirectory, steps: int) -> str:
+def _finish(
+    job: Job, directory: RunDirectory, first_step: int, outcome: Outcome, steps: int
+) -> str:
+    """Exports the last weights where no best ones are; returns a line about what the run leaves."""
     if outcome.step < steps:
-        return f"stopped after step {outcome.step} of {steps}; the same command goes on from there"
-    which = f"step {outcome.best['step']}, the best" if outcome.best else f"step {outcome.step}"
-    return f"done: {directory.path / rundir.EXPORT} holds the weights of {which}"
+        return f"stopped after step {outcome.step} of {steps}; the same command continues there"
+    export = directory.path / rundir.EXPORT
+    if export.is_dir() and first_step == steps:
+        return f"done before: {export} holds the weights"
+    if not (export.is_dir() and outcome.best):
+        _export(job, directory, outcome.state.params, outcome.step)
+        return f"done: {export} holds the weights of step {outcome.step}"
+    return f"done: {export} holds the weights of step {outcome.best['step']}, the best"

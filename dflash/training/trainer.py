@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from dflash import errors
+from dflash.parallel.sharding import Sharding
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints
 from dflash.training.report import Report
@@ -28,16 +29,17 @@ class Batches(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
-    """How a run goes; see the config's `train` and `evaluation`.
+class LoopConfig:
+    """Length and cadence of a run; see the config's `train` and `evaluation`.
 
     Attributes:
-      steps: of the whole run.
-      rows: of a batch, of all processes together.
-      log_every: steps.
-      checkpoint_every: steps.
-      evaluate_every: steps; 0 for never.
-      goal: the metric that makes a checkpoint the best; with "loss", less is better.
+      steps: total optimizer steps.
+      rows: rows of a batch, of all processes together.
+      log_every: steps between two logs.
+      checkpoint_every: steps between two checkpoints.
+      evaluate_every: steps between two evaluations; 0 for none.
+      goal: metric that selects the best checkpoint; less is better for "loss".
+      evaluation: hash of what else the scores depend on; only scores with equal ones compare.
     """
 
     steps: int
@@ -46,21 +48,20 @@ class Course:
     checkpoint_every: int
     evaluate_every: int
     goal: str
+    evaluation: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Tools:
-    """What the loop calls, and does not know.
+class StepFunctions:
+    """Functions that the loop calls.
 
     Attributes:
-      step: (state, frozen, batch) -> state, metrics; see `make_train_step`.
-      frozen: parameters that do not learn.
-      evaluate: params -> metrics on what is held out.
-      export: writes the weights of (params, step) for others to use.
+      train: (state, batch) -> state, metrics; see `make_train_step`.
+      evaluate: params -> metrics on held-out data.
+      export: writes the weights of (params, step) as a checkpoint for decoding.
     """
 
-    step: Callable[[TrainState, Params, steps_lib.Batch], tuple[TrainState, Mapping[str, Any]]]
-    frozen: Params
+    train: Callable[[TrainState, steps_lib.Batch], tuple[TrainState, Mapping[str, Any]]]
     evaluate: Callable[[Params], Mapping[str, float]]
     export: Callable[[Params, int], None]
 
@@ -70,9 +71,9 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-      state: the last.
-      step: steps done.
-      best: {"goal", "step", "score"} of the best evaluation, if there was any.
+      state: state after the last step.
+      step: number of steps done.
+      best: {"goal", "evaluation", "step", "score"} of the best evaluation, if there was any.
       exit_status: 0 when all steps are done, else 128 + the signal that asked to stop.
     """
 
@@ -112,80 +113,83 @@ class Trainer:
 
     def __init__(
         self,
-        course: Course,
-        tools: Tools,
+        config: LoopConfig,
+        functions: StepFunctions,
         *,
         state: TrainState,
         step: int,
         batches: Batches,
-        sharding,
+        sharding: Sharding,
         checkpoints: Checkpoints,
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         report: Report,
     ):
         """Takes over `state`, which is donated.
 
         Args:
-          course: how the run goes.
-          tools: what the loop calls.
-          state: to begin with.
+          config: length and cadence.
+          functions: what to call.
+          state: state to begin with.
           step: its number.
-          batches: from that step on.
+          batches: batches from that step on.
           sharding: where batches go.
           checkpoints: where states go.
-          facts: are saved along; those of the checkpoint that `state` is of, if it is of one.
-          report: is told everything.
+          metadata: content to save beside each state; of the checkpoint that `state` is from, if
+            it is from one.
+          report: takes metrics and messages.
         """
-        self._course, self._tools = course, tools
+        self._config, self._functions = config, functions
         self._state, self._step = state, step
         self._batches, self._sharding = batches, sharding
-        self._checkpoints, self._facts, self._report = checkpoints, facts, report
+        self._checkpoints, self._metadata, self._report = checkpoints, metadata, report
         self._pending: collections.deque[tuple[int, Any]] = collections.deque()
-        best = facts.get("best")
-        # What was best by another measure says nothing about this one.
-        self._best = best if best and best["goal"] == course.goal else None
-        self._window = _Window(**facts.get("window", {}))
+        self._measure = {"goal": config.goal, "evaluation": config.evaluation}
+        best = metadata.get("best")
+        self._best = best if best and self._measure.items() <= best.items() else None
+        if best and not self._best:
+            report.note(f"evaluations have changed: step {best['step']} is no longer the best")
+        self._window = _Window(**metadata.get("window", {}))
         self._saved = step
         self._under_way = False
 
     def run(self) -> Outcome:
-        """Goes on to the last step, or until a signal asks to stop.
+        """Trains up to the last step, or until a signal asks to stop.
 
         Raises:
-          TrainingError: a loss or gradient is not a number.
+          TrainingError: a loss or gradient is not finite.
           CheckpointError: the state cannot be saved.
         """
-        course = self._course
+        config = self._config
         with StopSignal() as stop:
-            while self._step < course.steps and not self._asked(stop):
+            while self._step < config.steps and not self._asked(stop):
                 self._advance()
                 self._checkpoints.poll()
-                if self._due(course.log_every):
+                if self._due(config.log_every):
                     self._log()
-                score = self._evaluate() if self._due(course.evaluate_every) else None
-                if score is not None or self._due(course.checkpoint_every):
-                    self._save(score)
+                evaluated = self._due(config.evaluate_every) and self._evaluate()
+                if evaluated or self._due(config.checkpoint_every):
+                    self._save()
             self._settle()
             if self._saved != self._step:
-                self._save(None)
+                self._save()
             with self._paused():
                 self._checkpoints.wait()
-            finished = self._step == course.steps
+            finished = self._step == config.steps
         return Outcome(self._state, self._step, self._best, 0 if finished else stop.exit_status)
 
     def _asked(self, stop: StopSignal) -> bool:
         # Several processes agree now and then only: it costs a round trip.
-        together = jax.process_count() > 1 and self._step % self._course.log_every
+        together = jax.process_count() > 1 and self._step % self._config.log_every
         return not together and stop.agreed()
 
     def _due(self, every: int) -> bool:
-        last = self._step == self._course.steps
+        last = self._step == self._config.steps
         return bool(every) and (last or self._step % every == 0)
 
     def _advance(self) -> None:
         """Dispatches a step, and looks at the one before it while the device is busy."""
-        batch = steps_lib.place(next(self._batches), self._sharding, self._course.rows)
-        self._state, metrics = self._tools.step(self._state, self._tools.frozen, batch)
+        batch = steps_lib.place(next(self._batches), self._sharding, self._config.rows)
+        self._state, metrics = self._functions.train(self._state, batch)
         self._step += 1
         self._pending.append((self._step, metrics))
         while len(self._pending) > 1:
@@ -224,35 +228,32 @@ class Trainer:
         window, self._window = self._window, _Window()
         self._report.log(self._step, window.means())
 
-    def _evaluate(self) -> float | None:
-        """Evaluates; exports the weights if they are the best so far. Returns the score."""
+    def _evaluate(self) -> bool:
+        """Evaluates and exports the best weights so far; returns whether there was a score."""
         self._settle()
         with self._paused() as clock:
-            metrics = self._tools.evaluate(self._state.params)
+            metrics = self._functions.evaluate(self._state.params)
             self._report.evaluation(self._step, metrics, clock())
-            value = metrics.get(self._course.goal)
+            value = metrics.get(self._config.goal)
             if value is None or not np.isfinite(value):
-                return None
-            score = -value if self._course.goal == "loss" else value
+                return False
+            score = float(-value if self._config.goal == "loss" else value)
             if self._best is None or score > self._best["score"]:
-                self._best = {
-                    "goal": self._course.goal,
-                    "step": self._step,
-                    "score": float(score),
-                }
-                self._tools.export(self._state.params, self._step)
-        return float(score)
+                self._best = {**self._measure, "step": self._step, "score": score}
+                self._functions.export(self._state.params, self._step)
+        return True
 
-    def _save(self, score: float | None) -> None:
+    def _save(self) -> None:
         self._settle()
         with self._paused():
-            facts = {
-                **self._facts,
+            metadata = {
+                **self._metadata,
                 "best": self._best,
                 "window": dataclasses.asdict(self._window),
                 "data": self._batches.state(),
             }
-            self._checkpoints.save(self._step, self._state, facts, score=score)
+            best = self._best["step"] if self._best else None
+            self._checkpoints.save(self._step, self._state, metadata, best=best)
         self._saved = self._step
 
     @contextlib.contextmanager

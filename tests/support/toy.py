@@ -17,7 +17,7 @@ from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints
 from dflash.training.report import Report
-from dflash.training.trainer import Course, Tools, Trainer
+from dflash.training.trainer import LoopConfig, StepFunctions, Trainer
 
 VOCAB, WIDTH, ROWS, LENGTH = 16, 16, 8, 8
 
@@ -77,6 +77,8 @@ class Run:
     keep_last: int = 2
     poison_at: int | None = None
     scores: tuple[float, ...] = ()
+    goal: str = "tau"
+    evaluation: str = "12 prompts"
     noise: float = 0.1
 
     def __post_init__(self):
@@ -111,28 +113,31 @@ class Run:
     def go(self):
         """Trains, or goes on with what is in the directory; returns the outcome."""
         scores = iter(self.scores)
-        tools = Tools(
-            step=self.step(),
-            frozen=(),
-            evaluate=lambda params: {"tau": next(scores)},
+        train_step = self.step()
+        functions = StepFunctions(
+            train=lambda state, batch: train_step(state, (), batch),
+            evaluate=lambda params: {self.goal: next(scores)},
             export=lambda params, step: self.exported.append(step),
         )
         self.directory.mkdir(parents=True, exist_ok=True)
         with Checkpoints(self.directory / "checkpoints", keep_last=self.keep_last) as checkpoints:
             found = checkpoints.restore(self.like, self.notes.append)
             state = found.state if found else self.fresh()
-            facts = found.facts if found else {"data": None}
+            metadata = found.metadata if found else {"data": None}
             self.started_at = found.step if found else 0
-            course = Course(
+            config = LoopConfig(
                 steps=self.steps,
                 rows=ROWS,
                 log_every=3,
                 checkpoint_every=self.checkpoint_every,
                 evaluate_every=self.evaluate_every,
-                goal="tau",
+                goal=self.goal,
+                evaluation=self.evaluation,
             )
             share, shares = steps_lib.share_of_process(self.sharding, ROWS)
-            batches = Counting(facts["data"], share=share, shares=shares, poison_at=self.poison_at)
+            batches = Counting(
+                metadata["data"], share=share, shares=shares, poison_at=self.poison_at
+            )
             with Report(
                 self.directory if jax.process_index() == 0 else None,
                 steps=self.steps,
@@ -140,14 +145,14 @@ class Run:
                 tokens_per_step=ROWS * LENGTH,
             ) as report:
                 trainer = Trainer(
-                    course,
-                    tools,
+                    config,
+                    functions,
                     state=state,
                     step=self.started_at,
                     batches=batches,
                     sharding=self.sharding,
                     checkpoints=checkpoints,
-                    facts=facts,
+                    metadata=metadata,
                     report=report,
                 )
                 outcome = trainer.run()

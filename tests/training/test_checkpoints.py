@@ -1,6 +1,9 @@
 """Checkpoints: what was saved comes back, damage is noticed, failures leave the last good one."""
 
+import errno
+import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +14,7 @@ import pytest
 from support import TESTS, toy
 
 from dflash import errors
+from dflash.training import checkpoints as checkpoints_lib
 from dflash.training import state as states
 from dflash.training.checkpoints import Checkpoints
 from dflash.training.state import TrainState
@@ -53,7 +57,7 @@ def two_saved(tmp_path):
     """Checkpoints of steps 1 and 2."""
     with Checkpoints(tmp_path / "checkpoints", keep_last=2) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, make_state(step), {"data": {"next": step}}, score=None)
+            checkpoints.save(step, make_state(step), {"data": {"next": step}}, best=None)
         checkpoints.wait()
     return tmp_path
 
@@ -64,13 +68,31 @@ def restore(directory, size: int = 20_000):
         return checkpoints.restore(like(make_state(0, size)), notes.append), notes
 
 
+def find_damage(path: pathlib.Path) -> str | None:
+    return checkpoints_lib._find_damage(path, RuntimeError("some reason"))
+
+
+def saved(directory: pathlib.Path) -> list[int]:
+    """Steps of the checkpoints in a directory."""
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def run_code(code: str, directory: pathlib.Path) -> subprocess.CompletedProcess:
+    """Runs Python code, in which {path} and {directory} are filled in, in a new process."""
+    path = [str(TESTS / "training"), str(TESTS), str(TESTS.parent)]
+    code = code.format(path=path, directory=str(directory))
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+
+
 def test_nothing_saved_nothing_restored(tmp_path):
     assert restore(tmp_path) == (None, [])
 
 
 def test_the_newest_comes_back(two_saved):
     restored, notes = restore(two_saved)
-    assert (restored.step, restored.facts, notes) == (2, {"data": {"next": 2}}, [])
+    assert (restored.step, restored.metadata, notes) == (2, {"data": {"next": 2}}, [])
     assert_equal(restored.state, make_state(2))
 
 
@@ -78,7 +100,7 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path):
     advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     state = make_state(5, size=500_000)
     with Checkpoints(tmp_path / "checkpoints", keep_last=2) as checkpoints:
-        checkpoints.save(5, state, {}, score=None)
+        checkpoints.save(5, state, {}, best=None)
         for _ in range(3):
             state = advance(state)
         checkpoints.wait()
@@ -115,17 +137,101 @@ def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(two_saved):
     flip_a_bit(files_of(two_saved, 2)[0])
     with Checkpoints(two_saved / "checkpoints", keep_last=2) as checkpoints:
         checkpoints.restore(like(make_state(0)), lambda note: None)
-        checkpoints.save(2, make_state(2), {}, score=None)
+        checkpoints.save(2, make_state(2), {}, best=None)
         checkpoints.wait()
     restored, _ = restore(two_saved)
     assert_equal(restored.state, make_state(2))
 
 
 def test_with_all_damaged_the_run_does_not_start_over_in_silence(two_saved):
+    """Neither at this start nor at the next, until damaged/ is deleted."""
     for step in (1, 2):
         files_of(two_saved, step)[0].unlink()
-    with pytest.raises(errors.CheckpointError, match="no good checkpoint is left"):
-        restore(two_saved)
+    for _ in range(2):
+        with pytest.raises(errors.CheckpointError, match="no good one is left") as caught:
+            restore(two_saved)
+        assert f"{two_saved / 'damaged'}: " in str(caught.value)
+        assert "delete this directory to start again at step 0" in str(caught.value)
+    assert saved(two_saved / "damaged") == [1, 2]
+    shutil.rmtree(two_saved / "damaged")
+    assert restore(two_saved) == (None, [])
+
+
+FAILURES = {
+    "device memory": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+    "memory": MemoryError(),
+    "file handles": OSError(errno.EMFILE, "Too many open files"),
+    "network": ValueError("UNAVAILABLE: Error reading params.a: connection reset"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_that_is_no_damage_touches_nothing(two_saved, failure, monkeypatch):
+    def fail(*unused):
+        raise FAILURES[failure]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_restore", fail)
+        with pytest.raises(errors.CheckpointError, match="2: cannot be restored: ") as caught:
+            restore(two_saved)
+    assert "\n" not in str(caught.value)
+    assert str(FAILURES[failure].args[-1] if FAILURES[failure].args else "Memory") in str(
+        caught.value
+    )
+    assert (saved(two_saved / "checkpoints"), (two_saved / "damaged").exists()) == ([1, 2], False)
+    restored, notes = restore(two_saved)
+    assert (restored.step, notes) == (2, [])
+
+
+FEW_HANDLES = """
+import resource, sys
+sys.path[:0] = {path!r}
+import test_checkpoints as t
+from dflash import errors
+with t.Checkpoints(t.pathlib.Path({directory!r}) / "checkpoints", keep_last=2) as checkpoints:
+    like = t.like(t.make_state(0))
+    used = len(list(t.pathlib.Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
+    try:
+        checkpoints.restore(like, print)
+    except errors.CheckpointError as error:
+        print(error)
+"""
+
+
+def test_too_few_file_handles_touch_nothing(two_saved):
+    done = run_code(FEW_HANDLES, two_saved)
+    assert "checkpoints/2: cannot be restored: Too many open files; nothing" in done.stdout
+    assert saved(two_saved / "checkpoints") == [1, 2]
+
+
+def test_every_file_of_a_checkpoint_is_checked(two_saved):
+    """Whatever an error was, damage to any file that is read is found; and none where none is."""
+    path = two_saved / "checkpoints" / "2"
+    assert find_damage(path) is None
+    files = [path / name for name in json.loads((path / "files.json").read_text())]
+    assert {file.relative_to(path).parts[0] for file in files} == {"state", "facts"}
+    for file in files:
+        name, content = str(file.relative_to(path)), file.read_bytes()
+        file.write_bytes(content[:-1])
+        assert find_damage(path) == f"the checksum of {name} is wrong"
+        file.unlink()
+        assert find_damage(path) == f"{name} is missing"
+        file.write_bytes(content)
+    (path / "files.json").write_text("{")
+    assert find_damage(path) == "files.json is not JSON"
+
+
+def test_without_checksums_of_files_only_certain_damage_counts(two_saved):
+    """As in runs of earlier versions."""
+    for step in (1, 2):
+        (two_saved / "checkpoints" / str(step) / "files.json").unlink()
+    path = two_saved / "checkpoints" / "2"
+    assert find_damage(path) is None
+    (path / "facts" / "metadata").unlink()
+    restored, (note,) = restore(two_saved)
+    assert restored.step == 1
+    assert "facts/metadata" in note
 
 
 def test_what_a_kill_left_half_written_is_removed(two_saved):
@@ -138,8 +244,8 @@ def test_what_a_kill_left_half_written_is_removed(two_saved):
 
 def test_the_last_and_the_best_are_kept(tmp_path):
     with Checkpoints(tmp_path / "checkpoints", keep_last=2) as checkpoints:
-        for step, score in enumerate([1.0, 5.0, None, float("nan"), 2.0, None], start=1):
-            checkpoints.save(step, make_state(step, 10), {}, score=score)
+        for step, best in enumerate([1, 2, 2, 2, 2, 2], start=1):
+            checkpoints.save(step, make_state(step, 10), {}, best=best)
         checkpoints.wait()
         assert checkpoints.steps() == [2, 5, 6]
 
@@ -156,7 +262,7 @@ with t.Checkpoints(directory / "checkpoints", keep_last=2) as checkpoints:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
     try:
-        checkpoints.save(3, t.make_state(3), {{}}, score=None)
+        checkpoints.save(3, t.make_state(3), {{}}, best=None)
         checkpoints.wait()
     except errors.CheckpointError as error:
         print(error)
@@ -164,12 +270,8 @@ with t.Checkpoints(directory / "checkpoints", keep_last=2) as checkpoints:
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_good(two_saved):
-    """In a process of its own: a limit on the size of files stands in for the full disk."""
-    path = [str(TESTS / "training"), str(TESTS), str(TESTS.parent)]
-    code = FULL_DISK.format(path=path, directory=str(two_saved))
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    """In a process of its own: a limit on the size of files acts as the full disk."""
+    done = run_code(FULL_DISK, two_saved)
     assert done.stdout == (
         f"{two_saved}/checkpoints: checkpoint of step 3 cannot be written: File too large; "
         "the last good one, of step 2, is kept\n"

@@ -17,6 +17,7 @@ from dflash.training import trainer as trainer_lib
 
 STEPS, EVERY = 24, 3
 PAUSE_S = 0.05
+MEASURE = {"goal": "tau", "evaluation": "12 prompts"}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_a_loss_that_is_no_number_stops_the_run(uninterrupted, tmp_path, poisone
 def test_evaluations_decide_what_is_best(tmp_path):
     run = toy.Run(tmp_path, evaluate_every=2, scores=(1.0, 3.0, 2.0, 2.5, 1.0, 2.0))
     outcome = run.go()
-    assert outcome.best == {"goal": "tau", "step": 4, "score": 3.0}
+    assert outcome.best == {**MEASURE, "step": 4, "score": 3.0}
     assert run.exported == [2, 4]
     assert run.kept == [4, 10, 12]
 
@@ -138,9 +139,21 @@ def test_evaluations_decide_what_is_best(tmp_path):
 def test_what_was_best_is_known_after_a_restart(tmp_path):
     toy.Run(tmp_path, steps=8, evaluate_every=4, scores=(3.0, 2.0)).go()
     run = toy.Run(tmp_path, steps=12, evaluate_every=4, scores=(2.5,))
-    assert run.go().best == {"goal": "tau", "step": 4, "score": 3.0}
+    assert run.go().best == {**MEASURE, "step": 4, "score": 3.0}
     assert run.exported == []
     assert run.kept == [4, 8, 12]
+
+
+@pytest.mark.parametrize("change", [{"goal": "loss"}, {"evaluation": "24 prompts"}])
+def test_scores_of_other_evaluations_do_not_compare(tmp_path, change):
+    """Neither what is exported nor which checkpoint is kept depends on a score of another kind."""
+    toy.Run(tmp_path, steps=4, evaluate_every=4, scores=(3.0,)).go()
+    run = toy.Run(tmp_path, steps=16, evaluate_every=4, scores=(0.5, 0.7, 0.6), **change)
+    best = run.go().best
+    step, score = (12, 0.7) if "evaluation" in change else (8, -0.5)
+    assert best == {**MEASURE, **change, "step": step, "score": score}
+    assert run.exported[-1] == step
+    assert run.kept == sorted({step, 12, 16})
 
 
 def test_eight_devices_equal_one(uninterrupted, tmp_path):
