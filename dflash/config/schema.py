@@ -322,6 +322,7 @@ class MeshConfig:
     data: int = option(1, minimum=1)
     fsdp: int = option(1, minimum=1)
     tensor: int = option(1, minimum=1)
+    expert: int = option(1, minimum=1)
 
 
 # Logical axis name -> mesh axes that it is split over. "batch" is the slots of the decode loop.
@@ -333,6 +334,7 @@ SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert": ("expert",),
     "features": (),
 }
 

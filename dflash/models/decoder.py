@@ -15,9 +15,6 @@ from flax import nnx
 
 from dflash.checkpoints import hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
-from dflash.kernels import implementation
-from dflash.kernels.causal_attention import causal_attention
-from dflash.kernels.paged_attention import paged_attention
 from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
@@ -54,18 +51,23 @@ class Decoder(nnx.Module):
     ignored_checkpoint_suffixes: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 
     def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
-        build = {"dtype": dtype, "sharding": sharding}
-        self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
-        self.layers = nnx.List(
-            TransformerLayer(arch, qk_norm=self.qk_norm, **build)
-            for _ in range(arch.num_hidden_layers)
-        )
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        head = (arch.hidden_size, arch.vocab_size, ("embed", "vocab"))
-        self.lm_head = None if arch.tie_word_embeddings else Linear(*head, **build)
         self.arch = arch
         self.dtype = jnp.dtype(dtype)
         self.sharding = sharding
+        build = {"dtype": self.dtype, "sharding": sharding}
+        self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
+        self.layers = nnx.List(self.make_layer(i, **build) for i in range(arch.num_hidden_layers))
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        head = (arch.hidden_size, arch.vocab_size, ("embed", "vocab"))
+        self.lm_head = None if arch.tie_word_embeddings else Linear(*head, **build)
+
+    def make_layer(self, i: int, *, dtype: jnp.dtype, sharding: Sharding) -> TransformerLayer:
+        """Layer i; a family whose layers differ, in attention or in mlp, overrides this."""
+        return TransformerLayer(self.arch, qk_norm=self.qk_norm, dtype=dtype, sharding=sharding)
+
+    def rotary_angles(self, positions: jax.Array) -> Any:
+        """What the attention of every layer gets of the positions int32 [B, T]: cos and sin."""
+        return rotary.angles(positions, self.arch)
 
     def __call__(
         self,
@@ -87,13 +89,11 @@ class Decoder(nnx.Module):
           tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
         """
         attends = [
-            self._attend_pages(i, layer.self_attn.scale, cache, positions[:, 0], tree_mask)
-            for i, layer in enumerate(self.layers)
+            layer.self_attn.attend_pages(pages, cache.page_table, positions[:, 0], tree_mask)
+            for layer, pages in zip(self.layers, cache.layers, strict=True)
         ]
         hidden, features, pages = self._run_layers(tokens, positions, attends, feature_layers)
-        keys, values = zip(*pages, strict=True)
-        cache = dataclasses.replace(cache, keys=keys, values=values)
-        return TargetOutput(hidden, features, cache)
+        return TargetOutput(hidden, features, dataclasses.replace(cache, layers=tuple(pages)))
 
     def forward(
         self,
@@ -116,19 +116,7 @@ class Decoder(nnx.Module):
         Returns:
           hidden [B, T, D] after the final norm, features [B, T, C·D].
         """
-        batch, _ = kv.batch_axes(tokens.shape[0], self.sharding)
-        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
-        scale = self.layers[0].self_attn.scale
-        sharded = self.sharding.map(
-            lambda *arrays: (causal_attention(*arrays, scale=scale),),
-            (rows, kv_rows, kv_rows, (batch, None)),
-            (rows,),
-        )
-
-        def attend(queries, keys, values):
-            return (*sharded(queries, keys, values, segment_ids), None)
-
-        attends = [attend] * len(self.layers)
+        attends = [layer.self_attn.attend_packed(segment_ids) for layer in self.layers]
         hidden, features, _ = self._run_layers(
             tokens, positions, attends, feature_layers, remat=remat
         )
@@ -165,45 +153,19 @@ class Decoder(nnx.Module):
 
     def _run_layers(self, tokens, positions, attends, feature_layers, *, remat=False):
         """Hidden states [B, T, D], features [B, T, C·D], and what each layer's attend gave back."""
-        cos_sin = rotary.angles(positions, self.arch)
+        angles = self.rotary_angles(positions)
         x = self.embed(tokens)
         tapped = {}
         kept = []
         for i, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
             call = functools.partial(layer, attend=attend)
-            x, layer_kept = (jax.checkpoint(call) if remat else call)(x, cos_sin)
+            x, layer_kept = (jax.checkpoint(call) if remat else call)(x, angles)
             kept.append(layer_kept)
             if i in feature_layers:
                 tapped[i] = x
         none = jnp.zeros((*tokens.shape, 0), x.dtype)
         features = jnp.concatenate([tapped[i] for i in feature_layers] or [none], axis=-1)
         return self.norm(x), features, kept
-
-    def _attend_pages(self, i: int, scale: float, cache, start, tree_mask):
-        """Attention of layer i over its pages; gives back the pages with the new rows."""
-        batch, pool = kv.batch_axes(start.shape[0], self.sharding)
-        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
-        stored = ("kv_heads", pool, None, None)
-        fixed = [cache.keys[i], cache.values[i], cache.page_table, start]
-        names = [stored, stored, (batch, None), (batch,)]
-        if tree_mask is not None:
-            fixed.append(tree_mask)
-            names.append((batch, None, None))
-        sharded = self.sharding.map(
-            functools.partial(
-                paged_attention,
-                scale=scale,
-                implementation=implementation.for_platform(self.sharding.platform),
-            ),
-            (rows, kv_rows, kv_rows, *names),
-            (rows, stored, stored),
-        )
-
-        def attend(queries, keys, values):
-            attended, *pages = sharded(queries, keys, values, *fixed)
-            return attended, pages
-
-        return attend
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [B, T] -> [B, T, D]."""
@@ -229,9 +191,7 @@ class Decoder(nnx.Module):
         """An abstract paged cache for `batch` sequences; see `DecodeConfig.kv_dtype`."""
         quantised = kv_dtype != AUTO
         return kv.paged_cache(
-            num_layers=self.arch.num_hidden_layers,
-            num_kv_heads=self.arch.num_key_value_heads,
-            head_dim=self.arch.head_dim,
+            [layer.self_attn.cache_spec() for layer in self.layers],
             batch=batch,
             pages_per_sequence=pages_per_sequence,
             num_pages=num_pages,

@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dflash import errors, registry
+from dflash.config.schema import MeshConfig
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = tuple(field.name for field in dataclasses.fields(MeshConfig))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ def make_sharding(
     """Builds the mesh that a config asks for.
 
     Args:
-      axis_sizes: devices along each of `MESH_AXES`.
+      axis_sizes: devices along each of `MESH_AXES`; 1 where left out.
       rules: logical axis -> mesh axes.
       abstract: describe the mesh without touching a device (`--dry_run`).
     Raises:
@@ -145,7 +146,7 @@ def make_sharding(
             "give both the same axes"
         )
     frozen = tuple(sorted((name, tuple(axes)) for name, axes in rules.items()))
-    shape = tuple(axis_sizes[axis] for axis in MESH_AXES)
+    shape = tuple(axis_sizes.get(axis, 1) for axis in MESH_AXES)
     # Explicit axes, jax's default, would make every layer spell out the sharding of its outputs.
     types = (AxisType.Auto,) * len(MESH_AXES)
     if abstract:
@@ -153,7 +154,7 @@ def make_sharding(
     wanted, present = math.prod(shape), jax.device_count()
     if wanted > present or (jax.process_count() > 1 and wanted != present):
         raise errors.ConfigError(
-            f"mesh: data × fsdp × tensor = {' × '.join(map(str, shape))} = {wanted} devices, "
+            f"mesh: {' × '.join(MESH_AXES)} = {' × '.join(map(str, shape))} = {wanted} devices, "
             f"but {present} are present"
         )
     if wanted == present:

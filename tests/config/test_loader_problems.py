@@ -15,7 +15,7 @@ from dflash.registry import DRAFTERS
          "target.block_size: unknown key; did you mean 'drafter.block_size'?"),
         ("drafter.architecture.vocab_size=9", "drafter.architecture.vocab_size: unknown key; "
          "did you mean 'target.architecture.vocab_size'?"),
-        ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor"),
+        ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor, expert"),
         ("decode.copy=1", "decode.copy: unknown key; expected one of max_new_tokens, temperature, "
          "top_k, top_p, seed, verify, stop_ids, ignore_eos, baseline, batch_size, sync_every, "
          "max_length, page_size, kv_dtype, prefill_chunk"),

@@ -1,5 +1,7 @@
 """Tests of the paged and the static cache."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +14,19 @@ from dflash.parallel import sharding as shardings
 
 
 def make_paged(
-    batch=2, pages_per_sequence=3, page_size=4, *, shares=1, sharding=None, kv_dtype=None
+    batch=2,
+    pages_per_sequence=3,
+    page_size=4,
+    *,
+    shares=1,
+    sharding=None,
+    kv_dtype=None,
+    specs=None,
 ):
-    """A cache of two layers whose every slot holds a number of its own, or has such a scale."""
+    """A cache whose every slot holds a number of its own, or has such a scale; of two layers."""
+    rows = kv.CacheArray(2, 4, "kv_heads")
     abstract = kv.paged_cache(
-        num_layers=2,
-        num_kv_heads=2,
-        head_dim=4,
+        specs or [(rows, rows)] * 2,
         batch=batch,
         pages_per_sequence=pages_per_sequence,
         num_pages=shares * (batch // shares * pages_per_sequence + 1),
@@ -27,7 +35,7 @@ def make_paged(
         quantised=kv_dtype is not None,
         sharding=sharding or make_sharding(),
     )
-    pools, form = jax.tree.flatten((abstract.keys, abstract.values))
+    pools, form = jax.tree.flatten(abstract.layers)
     numbers = [
         jax.device_put(
             (np.arange(pool.size).reshape(pool.shape) % most + 1e4 * i % most).astype(pool.dtype),
@@ -40,7 +48,8 @@ def make_paged(
     local = batch // shares * pages_per_sequence
     table = np.tile(np.arange(local, 0, -1), shares).reshape(batch, pages_per_sequence)
     table = jax.device_put(table.astype(np.int32), abstract.page_table.sharding)
-    return kv.PagedCache(*jax.tree.unflatten(form, numbers), table)
+    layers = jax.tree.unflatten(form, numbers)
+    return dataclasses.replace(abstract, layers=layers, page_table=table)
 
 
 def rows_of(pages, table, page_base=0):
@@ -51,10 +60,9 @@ def rows_of(pages, table, page_base=0):
 
 def check_compacted(before, after, start, path, shares=1):
     batch = len(start)
-    per_share = before.keys[0].shape[1] // shares
+    per_share = before.pools[0].shape[1] // shares
     olds, news = (
-        [part for pool in (*cache.keys, *cache.values) for part in by_slot(pool)]
-        for cache in (before, after)
+        [part for pool in cache.pools for part in by_slot(pool)] for cache in (before, after)
     )
     for old, new in zip(olds, news, strict=True):
         expected_pool = np.array(old)
@@ -78,8 +86,8 @@ def test_compact_moves_an_accepted_path():
     check_compacted(cache, after, start, path)
     # That much by hand: row 2 of sequence 1's tree (slot 9) gets what slot 10 held.
     np.testing.assert_array_equal(
-        rows_of(after.keys[0], after.page_table[1])[:, 9],
-        rows_of(cache.keys[0], cache.page_table[1])[:, 10],
+        rows_of(after.pools[0], after.page_table[1])[:, 9],
+        rows_of(cache.pools[0], cache.page_table[1])[:, 10],
     )
 
 
@@ -94,7 +102,7 @@ def test_compact_of_a_chain_changes_nothing():
 def test_compact_on_eight_devices(kv_dtype):
     sharding = make_sharding(data=2, fsdp=2, tensor=2)
     cache = make_paged(batch=4, shares=4, sharding=sharding, kv_dtype=kv_dtype)
-    assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(cache.keys))
+    assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(cache.layers))
     start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
     compact = jax.jit(lambda *args: cache.compact(*args, sharding))
     after = compact(jnp.array(start), jnp.array(path))
@@ -140,10 +148,10 @@ def test_caches_lie_where_their_sequences_are():
     sharding = make_sharding(data=2, fsdp=2, tensor=2)
     paged, static = make_paged(4, shares=4, sharding=sharding), make_static(4, sharding=sharding)
     spec = jax.sharding.PartitionSpec
-    assert paged.keys[0].sharding.spec == spec("tensor", ("data", "fsdp"), None, None)
-    quantised = make_paged(4, shares=4, sharding=sharding, kv_dtype=jnp.int8).keys[0]
+    assert paged.pools[0].sharding.spec == spec("tensor", ("data", "fsdp"), None, None)
+    quantised = make_paged(4, shares=4, sharding=sharding, kv_dtype=jnp.int8).pools[0]
     assert quantised.scales.sharding.spec == quantised.values.sharding.spec
-    assert quantised.scales.sharding.spec == paged.keys[0].sharding.spec
+    assert quantised.scales.sharding.spec == paged.pools[0].sharding.spec
     assert paged.page_table.sharding.spec == spec(("data", "fsdp"), None)
     assert static.keys[0].sharding.spec == spec(("data", "fsdp"), "tensor", None, None)
 

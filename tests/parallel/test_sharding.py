@@ -100,13 +100,13 @@ def test_unknown_mesh_axis():
 
 def test_more_devices_than_there_are():
     assert failure(make_sharding, data=3, tensor=4) == (
-        "mesh: data × fsdp × tensor = 3 × 1 × 4 = 12 devices, but 8 are present"
+        "mesh: data × fsdp × tensor × expert = 3 × 1 × 4 × 1 = 12 devices, but 8 are present"
     )
 
 
 def test_a_mesh_may_leave_devices_idle():
     mesh = make_sharding(data=3, tensor=2).mesh
-    assert mesh.devices.tolist() == np.reshape(jax.devices()[:6], (3, 1, 2)).tolist()
+    assert mesh.devices.tolist() == np.reshape(jax.devices()[:6], (3, 1, 2, 1)).tolist()
     assert hash(make_sharding(data=3)) == hash(make_sharding(data=3))
 
 
