@@ -54,7 +54,7 @@ def test_another_token_is_named_in_one_line(write, vocab, added, message):
 @pytest.mark.parametrize(
     "content",
     [
-        {"model": []},
+        {"model": [1]},
         {"model": {"vocab": {"a": "zero"}}},
         {"model": {"vocab": {"a": None}}},
         {"model": {"vocab": [1, 2]}},
