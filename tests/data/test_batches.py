@@ -84,6 +84,17 @@ def test_rows_hold_every_document_once(shapes, seed):
     assert seen == whole
 
 
+def test_a_token_of_id_0_is_learned_like_any_other():
+    """Its mark alone tells it from no token at all."""
+    zero = encoding.SUPERVISED
+    corpus = encoding.join("toy", [np.array([5, zero], np.uint32), np.array([5, 6], np.uint32)])
+    packed = packing.pack(corpus, LENGTH)
+    assert (len(packed), packed.left_out) == (1, 1)
+    row = packing.Rows(corpus, packed)[0]
+    assert row["tokens"][:2].tolist() == [5, 0]
+    assert row["loss_mask"][:3].tolist() == [0, 1, 0]
+
+
 @given(DOCUMENTS)
 @settings(max_examples=100, deadline=None)
 def test_rows_are_filled_well(shapes):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dflash.train_tokenizer as command
@@ -18,12 +18,6 @@ CONVERSATION = [
     {"role": "assistant", "content": "    return 12"},
     {"role": "user", "content": "é▁ \t"},
 ]
-CONTROL = (
-    *tokenizer_training.ROLES,
-    tokenizer_training.PAD,
-    tokenizer_training.END,
-    tokenizer_training.MASK,
-)
 INDENTED = st.lists(
     st.tuples(st.integers(0, 30), st.text(max_size=8), st.sampled_from(["\n", "\r\n", "\n\n"]))
 ).map(lambda lines: "".join(" " * indent + text + end for indent, text, end in lines))
@@ -37,10 +31,8 @@ INDENTED = st.lists(
 @example("\x00\n \ufeff\u2028\U0001f600e\u0301")
 @example("<unk> ⁇ <0x41>")
 @example("\n                                 deep")
+@example("<|user|>a<|end|>")
 def test_any_text_is_spelled_back(words, text):
-    # Control pieces spelled in a text are read as such, so they are not shown again. Hypothesis
-    # finds their names in the code and tries them.
-    assume(not any(piece in text for piece in CONTROL))
     ids = words.encode(text)
     assert words.decode(ids) == text
     assert tokenizers.IncrementalDecoder(words).push(ids) == text or "\ufffd" in text
