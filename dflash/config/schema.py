@@ -12,6 +12,7 @@ AUTO = "auto"
 INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
 MAX_TOKENS = 2**24  # of a sequence
 MAX_BATCH = 2**16  # slots, or prompts of a task
+MAX_LAYERS = 1024  # each is built before anything else can be said about a model
 DType = Literal["float32", "bfloat16"]
 
 
@@ -43,11 +44,11 @@ class TargetArchitecture:
     vocab_size: int = option(minimum=1, maximum=2**24)
     hidden_size: int = option(minimum=1, maximum=2**20)
     intermediate_size: int = option(minimum=1, maximum=2**24)
-    num_hidden_layers: int = option(minimum=1, maximum=2**12)
+    num_hidden_layers: int = option(minimum=1, maximum=MAX_LAYERS)
     num_attention_heads: int = option(minimum=1, maximum=2**16)
     num_key_value_heads: int = option(minimum=1, maximum=2**16)
     head_dim: int = option(minimum=2, maximum=2**16)
-    max_position_embeddings: int = option(minimum=1, maximum=2**31 - 1)
+    max_position_embeddings: int = option(minimum=1)
     rms_norm_eps: float = option(1e-6, minimum=0.0)
     rope_theta: float = option(1e6, minimum=1.0)
     rope_scaling: RopeScaling | None = None
