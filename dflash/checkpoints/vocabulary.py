@@ -10,8 +10,8 @@ from dflash.text.tokenizer import TOKENIZER_JSON
 def check_same(target: pathlib.Path, drafter: pathlib.Path) -> None:
     """Compares the tokenizers of two checkpoints, where both have one.
 
-    Vocabularies of one size may still differ; a drafter of another one is never accepted, and
-    nothing else would say why. Ids that only one of them knows are nobody's quarrel.
+    Vocabularies of one size may still differ; the drafts of another one are never accepted, and
+    nothing else would say why. Ids that only one of them has are not compared.
 
     Args:
       target: directory of its checkpoint.
@@ -34,10 +34,13 @@ def check_same(target: pathlib.Path, drafter: pathlib.Path) -> None:
 def _tokens(file: pathlib.Path) -> dict[int, str]:
     """The token of each id of a tokenizer.json, of any of its kinds of model."""
     content = files.read_json(file)
-    vocabulary = (content.get("model") or {}).get("vocab") or {}
-    if isinstance(vocabulary, dict):
-        found = {token: text for text, token in vocabulary.items()}
-    else:
-        found = {token: text for token, (text, _) in enumerate(vocabulary)}
-    added = content.get("added_tokens") or []
-    return found | {one["id"]: one["content"] for one in added}
+    try:
+        vocabulary = (content.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, dict):
+            found = {int(token): str(text) for text, token in vocabulary.items()}
+        else:
+            found = {token: str(text) for token, (text, _) in enumerate(vocabulary)}
+        added = content.get("added_tokens") or []
+        return found | {int(one["id"]): str(one["content"]) for one in added}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise errors.CheckpointError(f"{file}: not a tokenizer's vocabulary") from error

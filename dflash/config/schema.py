@@ -261,6 +261,7 @@ class PromptsConfig:
     thinking: bool = (
         False  # ask the template for reasoning first; drafters are mostly trained without
     )
+    special_tokens: bool = False  # read those that text prompts spell, such as <|im_end|>, as such
     dataset: str | None = None  # a data set of dflash/registry.py, such as math or gsm8k
     raw_dir: str | None = None  # files of published sets; None: ~/.cache/dflash/datasets/raw
     split: Literal["train", "validation", "test"] = "test"  # of the data set

@@ -12,6 +12,7 @@ import os
 import pathlib
 import shutil
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -25,7 +26,9 @@ from dflash.text.tokenizer import Tokenizer
 
 SUPERVISED = np.uint32(2**31)
 VERSION = 1  # to be raised when the same examples come out as other ids or marks
+_LAYOUT = 2  # to be raised when the files differ, or hold other ids for the same text
 _CHUNK_DOCUMENTS = 4096
+_TOKENS, _OFFSETS, _FACTS = "tokens.npy", "offsets.npy", "facts.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +88,9 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         return
     for segments in _segments(example.messages, tokenizer):
         pieces = []
-        for text, supervised in segments:
-            ids = np.array(tokenizer.encode_rendered(text), np.uint32)
+        for place, (text, supervised) in enumerate(segments):
+            encoded = tokenizer.encode_rendered(text, beginning=place == 0)
+            ids = np.array(encoded, np.uint32)
             pieces.append(ids | SUPERVISED if supervised else ids)
         yield _anchored(np.concatenate(pieces))
 
@@ -102,27 +106,23 @@ def open_corpus(
       tokenizer: of the model that is to learn.
       directory: where data sets are kept.
     Raises:
-      InputError: the data or the directory are unusable, or the split is empty.
+      InputError: the data or the directory are unusable, what is stored there is damaged, or the
+        split is empty.
     """
     content = f"{dataset.name} {dataset.version} {dataset.variant} {split}"
     key = f"{content} {VERSION} {tokenizer.fingerprint}"
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
     name = f"{dataset.name}/{split}"
-    path = directory / "encoded" / f"{dataset.name}-{split}-{fingerprint}"
+    path = directory / "encoded" / f"{dataset.name}-{split}-{fingerprint}-{_LAYOUT}"
     if not path.exists():
         examples = store.open_split(dataset, split, directory)
         with store.locked(directory):
             if not path.exists():
                 print(f"data: encoding {name}: {len(examples)} examples, once", file=sys.stderr)
                 _write(path, (part for example in examples for part in encode(example, tokenizer)))
-    facts = json.loads((path / "facts.json").read_text())
-    return Corpus(
-        name=name,
-        fingerprint=fingerprint,
-        tokens=np.load(path / "tokens.npy", mmap_mode="r"),
-        offsets=np.load(path / "offsets.npy"),
-        max_id=facts["max_id"],
-    )
+    max_id = _check(path)
+    tokens, offsets = np.load(path / _TOKENS, mmap_mode="r"), np.load(path / _OFFSETS)
+    return Corpus(name, fingerprint, tokens, offsets, max_id)
 
 
 def join(name: str, documents: Sequence[np.ndarray]) -> Corpus:
@@ -160,14 +160,43 @@ def _write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
                 flush()
         flush()
     _add_header(partial, sum(lengths))
-    np.save(partial / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
-    (partial / "facts.json").write_text(json.dumps({"max_id": max_id}))
+    np.save(partial / _OFFSETS, np.cumsum([0, *lengths], dtype=np.int64))
+    sums = {name: _checksum(partial / name) for name in (_TOKENS, _OFFSETS)}
+    (partial / _FACTS).write_text(json.dumps({"max_id": max_id, "crc32": sums}))
     partial.rename(path)
+
+
+def _check(path: pathlib.Path) -> int:
+    """Compares a stored corpus with its checksums; returns its largest token id.
+
+    Raises:
+      InputError: a file is missing, or not as it was written.
+    """
+    file = path / _FACTS
+    try:
+        facts = json.loads(file.read_text())
+        max_id, sums = int(facts["max_id"]), facts["crc32"]
+        for name in (_TOKENS, _OFFSETS):
+            file = path / name
+            if _checksum(file) != sums[name]:
+                raise ValueError("not as it was written")
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise errors.InputError(f"{file}: damaged: delete {path} to encode it again") from error
+    return max_id
+
+
+def _checksum(file: pathlib.Path) -> int:
+    """CRC-32 of a file: a gigabyte a second, so that opening stays cheap."""
+    value = 0
+    with file.open("rb") as content:
+        while chunk := content.read(2**24):
+            value = zlib.crc32(chunk, value)
+    return value
 
 
 def _add_header(directory: pathlib.Path, total: int) -> None:
     """Turns tokens.raw into tokens.npy, whose header needs the length first."""
-    raw, whole = directory / "tokens.raw", directory / "tokens.npy"
+    raw, whole = directory / "tokens.raw", directory / _TOKENS
     with whole.open("wb") as to, raw.open("rb") as content:
         header = {"descr": "<u4", "fortran_order": False, "shape": (total,)}
         np.lib.format.write_array_header_1_0(to, header)

@@ -135,7 +135,7 @@ def _jsonl_gz(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
 def _json(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise errors.InputError(f"{path}: not JSON in UTF-8: {error}") from error
     if not isinstance(content, list):
         raise errors.InputError(f"{path}: expected a list, not {jsonl.quote(content)}")

@@ -17,91 +17,60 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 class ChatTemplate:
     """A checkpoint's Jinja template: chat_template.jinja, else in tokenizer_config.json."""
 
-    def __init__(self, directory: pathlib.Path, special_tokens: Mapping[str, Any]):
+    def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
+        """Reads nothing yet.
+
+        Args:
+          directory: of the checkpoint.
+          variables: names that the template may use, such as those of `special_tokens`.
+          date: what templates that print the date print.
+        """
         self._directory = directory
-        self._special_tokens = dict(special_tokens)
-        self._compiled = None
+        self._variables = dict(variables)
+        self._date = date
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         """The conversation as text, up to where the answer begins unless asked otherwise.
 
         Raises:
-          InputError: there is no template, or it refuses.
+          InputError: there is no template, or it fails, or exceeds a limit of `template_sandbox`.
         """
-        import jinja2
+        from dflash.text import template_sandbox  # jinja2 only where a template is rendered
 
-        source, text = self._source
+        source, _ = self._source
         try:
-            self._compiled = self._compiled or _environment().from_string(text)
-            return self._compiled.render(
+            return template_sandbox.render(
+                self._template,
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                **self._variables,
             )
-        except jinja2.TemplateError as error:
-            reason = first_line(error)
-            raise errors.InputError(f"{source}: chat template fails: {reason}") from error
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise errors.InputError(f"{source}: chat template fails: {reason}") from error
+        except Exception as error:  # templates are other people's code, and may raise anything
+            raise _failure(source, error) from error
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        from dflash.text import template_sandbox
+
+        return template_sandbox.compile_source(self._source[1], self._date)
 
     @functools.cached_property
     def _source(self) -> tuple[pathlib.Path, str]:
         path = self._directory / "chat_template.jinja"
         if path.exists():
-            return path, path.read_text(encoding="utf-8")
+            return path, _read(path)
         path = self._directory / "tokenizer_config.json"
         template = tokenizer_config(self._directory).get("chat_template")
         if isinstance(template, list):  # several, by name
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default")
+            named = [one for one in template if isinstance(one, dict)]
+            found = (one.get("template") for one in named if one.get("name") == "default")
+            template = next(found, None)
         if not isinstance(template, str):
             raise errors.InputError(
                 f"{self._directory}: no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give plain text prompts or prompt_ids"
             )
         return path, template
-
-
-def _environment():
-    """The names and settings that templates on the Hugging Face hub are written for.
-
-    Templates are other people's code: they run in jinja2's sandbox.
-    Source: transformers, `utils/chat_template_utils.py`.
-    """
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks the answer for training; here its body is all that counts."""
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        # jinja2's own filter escapes <, > and & for HTML.
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
 
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
@@ -117,16 +86,34 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
 
 
 def tokenizer_config(directory: pathlib.Path) -> dict[str, Any]:
-    """What tokenizer_config.json says; empty where there is none."""
+    """The content of tokenizer_config.json; empty where there is none."""
     return _read_json(directory / "tokenizer_config.json")
+
+
+def _failure(source: pathlib.Path, error: Exception) -> errors.InputError:
+    import jinja2
+
+    reason = first_line(error)
+    if not isinstance(error, jinja2.TemplateError):
+        reason = f"{type(error).__name__}: {reason}"
+    return errors.InputError(f"{source}: chat template fails: {reason}")
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise errors.InputError(f"{path}: not UTF-8: byte {error.start + 1}") from error
+    except OSError as error:
+        raise errors.InputError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
         raise errors.InputError(f"{path}: not valid JSON") from error
     if not isinstance(content, dict):
         raise errors.InputError(f"{path}: expected a JSON object")
@@ -134,5 +121,5 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return str(error).partition("\n")[0]

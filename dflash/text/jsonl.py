@@ -1,12 +1,14 @@
 """Lines of JSONL files and what stands in them: reading, checking, and complaints about them."""
 
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
 
+MAX_DEPTH = 100  # of nested values
 MAX_PROBLEMS_SHOWN = 10
 MAX_QUOTED_CHARACTERS = 60
 
@@ -49,17 +51,64 @@ def parse_json(line: str) -> Mapping[str, Any]:
     """Reads one line of a JSONL file as an object.
 
     Raises:
-      InputError: the line is something else.
+      InputError: the line is something else, nested too deep, or has numbers that JSON has not.
     """
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_constant=_refuse, parse_float=_finite)
+    except _NotFinite as error:
+        raise errors.InputError(
+            f"{_place_of_not_finite(line)}: {error} is no number in JSON"
+        ) from error
     except json.JSONDecodeError as error:
         raise errors.InputError(f"not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits; deep nesting
         raise errors.InputError(f"not usable JSON: {error}") from error
     if not isinstance(fields, dict):
         raise errors.InputError(f"expected a JSON object, not {quote(fields)}")
+    if line.count("[") + line.count("{") > MAX_DEPTH:  # there are many of them in text, too
+        deep = next((place for place, depth, _ in _walk(fields) if depth > MAX_DEPTH), None)
+        if deep is not None:
+            raise errors.InputError(f"{deep[:MAX_QUOTED_CHARACTERS]}…: nested too deep")
     return fields
+
+
+class _NotFinite(Exception):
+    """A number such as NaN, which Python's JSON has and others refuse."""
+
+
+def _refuse(constant: str) -> float:
+    raise _NotFinite(constant)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise _NotFinite(digits[:MAX_QUOTED_CHARACTERS])
+    return number
+
+
+def _place_of_not_finite(line: str) -> str:
+    found = (
+        place
+        for place, _, value in _walk(json.loads(line))
+        if isinstance(value, float) and not math.isfinite(value)
+    )
+    return next(found)
+
+
+def _walk(value: Any) -> Iterator[tuple[str, int, Any]]:
+    """Yields every value within a JSON value, its place such as "messages[0].role", its depth."""
+    waiting = [("", 0, value)]
+    while waiting:
+        place, depth, value = waiting.pop()
+        yield place, depth, value
+        if isinstance(value, dict):
+            inner = [(f"{place}.{key}" if place else key, one) for key, one in value.items()]
+        elif isinstance(value, list):
+            inner = [(f"{place}[{index}]", one) for index, one in enumerate(value)]
+        else:
+            continue
+        waiting += [(where, depth + 1, one) for where, one in reversed(inner)]
 
 
 def check_text(value: Any, what: str = "prompt") -> str:

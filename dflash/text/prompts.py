@@ -80,7 +80,13 @@ def read_prompts(
     problems: list[str] = []
     for source, read in entries:
         try:
-            prompt = _make_prompt(read(), tokenizer, chat=config.chat, vocab_size=vocab_size)
+            prompt = _make_prompt(
+                read(),
+                tokenizer,
+                chat=config.chat,
+                special_tokens=config.special_tokens,
+                vocab_size=vocab_size,
+            )
         except errors.InputError as error:
             problems.append(f"{source}: {error}")
         else:
@@ -123,9 +129,7 @@ def continued(
     messages = (*so_far, said, {"role": "user", "content": prompt.later_turns[turn - 1]})
     source = f"{prompt.source}, turn {turn + 1}"
     try:
-        found = _make_prompt(
-            {"messages": list(messages)}, tokenizer, chat=False, vocab_size=vocab_size
-        )
+        found = _make_prompt({"messages": list(messages)}, tokenizer, vocab_size=vocab_size)
     except errors.InputError as error:
         raise errors.InputError(f"{source}: {error}") from error
     return dataclasses.replace(found, index=prompt.index + turn, source=source)
@@ -163,7 +167,8 @@ def _make_prompt(
     fields: Mapping[str, Any],
     tokenizer: tokenizer_lib.Tokenizer | None,
     *,
-    chat: bool,
+    chat: bool = False,
+    special_tokens: bool = False,
     vocab_size: int,
 ) -> Prompt:
     """Checks and tokenizes one entry; its index and source are for the caller to fill in.
@@ -193,7 +198,7 @@ def _make_prompt(
     elif chat:
         ids = tuple(tokenizer.encode_chat([{"role": "user", "content": text}]))
     else:
-        ids = tuple(tokenizer.encode(text))
+        ids = tuple(tokenizer.encode(text, special_tokens=special_tokens))
     if not ids:
         raise errors.InputError("empty prompt: the text has no tokens")
     _check_vocabulary(ids, vocab_size, "the tokenizer does not fit the target: token id")

@@ -49,3 +49,24 @@ def test_another_token_is_named_in_one_line(write, vocab, added, message):
     with pytest.raises(errors.CheckpointError, match=message) as caught:
         vocabulary.check_same(target, write("drafter", vocab, added))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": []},
+        {"model": {"vocab": {"a": "zero"}}},
+        {"model": {"vocab": {"a": None}}},
+        {"model": {"vocab": [1, 2]}},
+        {"model": {"vocab": 5}},
+        {"added_tokens": 7},
+        {"added_tokens": [{"id": 1}]},
+        {"added_tokens": {"id": 1}},
+    ],
+)
+def test_a_vocabulary_of_another_form_is_one_line(write, content):
+    drafter = write("drafter", {})
+    (drafter / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(errors.CheckpointError) as caught:
+        vocabulary.check_same(write("target", {"a": 0}), drafter)
+    assert str(caught.value) == f"{drafter / 'tokenizer.json'}: not a tokenizer's vocabulary"

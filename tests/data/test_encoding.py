@@ -1,7 +1,9 @@
 import itertools
+import shutil
 
 import numpy as np
 import pytest
+from support.trained_tokenizers import train_sentencepiece
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
@@ -102,6 +104,18 @@ def test_templates_that_open_the_answer(words, words_directory, tmp_path):
     ]
 
 
+def test_answers_that_follow_text_begin_without_a_space_of_their_own(tmp_path):
+    """As decoding makes them: after a question that ends in text, not in a special token."""
+    train_sentencepiece(tmp_path, add_dummy_prefix=True)
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+    opened = "{% if add_generation_prompt %}assistant:{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template + opened)
+    words = tokenizer.load_tokenizer(tmp_path)
+    (document,) = encoding.encode(make((USER, "Hello"), (BOT, "Hello"), (USER, "H")), words)
+    ids = (document & ~encoding.SUPERVISED).tolist()
+    assert words.decode(ids) == "user:Helloassistant:Hello"
+
+
 def test_the_first_token_is_never_learned():
     (document,) = encoding.encode(pair("t", "s", "", "ab"), tokenizer.ByteTokenizer())
     assert (document >= encoding.SUPERVISED).tolist() == [False, True, True]
@@ -130,6 +144,47 @@ def test_a_corpus_on_disk(words, tmp_path, capsys):
     assert again.tokens.tolist() == corpus.tokens.tolist()
     other = encoding.open_corpus(dataset, "train", tokenizer.ByteTokenizer(), tmp_path)
     assert other.fingerprint != corpus.fingerprint
+
+
+def open_small(directory):
+    dataset = datasets.find("math", DataConfig(math_examples=5))
+    return encoding.open_corpus(dataset, "train", tokenizer.ByteTokenizer(), directory)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    open_small(directory)
+    return directory
+
+
+def flip(file, place=-1):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("tokens.npy", flip),
+        ("tokens.npy", lambda file: flip(file, 200)),
+        ("tokens.npy", lambda file: file.write_bytes(file.read_bytes()[:-4])),
+        ("tokens.npy", lambda file: file.unlink()),
+        ("offsets.npy", lambda file: flip(file, -8)),
+        ("facts.json", lambda file: file.write_text("{")),
+        ("facts.json", lambda file: file.write_text("[]")),
+        ("facts.json", lambda file: file.write_text('{"max_id": 5}')),
+    ],
+)
+def test_damage_to_a_stored_corpus_is_found_when_it_is_opened(stored, tmp_path, name, damage):
+    shutil.copytree(stored, tmp_path / "data")
+    (path,) = (tmp_path / "data" / "encoded").iterdir()
+    damage(path / name)
+    with pytest.raises(errors.InputError) as caught:
+        open_small(tmp_path / "data")
+    assert str(caught.value).endswith(f": damaged: delete {path} to encode it again")
+    assert str(caught.value).startswith(f"{path}/")
 
 
 def test_vocabularies_must_fit(words):

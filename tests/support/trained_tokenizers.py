@@ -81,7 +81,25 @@ def train_byte_fallback(directory):
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def train_sentencepiece(directory):
+def train_metaspace(directory, scheme="first"):
+    """BPE with ▁ for spaces, put before the first text only, as newer conversions of Llama 2."""
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    space = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.pre_tokenizer = space
+    tokenizer.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme, split=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=200,
+        special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=list("▁<|im_end>start"),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
+def train_sentencepiece(directory, **options):
     import sentencepiece
 
     model = io.BytesIO()
@@ -94,11 +112,10 @@ def train_sentencepiece(directory):
         byte_fallback=True,
         character_coverage=0.98,
         control_symbols=["<|im_start|>", "<|im_end|>"],
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
         normalization_rule_name="identity",
         pad_id=3,
         minloglevel=2,
+        **{"remove_extra_whitespaces": False, "add_dummy_prefix": False, **options},
     )
     (directory / "tokenizer.model").write_bytes(model.getvalue())
 

@@ -1,5 +1,7 @@
 """Chat templates: where they come from, what they may use, and what is said where one fails."""
 
+import datetime
+
 import pytest
 from support.trained_tokenizers import (
     MESSAGES,
@@ -11,6 +13,8 @@ from support.trained_tokenizers import (
 
 from dflash.text import chat_template
 from dflash.text import tokenizer as tokenization
+
+DATE = datetime.date(2024, 2, 29)
 
 
 def test_template_file_goes_before_the_config(tmp_path):
@@ -36,12 +40,12 @@ def test_named_templates(tmp_path):
         ("{% generation %}a{{ messages | length }}{% endgeneration %}b", "a2b"),
         ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "system"),
         ("{% if true %}\n    x\n{% endif %}", "    x\n"),
-        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ strftime_now('%d %b %Y %H:%M') }}", "29 Feb 2024 00:00"),
     ],
 )
 def test_what_templates_may_use(tmp_path, template, expected):
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert chat_template.ChatTemplate(tmp_path, {}).render(MESSAGES) == expected
+    assert chat_template.ChatTemplate(tmp_path, {}, DATE).render(MESSAGES) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,15 +54,69 @@ def test_what_templates_may_use(tmp_path, template, expected):
         ("{{ raise_exception('Start with a user.') }}", "Start with a user."),
         ("{% if %}", "Expected an expression, got 'end of statement block'"),
         ("{{ messages[0].content + 1 }}", 'TypeError: can only concatenate str (not "int") to str'),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ 2.0**100**100 }}", "OverflowError: "),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+         "RecursionError: maximum recursion depth exceeded"),
+        ("{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}",
+         "RecursionError: maximum recursion depth exceeded"),
+        ("{{ 'x' * 10**10 }}", "makes more than 20,000,000 characters or steps"),
         ("{{ ''.__class__.mro() }}", "access to attribute '__class__' of 'str' object is unsafe."),
     ],
-)
+)  # fmt: skip
 def test_template_that_fails(tmp_path, template, reason):
     path = tmp_path / "chat_template.jinja"
     path.write_text(template)
-    assert failure(chat_template.ChatTemplate(tmp_path, {}).render, MESSAGES) == (
-        f"{path}: chat template fails: {reason}"
-    )
+    message = failure(chat_template.ChatTemplate(tmp_path, {}, DATE).render, MESSAGES)
+    assert message.startswith(f"{path}: chat template fails: {reason}")
+
+
+def test_template_that_is_not_text(tmp_path):
+    path = tmp_path / "chat_template.jinja"
+    path.write_bytes(b"a\xff")
+    render = chat_template.ChatTemplate(tmp_path, {}, DATE).render
+    assert failure(render, MESSAGES) == f"{path}: not UTF-8: byte 2"
+    path.unlink()
+    path.mkdir()
+    assert failure(render, MESSAGES) == f"{path}: cannot be read: Is a directory"
+
+
+@pytest.mark.parametrize(
+    "templates", [5, [], ["plain"], [{"name": "tool_use", "template": "x"}], [{"name": "default"}]]
+)
+def test_template_of_an_unknown_form(tmp_path, templates):
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": templates})
+    render = chat_template.ChatTemplate(tmp_path, {}, DATE).render
+    assert failure(render, MESSAGES).startswith(f"{tmp_path}: no chat template (")
+
+
+def test_the_date_is_that_of_the_run(tmp_path):
+    """A run that is resumed the next day, or begins around midnight, has one date throughout."""
+    train_byte_level(tmp_path)
+    path = tmp_path / "chat_template.jinja"
+    path.write_text("{{ strftime_now('%d %b %Y') }}")
+    days = [datetime.date(2024, 12, 31), datetime.date(2025, 1, 1)]
+    first, second = (tokenization.load_tokenizer(tmp_path, date=day) for day in days)
+    assert first.render_chat(MESSAGES) == "31 Dec 2024"
+    assert second.render_chat(MESSAGES) == "01 Jan 2025"
+    assert first.fingerprint != second.fingerprint
+    today = tokenization.load_tokenizer(tmp_path)
+    assert today.render_chat(MESSAGES)[-4:] >= "2025"
+    path.write_text("no date")
+    first, second = (tokenization.load_tokenizer(tmp_path, date=day) for day in days)
+    assert first.fingerprint == second.fingerprint
+
+
+def test_special_tokens_by_the_config_before_the_map(tmp_path):
+    """As in transformers, whose map of special tokens is what older files had."""
+    write_json(tmp_path / "special_tokens_map.json", {"bos_token": "<map>", "eos_token": "<map>"})
+    config = {"bos_token": "<config>", "pad_token": {"content": "<pad>"}, "unk_token": None}
+    write_json(tmp_path / "tokenizer_config.json", config)
+    assert chat_template.special_tokens(tmp_path) == {
+        "bos_token": "<config>",
+        "eos_token": "<map>",
+        "pad_token": "<pad>",
+    }
 
 
 @pytest.mark.parametrize("train", [train_byte_level, train_sentencepiece])
@@ -81,3 +139,8 @@ def test_template_variables_reach_the_template(tmp_path):
         for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
     ]
     assert texts == ["unset", "False", "True"]
+    prints = {
+        tokenization.load_tokenizer(tmp_path, **variables).fingerprint
+        for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
+    }
+    assert len(prints) == 3  # what was encoded with one is not what another encodes

@@ -15,10 +15,14 @@ VOCAB_SIZE = 300
 
 
 class BytesTokenizer:
-    """One token per UTF-8 byte; a conversation is its contents, each behind token 256."""
+    """One token per UTF-8 byte; a conversation is its contents, each behind token 256.
 
-    def encode(self, text):
-        return list(text.encode("utf-8"))
+    Where special tokens are asked for, "|" is token 257.
+    """
+
+    def encode(self, text, *, special_tokens=False):
+        ids = list(text.encode("utf-8"))
+        return [257 if special_tokens and token == ord("|") else token for token in ids]
 
     def encode_chat(self, messages):
         return [t for m in messages for t in [256, *self.encode(m["role"][0] + m["content"])]]
@@ -70,6 +74,13 @@ def test_chat_wraps_plain_text(jsonl):
     assert read(text=("ab",), chat=True)[0].ids == (256, ord("u"), 97, 98)
     assert read(file=jsonl({"prompt": "ab"}), chat=True)[0].ids == (256, ord("u"), 97, 98)
     assert read(stdin="ab\n", chat=True)[0].ids == (256, ord("u"), 97, 98)
+
+
+def test_special_tokens_in_text_are_read_where_asked_for(jsonl):
+    assert read(text=("a|",))[0].ids == (97, 124)
+    assert read(text=("a|",), special_tokens=True)[0].ids == (97, 257)
+    assert read(stdin="a|\n", special_tokens=True)[0].ids == (97, 257)
+    assert read(text=("|",), chat=True, special_tokens=True)[0].ids == (256, ord("u"), 124)
 
 
 def test_file_of_every_kind(jsonl):
@@ -195,7 +206,30 @@ def test_a_bad_line_is_named(jsonl, line, message):
     assert failure(file=jsonl({"prompt": "a"}, b"", line)) == f"prompts.jsonl:3: {message}"
 
 
+@pytest.mark.parametrize(
+    ("number", "place"),
+    [
+        (b"NaN", "messages[1].score"),
+        (b"-Infinity", "messages[1].score"),
+        (b"1e999", "messages[1].score"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named(jsonl, number, place):
+    """Python's JSON takes them; the files that a run writes would not."""
+    user = b'{"role": "user", "content": "a", "score": 1.5}'
+    line = b'{"messages": [%b, %b]}' % (user, user.replace(b"1.5", number))
+    message = f"prompts.jsonl:2: {place}: {number.decode()} is no number in JSON"
+    assert failure(file=jsonl({"prompt": "NaN"}, line)) == message
+
+
 def test_json_beyond_the_parser_is_one_line(jsonl):
+    deep = (
+        b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 120 + b"]" * 120 + b"}]}"
+    )
+    message = failure(file=jsonl(deep))
+    assert message.startswith("prompts.jsonl:1: messages[0].x[0][0]")
+    assert message.endswith("…: nested too deep")
+    assert read(file=jsonl({"prompt": "[" * 200}))[0].text == "[" * 200
     for line in (b"[" * 100_000, b'{"prompt_ids": [' + b"9" * 5000 + b"]}"):
         message = failure(file=jsonl(line))
         assert message.startswith("prompts.jsonl:1: not usable JSON: ")
@@ -225,7 +259,7 @@ def test_a_tokenizer_of_another_target():
 
 def test_text_without_tokens():
     class Silent(BytesTokenizer):
-        def encode(self, text):
+        def encode(self, text, *, special_tokens=False):
             return []
 
     message = "prompts.text[0]: empty prompt: the text has no tokens"

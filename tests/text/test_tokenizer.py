@@ -19,6 +19,7 @@ from support.trained_tokenizers import (
 )
 
 from dflash.text import tokenizer as tokenization
+from dflash.text.tokenizer_files import SentencePieceTokenizer
 
 TRAINERS = [train_byte_level, train_byte_fallback, train_sentencepiece]
 
@@ -41,7 +42,7 @@ def stream(tokenizer, ids, size=1):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_encode_and_decode_round_trip(any_tokenizer, text):
-    if not isinstance(any_tokenizer, tokenization.SentencePieceTokenizer):
+    if not isinstance(any_tokenizer, SentencePieceTokenizer):
         text = text.rstrip()
     ids = any_tokenizer.encode(text)
     assert all(type(token) is int and 0 <= token < any_tokenizer.vocab_size for token in ids)
@@ -129,11 +130,11 @@ def test_byte_tokenizer():
     assert tokenizer.decode(chat) == "Be brief.\nWhat is 2 < 3 & 你好?\n"
 
 
-def test_special_tokens_in_a_text_are_read_as_such(tmp_path):
+def test_special_tokens_in_a_text_are_read_as_such_where_asked_for(tmp_path):
     trained = train_byte_level(tmp_path)
     tokenizer = tokenization.load_tokenizer(tmp_path)
     start, end = trained.token_to_id("<|im_start|>"), trained.token_to_id("<|im_end|>")
-    ids = tokenizer.encode("<|im_start|>a<|im_end|>")
+    ids = tokenizer.encode("<|im_start|>a<|im_end|>", special_tokens=True)
     assert (ids[0], ids[-1]) == (start, end)
     assert tokenizer.decode(ids) == "a"
     assert tokenizer.vocab_size == trained.get_vocab_size()
@@ -222,6 +223,18 @@ def test_damaged_tokenizer_config(tmp_path):
     )
 
 
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"{}"])
+def test_tokenizer_files_that_no_parser_takes(tmp_path, content):
+    train_byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    if content != b"{}":
+        message = failure(tokenization.load_tokenizer, tmp_path)
+        assert message.startswith(f"{tmp_path}/tokenizer_config.json: not ")
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    message = failure(tokenization.load_tokenizer, tmp_path)
+    assert message.startswith(f"{tmp_path}/tokenizer.json: damaged (")
+
+
 def test_absent_library(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     original = builtins.__import__
@@ -250,7 +263,7 @@ def test_ids_equal_those_of_transformers(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = tokenization.load_tokenizer(tmp_path)
     for text in [*TEXTS, "a<|im_end|>b"]:
-        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.encode(text, special_tokens=True) == theirs(text)["input_ids"]
     chat = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert ours._template.render(MESSAGES) == chat
     assert ours.encode_chat(MESSAGES) == theirs(chat, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,244 @@
+"""Jinja for other people's chat templates: no access to Python, and a budget for each rendering.
+
+Time and memory are bounded by counting, not by clocks or signals, so a template that is refused is
+refused on every machine. Each pass through a loop, each call of a macro, and each character or list
+item that an operation makes is paid from one budget. What could make much at once, such as
+`'x' * 10**10`, is checked before it runs.
+"""
+
+import datetime
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.filters
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.runtime import Context
+from jinja2.visitor import NodeTransformer
+
+MAX_SOURCE = 1_000_000  # characters of a template
+BUDGET = 20_000_000  # characters and list items of one rendering
+STEP_COST = 200  # what a pass through a loop or macro costs, which takes longer than a character
+MAX_EXPONENT = 100
+
+_LEFT = "left of the budget"  # a variable that no template can name
+# No published template uses these. They make long texts of short ones, or differ between calls.
+_REFUSED_FILTERS = (
+    "batch center filesizeformat format pprint random slice urlize wordwrap xmlattr".split()
+)
+_REFUSED_METHODS = frozenset(
+    "center expandtabs format format_map ljust rjust translate zfill".split()
+)
+_LONG_NUMBER = re.compile(r"\d{4}|\*")  # in a format such as %9999d
+
+
+def environment(date: datetime.date) -> jinja2.Environment:
+    """The names and settings that templates on the Hugging Face hub are written for.
+
+    Args:
+      date: what `strftime_now` formats, at midnight.
+    Source: transformers, `utils/chat_template_utils.py`.
+    """
+    made = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+        optimized=False,  # nothing is computed before there is a budget
+        finalize=_written,
+    )
+    moment = datetime.datetime.combine(date, datetime.time())
+    for name in _REFUSED_FILTERS:
+        del made.filters[name]
+    del made.globals["lipsum"]
+    made.filters |= {
+        "indent": _indent,
+        "join": _join,
+        "replace": _replace,
+        "round": _round,
+        "tojson": _to_json,
+    }
+    made.globals |= {"raise_exception": _raise_exception, "strftime_now": moment.strftime}
+    return made
+
+
+def compile_source(source: str, date: datetime.date) -> jinja2.Template:
+    """Compiles a template in an `environment`.
+
+    Raises:
+      TemplateError: it is no template, or too long.
+    """
+    if len(source) > MAX_SOURCE:
+        raise jinja2.TemplateError(f"longer than {MAX_SOURCE:,} characters")
+    return environment(date).from_string(source)
+
+
+def render(template: jinja2.Template, **variables: Any) -> str:
+    """The text that a template of `environment` makes of variables.
+
+    Raises:
+      TemplateError: the template refuses, or exceeds its budget; other errors are its own.
+    """
+    return template.render({**variables, _LEFT: [BUDGET]})
+
+
+def _pay(context: Context, amount: int) -> None:
+    left = context.resolve(_LEFT)
+    left[0] -= amount
+    if left[0] < 0:
+        raise jinja2.TemplateError(f"makes more than {BUDGET:,} characters or steps")
+
+
+def _pay_for(context: Context, value: Any) -> Any:
+    """`value`, once its size is paid."""
+    _pay(context, _size(value))
+    return value
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, int):
+        return value.bit_length() // 8 + 1
+    return len(value) if isinstance(value, str | list | tuple | dict) else 1
+
+
+@jinja2.pass_context
+def _written(context: Context, value: Any) -> str:
+    return _pay_for(context, str(value))
+
+
+def _affordable(size: int) -> None:
+    """Refuses in advance what no budget would pay."""
+    if size > BUDGET:
+        raise jinja2.TemplateError(f"makes more than {BUDGET:,} characters or steps")
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, with a budget."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Metering().visit(super()._parse(source, name, filename))
+
+    def pay(self, context: Context, amount: int) -> None:
+        """What loops and macros call at the beginning of their bodies."""
+        _pay(context, amount)
+
+    def pay_for(self, context: Context, value: Any) -> Any:
+        """What filters and concatenations are wrapped in."""
+        return _pay_for(context, value)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            count, many = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(count, int) and not isinstance(many, int | float):
+                _affordable(count * _size(many))
+        elif operator == "**" and isinstance(right, int | float) and right > MAX_EXPONENT:
+            raise jinja2.TemplateError(f"exponent {right} is above {MAX_EXPONENT}")
+        elif operator == "%" and isinstance(left, str) and _LONG_NUMBER.search(left):
+            raise jinja2.TemplateError(f"refuses the format {left[:60]!r}")
+        return _pay_for(context, super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if __obj in (__self.pay, __self.pay_for):
+            return __obj(*args)
+        name, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
+        if name in _REFUSED_METHODS:
+            raise jinja2.TemplateError(f"calls {name}()")
+        if isinstance(owner, str) and name == "replace":
+            return _pay_for(__context, _replace(owner, *args, **kwargs))
+        if isinstance(owner, str) and name == "join":
+            return _pay_for(__context, _join(args[0], owner))
+        return _pay_for(__context, super().call(__context, __obj, *args, **kwargs))
+
+
+class _Metering(NodeTransformer):
+    """Puts the calls that pay into a template."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return self._paid(nodes.Filter(parts, "join", [], [], None, None, lineno=node.lineno))
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        self.generic_visit(node)
+        return self._paid(node) if node.node is not None else node  # None: of a block
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        return self._stepping(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._stepping(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        return self._stepping(node)
+
+    def _stepping(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        cost = STEP_COST + sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+        pay = self._call("pay", nodes.Const(cost), node.lineno)
+        node.body.insert(0, nodes.ExprStmt(pay, lineno=node.lineno))
+        return node
+
+    def _paid(self, value: nodes.Expr) -> nodes.Node:
+        return self._call("pay_for", value, value.lineno)
+
+    def _call(self, name: str, argument: nodes.Expr, lineno: int) -> nodes.Call:
+        arguments = [nodes.ContextReference(lineno=lineno), argument]
+        method = nodes.EnvironmentAttribute(name, lineno=lineno)
+        return nodes.Call(method, arguments, [], None, None, lineno=lineno)
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks the answer for training; here only its body counts."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    # jinja2's own filter escapes <, > and & for HTML.
+    if isinstance(indent, int):
+        _affordable(indent * MAX_EXPONENT)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _replace(text: Any, old: str, new: str, count: int | None = -1) -> str:
+    text = str(text)
+    _affordable((len(text) + 1) * len(str(new)))
+    return text.replace(str(old), str(new), -1 if count is None else count)
+
+
+def _join(items: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
+    items = list(items)
+    if attribute is not None:
+        items = [item[attribute] for item in items]
+    texts, separator = list(map(str, items)), str(separator)
+    _affordable(len(texts) * len(separator) + sum(map(len, texts)))
+    return separator.join(texts)
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    _affordable(len(str(text)) * (width if isinstance(width, int) else len(width)))
+    return jinja2.filters.do_indent(str(text), width, first, blank)
+
+
+def _round(value: float, precision: int = 0, method: str = "common") -> float:
+    _affordable(abs(precision) * BUDGET // MAX_EXPONENT)
+    return jinja2.filters.do_round(value, precision, method)

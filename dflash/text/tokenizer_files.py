@@ -1,0 +1,233 @@
+"""The kinds of tokenizers that checkpoints have: tokenizer.json, and sentencepiece's."""
+
+import datetime
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dflash import errors
+from dflash.text import chat_template, special_tokens
+from dflash.text.chat_template import ChatTemplate, Messages
+from dflash.text.special_tokens import SpecialTokens
+from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
+
+_SPACE_SIGN = "\u2581"  # what sentencepiece writes for a space
+
+
+class _TemplateTokenizer(Tokenizer):
+    """A tokenizer with special tokens, in whose checkpoint there may be a chat template."""
+
+    _special_tokens: SpecialTokens
+    _template: ChatTemplate
+
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        marked = self._special_tokens.mark(messages)
+        return self._template.render(marked, add_generation_prompt=add_generation_prompt)
+
+
+class HuggingFaceTokenizer(_TemplateTokenizer):
+    """tokenizer.json, by the `tokenizers` library."""
+
+    def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
+        file = directory / TOKENIZER_JSON
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise errors.InputError(
+                f"{file}: needs tokenizers; pip install 'dflash[hf]', or give prompts as prompt_ids"
+            ) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise errors.InputError(
+                f"{file}: damaged ({chat_template.first_line(error)})"
+            ) from error
+        # Some files ask for every text to be cut or filled to a training length.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        named = chat_template.special_tokens(directory)
+        self._template = ChatTemplate(directory, named | variables, date)
+        self.fingerprint = _fingerprint(directory, variables, date)
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        special = {token.content: (number, token) for number, token in added if token.special}
+        self._special_tokens = SpecialTokens(
+            {spelling: number for spelling, (number, _) in special.items()},
+            strips={one: (token.lstrip, token.rstrip) for one, (_, token) in special.items()},
+        )
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        if special_tokens or not self._special_tokens.spelled_in(text):
+            return self._tokenizer.encode(text).ids
+        return self._literal.encode(text).ids
+
+    def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
+        # The template writes the beginning-of-sequence token itself; it must not come twice.
+        if (beginning or not self._prefix) and special_tokens.MARK not in text:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = []
+        inner = not beginning
+        for special, piece in self._special_tokens.split(text):
+            if special is None:
+                encoder = self._unprefixed if inner else self._literal
+                ids += encoder.encode(piece, add_special_tokens=False).ids
+            else:
+                ids.append(special)
+            inner = self._prefix == "first"
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    @functools.cached_property
+    def _prefix(self) -> str:
+        """Where a space is put before the text: "", "first" (of all), "each" (special token)."""
+        parts = json.loads(self._tokenizer.to_str())
+        found = {_prefix_of(part) for part in _parts(parts)}
+        return "each" if "each" in found else "first" if "first" in found else ""
+
+    @functools.cached_property
+    def _literal(self) -> Any:
+        """The tokenizer, for texts whose special tokens are but text."""
+        return _without_special_tokens(json.loads(self._tokenizer.to_str()))
+
+    @functools.cached_property
+    def _unprefixed(self) -> Any:
+        """`_literal`, for texts that follow others: no space is put before them."""
+        content = json.loads(self._tokenizer.to_str())
+        for part in _parts(content):
+            if part["type"] == "Metaspace":
+                part["prepend_scheme"] = "never"
+            elif part["type"] == "ByteLevel":
+                part["add_prefix_space"] = False
+            elif part["type"] == "Prepend":
+                part["prepend"] = ""
+        return _without_special_tokens(content)
+
+
+def _parts(content: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """The normalizers and pre-tokenizers of a tokenizer.json, out of their sequences."""
+    for part in (content["normalizer"], content["pre_tokenizer"]):
+        inner = part and (part.get("normalizers") or part.get("pretokenizers"))
+        yield from inner or ([part] if part else [])
+
+
+def _prefix_of(part: Mapping[str, Any]) -> str:
+    if part["type"] == "Metaspace":
+        return {"first": "first", "always": "each"}.get(part["prepend_scheme"], "")
+    prefixed = part["type"] == "Prepend" or (
+        part["type"] == "ByteLevel" and part["add_prefix_space"]
+    )
+    return "each" if prefixed else ""
+
+
+def _without_special_tokens(content: Mapping[str, Any]) -> Any:
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_str(json.dumps(content))
+    made.encode_special_tokens = True
+    return made
+
+
+class SentencePieceTokenizer(_TemplateTokenizer):
+    """tokenizer.model, by the `sentencepiece` library.
+
+    Prompts get a beginning-of-sequence id where tokenizer_config.json says `add_bos_token: true`.
+    """
+
+    def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
+        import sentencepiece
+
+        file = directory / SENTENCEPIECE_MODEL
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (OSError, RuntimeError) as error:
+            raise errors.InputError(f"{file}: not a sentencepiece model") from error
+        self.vocab_size = self._model.vocab_size()
+        ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
+        named = {name: self._model.id_to_piece(one) for name, one in ends.items() if one >= 0}
+        named |= chat_template.special_tokens(directory)
+        self._template = ChatTemplate(directory, named | variables, date)
+        self.fingerprint = _fingerprint(directory, variables, date)
+        self._add_bos = bool(chat_template.tokenizer_config(directory).get("add_bos_token", False))
+        # sentencepiece itself reads control pieces in a text, such as </s>, as plain characters.
+        control = filter(self._is_control, range(self.vocab_size))
+        self._special_tokens = SpecialTokens({self._model.id_to_piece(i): i for i in control})
+        # It reads its sign for a space as a space: where there are pieces for bytes, they spell it.
+        sign = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SIGN.encode()]
+        self._sign = sign if all(map(self._model.is_byte, sign)) else None
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        bos = [self._model.bos_id()] if self._add_bos and self._model.bos_id() >= 0 else []
+        return bos + self.encode_rendered(
+            text if special_tokens else self._special_tokens.mark(text)
+        )
+
+    def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
+        ids: list[int] = []
+        for special, piece in self._special_tokens.split(text):
+            if special is None:
+                ids += self._encode_text(piece, beginning=beginning and not ids)
+            else:
+                ids.append(special)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        known = [i for i in ids if 0 <= i < self.vocab_size and not self._is_control(i)]
+        return self._model.decode(known)
+
+    def _encode_text(self, text: str, *, beginning: bool) -> list[int]:
+        ids: list[int] = []
+        parts = [text] if self._sign is None else text.split(_SPACE_SIGN)
+        for place, part in enumerate(parts):
+            if place:
+                ids += self._sign
+            inner = ids or not beginning
+            # Where spaces at the ends are dropped, the prefix is the space that was there.
+            keeps = not (self._drops_spaces and part[:1].isspace())
+            ids += (self._unprefixed if inner and keeps else self._model).encode(part)
+        return ids
+
+    @functools.cached_property
+    def _drops_spaces(self) -> bool:
+        return self._specification.normalizer_spec.remove_extra_whitespaces
+
+    @functools.cached_property
+    def _unprefixed(self) -> Any:
+        """The model, for texts that follow others: no space is put before them."""
+        import sentencepiece
+
+        specification = self._specification
+        specification.normalizer_spec.add_dummy_prefix = False
+        serialized = specification.SerializeToString()
+        return sentencepiece.SentencePieceProcessor(model_proto=serialized)
+
+    @property
+    def _specification(self) -> Any:
+        from sentencepiece import sentencepiece_model_pb2
+
+        return sentencepiece_model_pb2.ModelProto.FromString(self._model.serialized_model_proto())
+
+    def _is_control(self, token: int) -> bool:
+        return self._model.is_control(token)
+
+
+def _fingerprint(directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date) -> str:
+    """A hash of the files that say how text becomes ids, and of what their template depends on."""
+    digest = hashlib.sha256()
+    patterns = ("tokenizer*", "special_tokens_map.json", "chat_template*")
+    paths = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    dated = False
+    for path in sorted(paths):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode())
+        digest.update(content)
+        dated = dated or b"strftime_now" in content
+    if variables:
+        digest.update(json.dumps(variables, sort_keys=True).encode())
+    if dated:
+        digest.update(date.isoformat().encode())
+    return digest.hexdigest()
