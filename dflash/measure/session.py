@@ -25,9 +25,16 @@ PAGE = "report.html"
 def plan(config: BenchmarkRun) -> list[str]:
     """What each strategy will take, as lines; nothing is allocated."""
     lines = []
+    longest = {}
     for name, drafter in benches.with_baseline(config.strategies).items():
         job = jobs.prepare(config.decode_run(drafter), stdin=sys.stdin, dry=True)
         lines += [f"strategy {name}", *job.plan().lines(), ""]
+        longest[name] = job.drafter.longest_path
+    if config.forced:
+        found = workload.read(config, job)  # which needs no more of a job than its vocabulary
+        if config.study is None:
+            drafting = {name: size for name, size in longest.items() if size > 1}
+            workload.check_lengths(found, drafting)
     return lines[:-1]
 
 

@@ -31,11 +31,11 @@ def write_whole(path: pathlib.Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
-def sync_directory(path: pathlib.Path) -> None:
-    """Makes the names in a directory survive a power failure: new files and renamed ones."""
+def sync(path: pathlib.Path) -> None:
+    """Makes a file, or the names in a directory, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -123,7 +123,7 @@ class _StoredRecords(Records):
             try:
                 records, complete_bytes = _read_records(self._path, self._descriptor)
                 os.ftruncate(self._descriptor, complete_bytes)
-                files.sync_directory(directory.path)  # the file's name is there after a crash
+                files.sync(directory.path)  # the file's name is there after a crash
             except BaseException:
                 self.close()
                 raise

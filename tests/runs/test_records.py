@@ -113,7 +113,7 @@ def test_resuming(tmp_path):
         assert summary.tokens_per_second == 6 / 3.5
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=4), st.data())
 def test_a_kill_at_any_byte_loses_no_complete_record(tmp_path_factory, texts, data):
     path = tmp_path_factory.mktemp("kill")
@@ -139,6 +139,12 @@ def test_a_kill_at_any_byte_loses_no_complete_record(tmp_path_factory, texts, da
         (b"\x00" * 20 + b"\n", ":2: damaged line (Expecting value"),
         (b"\xff\n", ":2: damaged line ("),
         (b"{}\n", ":2: damaged line (no index, prompt"),
+        (b"[" * 100_000 + b"\n", ":2: damaged line (nested too deeply"),
+        (
+            outputs.encode(make_record(3)).replace(b"[2]", b"[99]"),
+            ":2: damaged line (acceptance_lengths: sum to 99, not to len(output_ids) - 1 = 2): "
+            "delete it to decode its prompt again, or use another --workdir",
+        ),
         (outputs.encode(make_record(0)), ":2: prompt 0 for the second time"),
     ],
 )
