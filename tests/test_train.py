@@ -227,6 +227,14 @@ REFUSED = {
     "length": ((*TARGET, "data.length=1024"), "data.length: 1024, but the target was made for 512"),
     "vocabulary": ((*TARGET, "target.architecture.vocab_size=200"), "200"),
     "too few rows": ((*TARGET, "train.batch_size=4096"), "but a batch has 4096"),
+    "nothing held out": (
+        (*TARGET, "evaluation.batches=1", "data.held_out_percent=0"),
+        "no examples in its split validation: raise data.held_out_percent=0",
+    ),
+    "too little held out": (
+        (*TARGET, "evaluation.batches=1", "data.held_out_percent=3", "mesh.data=8"),
+        "data.held_out_percent: 3 leaves ",
+    ),
     "steps twice": ((*TARGET, "train.epochs=1"), "give one of train.steps and train.epochs"),
     "pieces": ((*TARGET, "optimizer.accumulate_steps=3"), "train.batch_size: 8 does not divide"),
     "no tokenizer": ((*TARGET, "tokenizer=nowhere"), "tokenizer: nowhere: no such directory"),

@@ -4,8 +4,11 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
+import optax
 
+from dflash import errors
 from dflash.config import loader
+from dflash.data import batches
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.job import Job
@@ -48,7 +51,7 @@ class Evaluation:
     def __call__(self, params: Params) -> dict[str, float]:
         metrics = self._held_out_loss(params) if self._held_out else {}
         if self._drafting_test is not None:
-            metrics |= self._drafting_test(states.cast(params, self._job.task.dtype))
+            metrics |= self._drafting_test(optax.tree.cast(params, self._job.task.dtype))
         return metrics
 
     def _held_out_loss(self, params: Params) -> dict[str, float]:
@@ -69,12 +72,20 @@ class Evaluation:
 
 def _held_out_batches(job: Job) -> tuple[int, list[dict[str, np.ndarray]]]:
     """Batches of held-out text, and their rows: as many as in training, or as many as there are."""
-    wanted = job.config.evaluation.batches
+    config = job.config
+    wanted = config.evaluation.batches
     if not wanted:
         return 0, []
     least = job.sharding.size("batch")
+    held_out = batches.batches(config.data, job.tokenizer, split="validation", batch_size=1)
+    if held_out.num_rows < least:
+        raise errors.InputError(
+            f"data.held_out_percent: {config.data.held_out_percent:g} leaves "
+            f"{held_out.num_rows} rows of {config.data.length} tokens for validation, but "
+            f"{least} devices need one each: raise it, or set evaluation.batches=0"
+        )
     source = job.batches("validation", batch_size=least)
-    rows = job.config.train.batch_size // job.config.optimizer.accumulate_steps
+    rows = config.train.batch_size // config.optimizer.accumulate_steps
     parts = min(rows, source.num_rows) // least
 
     def read():

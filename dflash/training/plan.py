@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from dflash.parallel import parameters
 from dflash.training import state as states
@@ -108,7 +109,7 @@ def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length:
 
     def residuals(params, frozen, batch, key):
         def loss(params):
-            return task.loss(states.cast(params, task.dtype), frozen, batch, key)[0]
+            return task.loss(optax.tree.cast(params, task.dtype), frozen, batch, key)[0]
 
         return jax.vjp(loss, params)[1]
 

@@ -43,11 +43,6 @@ def tables(model: nnx.Module) -> Params:
     return nnx.state(model, Table)
 
 
-def cast(params: Params, dtype: jnp.dtype) -> Params:
-    """The parameters in another dtype."""
-    return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
 def abstract(
     params: Params, optimizer: optax.GradientTransformation, sharding: Sharding
 ) -> TrainState:

@@ -69,7 +69,7 @@ def make_evaluation_step(loss: LossFunction, *, dtype: jnp.dtype, sharding: Shar
 
     def step(params: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
         with jax.default_matmul_precision(matmul_precision(dtype)):
-            value, metrics = loss(states.cast(params, dtype), frozen, batch, key)
+            value, metrics = loss(optax.tree.cast(params, dtype), frozen, batch, key)
             return _complete(value, metrics)
 
     return jax.jit(step, out_shardings=sharding.replicated())
@@ -119,27 +119,25 @@ def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tup
 
     @functools.partial(jax.grad, has_aux=True)
     def differentiate(params, batch, key):
-        value, metrics = loss(states.cast(params, dtype), frozen, batch, key)
+        value, metrics = loss(optax.tree.cast(params, dtype), frozen, batch, key)
         return value, _complete(value, metrics)
 
     if pieces == 1:
         return differentiate(params, batch, key)
-
-    def add(total, weight, tree):
-        return jax.tree.map(lambda a, b: a + weight * b.astype(jnp.float32), total, tree)
 
     def body(carry, piece):
         grads, metrics, seen = carry
         index, part = piece
         new_grads, new_metrics = differentiate(params, part, jax.random.fold_in(key, index))
         weight = new_metrics[WEIGHT]
-        return (add(grads, weight, new_grads), add(metrics, weight, new_metrics), seen + weight), ()
+        grads = optax.tree.add_scale(grads, weight, new_grads)
+        metrics = optax.tree.add_scale(metrics, weight, new_metrics)
+        return (grads, metrics, seen + weight), ()
 
     parts = {name: _cut(array, pieces, sharding) for name, array in batch.items()}
     first = {name: array[0] for name, array in parts.items()}
     shapes = jax.eval_shape(differentiate, params, first, key)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-    start = (*zeros, jnp.float32(0))
+    start = (*optax.tree.zeros_like(shapes, jnp.float32), jnp.float32(0))
     (grads, metrics, seen), _ = jax.lax.scan(body, start, (jnp.arange(pieces), parts))
     scale = 1 / jnp.maximum(seen, jnp.finfo(jnp.float32).tiny)
     grads, metrics = jax.tree.map(lambda x: x * scale, (grads, metrics))
