@@ -209,15 +209,14 @@ def _read_box(parts, bounds, dtype, transposed: bool) -> np.ndarray:
         as_stored, box = out.swapaxes(-1, -2), [*box[:-2], box[-1], box[-2]]
     with _Reader() as reader:
         for tensor, piece in parts:
-            lead = [i - start for i, (start, _) in zip(piece.lead, box, strict=False)]
-            inside = zip(piece.lead, box, strict=False)
-            if not all(start <= i < stop for i, (start, stop) in inside):
+            led = list(zip(piece.lead, box, strict=False))
+            if not all(start <= i < stop for i, (start, stop) in led):
                 continue
-            part = as_stored[tuple(lead)]
+            part = as_stored[(*(i - start for i, (start, _) in led), ...)]
             if piece.count is None:
                 part[...] = reader.read(tensor, ())
                 continue
-            (low, high), *rest = box[len(lead) :]
+            (low, high), *rest = box[len(led) :]
             first, last = max(low, piece.at), min(high, piece.at + piece.count)
             columns = tuple(slice(start, stop) for start, stop in rest)
             shift = piece.first - piece.at

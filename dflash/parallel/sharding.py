@@ -152,10 +152,12 @@ def make_sharding(
     if abstract:
         return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), frozen)
     wanted, present = math.prod(shape), jax.device_count()
-    if wanted > present or (jax.process_count() > 1 and wanted != present):
+    several = jax.process_count() > 1
+    if wanted > present or (several and wanted != present):
+        rest = ", all of which several processes must use" if several else ""
         raise errors.ConfigError(
             f"mesh: {' × '.join(MESH_AXES)} = {' × '.join(map(str, shape))} = {wanted} devices, "
-            f"but {present} are present"
+            f"but {present} are present{rest}"
         )
     if wanted == present:
         mesh = jax.make_mesh(shape, MESH_AXES, axis_types=types)

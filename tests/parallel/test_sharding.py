@@ -110,6 +110,23 @@ def test_a_mesh_may_leave_devices_idle():
     assert hash(make_sharding(data=3)) == hash(make_sharding(data=3))
 
 
+def test_several_processes_leave_no_device_out(monkeypatch):
+    """A process whose devices are all left out would wait for the others for good."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert make_sharding(data=8).mesh.size == 8
+    assert failure(make_sharding, data=4) == (
+        "mesh: data × fsdp × tensor × expert = 4 × 1 × 1 × 1 = 4 devices, but 8 are present, all "
+        "of which several processes must use"
+    )
+
+
+def test_the_axes_are_those_of_the_config():
+    assert sharding.MESH_AXES == ("data", "fsdp", "tensor", "expert")
+    assert describe().mesh.axis_names == sharding.MESH_AXES
+    eight = make_sharding(data=2, expert=4)
+    assert eight.spec("batch", "expert") == P("data", "expert")
+
+
 def test_constrain():
     array = jnp.arange(12.0).reshape(4, 3)
     eight = make_sharding(data=2, fsdp=2, tensor=2)
