@@ -24,11 +24,11 @@ PAGE_TOKENS = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftModelState:
-    """What the model knows of B sequences, anchor included: a row ahead of what was observed.
+    """Context of B sequences, anchor included: one row more than was observed.
 
     Attributes:
-      keys: one [K, B, M, S, H] per layer; each sequence owns M pages of S slots.
-      values: likewise. Slots past the anchor are stale.
+      keys: one [K, B, M, S, H] per layer; each sequence owns M pages of S rows.
+      values: likewise. Rows past the anchor are stale.
       hidden: [B, D]; after the final norm, of the anchor. It makes the first draft.
     """
 
@@ -38,7 +38,7 @@ class DraftModelState:
 
 
 class Autoregressive(Drafter):
-    """The drafter; the sequences' own pages never change hands, so there is no page pool."""
+    """The drafter; each sequence has its pages from start to end, so there is no page pool."""
 
     has_probs = True
 
@@ -63,7 +63,7 @@ class Autoregressive(Drafter):
 
     @property
     def checkpointed(self) -> nnx.Module:
-        """What the checkpoint holds: the model, under the names that it has as a target."""
+        """The part that the checkpoint holds: the model, under its names as a target."""
         return self.model
 
     def init_state(self, batch, max_length):
@@ -84,7 +84,7 @@ class Autoregressive(Drafter):
         """
 
         def extend(hidden, tokens, state, step):
-            del hidden  # the token says it all
+            del hidden  # the model reads tokens alone
             return self.run(state, tokens, position + 1 + step)
 
         return chain.draft(
