@@ -162,7 +162,7 @@ class DrafterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MarginalTree:
-    """A tree of the likeliest prefixes, from the marginals of the slots of a block."""
+    """A tree of the likeliest prefixes, from the marginals of the draft positions of a block."""
 
     budget: int = option(minimum=1, maximum=1024)  # drafts in the tree
 

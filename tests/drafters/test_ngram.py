@@ -35,7 +35,7 @@ def lookup(text, count, longest=LONGEST):
     longest=st.integers(1, 4),
 )
 def test_what_followed_the_longest_match_is_found(texts, longest):
-    rows = np.full((3, 16), 2, np.int32)  # what stands past the end must not matter
+    rows = np.full((3, 16), 2, np.int32)  # tokens past the end must not matter
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
     end = np.array([len(text) - 1 for text in texts], np.int32)
@@ -67,7 +67,7 @@ def test_sizes_that_cannot_be_traced_are_refused(tmp_path, key):
     [
         ([7, 8, 9, 1, 2, 3, 5, 5, 1, 2, 3], [5, 5, 1, 2]),  # three tokens match
         ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2, 3, 8]),  # the longest match, not the last one
-        ([3, 4, 3, 5, 3], [5, 3, 5, 3]),  # of several as long the last, which goes on and on
+        ([3, 4, 3, 5, 3], [5, 3, 5, 3]),  # of several as long the last one, repeated
         ([1, 2, 3], [3, 3, 3, 3]),  # nothing matches
         ([6], [6, 6, 6, 6]),
     ],

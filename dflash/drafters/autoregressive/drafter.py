@@ -24,10 +24,10 @@ PAGE_TOKENS = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftModelState:
-    """What the model knows of B sequences, anchor included: a row ahead of what was observed.
+    """Context of B sequences, anchor included: one row more than was observed.
 
     Attributes:
-      cache: of the model; sequence b owns pages b·M … b·M + M - 1. Slots past the anchor are stale.
+      cache: of the model; sequence b owns pages b·M … b·M + M - 1. Rows past the anchor are stale.
       hidden: [B, D]; after the final norm, of the anchor. It makes the first draft.
     """
 
@@ -36,7 +36,7 @@ class DraftModelState:
 
 
 class Autoregressive(Drafter):
-    """The drafter; the sequences' own pages never change hands, so there is no page pool."""
+    """The drafter; each sequence has its pages from start to end, so there is no page pool."""
 
     has_probs = True
 
@@ -61,7 +61,7 @@ class Autoregressive(Drafter):
 
     @property
     def checkpointed(self) -> nnx.Module:
-        """What the checkpoint holds: the model, under the names that it has as a target."""
+        """The part that the checkpoint holds: the model, under its names as a target."""
         return self.model
 
     def init_state(self, batch, max_length):
@@ -85,7 +85,7 @@ class Autoregressive(Drafter):
         """
 
         def extend(hidden, tokens, state, step):
-            del hidden  # the token says it all
+            del hidden  # the model reads tokens alone
             return self.run(state, tokens, position + 1 + step)
 
         return chain.draft(

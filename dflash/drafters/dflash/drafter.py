@@ -1,4 +1,4 @@
-"""DFlash: a block-diffusion drafter that paints a whole block in one pass.
+"""DFlash: a block-diffusion drafter that drafts a whole block in one pass.
 
 Source: arXiv 2602.06036. The context is the target's own features, projected once when they are
 committed and never updated; the block [anchor, MASK, …, MASK] attends to it and, in both
@@ -52,7 +52,7 @@ class DFlash(OnePassDrafter):
           block_size: rows to draft with, at most the trained one; None for that one.
           tree_budget: drafts in a tree; None for a chain.
         Raises:
-          ConfigError: block_size is larger than the trained one, or tree_budget than a tree gets.
+          ConfigError: block_size exceeds the trained one, or tree_budget the tree's capacity.
         """
         super().__init__(shape, dtype=dtype, sharding=sharding)
         decoder = shape.decoder
@@ -92,16 +92,16 @@ class DFlash(OnePassDrafter):
         return self.draft_fewer(self.num_positions, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Paints the whole block, and drafts the first of its slots; see `Drafter.draft_fewer`.
+        """Runs the whole block, and drafts its first tokens; see `Drafter.draft_fewer`.
 
-        Rows see one another: in a block of fewer rows than it was trained with, a drafter guesses
-        worse even in the first of them.
+        Rows see one another: with fewer rows than in training, drafts get worse from the first one
+        on.
         """
-        hidden, positions = self.paint(state, anchor, position, heads)
+        hidden, positions = self.run_block(state, anchor, position, heads)
         first = slice(1, count + 1)
         return self.propose(heads.unembed(hidden[:, first]), positions[:, first], sampler), state
 
-    def paint(self, state, anchor, position, heads):
+    def run_block(self, state, anchor, position, heads):
         """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T]."""
         mask = jnp.full((anchor.shape[0], self.num_positions), self.shape.mask_token_id)
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
@@ -145,10 +145,10 @@ class DFlash(OnePassDrafter):
         return state.write(position, keys, values)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
-        """Paints blocks anchored all over the batch; see `Drafter.loss`.
+        """Drafts blocks anchored all over the batch; see `Drafter.loss`.
 
         Args:
-          anchors: where the blocks begin; None to draw them from `key`.
+          anchors: first positions of the blocks; None to draw them from `key`.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
@@ -158,11 +158,11 @@ class DFlash(OnePassDrafter):
             block_size=self.num_positions + 1,
             mask_token_id=self.shape.mask_token_id,
         )
-        hidden = self.paint_blocks(batch, blocks, heads, remat=remat)
+        hidden = self.run_blocks(batch, blocks, heads, remat=remat)
         scores = score_blocks(hidden, blocks, batch, heads.unembed, options)
         return block_loss(scores, blocks, options)
 
-    def paint_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
+    def run_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
         """The block pass over A blocks of R rows per sequence at once: hidden [B, A, R, D].
 
         Computes in the dtype of this module's weights, whatever that of features and embeddings.

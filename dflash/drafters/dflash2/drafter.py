@@ -2,8 +2,8 @@
 
 Source: z-lab/dflash and speculators 0.9 (`models/dflash2`), by their golden vectors. Around
 attention and mlp of each layer runs a causal convolution over the rows of a block, whose taps each
-row makes for itself, a tap for a group of channels. Each slot's likeliest tokens are ranked anew by
-what follows the token before it: a bilinear score of previous token, hidden state and candidate.
+row computes from itself, one tap for each group of channels. The likeliest tokens of each draft
+position are ranked again by a bilinear score of previous token, hidden state and candidate.
 """
 
 import jax
@@ -137,31 +137,31 @@ class DFlash2(ConditionedDFlash):
         """See `ConditionedDFlash.bias`."""
         return self.candidate_selector.successor_codebook.attend(vectors)
 
-    def slot_logits(self, base, vectors):
-        """Scores of the slot's candidates; -inf for all other tokens."""
+    def corrected_logits(self, base, vectors):
+        """Scores of the candidates; -inf for all other tokens."""
         candidates, scores = self.rank(base, vectors)
         each = jnp.arange(base.shape[0])[:, None]
         return jnp.full_like(base, -jnp.inf).at[each, candidates].set(scores)
 
     def rank(self, base: jax.Array, vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Candidates int32 [B, k] of a slot, by falling painted logit, and scores float32."""
+        """Candidates int32 [B, k], the largest base logit first, and their scores float32."""
         values, candidates = jax.lax.top_k(base, self.shape.selector_top_k)
         codes = self.candidate_selector.successor_codebook(candidates)
         added = jnp.einsum("br,bkr->bk", vectors, codes, preferred_element_type=jnp.float32)
         return candidates, values + added
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
-        """The loss of the painted logits, plus that of the corrected ones; see `DFlash.loss`.
+        """The loss of the base logits, plus that of the corrected ones; see `DFlash.loss`.
 
         Both are over the whole vocabulary: unlike the candidates, it always has the label.
         """
-        lesson = self.teach(batch, heads, key, options, anchors=anchors, remat=remat)
-        corrected, metrics = block_loss(lesson.scores, lesson.blocks, options)
-        painted_scores = self.score_painted(lesson, batch, heads, options)
-        painted, _ = block_loss(painted_scores, lesson.blocks, options)
-        return corrected + painted, metrics | {
-            "loss": corrected + painted,
-            "painted_loss": painted,
+        scored = self.score_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
+        corrected, metrics = block_loss(scored.scores, scored.blocks, options)
+        base_scores = self.score_base(scored, batch, heads, options)
+        base, _ = block_loss(base_scores, scored.blocks, options)
+        return corrected + base, metrics | {
+            "loss": corrected + base,
+            "base_loss": base,
         }
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""DSpark: DFlash whose every row drafts, corrected by the token before it, and that knows its odds.
+"""DSpark: DFlash in which every row drafts, with a previous-token head and a confidence head.
 
 Source: DeepSpec (`modeling/dspark`), by its golden vectors. The anchor's row drafts too, so row k
-stands for the token k + 1 positions after the anchor. A head of low rank adds to each slot's logits
-what the token before it makes likely ("Markov head", in three kinds), and another one says how
-likely the slot is to be accepted. The embedding and the output head are the target's; checkpoints
-hold a copy of both, which is not read.
+predicts the token k + 1 positions after the anchor. A head of low rank ("Markov head", of three
+kinds) corrects the logits of each draft position by the token before it, and another head predicts
+whether the draft is accepted, given that all before it are. The embedding and the output head are
+the target's; checkpoints hold a copy of both, which is not read.
 """
 
 from typing import Any, ClassVar
@@ -38,7 +38,7 @@ class Affine(Linear):
 
 
 class MarkovHead(nnx.Module):
-    """What the token before a slot says about it: the vanilla kind, the token's code as it is."""
+    """The previous-token head, vanilla kind: the code of the previous token, unchanged."""
 
     def __init__(self, width: int, vocab: int, rank: int, *, dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
@@ -56,7 +56,7 @@ class MarkovHead(nnx.Module):
 
 
 class GatedHead(MarkovHead):
-    """The code, each number of it let through as far as hidden state and code will have it."""
+    """The code of the previous token, gated by the hidden state and the code itself."""
 
     def __init__(self, width: int, vocab: int, rank: int, **build):
         super().__init__(width, vocab, rank, **build)
@@ -69,7 +69,7 @@ class GatedHead(MarkovHead):
 
 
 class RecurrentHead(MarkovHead):
-    """A gated memory of all tokens since the anchor."""
+    """A gated recurrence over the tokens since the anchor."""
 
     def __init__(self, width: int, vocab: int, rank: int, **build):
         super().__init__(width, vocab, rank, **build)
@@ -92,7 +92,7 @@ _HEADS = {"vanilla": MarkovHead, "gated": GatedHead, "rnn": RecurrentHead}
 
 
 class ConfidenceHead(nnx.Module):
-    """How likely a slot is to be accepted, before the sigmoid."""
+    """Logit of a draft being accepted, given that all before it are."""
 
     def __init__(self, width: int, **build):
         self.proj = Affine(width, 1, **build)
@@ -111,7 +111,7 @@ class DSpark(ConditionedDFlash):
     first_row: ClassVar[int] = 0
 
     def __init__(self, shape: DSparkShape, *, dtype, sharding, block_size: int | None = None):
-        """Args: block_size: rows to verify: the anchor, and a draft of each painted row.
+        """Args: block_size: rows to verify, the anchor and the drafts; None for all.
 
         Raises:
           ConfigError: block_size is larger than the trained one.
@@ -123,8 +123,8 @@ class DSpark(ConditionedDFlash):
                 f"{shape.block_size} drafts that the drafter was trained for"
             )
         build = {"dtype": dtype, "sharding": sharding}
-        painted = None if block_size is None else block_size - 1
-        super().__init__(shape, block_size=painted, **build)
+        rows = None if block_size is None else block_size - 1
+        super().__init__(shape, block_size=rows, **build)
         self.num_draft_tokens = self.num_positions + 1
         width, rank = shape.decoder.hidden_size, shape.markov_rank
         head = _HEADS[shape.markov_head_type]
@@ -152,10 +152,10 @@ class DSpark(ConditionedDFlash):
         return self.markov_head.markov_w2.attend(vectors)
 
     def confidence(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
-        """How likely slots are to be accepted, before the sigmoid: float32 [...].
+        """Logits of drafts being accepted, given that all before them are: float32 [...].
 
         Args:
-          hidden: [..., D]; of the slots.
+          hidden: [..., D]; of the draft positions.
           previous: int32 [...]; the token before each of them.
         """
         if self.shape.confidence_head_with_markov:
@@ -166,18 +166,19 @@ class DSpark(ConditionedDFlash):
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
         """The loss of the corrected logits, plus that of the confidence; see `DFlash.loss`.
 
-        The confidence is to say whether the slot is right, in which case greedy decoding accepts it
-        if all before it are: cross-entropy, with the same weights.
+        The label of the confidence is whether the draft is right given the true token before it:
+        greedy decoding then accepts it if it accepts all before it. Binary cross-entropy, with the
+        same weights.
         """
-        lesson = self.teach(batch, heads, key, options, anchors=anchors, remat=remat)
-        loss, metrics = block_loss(lesson.scores, lesson.blocks, options)
+        scored = self.score_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
+        loss, metrics = block_loss(scored.scores, scored.blocks, options)
         if self.confidence_head is None:
             return loss, metrics
-        odds = self.confidence(lesson.hidden, lesson.previous)
-        right = lesson.scores.correct.astype(jnp.float32)
-        surprise = jax.nn.softplus(odds) - odds * right
-        weights, divisor = losses.block_weights(lesson.scores.nll, lesson.blocks.counted, options)
-        confidence_loss = jnp.sum(weights * surprise) / divisor
+        odds = self.confidence(scored.hidden, scored.previous)
+        right = scored.scores.correct.astype(jnp.float32)
+        cross_entropy = jax.nn.softplus(odds) - odds * right
+        weights, divisor = losses.block_weights(scored.scores.nll, scored.blocks.counted, options)
+        confidence_loss = jnp.sum(weights * cross_entropy) / divisor
         return loss + confidence_loss, metrics | {
             "loss": loss + confidence_loss,
             "confidence_loss": confidence_loss,

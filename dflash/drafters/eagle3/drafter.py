@@ -1,8 +1,8 @@
 """EAGLE-3: one transformer layer that drafts token by token, fed with the target's features.
 
 Source: arXiv 2503.01840 and its code, SafeAILab/EAGLE. Pair i joins the target's features at
-position i with the embedding of token i + 1, is rotated by i, and predicts token i + 2. Where the
-target has not been yet, the layer's own output stands in for the features.
+position i with the embedding of token i + 1, is rotated by i, and predicts token i + 2. Where there
+are no features of the target yet, the layer's own output takes their place.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from dflash.parallel.sharding import Sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Eagle3State:
-    """What is known of the committed tokens.
+    """State of B sequences.
 
     Attributes:
       cache: keys and values of the pairs before the anchor's position, one layer.
@@ -71,10 +71,10 @@ class Eagle3(WeightedDrafter):
           dtype: of weights and state.
           sharding: where they live.
           num_draft_tokens: in a chain.
-          tree: what trees to draft; None for chains.
-          training_steps: of its own output that `loss` feeds it.
+          tree: size of the trees to draft; None for chains.
+          training_steps: steps of its own output that `loss` feeds it.
         Raises:
-          ConfigError: there is no such tree.
+          ConfigError: the tree has a smaller capacity than its budget.
         """
         super().__init__(shape, dtype=dtype, sharding=sharding)
         decoder, drafted = shape.decoder, shape.draft_vocab_size

@@ -1,4 +1,4 @@
-"""Medusa: heads on the target's last hidden state, each of which names a token further ahead.
+"""Medusa: heads on the target's last hidden state, each of which predicts one more token ahead.
 
 Source: Cai et al. 2024, arXiv 2401.10774. A head is a residual layer and an output matrix. The
 paper starts the matrix as a copy of the target's and trains it; here it is the target's own,
@@ -31,7 +31,7 @@ from dflash.parallel.sharding import Sharding
 
 
 class MedusaHead(nnx.Module):
-    """x + silu(linear(x)); begins as the identity, so as the target's own next token."""
+    """x + silu(linear(x)); starts as the identity, so it predicts the target's next token."""
 
     def __init__(self, width: int, *, dtype: jnp.dtype, sharding: Sharding):
         self.linear = Linear(
@@ -46,8 +46,8 @@ class MedusaHead(nnx.Module):
 class Medusa(OnePassDrafter):
     """The drafter; its state is the target's last hidden state before the anchor, [B, D].
 
-    That is the residual stream after the last layer, as the target's norm finds it; the norm here
-    starts without a scale and learns its own.
+    That is the residual stream after the last layer, before the target's final norm; the norm here
+    learns a scale of its own.
     """
 
     hf_architectures = ("MedusaModel",)
@@ -71,7 +71,7 @@ class Medusa(OnePassDrafter):
           block_size: the anchor and the heads in use, at most the trained ones; None for all.
           tree_budget: drafts in a tree; None for a chain.
         Raises:
-          ConfigError: block_size is larger than the trained one, or tree_budget than a tree gets.
+          ConfigError: block_size exceeds the trained one, or tree_budget the tree's capacity.
         """
         super().__init__(shape, dtype=dtype, sharding=sharding)
         self.set_sizes(
@@ -112,19 +112,19 @@ class Medusa(OnePassDrafter):
         return jnp.where((num_committed > 0)[:, None], newest, state)
 
     def look_ahead(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] -> what the target's head turns into tokens, [..., R, D].
+        """Hidden states [..., D] -> inputs of the target's output head, [..., R, D].
 
-        Row 0 stands for the anchor, which the target has drawn already; row k for head k.
+        Row 0 is the anchor's, which the target has drawn already; row k is that of head k.
         """
         x = self.norm(hidden)
         ahead = [head(x) for head in list(self.heads)[: self.num_positions]]
         return jnp.stack([x, *ahead], axis=-2)
 
     def loss(self, batch, heads, key, options, *, anchors: Anchors | None = None, remat=False):
-        """Looks ahead from places all over the batch; see `Drafter.loss`.
+        """Predicts from positions all over the batch; see `Drafter.loss`.
 
         Args:
-          anchors: the tokens after those places; None to draw them from `key`.
+          anchors: the tokens after those positions; None to draw them from `key`.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
@@ -136,7 +136,7 @@ class Medusa(OnePassDrafter):
         rows = jnp.take_along_axis(batch.features, before[..., None], axis=1)
         look_ahead = jax.checkpoint(self.look_ahead) if remat else self.look_ahead
         hidden = look_ahead(rows.astype(self.norm.scale.dtype))
-        # What fills the block does not matter: no head reads it.
+        # The mask token does not matter: no head reads the block's tokens.
         blocks = cut_blocks(batch, anchors, block_size=self.num_positions + 1, mask_token_id=0)
         scores = score_blocks(hidden, blocks, batch, heads.unembed, options)
         return block_loss(scores, blocks, options)

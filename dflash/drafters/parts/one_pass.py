@@ -36,9 +36,9 @@ class OnePassDrafter(WeightedDrafter):
           block_size: rows to draft with; None for that many.
           tree_budget: drafts in a tree; None for a chain.
           vocab_size: of the target.
-          of: whose the trained block size is, for the message.
+          of: what has the trained block size, for the message.
         Raises:
-          ConfigError: block_size is larger than the trained one, or tree_budget than a tree gets.
+          ConfigError: block_size exceeds the trained one, or tree_budget the tree's capacity.
         """
         if block_size is not None and block_size > trained:
             raise errors.ConfigError(
