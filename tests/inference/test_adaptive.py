@@ -117,7 +117,7 @@ def test_it_learns_from_each_cycle_what_the_room_before_it_allowed():
     """
     prompt, limit = PROMPTS[1], 13
     ((ids, _),) = expected([prompt], [32], temperature=0.0)
-    wrong = np.zeros((LENGTH, 7), bool)
+    wrong = np.zeros((LENGTH, 8), bool)
     wrong[:, 2:] = True  # two drafts are right in every cycle
     model = ScriptedDrafter(
         Script.chain(LENGTH, 7, wrong), [(*prompt, *ids)] + [()] * 5, tree=False

@@ -48,18 +48,16 @@ def test_trees_accepted_here_and_there_leave_what_a_prompt_would(kv_dtype):
     state = occupied(run, make_requests(PROMPTS, LIMITS, temperature=0.8))
     while bool(state.active.any()):
         state, _ = run.generate(state)
+    different = []
     for i, text in enumerate(texts):
         fresh, held = run.prefill(text[:-1]), len(text) - 1
-        for rows, wanted in zip(
-            state.cache.pools,
-            fresh.cache.pools,
-            strict=True,
-        ):
+        for rows, wanted in zip(state.cache.pools, fresh.cache.pools, strict=True):
             now, scale = cached_rows(rows, state.cache.page_table[i], held)
             then, fresh_scale = cached_rows(wanted, fresh.cache.page_table[0], held)
             np.testing.assert_allclose(scale, fresh_scale, rtol=1e-4)
-            # Noise of float32 may push a number over the edge between two steps.
-            assert (now != then).mean() < 1e-3
+            different.append((now != then).ravel())
+    # Rounding of float32 may push a number over the edge between two steps.
+    assert np.concatenate(different).mean() < 1e-3
 
 
 def cached_rows(pages, table, count):
