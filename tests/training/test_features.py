@@ -105,7 +105,9 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path):
 def test_rows_are_shuffled_once_an_epoch(tmp_path, monkeypatch):
     source = CachedBatches(open_cache(tmp_path), ROWS, seed=0)
     seeds, generator = [], np.random.default_rng
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: seeds.append(seed) or generator(seed))
+    monkeypatch.setattr(
+        np.random, "default_rng", lambda seed: seeds.append(seed) or generator(seed)
+    )
     for _ in range(2 * BATCHES):
         next(source)
     assert seeds == [(0, 0), (0, 1)]
