@@ -32,11 +32,13 @@ def _train(command: cli.Command) -> int:
     import jax
 
     from dflash.parallel import distributed
+    from dflash.runs import dates
     from dflash.training import job as jobs
     from dflash.training import rundir, session
 
     distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
-    job = jobs.prepare(command.config, dry=command.dry_run)
+    date = dates.find(command.workdir)
+    job = jobs.prepare(command.config, date=date, dry=command.dry_run)
     if command.dry_run:
         print("\n".join(job.plan().lines()))
         return 0
@@ -44,7 +46,7 @@ def _train(command: cli.Command) -> int:
         raise errors.ConfigError("--workdir: required: where checkpoints and weights go")
     profile = command.profile_dir
     with (
-        rundir.open_directory(command.workdir, command.config) as directory,
+        rundir.open_directory(command.workdir, command.config, date) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
         return session.run(job, directory, _drafting_test(job)).exit_status

@@ -19,6 +19,7 @@ class DataConfig:
         1024, minimum=2, maximum=schema.MAX_TOKENS
     )  # tokens in a row; longer conversations are cut
     seed: int = option(0, minimum=0, maximum=2**31 - 1)  # of the order
+    thinking: bool = False  # as prompts.thinking: the chat template asks for reasoning first
     data_dir: str | None = None  # None: ~/.cache/dflash/datasets
     raw_dir: str | None = None  # of files of published sets; None: raw/ in data_dir
 

@@ -195,11 +195,7 @@ def prepare_models(config: DecodeRun, *, dry: bool = False) -> Job:
     drafter = assembly.build_drafter(config.drafter, drafter_source, target.arch, **build)
     if target_source.directory and drafter_source.directory:
         vocabulary.check_same(target_source.directory, drafter_source.directory)
-    words = tokenizer.ByteTokenizer()
-    if target_source.directory is not None:
-        words = tokenizer.load_tokenizer(
-            target_source.directory, enable_thinking=config.prompts.thinking
-        )
+    words = tokenizer.for_target(target_source.directory, thinking=config.prompts.thinking)
     _check_rule(config, drafter)
     return Job(
         config, target, drafter, target_source, drafter_source, words, prompts=(), max_length=0

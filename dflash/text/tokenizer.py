@@ -94,6 +94,23 @@ def load_tokenizer(
     return NoTokenizer(directory)
 
 
+def for_target(
+    directory: pathlib.Path | None, *, thinking: bool, date: datetime.date | None = None
+) -> Tokenizer:
+    """The tokenizer of a target, by which decoding and training make the same prompts.
+
+    Args:
+      directory: of the checkpoint; None for random weights, whose tokens are bytes.
+      thinking: whether the chat template asks for reasoning before the answer.
+      date: see `load_tokenizer`.
+    Raises:
+      InputError: see `load_tokenizer`.
+    """
+    if directory is None:
+        return ByteTokenizer()
+    return load_tokenizer(directory, date=date, enable_thinking=thinking)
+
+
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids, for random weights, which have no tokenizer; 256 shows as ⟨256⟩."""
 

@@ -1,6 +1,7 @@
 """A training run before it starts: models built, data found, everything checked, nothing filled."""
 
 import dataclasses
+import datetime
 import functools
 import itertools
 import math
@@ -135,11 +136,12 @@ class Job:
         return plan.make_plan(self.task, optimizer, steps=steps)
 
 
-def prepare(config: TrainRun, *, dry: bool = False) -> Job:
+def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = False) -> Job:
     """Finds, builds and checks everything that a run needs.
 
     Args:
-      config: of the run.
+      config: the run's config.
+      date: what chat templates print as the date; None for today.
       dry: for a plan only: touches no device and downloads nothing.
     Raises:
       UserError: whatever is wrong; see its subclasses.
@@ -152,9 +154,7 @@ def prepare(config: TrainRun, *, dry: bool = False) -> Job:
         directory = pathlib.Path(config.tokenizer).expanduser()
         if not directory.is_dir():
             raise errors.ConfigError(f"tokenizer: {directory}: no such directory")
-    words = tokenizer.ByteTokenizer()
-    if directory is not None:
-        words = tokenizer.load_tokenizer(directory)
+    words = tokenizer.for_target(directory, thinking=config.data.thinking, date=date)
     job = Job(config, placed, task, words, directory)
     _check(job)
     return job

@@ -1,6 +1,7 @@
 """The work directory of a training run: whose it is, and what a continued run may change.
 
 config.yml        the resolved config of the latest start
+date.txt          the date of the first start, for chat templates that print it
 checkpoints/      the training state, last few and best
 damaged/          checkpoints that could not be restored, set aside
 metrics.jsonl     a line per logged step and per evaluation
@@ -9,6 +10,7 @@ features/         the target's features, with train.features=cached
 hf/               the exported weights: the best evaluated ones, or the last
 """
 
+import datetime
 import os
 import pathlib
 
@@ -16,6 +18,7 @@ import jax
 
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
+from dflash.runs import dates
 from dflash.runs.directory import RunDirectory
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
@@ -23,9 +26,13 @@ TENSORBOARD, FEATURES, EXPORT = "tensorboard", "features", "hf"
 _VERSION = "2:"  # of the way in which an identity is computed
 
 
-def open_directory(path: str | os.PathLike, config: TrainRun) -> RunDirectory:
+def open_directory(path: str | os.PathLike, config: TrainRun, date: datetime.date) -> RunDirectory:
     """Takes the work directory of a training run; all processes return once the first has it.
 
+    Args:
+      path: the directory; made if it is missing.
+      config: the run's config.
+      date: the run's date, kept for later starts; see `dates.find`.
     Raises:
       WorkdirError: it cannot be written, is in use by another run, or holds checkpoints of a run
         with other values of keys that must not change.
@@ -37,6 +44,8 @@ def open_directory(path: str | os.PathLike, config: TrainRun) -> RunDirectory:
         may_change=train_schema.is_free,
         take=jax.process_index() == 0,
     )
+    if jax.process_index() == 0:
+        directory.write(dates.FILE, f"{date}\n")
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

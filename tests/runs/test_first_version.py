@@ -4,6 +4,7 @@ They were made there by `python -m dflash.NAME NAME.yml --workdir NAME`; a key t
 must have a default under which the old runs mean what they meant.
 """
 
+import datetime
 import json
 import pathlib
 import shutil
@@ -54,7 +55,7 @@ def test_a_benchmark_is_accepted(directory):
 
 def test_a_training_run_is_continued(directory):
     config = loader.load(directory / "train.yml", schema=train_schema.TrainRun)
-    rundir.open_directory(directory / "train", config).close()
+    rundir.open_directory(directory / "train", config, datetime.date(2026, 1, 1)).close()
     facts = json.loads((directory / "train/checkpoints/2/facts/metadata").read_text())
     assert rundir.same_run(facts["identity"], config)
 

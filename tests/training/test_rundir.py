@@ -1,6 +1,7 @@
 """The work directory: one run at a time, and only runs that learn the same."""
 
 import dataclasses
+import datetime
 
 import pytest
 
@@ -8,6 +9,7 @@ from dflash import errors
 from dflash.config import loader, train_schema
 from dflash.training import rundir
 
+DATE = datetime.date(2026, 1, 31)
 BASE = loader.load("configs/train/tiny_target.yml", schema=train_schema.TrainRun)
 
 
@@ -18,7 +20,7 @@ def change(group: str, **values):
 @pytest.fixture
 def used(tmp_path):
     """A directory in which something was learned."""
-    rundir.open_directory(tmp_path, BASE).close()
+    rundir.open_directory(tmp_path, BASE, DATE).close()
     (tmp_path / "checkpoints" / "100").mkdir(parents=True)
     return tmp_path
 
@@ -48,7 +50,7 @@ def test_what_does_not_matter_may_change(used, name):
     group, values = FREE[name]
     changed = change(group, **values)
     assert changed != BASE
-    with rundir.open_directory(used, changed):
+    with rundir.open_directory(used, changed, DATE):
         pass
     assert rundir.identity(changed) == rundir.identity(BASE)
     assert (used / "config.yml").read_text() == loader.to_yaml(changed)
@@ -60,29 +62,29 @@ def test_what_matters_must_not_change(used, key):
     changed = change(group, **values)
     before = (used / "config.yml").read_text()
     with pytest.raises(errors.WorkdirError, match=f"of another config \\({key}: ") as caught:
-        rundir.open_directory(used, changed)
+        rundir.open_directory(used, changed, DATE)
     assert "use another --workdir" in str(caught.value)
     assert rundir.identity(changed) != rundir.identity(BASE)
     assert (used / "config.yml").read_text() == before
-    rundir.open_directory(used, BASE).close()  # the refused one holds no lock
+    rundir.open_directory(used, BASE, DATE).close()  # the refused one holds no lock
 
 
 def test_before_anything_was_learned_everything_may_change(tmp_path):
-    rundir.open_directory(tmp_path, BASE).close()
-    rundir.open_directory(tmp_path, change("train", steps=99)).close()
+    rundir.open_directory(tmp_path, BASE, DATE).close()
+    rundir.open_directory(tmp_path, change("train", steps=99), DATE).close()
 
 
 def test_many_differences_are_counted_not_listed(used):
     values = {"steps": 1, "batch_size": 2, "seed": 3, "dtype": "bfloat16", "epochs": 2.0}
     changed = dataclasses.replace(change("train", **values), task="drafter")
     with pytest.raises(errors.WorkdirError, match="; 1 more"):
-        rundir.open_directory(used, changed)
+        rundir.open_directory(used, changed, DATE)
 
 
 def test_checkpoints_without_their_config_are_nobodys(used):
     (used / "config.yml").unlink()
     with pytest.raises(errors.WorkdirError, match=r"config\.yml: missing, so the config"):
-        rundir.open_directory(used, BASE)
+        rundir.open_directory(used, BASE, DATE)
 
 
 @dataclasses.dataclass(frozen=True)
