@@ -24,14 +24,17 @@ def _decode(command: cli.Command) -> None:
     from dflash.offline import job as jobs
     from dflash.offline import session
     from dflash.parallel import distributed
+    from dflash.runs import dates
 
     distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
-    job = jobs.prepare(command.config, stdin=sys.stdin, dry=command.dry_run)
+    # A dry run touches no device, so it asks no other process for the date.
+    date = None if command.dry_run else dates.find(command.workdir)
+    job = jobs.prepare(command.config, stdin=sys.stdin, dry=command.dry_run, date=date)
     if command.dry_run:
         print("\n".join(job.plan().lines()))
         return
     with (
-        session.open_records(command.workdir, command.config) as records,
+        session.open_records(command.workdir, command.config, date) as records,
         contextlib.closing(session.open_display(stream=command.stream)) as display,
     ):
         session.run(job, records, display, profile_dir=command.profile_dir)

@@ -37,7 +37,8 @@ def _train(command: cli.Command) -> int:
     from dflash.training import rundir, session
 
     distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
-    date = dates.find(command.workdir)
+    # A dry run touches no device, so it asks no other process for the date.
+    date = None if command.dry_run else dates.find(command.workdir)
     job = jobs.prepare(command.config, date=date, dry=command.dry_run)
     if command.dry_run:
         print("\n".join(job.plan().lines()))

@@ -4,6 +4,7 @@ Nothing here allocates weights, so problems are found before checkpoints are rea
 """
 
 import dataclasses
+import datetime
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
@@ -42,6 +43,7 @@ class Job:
       tokenizer: the target's tokenizer.
       prompts: all prompts; empty where a dry run cannot know them.
       max_length: longest sequence, prompt and output, in tokens.
+      date: the date that chat templates print; None for today.
     """
 
     config: DecodeRun
@@ -52,6 +54,7 @@ class Job:
     tokenizer: tokenizer.Tokenizer
     prompts: tuple[Prompt, ...]
     max_length: int
+    date: datetime.date | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -167,24 +170,29 @@ class Job:
         return plan.make_plan(self.engine(), self.target, self.drafter, lengths)
 
 
-def prepare(config: DecodeRun, *, stdin: TextIO, dry: bool = False) -> Job:
+def prepare(
+    config: DecodeRun, *, stdin: TextIO, dry: bool = False, date: datetime.date | None = None
+) -> Job:
     """Finds, builds, reads and checks everything that a run needs.
 
     Args:
       config: the run's config.
       stdin: read for prompts where the config names none.
+      date: the run's date, which chat templates may print; None for today.
       dry: for a plan only: touches no device, downloads nothing, and does not wait for stdin.
     Raises:
       UserError: see its subclasses.
     """
-    job = prepare_models(config, dry=dry)
+    job = prepare_models(config, dry=dry, date=date)
     if dry and not _prompts_are_known(config, job.target_source):
         longest = config.decode.prefill_chunk + config.decode.max_new_tokens
         return dataclasses.replace(job, max_length=config.decode.max_length or longest)
     return with_prompts(job, read_prompts(job, config.prompts, stdin=stdin))
 
 
-def prepare_models(config: DecodeRun, *, dry: bool = False) -> Job:
+def prepare_models(
+    config: DecodeRun, *, dry: bool = False, date: datetime.date | None = None
+) -> Job:
     """The part of `prepare` that is about models: a job without prompts."""
     mesh = dataclasses.asdict(config.mesh)
     placed = sharding.make_sharding(mesh, config.sharding_rules, abstract=dry)
@@ -195,10 +203,20 @@ def prepare_models(config: DecodeRun, *, dry: bool = False) -> Job:
     drafter = assembly.build_drafter(config.drafter, drafter_source, target.arch, **build)
     if target_source.directory and drafter_source.directory:
         vocabulary.check_same(target_source.directory, drafter_source.directory)
-    words = tokenizer.for_target(target_source.directory, thinking=config.prompts.thinking)
+    words = tokenizer.for_target(
+        target_source.directory, thinking=config.prompts.thinking, date=date
+    )
     _check_rule(config, drafter)
     return Job(
-        config, target, drafter, target_source, drafter_source, words, prompts=(), max_length=0
+        config,
+        target,
+        drafter,
+        target_source,
+        drafter_source,
+        words,
+        prompts=(),
+        max_length=0,
+        date=date,
     )
 
 

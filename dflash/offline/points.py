@@ -1,6 +1,7 @@
 """Points of a sweep that decode; models stay loaded for as long as the next point needs them."""
 
 import dataclasses
+import datetime
 import io
 import pathlib
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dflash.inference import weights
 from dflash.offline import job as jobs
 from dflash.offline import session
 from dflash.offline.job import Job
+from dflash.runs import dates
 from dflash.runs.display import Display
 from dflash.runs.sweeps import Runner
 
@@ -38,14 +40,17 @@ class DecodePoints(Runner):
         self._checked: dict[str, Job] = {}
 
     def check(self, config: DecodeRun) -> None:
-        self._checked[loader.config_hash(config)] = _prepare(config)
+        self._checked[loader.config_hash(config)] = _prepare(config, datetime.date.today())
 
     def affinity(self, config: DecodeRun) -> str:
         return target_key(config)
 
     def run(self, config: DecodeRun, directory: pathlib.Path) -> Mapping[str, Any]:
-        job = self._checked.pop(loader.config_hash(config), None) or _prepare(config)
-        with session.open_records(directory, config) as records:
+        date = dates.find(directory)
+        job = self._checked.pop(loader.config_hash(config), None)
+        if job is None or job.date != date:  # begun on another day
+            job = _prepare(config, date)
+        with session.open_records(directory, config, date) as records:
             return session.run(job, records, Display.silent(), load=self._weights)
 
 
@@ -90,10 +95,10 @@ def _drafter_key(config: DecodeRun) -> str:
     return loader.config_hash({"target": target_key(config), "drafter": config.drafter})
 
 
-def _prepare(config: DecodeRun) -> Job:
+def _prepare(config: DecodeRun, date: datetime.date) -> Job:
     named = config.prompts
     if not named.text and named.file is None and named.dataset is None:
         raise errors.ConfigError(
             "prompts: required: text, file or dataset; a sweep reads no prompts from stdin"
         )
-    return jobs.prepare(config, stdin=io.StringIO())
+    return jobs.prepare(config, stdin=io.StringIO(), date=date)

@@ -6,6 +6,7 @@ model's answer to the turn before. Each round decodes every prompt that is ready
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Tokens, max_length
 from dflash.offline.decoding import decode
 from dflash.offline.job import Job
-from dflash.runs import outputs
+from dflash.runs import dates, outputs
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display, summary_line
@@ -38,18 +39,23 @@ class RunRecords(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_records(directory: str | os.PathLike | None, config: DecodeRun) -> Iterator[RunRecords]:
+def open_records(
+    directory: str | os.PathLike | None, config: DecodeRun, date: datetime.date | None = None
+) -> Iterator[RunRecords]:
     """The records of a run: in a work directory, or in memory; on all processes but the first.
 
     Args:
       directory: the work directory; None for none.
-      config: of the run.
+      config: the run's config.
+      date: the run's date, kept for later starts; see `dates.find`.
     Raises:
       WorkdirError: the directory cannot be used.
     """
     path = directory if jax.process_index() == 0 else None
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(RunDirectory(path, config, is_used=records_lib.has_outputs))
+        if date is not None:
+            held.write(dates.FILE, f"{date}\n")
         drafted = stack.enter_context(records_lib.open_in(held, records_lib.OUTPUTS))
         baseline = None
         if config.decode.baseline:

@@ -1,7 +1,10 @@
 """Tests of where a run's prompts come from."""
 
+import datetime
 import io
+import shutil
 
+from dflash import assets
 from dflash.config import loader
 from dflash.data import answers, datasets
 from dflash.offline import job
@@ -17,6 +20,21 @@ def test_prompts_of_a_data_set():
     assert [prompt.source for prompt in found] == [f"math/test[{index}]" for index in range(3)]
     assert [prompt.messages for prompt in found] == datasets.task_prompts("math", "test", 3)
     assert all(prompt.ids for prompt in found)
+
+
+def test_prompts_print_the_date_of_the_run(tmp_path):
+    """And not today's, which another process or a later start may see differently."""
+    directory = tmp_path / "target"
+    ignore = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(f"{assets.__path__[0]}/tiny_target", directory, ignore=ignore)
+    template = "{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}"
+    (directory / "chat_template.jinja").write_text(template)
+    overrides = f"target.checkpoint={directory}", "drafter.name=none", "prompts.text=[Hi]"
+    config = loader.load("configs/tiny_medusa.yml", (*overrides, "prompts.chat=true"))
+    date = datetime.date(2024, 2, 29)
+    prepared = job.prepare(config, stdin=io.StringIO(), dry=True, date=date)
+    assert prepared.date == date
+    assert prepared.tokenizer.decode(prepared.prompts[0].ids) == "2024-02-29 Hi"
 
 
 def test_an_output_that_was_cut_off_must_mark_its_answer():
