@@ -27,9 +27,6 @@ class Batches:
 
     Attributes:
       num_rows: of all corpora together, once through each.
-      num_tokens: in those rows, without padding.
-      cut: documents that were longer than a row.
-      left_out: documents without anything to learn within a row.
     """
 
     def __init__(
@@ -66,9 +63,6 @@ class Batches:
         packings = [packing.pack(corpus, length, seed) for corpus in corpora]
         _check_sizes(corpora, packings, length, batch_size)
         self.num_rows = sum(map(len, packings))
-        self.num_tokens = sum(map(_count_tokens, corpora, packings))
-        self.cut = sum(packed.cut for packed in packings)
-        self.left_out = sum(packed.left_out for packed in packings)
         facts = [corpus.fingerprint for corpus in corpora], list(shares), length, batch_size, seed
         self._data = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         self._sources = [
@@ -196,8 +190,3 @@ def _check_sizes(corpora, packings, length: int, batch_size: int) -> None:
             f"{names}: {rows} of {length} tokens in all, but a batch has {batch_size}: give more "
             "data, a smaller batch, or a smaller data.length"
         )
-
-
-def _count_tokens(corpus: Corpus, packed: packing.Packing) -> int:
-    sizes = np.minimum(np.diff(corpus.offsets), packed.length)
-    return int(sizes[packed.documents].sum())

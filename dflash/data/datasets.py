@@ -15,7 +15,6 @@ from dflash.config.data_schema import DataConfig
 from dflash.data import answers, chat, code, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
-from dflash.text.chat_template import Messages
 from dflash.text.tokenizer import Tokenizer
 
 
@@ -166,13 +165,6 @@ def task_examples(
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}, only {', '.join(SPLITS)}")
     return find(name, DataConfig(raw_dir=raw_dir)).sample(split, limit)
-
-
-def task_prompts(
-    name: str, split: Split = "test", limit: int | None = None, *, raw_dir: str | None = None
-) -> list[Messages]:
-    """What `task_examples` ask first; what they go on to ask is in their `later_turns`."""
-    return [example.opening for example in task_examples(name, split, limit, raw_dir=raw_dir)]
 
 
 def mixed_prompts(

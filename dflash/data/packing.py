@@ -20,15 +20,11 @@ class Packing:
       length: tokens in a row.
       documents: int64 [placed]; row after row.
       offsets: int64 [rows + 1]; where each row begins in `documents`, and the end.
-      cut: how many documents were longer than a row, and lost what is beyond.
-      left_out: how many have nothing to learn in their first `length` tokens.
     """
 
     length: int
     documents: np.ndarray
     offsets: np.ndarray
-    cut: int
-    left_out: int
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -53,8 +49,6 @@ def pack(corpus: Corpus, length: int, seed: int = 0) -> Packing:
         length=length,
         documents=np.array([document for row in rows for document in row], np.int64),
         offsets=np.cumsum([0, *map(len, rows)], dtype=np.int64),
-        cut=int((np.diff(corpus.offsets)[useful] > length).sum()),
-        left_out=len(corpus) - len(useful),
     )
 
 

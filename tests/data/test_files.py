@@ -23,7 +23,7 @@ def write(tmp_path):
 
 def failure(*paths):
     with pytest.raises(errors.InputError) as caught:
-        list(files.examples(paths))
+        list(files.examples(paths, "train", 0.0))
     return str(caught.value)
 
 
@@ -34,7 +34,7 @@ def test_kinds(write):
         {"prompt": "Why?", "response": "Because."},
         {"index": 0, "prompt": "Why?", "prompt_ids": [1, 2], "output_ids": [3], "text": "x"},
     )
-    one, two, three = files.examples([path])
+    one, two, three = files.examples([path], "train", 0.0)
     assert one.messages == two.messages == (QUESTION, ANSWER)
     assert one.source == two.source
     assert (three.prompt_ids, three.output_ids, three.messages) == ((1, 2), (3,), ())

@@ -100,13 +100,12 @@ def test_tasks_are_samples_of_held_out_data():
         assert len(examples) == 5
         assert examples == datasets.task_examples(name, "test", 5)
         assert len({example.source for example in examples}) > 1
-        assert datasets.task_prompts(name, "test", 5) == [one.prompt for one in examples]
         assert all(one.prompt[-1]["role"] == "user" and one.response for one in examples)
     assert len(datasets.task_examples("math", "test")) == 1000
     with pytest.raises(errors.ConfigError, match="unknown data set 'mth'; did you mean 'math'"):
-        datasets.task_prompts("mth")
+        datasets.task_examples("mth")
     with pytest.raises(ValueError, match="no split 'dev'"):
-        datasets.task_prompts("math", "dev")
+        datasets.task_examples("math", "dev")
     assert "train" in SPLITS
 
 

@@ -80,15 +80,6 @@ class Template:
             return rng.choice(self.questions).format_map(fill), solution.format_map(fill)
         raise ValueError(f"template {self.name}: no numbers fit in {_MAX_DRAWS} draws")
 
-    def wide_ranges(self) -> dict[str, range]:
-        """The drawn numbers whose range is wide enough for bands to be held out."""
-        found = {}
-        for clause in self.numbers.split("; "):
-            name, values = _parse_range(clause)
-            if values is not None and len(values) >= WIDE:
-                found[name] = values
-        return found
-
     def _draw(self, rng: random.Random, band: str) -> dict[str, int]:
         values: dict[str, int] = {}
         for clause in self.numbers.split("; "):
