@@ -186,6 +186,21 @@ def test_shares_are_kept():
     assert others == 100
 
 
+def test_the_corpus_that_is_due_comes_first():
+    """Not the first of the list: a run of few steps would see too much of that one."""
+    (row,) = take_rows(open_batches([SMALL, OTHER], [1.0, 3.0]), 1)
+    assert row["tokens"].max() >= 10_000
+
+
+def test_each_corpus_has_an_order_of_its_own():
+    twin = make_corpus([(2, 12)] * 20, first_id=1000)
+    rows = take_rows(open_batches([make_corpus([(2, 12)] * 20), twin]), 40)
+    first = [int(row["tokens"][0]) for row in rows if row["tokens"][0] < 1000]
+    other = [int(row["tokens"][0]) - 999 for row in rows if row["tokens"][0] >= 1000]
+    assert sorted(first) == sorted(other)
+    assert first != other
+
+
 def test_the_seed_changes_the_order():
     one, other = next(open_batches([SMALL], seed=1)), next(open_batches([SMALL], seed=2))
     assert not np.array_equal(one["tokens"], other["tokens"])

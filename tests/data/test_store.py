@@ -41,6 +41,19 @@ def test_jsonl_follows_its_files(tmp_path):
     assert (two.prompt_ids, two.output_ids, two.messages) == ((1, 70000), (3,), ())
 
 
+def test_a_jsonl_set_depends_on_its_files_and_on_what_is_held_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+
+    def variant(**options):
+        return datasets.find("jsonl", DataConfig(files=(str(path),), **options)).variant
+
+    first = variant()
+    assert variant() == first != variant(held_out_percent=2.0)
+    path.write_text(json.dumps({"prompt": "a", "response": "c"}) + "\n")
+    assert variant() != first
+
+
 def test_bad_lines_leave_nothing_behind(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n{"prompt": 3, "response": "b"}\n')
