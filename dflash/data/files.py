@@ -4,8 +4,8 @@
     {"prompt": "…", "response": "…"}            the same, for one question and its answer
     {"prompt_ids": [1, 2], "output_ids": [3]}   token ids: outputs.jsonl of a decode run as it is
 
-What is held out is whole questions: a hash of everything before the last answer decides, so two
-answers to one question are always in the same split.
+Whole questions are held out: a hash of everything before the last answer decides, so two answers to
+one question are always in the same split.
 """
 
 import hashlib

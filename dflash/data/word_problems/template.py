@@ -41,7 +41,7 @@ Choose = Callable[[random.Random], int]
 
 
 class _Unfit(Exception):
-    """The numbers drawn do not come out as positive integers."""
+    """The numbers drawn do not give positive integers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _positive(expression: str, values: Mapping[str, int]) -> int:
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
-    """Exact integer arithmetic; raises _Unfit where a division leaves a rest."""
+    """Exact integer arithmetic; raises _Unfit where a division leaves a remainder."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
