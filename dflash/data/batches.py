@@ -1,8 +1,7 @@
 """Endless batches of packed rows: mixed by share, shuffled, divided among processes, resumable.
 
-Which row comes when follows from the seed and from how many rows each corpus has given so far. So
-going on after an interruption costs nothing, and the batches of all processes together do not
-depend on how many there are.
+The seed and the number of rows taken from each corpus determine the next row. Resuming is therefore
+free, and all processes together read the same batches whatever their number.
 """
 
 import hashlib
@@ -20,16 +19,13 @@ from dflash.text.tokenizer import Tokenizer
 
 
 class Batches:
-    """An iterator over one process's rows of every batch, without end.
+    """An endless iterator over one process's rows of each batch.
 
     A batch is a dict of arrays [rows of this process, length]; see `packing.Rows`. Each corpus has
-    epochs of its own: all its rows, in an order that is another one every time.
+    its own epochs: all of its rows, in a new order each time.
 
     Attributes:
-      num_rows: of all corpora together, once through each.
-      num_tokens: in those rows, without padding.
-      cut: documents that were longer than a row.
-      left_out: documents without anything to learn within a row.
+      num_rows: rows of all corpora, one epoch of each.
     """
 
     def __init__(
@@ -48,13 +44,13 @@ class Batches:
 
         Args:
           corpora: at least one.
-          shares: of the rows, for each corpus; they need not add up to 1.
-          length: tokens in a row.
-          batch_size: rows in a batch, of all processes together.
-          seed: of the order.
-          process_index: which part of every batch is wanted.
-          process_count: how many parts there are.
-          state: where to go on, as `state()` told; None for the beginning.
+          shares: each corpus's share of the rows; they need not add up to 1.
+          length: tokens per row.
+          batch_size: rows per batch, over all processes.
+          seed: seed of the order of rows.
+          process_index: index of the part of each batch to read.
+          process_count: number of parts.
+          state: position to resume from, as `state()` returns it; None for the beginning.
         Raises:
           InputError: there is less than one batch, or `state` belongs to other data.
           ConfigError: a batch cannot be divided among the processes.
@@ -66,9 +62,6 @@ class Batches:
         packings = [packing.pack(corpus, length, seed) for corpus in corpora]
         _check_sizes(corpora, packings, length, batch_size)
         self.num_rows = sum(map(len, packings))
-        self.num_tokens = sum(map(_count_tokens, corpora, packings))
-        self.cut = sum(packed.cut for packed in packings)
-        self.left_out = sum(packed.left_out for packed in packings)
         facts = [corpus.fingerprint for corpus in corpora], list(shares), length, batch_size, seed
         self._data = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         self._sources = [
@@ -81,7 +74,7 @@ class Batches:
         share = batch_size // process_count
         self._mine = slice(process_index * share, (process_index + 1) * share)
         if state is not None:
-            self._go_to(state)
+            self._resume(state)
 
     def __iter__(self) -> "Batches":
         return self
@@ -92,27 +85,27 @@ class Batches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def state(self) -> dict[str, Any]:
-        """Where the next batch begins, as JSON has it: {"rows": [12, 4], "data": "…"}."""
+        """Position of the next batch, in JSON's types: {"rows": [12, 4], "data": "…"}."""
         return {"rows": list(self._counts), "data": self._data}
 
     def _next_place(self) -> tuple[int, int]:
-        """(source, number) of the next row: of the source that is furthest behind its share."""
+        """(source, number) of the next row, from the source furthest behind its share."""
         due = self._shares * (sum(self._counts) + 1) - self._counts
         source = int(np.argmax(due))
         self._counts[source] += 1
         return source, self._counts[source] - 1
 
-    def _go_to(self, state: Mapping[str, Any]) -> None:
+    def _resume(self, state: Mapping[str, Any]) -> None:
         if state.get("data") != self._data:
             raise errors.InputError(
                 "the data, their shares, length, batch size or seed are not those of the "
-                "checkpoint, so its place in them means nothing"
+                "checkpoint, so it cannot be resumed"
             )
         self._counts = list(state["rows"])
 
 
 class _Shuffled:
-    """Rows without end: all of them in every epoch, each time in an order of its own."""
+    """Endless rows: each epoch has all of them, in a new order."""
 
     def __init__(self, rows: packing.Rows, seed: tuple[int, ...]):
         self._rows, self._seed = rows, seed
@@ -139,17 +132,17 @@ def batches(
 ) -> Batches:
     """Opens, encodes and packs a run's data sets; see `Batches`.
 
-    What has been done before is read from `config.data_dir`.
+    Results of earlier calls are read from `config.data_dir`.
 
     Args:
-      config: what to read.
-      tokenizer: of the model that is to learn.
-      batch_size: rows in a batch, of all processes together.
-      split: of every data set.
-      vocab_size: of the model, to check ids against; None for no check.
-      process_index: which part of every batch is wanted.
-      process_count: how many parts there are.
-      state: where to go on, as `Batches.state` told; None for the beginning.
+      config: data sets and their shares.
+      tokenizer: tokenizer of the model to train.
+      batch_size: rows per batch, over all processes.
+      split: split of every data set.
+      vocab_size: the model's, to check ids against; None for no check.
+      process_index: index of the part of each batch to read.
+      process_count: number of parts.
+      state: position to resume from, as `Batches.state` returns it; None for the beginning.
     Raises:
       InputError: data are malformed (with file and line), empty, or less than one batch; or
         `state` belongs to other data.
@@ -196,8 +189,3 @@ def _check_sizes(corpora, packings, length: int, batch_size: int) -> None:
             f"{names}: {rows} of {length} tokens in all, but a batch has {batch_size}: give more "
             "data, a smaller batch, or a smaller data.length"
         )
-
-
-def _count_tokens(corpus: Corpus, packed: packing.Packing) -> int:
-    sizes = np.minimum(np.diff(corpus.offsets), packed.length)
-    return int(sizes[packed.documents].sum())

@@ -14,7 +14,7 @@ r"""The sets that published tables of speculative decoding are made with, as dat
 | spec-bench | 480 | spec_bench/question.jsonl | as published, up to two turns | of its math |
 
 The templates are those of the DFlash authors' evaluation. For gsm8k, math500, humaneval, mbpp and
-mt-bench they stand in github.com/z-lab/dflash, dflash/benchmark.py; for aime24, aime25, alpaca and
+mt-bench they are in github.com/z-lab/dflash, dflash/benchmark.py; for aime24, aime25, alpaca and
 swe-bench in the loader `load_and_process_dataset` of the same form that public copies of an earlier
 version carry. Spec-Bench (github.com/hemingkx/Spec-Bench) asks its turns as they are.
 
@@ -87,10 +87,10 @@ class Benchmark(Dataset):
 
     @abc.abstractmethod
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
-        """What the user says, turn by turn, and the answers to it as far as the file has some.
+        """The user's messages, and the file's answers to as many of them as it has.
 
         Raises:
-          KeyError: the row has not the fields of this set.
+          KeyError: the row lacks a field of this set.
         """
 
     @functools.cached_property
@@ -100,12 +100,12 @@ class Benchmark(Dataset):
 
 
 class _Boxed(Benchmark):
-    """Problems whose final answer is to stand in a box.
+    """Problems whose final answer is asked for in a box.
 
     Attributes:
       question: the column of the problem.
-      solution: of a worked solution, or None.
-      answer: of the final answer, or None where the solution ends in it.
+      solution: the column of a worked solution, or None.
+      answer: the column of the final answer, or None where the solution ends in it.
     """
 
     has_answers = True
@@ -271,11 +271,11 @@ def _check_turns(place: str, turns: Any) -> None:
 
 
 def _example(task: str, source: str, turns: Sequence[str], references: Sequence[str]) -> Example:
-    """Questions and answers in turn; an answer that the file has not is empty."""
+    """Questions and answers in turn; a missing answer is empty."""
     messages = []
     for index, turn in enumerate(turns):
         reference = references[index] if index < len(references) else ""
-        if isinstance(reference, list):  # several that count as right: the first will do
+        if isinstance(reference, list):  # several right ones: the first is enough
             reference = reference[0] if reference else ""
         messages += [
             {"role": "user", "content": turn},

@@ -51,7 +51,7 @@ def _content(example: Example) -> tuple[str, ...]:
 
 
 def _split_source(definition: stdlib.Definition) -> tuple[str, str] | None:
-    """(what is given, what is asked for) as source lines; None where there is no asking."""
+    """(prompt, answer) as source text; None where the function does not divide into them."""
     node, lines = definition.node, definition.module.lines
     documented = bool(definition.docstring)
     body = node.body[1:] if documented else node.body

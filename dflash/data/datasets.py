@@ -15,17 +15,16 @@ from dflash.config.data_schema import DataConfig
 from dflash.data import answers, chat, code, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
-from dflash.text.chat_template import Messages
 from dflash.text.tokenizer import Tokenizer
 
 
 class Dataset(abc.ABC):
-    """Examples that are equal whenever name, version, variant and split are.
+    """A data set. Equal name, version, variant and split mean equal examples.
 
     Attributes:
       name: as in the registry.
-      version: to be raised when the examples change.
-      variant: the rest that they depend on, fit for a directory's name.
+      version: raise it when the examples change.
+      variant: whatever else the examples depend on, as part of a directory's name.
       has_answers: whether some examples have a final answer to compare with.
     """
 
@@ -90,7 +89,7 @@ class Math(Dataset):
 
 
 class _Library(Dataset):
-    """From the standard library of the Python that runs, of which no two versions are equal."""
+    """Examples from the running Python's standard library; they differ between versions."""
 
     @property
     def variant(self) -> str:
@@ -140,7 +139,7 @@ def find(name: str, config: DataConfig) -> Dataset:
     """Builds a data set by its name.
 
     Raises:
-      ConfigError: there is none of this name; the message offers the nearest one.
+      ConfigError: no such data set; the message suggests the nearest name.
     """
     if name not in registry.DATASETS:
         near = registry.suggest(name, registry.DATASETS)
@@ -151,13 +150,13 @@ def find(name: str, config: DataConfig) -> Dataset:
 def task_examples(
     name: str, split: Split = "test", limit: int | None = None, *, raw_dir: str | None = None
 ) -> list[Example]:
-    """Examples to measure a model by, always the same; nothing is stored.
+    """Examples for measuring a model, always the same ones; nothing is stored.
 
     Args:
-      name: of a data set, other than jsonl.
+      name: a data set other than jsonl.
       split: see `SPLITS`.
-      limit: how many; None for all.
-      raw_dir: where raw files of published sets lie; see `raw`.
+      limit: number of examples; None for all.
+      raw_dir: directory of the raw files of published sets; see `raw`.
     Raises:
       ConfigError: no such data set.
       InputError: a published set's file is unusable, or missing and cannot be downloaded.
@@ -166,13 +165,6 @@ def task_examples(
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}, only {', '.join(SPLITS)}")
     return find(name, DataConfig(raw_dir=raw_dir)).sample(split, limit)
-
-
-def task_prompts(
-    name: str, split: Split = "test", limit: int | None = None, *, raw_dir: str | None = None
-) -> list[Messages]:
-    """What `task_examples` ask first; what they go on to ask is in their `later_turns`."""
-    return [example.opening for example in task_examples(name, split, limit, raw_dir=raw_dir)]
 
 
 def mixed_prompts(

@@ -1,7 +1,7 @@
-"""Conversations as token ids, with marks on what is to be learned; kept on disk once made.
+"""Conversations as token ids, with supervised tokens marked; stored on disk.
 
-A document is a uint32 array of ids; the highest bit marks a supervised token, one that a model is
-to predict: the tokens of answers, the end token included. A corpus is its documents end to end.
+A document is a uint32 array of ids. The highest bit marks a supervised token, which a model learns
+to predict: the tokens of answers, end token included. A corpus is documents, concatenated.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from dflash.text.chat_template import Messages
 from dflash.text.tokenizer import Tokenizer
 
 SUPERVISED = np.uint32(2**31)
-VERSION = 1  # to be raised when the same examples come out as other ids or marks
-_LAYOUT = 2  # to be raised when the files differ, or hold other ids for the same text
+VERSION = 1  # raise it when the same examples yield other ids or marks
+_LAYOUT = 2  # raise it when the format of the files, or the ids of a text, change
 _CHUNK_DOCUMENTS = 4096
 _TOKENS, _OFFSETS, _FACTS = "tokens.npy", "offsets.npy", "facts.json"
 
@@ -36,9 +36,9 @@ class Corpus:
     """Encoded documents.
 
     Attributes:
-      name: for complaints, such as "math/train".
+      name: name in error messages, such as "math/train".
       fingerprint: equal for equal contents.
-      tokens: uint32 [total]; all documents, marks included; usually mapped from disk.
+      tokens: uint32 [total]; all documents, marks included; usually memory-mapped.
       offsets: int64 [documents + 1]; where each document begins, and the end.
       max_id: the largest token id.
     """
@@ -58,10 +58,10 @@ class Corpus:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Makes sure that every id of a tokenizer is in a model's vocabulary.
+    """Checks that every id of a tokenizer is in a model's vocabulary.
 
     Raises:
-      ConfigError: the tokenizer is the larger one.
+      ConfigError: the tokenizer is larger.
     """
     if tokenizer.vocab_size > vocab_size:
         raise errors.ConfigError(
@@ -71,11 +71,11 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields an example as documents: uint32 [length], with marks; usually it is one.
+    """Yields the documents of an example, usually one: uint32 [length], with marks.
 
-    Questions are encoded just as for decoding, and answers apart from them, as decoding makes them.
-    Some chat templates render earlier answers otherwise than the last one; each answer then is the
-    end of a document of its own, so that what is learned is what decoding sees.
+    Questions are encoded as for decoding, and answers separately, as decoding produces them. Some
+    chat templates render earlier answers differently from the last one; each answer then ends a
+    document of its own, so that training sees what decoding sees.
 
     Raises:
       InputError: the tokenizer has no chat template, or it cannot render the messages.
@@ -84,7 +84,7 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         prompt, output = (
             np.array(ids, np.uint32) for ids in (example.prompt_ids, example.output_ids)
         )
-        yield _anchored(np.concatenate([prompt, output | SUPERVISED]))
+        yield _unmark_first(np.concatenate([prompt, output | SUPERVISED]))
         return
     for segments in _segments(example.messages, tokenizer):
         pieces = []
@@ -92,19 +92,19 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
             encoded = tokenizer.encode_rendered(text, beginning=place == 0)
             ids = np.array(encoded, np.uint32)
             pieces.append(ids | SUPERVISED if supervised else ids)
-        yield _anchored(np.concatenate(pieces))
+        yield _unmark_first(np.concatenate(pieces))
 
 
 def open_corpus(
     dataset: Dataset, split: Split, tokenizer: Tokenizer, directory: pathlib.Path
 ) -> Corpus:
-    """A split of a data set, encoded; from disk where that has been done before.
+    """Opens a split of a data set as token ids; encodes and stores it on the first call.
 
     Args:
-      dataset: to encode.
-      split: of it.
-      tokenizer: of the model that is to learn.
-      directory: where data sets are kept.
+      dataset: data set to encode.
+      split: split of the data set.
+      tokenizer: tokenizer of the model to train.
+      directory: directory of all data sets.
     Raises:
       InputError: the data or the directory are unusable, what is stored there is damaged, or the
         split is empty.
@@ -207,7 +207,7 @@ def _add_header(directory: pathlib.Path, total: int) -> None:
 
 
 def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """Yields documents as pieces of rendered text, each with whether it is to be learned."""
+    """Yields documents as pieces of rendered text, each with whether it is supervised."""
     document: list[tuple[str, bool]] = []
     so_far = ""
     for index, message in enumerate(messages):
@@ -220,7 +220,7 @@ def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[s
         if document and not question.startswith(so_far):
             yield document
             document, so_far = [], ""
-        # What a template puts after the end token, a line break, is no part of the answer.
+        # The line break that templates put after the end token is not part of the answer.
         answer = whole[len(question) :].rstrip("\n")
         document += [(question[len(so_far) :], False), (answer, True)]
         so_far = question + answer
@@ -228,7 +228,7 @@ def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[s
         yield document
 
 
-def _anchored(document: np.ndarray) -> np.ndarray:
+def _unmark_first(document: np.ndarray) -> np.ndarray:
     document[:1] &= ~SUPERVISED  # nothing precedes the first token, so nothing predicts it
     return document
 

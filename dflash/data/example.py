@@ -1,4 +1,4 @@
-"""One conversation to learn from, and which split its source belongs to."""
+"""Training examples, and the splits that they belong to."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,7 @@ from typing import Literal, TypeVar, get_args
 Item = TypeVar("Item")
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-HELD_OUT_PERCENT = 5  # of the sources, for validation and again for test
+HELD_OUT_PERCENT = 5  # share of the sources in validation, and again in test
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Example:
     """A conversation whose last message is the assistant's, or the token ids of one.
 
     Attributes:
-      task: the data set, such as "math".
-      source: what splits are made by, such as a module's name; no source is in two splits.
+      task: name of the data set, such as "math".
+      source: unit that is never divided among splits, such as a module's name.
       messages: each with "role" and "content"; empty where ids are given.
-      prompt_ids: as a model read them; empty where messages are given.
-      output_ids: as a model wrote them, the end token included.
+      prompt_ids: token ids of the prompt; empty where messages are given.
+      output_ids: token ids of the model's output, end token included.
     """
 
     task: str
@@ -37,13 +37,13 @@ class Example:
 
     @property
     def opening(self) -> tuple[Mapping[str, str], ...]:
-        """The messages before the first answer: what a model is asked first."""
+        """The messages before the first answer."""
         roles = [message["role"] for message in self.messages]
         return self.messages[: roles.index("assistant")]
 
     @property
     def later_turns(self) -> tuple[str, ...]:
-        """What the user goes on to say, turn by turn, each after an answer."""
+        """The user's later messages, each after an answer."""
         rest = self.messages[len(self.opening) :]
         return tuple(message["content"] for message in rest if message["role"] == "user")
 

@@ -4,8 +4,8 @@
     {"prompt": "…", "response": "…"}            the same, for one question and its answer
     {"prompt_ids": [1, 2], "output_ids": [3]}   token ids: outputs.jsonl of a decode run as it is
 
-What is held out is whole questions: a hash of everything before the last answer decides, so two
-answers to one question are always in the same split.
+Whole questions are held out: a hash of everything before the last answer decides, so two answers to
+one question are always in the same split.
 """
 
 import hashlib
@@ -22,15 +22,13 @@ TASK = "jsonl"
 _KINDS = "messages, prompt and response, or prompt_ids and output_ids"
 
 
-def examples(
-    files: Sequence[str], split: Split | None = None, held_out_percent: float = 1.0
-) -> Iterator[Example]:
+def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Iterator[Example]:
     """Yields the examples of a split, file after file, line after line.
 
     Args:
       files: to read.
-      split: None for all.
-      held_out_percent: of the questions, for validation and again for test.
+      split: of them.
+      held_out_percent: share of the questions for validation, and again for test, in percent.
     Raises:
       InputError: a file is empty, or some lines are unusable: the first ten of these are named,
         one line each, and the rest counted.
@@ -45,8 +43,7 @@ def examples(
             except errors.InputError as error:
                 problems.append(f"{place}: {error}")
             else:
-                wanted = split is None or split_of(example.source, held_out_percent) == split
-                if wanted and not problems:
+                if not problems and split_of(example.source, held_out_percent) == split:
                     yield example
         if problems:
             raise errors.InputError(jsonl.summarize(file, problems, "lines"))

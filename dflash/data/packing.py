@@ -1,7 +1,7 @@
-"""Documents into rows of one length: which document goes where, and a row's arrays.
+"""Packs documents into rows of one length.
 
-Documents of a row do not see each other, so it does not matter to learning which ones share a row.
-They are placed once, best fit first, and every epoch has the same rows in another order.
+Attention does not cross documents, so it does not matter which ones share a row. They are placed
+once, by best fit; each epoch has the same rows in a new order.
 """
 
 import dataclasses
@@ -17,30 +17,26 @@ class Packing:
     """Which documents each row holds.
 
     Attributes:
-      length: tokens in a row.
-      documents: int64 [placed]; row after row.
+      length: tokens per row.
+      documents: int64 [placed]; document numbers, row after row.
       offsets: int64 [rows + 1]; where each row begins in `documents`, and the end.
-      cut: how many documents were longer than a row, and lost what is beyond.
-      left_out: how many have nothing to learn in their first `length` tokens.
     """
 
     length: int
     documents: np.ndarray
     offsets: np.ndarray
-    cut: int
-    left_out: int
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
 
 def pack(corpus: Corpus, length: int, seed: int = 0) -> Packing:
-    """Places every document that has something to learn in exactly one row.
+    """Places each document with a supervised token in exactly one row.
 
     Args:
-      corpus: of the documents.
-      length: tokens in a row; of a longer document the first so many count.
-      seed: of the choice among documents of equal length.
+      corpus: documents to place.
+      length: tokens per row; longer documents are cut.
+      seed: seed of the order among documents of equal length.
     """
     sizes = np.minimum(np.diff(corpus.offsets), length)
     supervised = np.concatenate([[0], np.cumsum(corpus.tokens >= SUPERVISED, dtype=np.int64)])
@@ -53,8 +49,6 @@ def pack(corpus: Corpus, length: int, seed: int = 0) -> Packing:
         length=length,
         documents=np.array([document for row in rows for document in row], np.int64),
         offsets=np.cumsum([0, *map(len, rows)], dtype=np.int64),
-        cut=int((np.diff(corpus.offsets)[useful] > length).sum()),
-        left_out=len(corpus) - len(useful),
     )
 
 

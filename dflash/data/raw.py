@@ -1,10 +1,10 @@
-"""Raw files of published data sets: where they lie, how they get there, and their rows.
+"""Raw files of published data sets: their places, their download and their rows.
 
 RAW_DIR/gsm8k/test.jsonl
 RAW_DIR/humaneval/HumanEval.jsonl.gz
 
-A file that is there is read as it is, so that a machine without a network needs no more than a
-copy; one that is not is downloaded. RAW_DIR plays the part of tfds' `manual_dir`.
+An existing file is read as it is, so a machine without a network only needs a copy; a missing one
+is downloaded. RAW_DIR corresponds to tfds' `manual_dir`.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ class RawFile:
     """A file of rows.
 
     Attributes:
-      folder: the data set's, in the directory of raw files.
-      name: as published; its ending says the format.
-      url: where it is published.
+      folder: the data set's folder in the directory of raw files.
+      name: published file name; its suffix gives the format.
+      url: published address.
     """
 
     folder: str
@@ -42,7 +42,7 @@ class RawFile:
 
 
 def raw_directory(raw_dir: str | None, data_dir: str | None = None) -> pathlib.Path:
-    """Where raw files lie: as given, or in raw/ where data sets are kept."""
+    """The directory of raw files: as given, or raw/ in the directory of data sets."""
     if raw_dir is not None:
         return pathlib.Path(raw_dir).expanduser().absolute()
     return store.data_directory(data_dir) / "raw"
@@ -52,8 +52,8 @@ def fetch(file: RawFile, directory: pathlib.Path) -> pathlib.Path:
     """Finds a raw file, or downloads it.
 
     Args:
-      file: what to find.
-      directory: of all raw files.
+      file: file to find.
+      directory: directory of all raw files.
     Raises:
       InputError: it is not there and cannot be downloaded; the message says where to put it.
     """
@@ -73,10 +73,10 @@ def fetch(file: RawFile, directory: pathlib.Path) -> pathlib.Path:
 
 
 def rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields each row of a raw file after its place, such as "test.jsonl:7".
+    """Yields (place, row) pairs of a raw file; a place is such as "test.jsonl:7".
 
     Raises:
-      InputError: the file cannot be read, or is not of the format that its name says.
+      InputError: the file cannot be read, or is not in the format of its suffix.
     """
     readers = [read for ending, read in _READERS.items() if path.name.endswith(ending)]
     if not readers:

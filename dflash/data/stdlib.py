@@ -54,9 +54,9 @@ class Definition:
     """A function, or a class, at the top of a module or inside a class there.
 
     Attributes:
-      module: where it stands.
+      module: the module that contains it.
       node: its syntax.
-      owner: the class that it stands in, or None.
+      owner: the class that contains it, or None.
     """
 
     module: Module

@@ -19,7 +19,7 @@ from dflash.runs import files
 
 
 def data_directory(data_dir: str | None) -> pathlib.Path:
-    """Where data sets are kept: as given, or in the user's cache directory."""
+    """The directory of data sets: as given, or in the user's cache directory."""
     if data_dir is not None:
         return pathlib.Path(data_dir).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -28,7 +28,7 @@ def data_directory(data_dir: str | None) -> pathlib.Path:
 
 @contextlib.contextmanager
 def locked(directory: pathlib.Path) -> Iterator[None]:
-    """Holds a directory for this process; others that want it wait.
+    """Locks a directory for this process; others wait.
 
     Raises:
       InputError: the directory cannot be written.
@@ -49,11 +49,11 @@ def make_builder(dataset: Dataset, directory: pathlib.Path) -> Any:
     import numpy as np
     import tensorflow_datasets as tfds
 
-    # Not registered with tfds: its registry is global, and names are ours to look up.
+    # Not registered with tfds: its registry is global, and we look names up ourselves.
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(dataset.version)
         BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=dataset.variant)]  # noqa: RUF012
-        name = dataset.name.replace("-", "_")  # tfds finds files by it, and knows no hyphens
+        name = dataset.name.replace("-", "_")  # tfds finds files by it, and does not allow hyphens
         code_path = None  # beside which tfds would look for a list of downloads
 
         def _info(self):
@@ -65,7 +65,7 @@ def make_builder(dataset: Dataset, directory: pathlib.Path) -> Any:
             )
 
         def _split_generators(self, dl_manager):
-            # A split without examples is no split to tfds.
+            # tfds refuses a split without examples.
             present = [split for split in SPLITS if next(dataset.examples(split), None)]
             return {split: self._generate_examples(split) for split in present}
 
@@ -96,7 +96,7 @@ def open_split(dataset: Dataset, split: Split, directory: pathlib.Path) -> Seque
 def _prepare(builder: Any) -> None:
     from tensorflow_datasets.core.utils import tqdm_utils
 
-    # tfds talks on stdout, which belongs to our own results.
+    # tfds prints to stdout, which is for our own results.
     with contextlib.redirect_stdout(sys.stderr):
         bars = contextlib.nullcontext() if sys.stderr.isatty() else _quiet(tqdm_utils)
         with bars:

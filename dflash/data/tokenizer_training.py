@@ -9,7 +9,7 @@ from dflash.checkpoints import files
 from dflash.data.example import Example
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL
 
-# Ids 0 to 6, in this order. Masked slots of a drafter read MASK; nothing else ever does.
+# Ids 0 to 6, in this order. Only the masked draft positions of a drafter read MASK.
 UNKNOWN, PAD, END = "<unk>", "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 MASK = "<|mask|>"
@@ -55,7 +55,7 @@ def train(sentences: Iterable[str], *, vocab_size: int, num_threads: int = 1) ->
     Args:
       sentences: each a whole text; none spans two.
       vocab_size: pieces, special ones and the 256 bytes included.
-      num_threads: to train with.
+      num_threads: number of threads.
     Returns:
       The contents of tokenizer.model.
     Raises:

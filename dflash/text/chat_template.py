@@ -21,7 +21,7 @@ class ChatTemplate:
         """Reads nothing yet.
 
         Args:
-          directory: of the checkpoint.
+          directory: directory of the checkpoint.
           variables: names that the template may use, such as those of `special_tokens`.
           date: what templates that print the date print.
         """

@@ -1,4 +1,4 @@
-"""Lines of JSONL files and what stands in them: reading, checking, and complaints about them."""
+"""JSONL files: reading lines, checking their fields, and error messages about them."""
 
 import json
 import math
@@ -112,7 +112,7 @@ def _walk(value: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def check_text(value: Any, what: str = "prompt") -> str:
-    """A field as text that is not empty; `what` names the field in complaints."""
+    """A field as text that is not empty; `what` names the field in errors."""
     if not isinstance(value, str):
         raise errors.InputError(f"{what}: expected a string, not {quote(value)}")
     if not value:
@@ -121,7 +121,7 @@ def check_text(value: Any, what: str = "prompt") -> str:
 
 
 def check_unicode(text: str, where: str) -> str:
-    """Rejects half surrogate pairs: JSON can spell them, but no tokenizer or file takes them."""
+    """Rejects unpaired surrogates: JSON can spell them, but no tokenizer or file takes them."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -151,7 +151,7 @@ def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def check_ids(value: Any, what: str = "prompt_ids") -> tuple[int, ...]:
-    """A field as token ids, at least one; `what` names the field in complaints."""
+    """A field as token ids, at least one; `what` names the field in errors."""
     if not isinstance(value, list):
         raise errors.InputError(f"{what}: expected a list, not {quote(value)}")
     if not value:

@@ -20,15 +20,15 @@ KINDS = ("prompt", "messages", "turns", "prompt_ids")
 class Prompt:
     """One prompt: its tokens, and what they were made from (nothing, when it came as ids).
 
-    `later_turns` are what the user goes on to say, each after an answer of the model's; their own
-    indices follow this one's, so the next prompt's index is index + 1 + len(later_turns).
+    `later_turns` are the user's later messages, each after an answer of the model's. Their indices
+    follow this one's, so the next prompt's index is index + 1 + len(later_turns).
     """
 
     index: int  # place in the run, from 0
     ids: tuple[int, ...]
     text: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
-    source: str = ""  # where it was read, for later complaints, such as "prompts.jsonl:7"
+    source: str = ""  # where it was read, for later error messages, such as "prompts.jsonl:7"
     later_turns: tuple[str, ...] = ()
 
     @property
@@ -50,16 +50,16 @@ def read_prompts(
 
     Prompts come from `config.text`, `config.file` or `config.dataset`, else `stdin`. A line of the
     file holds exactly one of `prompt`, `messages`, `turns` (of the user, the model answers each)
-    and `prompt_ids`; its further keys are left alone, for real data sets carry ids and answers. A
+    and `prompt_ids`; other keys are ignored: real data sets carry ids and answers. A
     line of `stdin` is a prompt. Blank lines are skipped.
 
     Args:
       config: where to read, and whether plain text goes through the chat template.
-      tokenizer: None will do where every prompt is given as token ids.
+      tokenizer: may be None where every prompt is given as token ids.
       vocab_size: every token id must be smaller.
       stdin: read to its end, and only where the config names no prompts.
-      conversations: those of `config.dataset`, which data sets know how to make.
-      later_turns: what the user goes on to say in each of the conversations; none where left out.
+      conversations: the openings of `config.dataset`'s examples.
+      later_turns: the user's later messages of each conversation; empty for none.
 
     Raises:
       InputError: there are no prompts, or some are unusable: the first ten of these are named, one
@@ -114,11 +114,11 @@ def continued(
     it otherwise than it was written (Qwen3's leaves out earlier reasoning).
 
     Args:
-      prompt: of the first turn.
-      turn: number of this one; 1 for what comes after the first answer.
-      so_far: the messages that the answer answers.
-      answer: the model's.
-      tokenizer: with a chat template.
+      prompt: prompt of the first turn.
+      turn: number of the later turn; 1 after the first answer.
+      so_far: the messages before the answer.
+      answer: the model's answer.
+      tokenizer: a tokenizer with a chat template.
       vocab_size: every token id must be smaller.
     Raises:
       InputError: the template refuses the conversation.

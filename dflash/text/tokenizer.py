@@ -23,9 +23,9 @@ SENTENCEPIECE_MODEL = "tokenizer.model"
 
 
 class Tokenizer(abc.ABC):
-    """What encoding prompts and showing answers needs."""
+    """Converts between text and token ids."""
 
-    vocab_size: int  # tokens it knows; a model's vocabulary is often padded beyond
+    vocab_size: int  # number of tokens; a model's vocabulary is often padded beyond it
     fingerprint: str  # equal for tokenizers that turn the same text into the same ids
 
     @abc.abstractmethod
@@ -77,7 +77,7 @@ def load_tokenizer(
     """Loads the tokenizer of a checkpoint; without one, token ids can still be decoded.
 
     Args:
-      directory: of the checkpoint.
+      directory: directory of the checkpoint.
       date: what chat templates that print the date print; None for today. A run has one date for
         all of its processes, however often it is resumed: the prompts are then the same.
       **template_variables: what the chat template may ask for, such as `enable_thinking`.
@@ -135,7 +135,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NoTokenizer(Tokenizer):
-    """Of a checkpoint without one: takes no text, and shows id 7 as ⟨7⟩."""
+    """Of a checkpoint without a tokenizer: refuses text, and shows id 7 as ⟨7⟩."""
 
     vocab_size = 0
     fingerprint = ""
@@ -160,13 +160,13 @@ class NoTokenizer(Tokenizer):
 
 
 class IncrementalDecoder:
-    """Turns ids that arrive bit by bit into text, character by whole character.
+    """Decodes ids as they arrive, in whole characters.
 
     What `push` returned, joined, equals `decode` of all ids at once, as far as the bytes are UTF-8.
     """
 
-    # A character has up to 4 bytes, so that many tokens. Some decoders spoil a whole run of byte
-    # tokens for the sake of one that is missing, so a few more are waited for before giving up.
+    # A character has up to 4 bytes, so up to 4 tokens. Some decoders garble a whole run of byte
+    # tokens while one is missing, so a few more are awaited before giving up.
     _MAX_PENDING = 8
 
     def __init__(self, tokenizer: Tokenizer):
@@ -174,11 +174,11 @@ class IncrementalDecoder:
         self._reset()
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes the next ids; returns the text that they make certain."""
+        """Takes the next ids; returns the text that is now final."""
         return "".join(self._push_one(token) for token in ids)
 
     def flush(self) -> str:
-        """Returns what is still held back, and starts anew."""
+        """Returns the text that is still held back, and resets."""
         rest = self._tokenizer.decode(self._ids)[len(self._shown) :]
         self._reset()
         return rest
@@ -207,5 +207,5 @@ class IncrementalDecoder:
             self._context = len(self._ids)
             self._shown = self._tokenizer.decode(self._ids)
         elif not patient:
-            self._ids.pop()  # special tokens without end
+            self._ids.pop()  # an endless run of special tokens
         return new

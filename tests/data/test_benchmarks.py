@@ -71,7 +71,7 @@ def write(path, rows):
 
 
 def first_prompts(name, raw_dir):
-    found = datasets.task_prompts(name, raw_dir=str(raw_dir))
+    found = [one.opening for one in datasets.task_examples(name, raw_dir=str(raw_dir))]
     assert all(len(messages) == 1 for messages in found)
     assert all(messages[0]["role"] == "user" for messages in found)
     return [messages[0]["content"] for messages in found]

@@ -23,7 +23,7 @@ def write(tmp_path):
 
 def failure(*paths):
     with pytest.raises(errors.InputError) as caught:
-        list(files.examples(paths))
+        list(files.examples(paths, "train", 0.0))
     return str(caught.value)
 
 
@@ -34,7 +34,7 @@ def test_kinds(write):
         {"prompt": "Why?", "response": "Because."},
         {"index": 0, "prompt": "Why?", "prompt_ids": [1, 2], "output_ids": [3], "text": "x"},
     )
-    one, two, three = files.examples([path])
+    one, two, three = files.examples([path], "train", 0.0)
     assert one.messages == two.messages == (QUESTION, ANSWER)
     assert one.source == two.source
     assert (three.prompt_ids, three.output_ids, three.messages) == ((1, 2), (3,), ())
@@ -92,3 +92,16 @@ def test_questions_are_held_out_whole(write):
     questions = {split: {one.prompt[0]["content"] for one in found[split]} for split in SPLITS}
     assert not questions["train"] & (questions["test"] | questions["validation"])
     assert len(list(files.examples([path], "train", 0.0))) == 1000
+
+
+def test_the_question_alone_decides_the_split(write):
+    """Whatever the kind: answers to one question, and samples of one prompt, stay together."""
+    path = write(
+        *({"messages": [QUESTION, {**ANSWER, "content": f"{index}"}]} for index in range(3)),
+        *({"prompt": "Why?", "response": f"{index}"} for index in range(3)),
+        *({"prompt_ids": [1, 2], "output_ids": [index]} for index in range(3)),
+    )
+    sources = [example.source for example in files.examples([path], "train", 0.0)]
+    assert sources[:6] == sources[:1] * 6
+    assert sources[6:] == sources[6:7] * 3
+    assert sources[0] != sources[6]

@@ -41,6 +41,19 @@ def test_jsonl_follows_its_files(tmp_path):
     assert (two.prompt_ids, two.output_ids, two.messages) == ((1, 70000), (3,), ())
 
 
+def test_a_jsonl_set_depends_on_its_files_and_on_what_is_held_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+
+    def variant(**options):
+        return datasets.find("jsonl", DataConfig(files=(str(path),), **options)).variant
+
+    first = variant()
+    assert variant() == first != variant(held_out_percent=2.0)
+    path.write_text(json.dumps({"prompt": "a", "response": "c"}) + "\n")
+    assert variant() != first
+
+
 def test_bad_lines_leave_nothing_behind(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n{"prompt": 3, "response": "b"}\n')
@@ -100,13 +113,12 @@ def test_tasks_are_samples_of_held_out_data():
         assert len(examples) == 5
         assert examples == datasets.task_examples(name, "test", 5)
         assert len({example.source for example in examples}) > 1
-        assert datasets.task_prompts(name, "test", 5) == [one.prompt for one in examples]
         assert all(one.prompt[-1]["role"] == "user" and one.response for one in examples)
     assert len(datasets.task_examples("math", "test")) == 1000
     with pytest.raises(errors.ConfigError, match="unknown data set 'mth'; did you mean 'math'"):
-        datasets.task_prompts("mth")
+        datasets.task_examples("mth")
     with pytest.raises(ValueError, match="no split 'dev'"):
-        datasets.task_prompts("math", "dev")
+        datasets.task_examples("math", "dev")
     assert "train" in SPLITS
 
 

@@ -18,7 +18,8 @@ def test_prompts_of_a_data_set():
     config = loader.load(f"configs/{CONFIG}", settings)
     found = job.prepare(config, stdin=io.StringIO(), dry=True).prompts
     assert [prompt.source for prompt in found] == [f"math/test[{index}]" for index in range(3)]
-    assert [prompt.messages for prompt in found] == datasets.task_prompts("math", "test", 3)
+    asked = [example.opening for example in datasets.task_examples("math", "test", 3)]
+    assert [prompt.messages for prompt in found] == asked
     assert all(prompt.ids for prompt in found)
 
 

@@ -140,6 +140,17 @@ def test_special_tokens_in_a_text_are_read_as_such_where_asked_for(tmp_path):
     assert tokenizer.vocab_size == trained.get_vocab_size()
 
 
+def test_training_lengths_in_a_file_are_ignored(tmp_path):
+    """Some files ask for every text to be cut, or filled up, to one length."""
+    trained = train_byte_level(tmp_path)
+    text = "Hello, world! How are you?"
+    expected = trained.encode(text).ids
+    trained.enable_truncation(2)
+    trained.enable_padding(length=100)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    assert tokenization.load_tokenizer(tmp_path).encode(text) == expected
+
+
 def test_qwen_has_no_beginning_token(tmp_path):
     trained = train_byte_level(tmp_path)
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": QWEN_TEMPLATE})

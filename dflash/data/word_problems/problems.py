@@ -1,8 +1,8 @@
 """The data set `math`: word problems with worked solutions, any number of them from a seed.
 
-Solutions end in a line "#### 42", the form of GSM8K; `final_answer` reads it. What is held out is
-templates, and bands of the ranges that numbers are drawn from: no training problem has a number of
-a held-out band in a wide range.
+Solutions end in a line "#### 42", the form of GSM8K. What is held out is templates, and bands of
+the ranges that numbers are drawn from: no training problem has a number of a held-out band in a
+wide range.
 """
 
 import ast
@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator
 
+from dflash.data import answers
 from dflash.data.example import Example, Split, pair
 from dflash.data.word_problems import everyday, quantities
 from dflash.data.word_problems.template import Template
@@ -23,7 +24,6 @@ HELD_OUT = {
     "test": ("catch_up", "workers_days", "bakery", "tiles", "ratio", "coins"),
 }
 HELD_OUT_EXAMPLES = 1000  # in validation and test; any number can be asked for, though
-_ANSWER = re.compile(r"^#### (-?[\d,]+(?:\.\d+)?)\s*$", re.MULTILINE)
 _EQUATION = re.compile(r"([\d(][\d+\-*/() ]*?) = (\d+)")
 _EXACT = {
     ast.Add: operator.add,
@@ -67,12 +67,6 @@ def example(split: Split, index: int, seed: int = 0) -> Example:
     return pair(TASK, f"{template.name}@{band}", question, solution)
 
 
-def final_answer(text: str) -> str | None:
-    """The number after the last "####" of a solution, without commas; None where there is none."""
-    found = _ANSWER.findall(text)
-    return found[-1].replace(",", "") if found else None
-
-
 def check(solution: str) -> str | None:
     """What is wrong with a solution: evaluates every equation in it; None if nothing is.
 
@@ -86,7 +80,7 @@ def check(solution: str) -> str | None:
             return f"not arithmetic: {expression!r}"
         if value != int(result):
             return f"{expression} is {value}, not {result}"
-    answer = final_answer(solution)
+    answer = answers.marked(solution)
     if not equations or answer != equations[-1][1]:
         return f"the answer is {answer}, not that of the last step"
     return None

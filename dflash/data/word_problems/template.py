@@ -41,7 +41,7 @@ Choose = Callable[[random.Random], int]
 
 
 class _Unfit(Exception):
-    """The numbers drawn do not come out as positive integers."""
+    """The numbers drawn do not give positive integers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +79,6 @@ class Template:
             fill = {**words.draw(rng), **values}
             return rng.choice(self.questions).format_map(fill), solution.format_map(fill)
         raise ValueError(f"template {self.name}: no numbers fit in {_MAX_DRAWS} draws")
-
-    def wide_ranges(self) -> dict[str, range]:
-        """The drawn numbers whose range is wide enough for bands to be held out."""
-        found = {}
-        for clause in self.numbers.split("; "):
-            name, values = _parse_range(clause)
-            if values is not None and len(values) >= WIDE:
-                found[name] = values
-        return found
 
     def _draw(self, rng: random.Random, band: str) -> dict[str, int]:
         values: dict[str, int] = {}
@@ -159,7 +150,7 @@ def _positive(expression: str, values: Mapping[str, int]) -> int:
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
-    """Exact integer arithmetic; raises _Unfit where a division leaves a rest."""
+    """Exact integer arithmetic; raises _Unfit where a division leaves a remainder."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
