@@ -1,7 +1,7 @@
 """Measures strategies on tasks: python -m dflash.benchmark CONFIG [key=value ...] --workdir DIR.
 
-Beside the flags that every command has, --trace=FILE and --acceptance=NAME are short for trace=FILE
-and acceptance=NAME: acceptance lengths are then forced, so that weights of any size can be timed.
+In addition to the common flags, --trace=FILE and --acceptance=NAME are short for trace=FILE and
+acceptance=NAME: acceptance lengths are then forced, so that weights of any size can be timed.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ from dflash import cli
 from dflash.config import benchmark_schema
 
 DESCRIPTION = (
-    "Measures drafting strategies against plain decoding, on held-out prompts and in turns; leaves "
-    "results.json, results.csv, plots and report.html in --workdir. --trace=FILE takes acceptance "
-    "lengths from a recording, --acceptance=NAME,NAME from what was published."
+    "Measures drafting strategies against plain decoding, on held-out prompts, in turns; writes "
+    "results.json, results.csv, plots and report.html to --workdir. --trace=FILE takes acceptance "
+    "lengths from a recording, --acceptance=NAME,NAME from published histograms."
 )
 _SHORTHANDS = ("trace", "acceptance")
 _NEITHER = {"trace": "null", "acceptance": "[]"}
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
 def _as_overrides(argv: list[str]) -> list[str]:
     """Turns --trace FILE and --trace=FILE into trace=FILE, likewise --acceptance; at the end.
 
-    One of the two alone takes the place of the other one in the config.
+    If only one of the two is given, the other one is cleared in the config.
     """
     kept, given = [], {}
     arguments = iter(argv)
@@ -51,7 +51,7 @@ def _as_overrides(argv: list[str]) -> list[str]:
 
 
 def _benchmark(command: cli.Command) -> None:
-    # jax is imported here, after the config has been found good.
+    # jax is imported here, after the config has been validated.
     import jax
 
     from dflash.measure import bench as benches

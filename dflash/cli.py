@@ -1,9 +1,9 @@
-"""What every entry point shares: flags, the config, and how errors leave the program.
+"""Shared by all entry points: flags, the config, and exit statuses.
 
     python -m dflash.decode CONFIG [key=value ...] [--flags]
 
-Flags say where and how a run happens; the config says everything that can change a number. Flags
-live in an object of their own, so importing this module defines nothing.
+Flags say where and how a run happens; the config holds everything that can change a number. Flags
+are defined in an object of their own, so importing this module defines nothing globally.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ _USAGE_ERROR = 2
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What the user asked for.
+    """A parsed command line.
 
     Attributes:
       config: the resolved config, an instance of the entry point's schema.
-      config_hash: of the resolved content.
-      config_path: where the config was found.
-      workdir: where results go; None for terminal only.
-      dry_run: print the plan, allocate nothing.
-      profile_dir: where a profiler trace goes, or None.
-      coordinator_address, num_processes, process_id: for `distributed.initialize`.
-      stream: print text as it is accepted.
+      config_hash: hash of the resolved config.
+      config_path: path of the config file.
+      workdir: directory for results; None for terminal only.
+      dry_run: whether to print the plan only, allocating nothing.
+      profile_dir: directory for a profiler trace, or None.
+      coordinator_address, num_processes, process_id: see `distributed.initialize`.
+      stream: whether to print text as it is accepted.
       flags: values of the entry point's own flags, by name.
     """
 
@@ -62,16 +62,16 @@ def run(
     define_flags: Callable[[flags.FlagValues], None] = lambda values: None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Runs an entry point and leaves with its exit status.
+    """Runs an entry point and exits with its status.
 
     Args:
       main: does the work; returns an exit status, None for 0.
       name: the module as `python -m` takes it, such as "dflash.decode".
       description: one or two sentences for `--help`.
       schema: the dataclass that the config fills.
-      load: reads a config and its overrides in place of `loader.load` and a schema.
+      load: reads a config and its overrides, instead of `loader.load` with a schema.
       define_flags: adds the entry point's own flags.
-      argv: arguments without the program; None for those of the process.
+      argv: arguments without the program name; None for those of the process.
     Raises:
       SystemExit: always, with the status of `status_of`; 2 for wrong usage.
     """
@@ -81,11 +81,11 @@ def run(
 
 
 def status_of(work: Callable[[], int | None]) -> int:
-    """Does the work and returns the exit status; errors that a user can act on become lines.
+    """Calls `work` and returns the exit status; prints a UserError as lines on stderr.
 
     Returns:
-      What `work` returns, None for 0; a UserError's own status, its lines on stderr; 130 when
-      interrupted; 141 when the reader of stdout has gone.
+      The result of `work`, 0 for None; the status of a UserError; 130 if interrupted; 141 if the
+      reader of stdout has closed it.
     """
     try:
         status = work() or 0
@@ -98,7 +98,7 @@ def status_of(work: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more on its way out; give it somewhere to go.
+        # Python flushes stdout once more at exit; that must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     return status
@@ -111,7 +111,7 @@ def parse_arguments(
 
     Args:
       values: the command's own flags; --help is added.
-      argv: arguments without the program; flags may stand anywhere.
+      argv: arguments without the program name; flags may be anywhere.
       names: names of the positional arguments.
       usage: goes with every problem.
     Returns:
@@ -185,7 +185,7 @@ def _define_flags() -> flags.FlagValues:
 
 
 def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
-    """Fills `values` and returns the positional arguments; flags may stand anywhere.
+    """Fills `values` and returns the positional arguments; flags may be anywhere.
 
     Raises:
       ConfigError: unknown flags, each on a line of its own, or a flag's value is unusable.
@@ -228,7 +228,7 @@ def _help(values: flags.FlagValues, name: str, description: str, added: Collecti
             f"usage: {_usage(name)}",
             "",
             "CONFIG is a YAML file, looked up as given, then among the shipped ones. Arguments of",
-            "the form key=value go over it, with dots in the key and YAML in the value:",
+            "the form key=value override it, with dots in the key and YAML in the value:",
             f"  python -m {name} configs/qwen3_4b_dflash.yml decode.temperature=0.8 mesh.tensor=2",
             "All keys with their values: add --print_config.",
             "",

@@ -2,8 +2,9 @@
 
     python -m dflash.convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
 
-SOURCE is a directory or hf:org/name, of a target or of a drafter that has weights; config.json says
-which. Weights keep their dtype unless asked. Tokenizer, generation and licence files come along.
+SOURCE is a directory or hf:org/name, of a target or a drafter with weights; config.json says which.
+Weights keep their dtype unless --dtype is given. Tokenizer, generation and license files are
+copied.
 """
 
 import os
@@ -44,7 +45,7 @@ def _run(argv: Sequence[str]) -> None:
 def convert(
     source: str, destination: pathlib.Path, *, to: checkpoint.Layout, dtype: str | None = None
 ) -> str:
-    """Converts one checkpoint; `destination` appears whole or not at all.
+    """Converts a checkpoint; `destination` appears whole or not at all.
 
     Args:
       source: directory or hf:org/name.
@@ -57,7 +58,7 @@ def convert(
       CheckpointError: the source is unusable, or the destination cannot be written.
     """
     started = time.monotonic()
-    files.check_vacant(destination)  # before work of minutes
+    files.check_vacant(destination)  # before minutes of work
     directory = checkpoint.resolve(source)
     config = checkpoint.read_config(directory)
     dtype = dtype or str(checkpoint.stored_dtype(directory))
@@ -109,6 +110,6 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
 
 
 if __name__ == "__main__":
-    # Nothing is computed: an accelerator's memory would be one more limit on the model's size.
+    # Nothing is computed, and an accelerator's memory would limit the model's size.
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.exit(main())

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _decode(command: cli.Command) -> None:
-    # jax is imported here, after the config has been found good.
+    # jax is imported here, after the config has been validated.
     from dflash.offline import job as jobs
     from dflash.offline import session
     from dflash.parallel import distributed

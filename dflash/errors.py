@@ -1,14 +1,14 @@
 """Errors that a user can act on: each is one or more plain lines, never a traceback.
 
 Every message names the file, key or token at fault and what to do about it. Entry points print
-the lines on stderr and leave with `exit_status`.
+the lines on stderr and exit with `exit_status`.
 """
 
 _MAX_CHARACTERS = 1000  # of a line; a value that it quotes may be a whole file
 
 
 class UserError(Exception):
-    """Something outside the program is wrong; the message says what and how to mend it."""
+    """A problem outside the program; the message says what it is and how to fix it."""
 
     exit_status = 1
 

@@ -1,6 +1,6 @@
-"""Names that a config may choose, and where their code lives.
+"""Names that a config may choose, and where their code is.
 
-A target's or drafter's name picks two things: the class that runs, and the schema of its config
+A target's or drafter's name selects two things: the class that runs, and the schema of its config
 group. Both are kept as "module:Class" and imported on demand, so that reading a config never
 imports jax.
 """
@@ -18,7 +18,7 @@ _MAX_COMPARED = 200  # characters of a name; comparing takes time quadratic in t
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a registered name's class and config schema live, each as "module:Class"."""
+    """The class and the config schema of a registered name, each as "module:Class"."""
 
     implementation: str
     schema: str
@@ -48,13 +48,13 @@ DRAFTERS: Mapping[str, Entry] = {
     "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.config.schema:NgramConfig"),
 }
 
-# Data sets have no schema of their own: what they need stands in dflash/config/data_schema.py.
+# Data sets have no schema of their own; their keys are in dflash/config/data_schema.py.
 DATASETS: Mapping[str, str] = {
     "math": "dflash.data.datasets:Math",
     "code": "dflash.data.datasets:Code",
     "chat": "dflash.data.datasets:Chat",
     "jsonl": "dflash.data.datasets:Jsonl",
-    # Published sets, to test on only.
+    # Published sets, for testing only.
     "math500": "dflash.data.benchmarks:Math500",
     "aime24": "dflash.data.benchmarks:Aime24",
     "aime25": "dflash.data.benchmarks:Aime25",
@@ -68,7 +68,7 @@ DATASETS: Mapping[str, str] = {
 }
 
 
-# What the points of a sweep may run: a `Runner` of dflash/runs/sweeps.py, and a run's schema.
+# What the points of a sweep can run: a `Runner` of dflash/runs/sweeps.py, and a run's schema.
 RUNS: Mapping[str, Entry] = {
     "decode": Entry("dflash.offline.points:DecodePoints", "dflash.config.schema:DecodeRun"),
     "benchmark": Entry(

@@ -1,8 +1,8 @@
 """Runs a config over a grid of values: python -m dflash.sweep CONFIG [key=value ...] --workdir DIR.
 
-The config's `sweep:` block says which values; see dflash/config/sweep.py. The same command on the
-same directory goes on where the last one ended. Exit status: 0 when every point is finished; 1 when
-some have failed; 2 for a config that cannot be used, before anything has run.
+The config's `sweep:` block gives the values; see dflash/config/sweep.py. The same command on the
+same directory continues where the last one ended. Exit status: 0 if every point is finished; 1 if
+some failed; 2 for an unusable config, before anything has run.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from dflash import cli, errors, registry
 from dflash.config import sweep as sweeps
 
 DESCRIPTION = (
-    "Runs a config once for every combination of values in its `sweep:` block, and leaves one "
-    "table, sweep.csv, and a heat map of each main figure in --workdir. Finished points are "
+    "Runs a config once for every combination of values in its `sweep:` block, and writes one "
+    "table, sweep.csv, and a heat map of each main figure to --workdir. Finished points are "
     "skipped."
 )
 
@@ -36,7 +36,7 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "index",
         None,
-        "Run this point alone, from 0: one host each.",
+        "Run only this point, from 0: one host each.",
         lower_bound=0,
         flag_values=values,
     )
@@ -53,7 +53,7 @@ def _sweep(command: cli.Command) -> int:
         return 0
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where points and their table go")
-    # jax is imported here, after all points have been found good.
+    # jax is imported here, after all points have been validated.
     from dflash.runs import files, heat_map
     from dflash.runs import sweeps as driver
     from dflash.runs.display import Display

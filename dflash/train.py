@@ -1,8 +1,8 @@
 """Trains a target or a drafter: python -m dflash.train CONFIG [key=value ...] --workdir DIR.
 
-The same command on the same directory goes on where the last one ended, however it ended. Exit
-status: 0 when all steps are done; 143 after SIGTERM and 130 after SIGINT, with the state saved; 1
-when the numbers or the disk give out; 2 for an unusable config or input.
+The same command on the same directory continues where the last one ended, however it ended. Exit
+status: 0 if all steps are done; 143 after SIGTERM and 130 after SIGINT, with the state saved; 1 if
+the loss is not finite or the disk fails; 2 for an unusable config or input.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ from dflash import cli, errors
 from dflash.config import train_schema
 
 DESCRIPTION = (
-    "Trains a target from scratch, or a drafter against a frozen target, and leaves weights that "
-    "decode can use in DIR/hf. The same command goes on where an earlier one ended."
+    "Trains a target from scratch, or a drafter against a frozen target, and writes weights for "
+    "decoding to DIR/hf. The same command continues where an earlier one ended."
 )
 
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _train(command: cli.Command) -> int:
-    # jax is imported here, after the config has been found good.
+    # jax is imported here, after the config has been validated.
     import jax
 
     from dflash.parallel import distributed
@@ -54,7 +54,7 @@ def _train(command: cli.Command) -> int:
 
 
 def _drafting_test(job):
-    """Measures τ on held-out prompts through the decode engine; None if nothing drafts."""
+    """A measurement of τ on held-out prompts in the decode engine; None if nothing drafts."""
     from dflash.offline.evaluation import DraftingTest
 
     wanted = job.config.evaluation

@@ -3,9 +3,9 @@
     python -m dflash.train_tokenizer DESTINATION [--vocab_size=4096] [--datasets=math,code,chat]
         [--files=a.jsonl,b.jsonl] [--megabytes=8]
 
-DESTINATION gets tokenizer.model (sentencepiece), tokenizer_config.json and chat_template.jinja: put
-a model's config.json and weights beside them and it is a checkpoint. The same data give the same
-bytes. Ids 0 to 6 are <unk>, <|pad|>, <|end|>, <|system|>, <|user|>, <|assistant|>, <|mask|>.
+DESTINATION gets tokenizer.model (sentencepiece), tokenizer_config.json and chat_template.jinja;
+with a model's config.json and weights it becomes a checkpoint. The same data give the same bytes.
+Ids 0 to 6 are <unk>, <|pad|>, <|end|>, <|system|>, <|user|>, <|assistant|>, <|mask|>.
 """
 
 import os
@@ -59,10 +59,10 @@ def train_tokenizer(
 
     Args:
       destination: must not exist, or be empty.
-      names: of data sets; "jsonl" comes along where there are files.
-      files: of the data set jsonl.
-      vocab_size: pieces.
-      megabytes: of text, at most, from each data set.
+      names: names of data sets; "jsonl" is added if there are files.
+      files: JSONL files of the data set jsonl.
+      vocab_size: number of pieces.
+      megabytes: maximum amount of text from each data set.
     Returns:
       One line that says what was written.
     Raises:
@@ -97,10 +97,10 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     """
     values = flags.FlagValues()
     where = {"flag_values": values}
-    flags.DEFINE_integer("vocab_size", 4096, "Pieces.", lower_bound=300, **where)
+    flags.DEFINE_integer("vocab_size", 4096, "Number of pieces.", lower_bound=300, **where)
     flags.DEFINE_list("datasets", ["math", "code", "chat"], "Data sets to read.", **where)
     flags.DEFINE_list("files", [], "JSONL files to read.", **where)
-    flags.DEFINE_float("megabytes", 8.0, "Of text, from each data set.", lower_bound=0, **where)
+    flags.DEFINE_float("megabytes", 8.0, "Maximum text per data set.", lower_bound=0, **where)
     return values, cli.parse_arguments(values, argv, ("DESTINATION",), USAGE)
 
 

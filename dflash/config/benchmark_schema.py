@@ -15,14 +15,14 @@ def overrides_of(group: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StudyConfig:
-    """One question about costs; `values` are what it varies."""
+    """A measurement of costs over `values` of one quantity."""
 
     name: Literal["cycle", "verify", "draft", "block", "layers", "taps", "batch"] = "cycle"
-    # None: the study's own.
+    # What the study varies; none: the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
-    # Tokens in the cache; of verify and draft.
+    # Tokens in the cache, for the studies verify and draft.
     contexts: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
-    # Timings of each point, of which the median counts.
+    # Timings of each point; the median is reported.
     repeats: int = option(15, minimum=1, maximum=100_000)
 
 
@@ -31,24 +31,24 @@ class BenchmarkRun:
     """Everything that `python -m dflash.benchmark` reads from its config."""
 
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
-    # What strategies of the same drafter share; not a strategy itself.
+    # Keys that strategies with the same drafter share; not a strategy itself.
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
     strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
-    tasks: tuple[str, ...] = ()  # data sets; not read where acceptance lengths are given
+    tasks: tuple[str, ...] = ()  # data sets; ignored if acceptance lengths are given
     raw_dir: str | None = None  # as prompts.raw_dir
     split: Literal["train", "validation", "test"] = "test"  # of the tasks' data sets
     prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)
-    # Each decodes every prompt with every strategy.
+    # Rounds; each decodes every prompt with every strategy.
     rounds: int = option(3, minimum=1, maximum=100_000)
     thinking: bool = False  # as prompts.thinking
     trace: str | None = (
-        None  # JSON of recorded acceptance lengths, which then replace the true ones
+        None  # JSON file of recorded acceptance lengths, which replace the true ones
     )
     trace_tasks: tuple[str, ...] = ()  # data sets of the trace to keep; none: all
     acceptance: tuple[str, ...] = ()  # published histograms to draw acceptance lengths from
-    # Of made-up prompts; None: as recorded.
+    # Tokens of made-up prompts; None: as recorded.
     prompt_tokens: int | None = option(None, minimum=1, maximum=schema.MAX_TOKENS)
-    # Of each task's replay on the page; 0: none.
+    # Tokens of each task's replay on the page; 0: no replay.
     replay_tokens: int = option(192, minimum=0, maximum=schema.MAX_TOKENS)
     study: StudyConfig | None = None  # instead of strategies × tasks
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
@@ -58,7 +58,7 @@ class BenchmarkRun:
 
     @property
     def forced(self) -> bool:
-        """Whether acceptance lengths are given rather than found."""
+        """Whether acceptance lengths are given rather than measured."""
         return self.trace is not None or bool(self.acceptance)
 
     def decode_run(self, drafter: schema.DrafterConfig) -> schema.DecodeRun:

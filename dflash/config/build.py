@@ -1,4 +1,4 @@
-"""Turns a tree of nodes into frozen, typed dataclasses, collecting every problem on the way."""
+"""Builds frozen, typed dataclasses from a tree of nodes, and collects every problem."""
 
 import dataclasses
 import functools
@@ -23,9 +23,9 @@ CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
     schema.DrafterConfig: registry.DRAFTERS,
 }
 
-_INVALID = object()  # stands for a value that a problem has been reported for
+_INVALID = object()  # in place of a value that has been reported as a problem
 _SCALARS = (bool, int, float, str)
-_UNIONS = (types.UnionType, typing.Union)  # which of them it is depends on what is in it
+_UNIONS = (types.UnionType, typing.Union)  # `X | Y` and Union[X, Y]
 _NOUNS = {
     int: ("an integer", "integers"),
     float: ("a number", "numbers"),
@@ -51,7 +51,7 @@ def build(tree: Tree, run: type, *, complete: bool) -> tuple[Any, set[Path], lis
     Args:
       tree: all layers, merged.
       run: the schema, a dataclass.
-      complete: whether every layer could be read; if not, a missing key is no problem.
+      complete: whether every layer could be read; if not, a missing key is not reported.
     Returns:
       The instance, with defaults in place of unusable values (None where there is no default);
       the paths of the unusable values; every problem, one line each.
@@ -133,7 +133,7 @@ class _Builder:
         return value
 
     def _items(self, wanted: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
-        """A list; on the command line a bare value stands for a list of one."""
+        """A list; on the command line a bare value is a list of one."""
         item = typing.get_args(_without_null(wanted)[0])[0]
         items, names = node.value, None
         if isinstance(items, tuple):
@@ -163,7 +163,7 @@ class _Builder:
         return _INVALID
 
     def _unknown(self, path: Path, siblings: Iterable[str]) -> None:
-        """Reports an unknown key with the likeliest right one: a namesake, or a near miss."""
+        """Reports an unknown key and the likeliest correct one: of the same name, or similar."""
         namesakes = [known for known in self.known if known[-1] == path[-1]]
         prefix = "".join(f"{name}." for name in path[:-1])
         hint = registry.suggest(path[-1], list(siblings), prefix=prefix)
@@ -179,7 +179,7 @@ class _Builder:
 
 
 def _chosen_schema(declared: type, given: Mapping[str, Any]) -> type | None:
-    """The schema of a group, by its `name` where that chooses; None for an unusable name."""
+    """The schema of a group, chosen by its `name` if it has one; None for an unusable name."""
     entries = CHOICES.get(declared)
     if entries is None:
         return declared
@@ -219,7 +219,7 @@ def _without_null(kind: Any) -> tuple[Any, bool]:
 
 
 def _scalar(kind: Any, node: Node) -> Any:
-    """The node as a scalar type: an integer will do for a number, a boolean never."""
+    """The node as a scalar type: an integer is also a number, a boolean is not."""
     value, text = node.value, text_of(node)
     if typing.get_origin(kind) in _UNIONS:
         found = (_scalar(option, node) for option in typing.get_args(kind))
@@ -243,7 +243,7 @@ def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
 
 
 def _describe(wanted: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
-    """What a key expects, in words; `number` 1 for the plural."""
+    """Describes what a key expects; `number` 1 for the plural."""
     kind, nullable = _without_null(wanted)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if kind in _NOUNS:
@@ -276,7 +276,7 @@ def _range(bounds: Mapping[str, Any]) -> str:
 
 
 def _show(node: Node) -> str:
-    """What was given, in words."""
+    """Describes the given value."""
     value = node.value
     if isinstance(value, Malformed):
         return f"{node.raw!r} (not valid YAML)"
@@ -290,7 +290,7 @@ def _show(node: Node) -> str:
 
 
 def _near(wanted: Any, node: Node) -> str:
-    """ "; did you mean 'x'?" for a near miss of one of a few fixed choices."""
+    """ "; did you mean 'x'?" if the value is similar to one of the key's fixed choices."""
     kind = _without_null(wanted)[0]
     kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
     choices = [choice for kind in kinds for choice in typing.get_args(kind)]

@@ -1,7 +1,7 @@
 """Checks between keys that need no checkpoint and no device.
 
-A check reads whatever attributes a group has, so a strategy with the same keys gets the same
-checks. It yields the keys involved, the one to blame first, and what is wrong.
+A check reads the attributes that a group has, so strategies with the same keys get the same checks.
+It yields the keys involved, the one to change first, and the problem.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig)
 
 
 def problems(config: Any) -> Iterator[Problem]:
-    """Yields (keys, message) for everything in `config` that does not fit together."""
+    """Yields (keys, message) for every inconsistency in `config`."""
     for groups, check in _CHECKS:
         if all(hasattr(config, group) for group in groups):
             yield from check(config)
@@ -72,7 +72,7 @@ def shape_problems(shape: schema.TargetArchitecture) -> Iterator[Problem]:
 
 
 def _drafter_architecture(config: Any) -> Iterator[Problem]:
-    """A drafter's own shape against its block size and against the target's shape."""
+    """Checks a drafter's shape against its block size and the target's shape."""
     drafter, target = config.drafter, config.target.architecture
     shape = _shape(drafter)
     block, trained = getattr(drafter, "block_size", None), getattr(shape, "block_size", None)
@@ -99,7 +99,7 @@ def _draft_model(config: Any) -> Iterator[Problem]:
 
 
 def _one_block_size(config: Any) -> Iterator[Problem]:
-    """Only decoding chooses block sizes; training and the compile report have one."""
+    """Training and the compile report need a fixed block size."""
     elsewhere = hasattr(config, "train") or hasattr(config, "tpu")
     if elsewhere and getattr(config.drafter, "block_size", None) == schema.AUTO:
         yield ("drafter.block_size",), "auto is for decoding; give a number, or leave it out"
@@ -157,7 +157,7 @@ def _prompts(config: Any) -> Iterator[Problem]:
 
 
 def _strategies(config: Any) -> Iterator[Problem]:
-    """Each strategy's drafter, by the checks of `drafter`; and that there is one."""
+    """Each strategy's drafter, by the checks of `drafter`."""
     for name, drafter in config.strategies.items():
         own = f"strategies.{name}"
         alone = types.SimpleNamespace(drafter=drafter)
@@ -227,8 +227,8 @@ def _batch(config: Any) -> Iterator[Problem]:
         yield keys, f"{size} does not divide over {product} = {pieces} devices"
 
 
-def _course(config: Any) -> Iterator[Problem]:
-    """How long a training run is, and how its batches divide."""
+def _training_length(config: Any) -> Iterator[Problem]:
+    """Checks the length of a training run, and that its batches divide."""
     train, pieces = config.train, config.optimizer.accumulate_steps
     if (train.steps is None) == (train.epochs is None):
         yield ("train.steps", "train.epochs"), "give one of train.steps and train.epochs"
@@ -252,7 +252,7 @@ def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Prob
 
 
 def _shape(group: Any) -> Any:
-    """The group's architecture: as stated, or for random weights its defaults."""
+    """The group's architecture: as given, or for random weights its defaults."""
     stated = getattr(group, "architecture", None)
     if stated is not None or getattr(group, "checkpoint", None) != _RANDOM:
         return stated
@@ -276,5 +276,5 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("data",), _data),
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),
-    (("train", "optimizer", "mesh", "sharding_rules"), _course),
+    (("train", "optimizer", "mesh", "sharding_rules"), _training_length),
 )

@@ -1,4 +1,4 @@
-"""Finds config files, reads them with their bases, and lays them over one another."""
+"""Finds config files, reads them with their bases, and merges the layers."""
 
 import dataclasses
 import importlib.resources
@@ -17,7 +17,7 @@ Path = tuple[str, ...]  # of a key: ("decode", "seed")
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """What all layers say together.
+    """All layers, merged.
 
     Attributes:
       content: nested mappings whose leaves are nodes; later layers have already won.
@@ -30,10 +30,10 @@ class Tree:
     origin: str
 
     def source(self, *paths: Path) -> str:
-        """Where the blame for a problem with the keys `paths` lies.
+        """The source to name in a problem with the keys `paths`.
 
-        On the command line if one of them was given there, else where the first that was written
-        at all was, else where the group of the first key is.
+        The command line if one of them was given there, else where the first written one was, else
+        where the group of the first key was.
         """
         written = [self.places[path].source for path in paths if path in self.places]
         if COMMAND_LINE in written:
@@ -106,10 +106,10 @@ def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]
 
 
 def merge(layers: Sequence[Sequence[Node]], named_groups: Collection[str], origin: str) -> Tree:
-    """Lays layers over one another: mappings merge, anything else replaces.
+    """Merges layers: mappings merge, anything else replaces.
 
-    A layer that gives one of `named_groups` another `name` starts that group afresh: keys meant
-    for one drafter say nothing about the next.
+    A layer that gives one of `named_groups` another `name` resets that group: keys of one drafter
+    do not apply to another.
 
     Args:
       layers: each a sequence of mappings that count as one (the arguments of the command line).
@@ -131,9 +131,9 @@ def merge(layers: Sequence[Sequence[Node]], named_groups: Collection[str], origi
 def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> list[str]:
     """Completes the entries of `mapping`, each an override of `group`, in place.
 
-    An entry says whose override it is by its `name`; without one, its key does if that is a name,
-    else it is that of `group`. It starts from `group` if that has the same name, else afresh. An
-    entry may also be a config file, whose `group` it then takes.
+    The name of an entry is its `name`, else its key if that is a known name, else the name of
+    `group`. It inherits from `group` if that has the same name, else from nothing. An entry may
+    also be a config file, whose `group` is then used.
 
     Args:
       tree: all layers, merged.
@@ -161,7 +161,7 @@ def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> lis
         if name is None:
             where = f"{tree.source(here)}: {mapping}.{key}"
             near = registry.suggest(key, names)
-            problems.append(f"{where}: unknown name {key!r}{near}; or say which by {key}.name")
+            problems.append(f"{where}: unknown name {key!r}{near}; or set {key}.name")
         completed = _empty()
         if name == _name_of(shared):
             _overlay(completed, shared, tree.places, (group,), here)
@@ -178,7 +178,7 @@ def too_deep(source: str, key: str) -> str:
 
 
 def text_of(node: Node) -> object:
-    """What a string field gets: the text as typed on the command line, else the value itself."""
+    """The value for a string field: the text as typed on the command line, else the value."""
     return node.value if node.raw is None else node.raw
 
 
@@ -203,7 +203,7 @@ def _merge_into(content, layer: Mapping[str, Node], path: Path, places: dict[Pat
 def _entry_from_file(
     entry: Node, tree: Tree, here: Path, group: str, problems: list[str]
 ) -> ml_collections.ConfigDict:
-    """The `group` of the config file that an entry names; empty where it names none."""
+    """The `group` of the config file that an entry names; empty if it names none."""
     content = _empty()
     if entry.value is None:
         return content
@@ -218,7 +218,7 @@ def _entry_from_file(
 
 
 def _overlay(content, over, places: dict[Path, Node], written: Path, here: Path) -> None:
-    """Lays `over`, whose keys were written below `written`, over `content`, which is at `here`."""
+    """Merges `over`, whose keys were written below `written`, into `content` at `here`."""
     for key, item in over.items():
         there, place = (*written, key), (*here, key)
         if there in places:
@@ -244,7 +244,7 @@ def _renames(current: object, layer: Sequence[Node], group: str) -> bool:
         return False
     groups = (node.value[group].value for node in layer if group in node.value)
     names = [given["name"] for given in groups if isinstance(given, dict) and "name" in given]
-    # A null name asks to infer it, and is no other name.
+    # A null name means to infer it, so it is not another name.
     return bool(names) and names[-1].value is not None and text_of(names[-1]) != text_of(old)
 
 
@@ -313,7 +313,7 @@ def _base_names(bases: Node | None, problems: list[str]) -> list[Node]:
 
 
 def _display(path: pathlib.Path) -> str:
-    """The path as a user would name it: relative where it lies below the working directory."""
+    """The path as a user would name it: relative if it is below the working directory."""
     if not path.is_absolute() and ".." not in path.parts:
         return str(path)
     resolved, here = path.resolve(), pathlib.Path.cwd()

@@ -1,4 +1,4 @@
-"""From a config file and `key=value` overrides to one frozen dataclass, and back to YAML.
+"""Loads a config file and `key=value` overrides into a frozen dataclass, and writes it as YAML.
 
 Later wins: the dataclass's default, each file of `base: [..]` in order, the file, the command line.
 Mappings merge, lists replace. Every problem is found before any is reported.
@@ -34,7 +34,7 @@ def load(
       path: a YAML file, looked up as given, then among the shipped configs.
       overrides: `key=value` arguments; keys are dotted, values are YAML. A string field takes the
         text as typed, and a list field takes a bare value as a list of one.
-      schema: the dataclass to fill; of several, the one that knows most of the file's groups.
+      schema: the dataclass to fill; of several, the one with most of the file's groups.
     Returns:
       An instance of `schema`, or of one of them.
     Raises:
@@ -109,8 +109,8 @@ def to_yaml(config: Any) -> str:
 def non_defaults(config: Any) -> Any:
     """The values of a config that differ from their defaults, as plain dicts, lists and scalars.
 
-    A key that a later version adds is not among them until it gets a value of its own. The name
-    that chooses a group's schema always is, for it says which defaults are meant.
+    A key that a later version adds is not included until it is set. The name that chooses a group's
+    schema always is, because the defaults depend on it.
     """
     if dataclasses.is_dataclass(config):
         found = {}
@@ -155,7 +155,7 @@ def _fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
 
 
 def _crossed(config: Any, tree: layers.Tree, unusable: set[layers.Path]) -> list[str]:
-    """Problems between keys, but for those that involve a value already reported."""
+    """Problems between keys, except those that involve a value already reported."""
     lines = []
     for keys, message in checks.problems(config):
         paths = [tuple(key.split(".")) for key in keys]

@@ -1,7 +1,7 @@
 """Every key that a config may hold: frozen dataclasses, each default stated here and nowhere else.
 
 This module imports neither jax nor anything that does, so a bad config fails in milliseconds.
-Architecture fields carry the names of Hugging Face's config.json, the field's common tongue.
+Architecture fields have the names of Hugging Face's config.json.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary frequencies (`rope_scaling` in config.json)."""
+    """Llama 3's scaling of rotary frequencies (`rope_scaling` in config.json)."""
 
     factor: float = option(8.0, minimum=1.0)
     low_freq_factor: float = option(1.0, minimum=0.0)
@@ -273,7 +273,7 @@ class Eagle3Config(DrafterConfig):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """How tokens are chosen, when a sequence ends, and the shape of the decode loop."""
+    """Sampling, the end of a sequence, and the shape of the decode loop."""
 
     max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
     temperature: float = option(0.0, minimum=0.0)  # 0: greedy
@@ -281,9 +281,9 @@ class DecodeConfig:
     top_p: float = option(1.0, minimum=0.0, maximum=1.0)
     seed: int = option(0, minimum=0, maximum=2**32 - 1)
     verify: Literal["coupled", "rejection"] = "coupled"
-    stop_ids: tuple[int, ...] = option((), minimum=0)  # beside the checkpoint's end-of-sequence ids
+    stop_ids: tuple[int, ...] = option((), minimum=0)  # in addition to the checkpoint's
     ignore_eos: bool = False
-    baseline: bool = False  # decode every prompt once more without drafting, and compare
+    baseline: bool = False  # also decode every prompt without drafting, and compare
     batch_size: int = option(1, minimum=1, maximum=MAX_BATCH)
     sync_every: int = option(8, minimum=1, maximum=2**16)  # cycles per dispatch
     # None: the longest prompt + max_new_tokens.
@@ -293,27 +293,27 @@ class DecodeConfig:
     # max_length. With fewer, sequences take pages as they grow, and the youngest one is interrupted
     # and computed again later where they run out.
     num_pages: int | None = option(None, minimum=1, maximum=MAX_TOKENS)
-    # Of that cache. auto: the run's dtype; else 8 bits, and a scale for each token and kv head.
+    # Dtype of that cache. auto: the run's; else 8 bits, with a scale for each token and kv head.
     kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
-    # Longest piece of a prompt run at once.
+    # Tokens per chunk of a prompt, at most.
     prefill_chunk: int = option(512, minimum=8, maximum=2**16)
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
-    """Where prompts come from; stdin (one a line) when nothing is given."""
+    """Where prompts come from; stdin (one per line) if nothing is given."""
 
     text: tuple[str, ...] = ()
     file: str | None = None
-    chat: bool = False  # wrap text prompts as one user message in the checkpoint's chat template
+    chat: bool = False  # wrap text prompts as one user message, by the checkpoint's chat template
     thinking: bool = (
-        False  # ask the template for reasoning first; drafters are mostly trained without
+        False  # ask the template for reasoning first; most drafters are trained without
     )
     special_tokens: bool = False  # read those that text prompts spell, such as <|im_end|>, as such
-    dataset: str | None = None  # a data set of dflash/registry.py, such as math or gsm8k
+    dataset: str | None = None  # name of a data set, such as math or gsm8k
     raw_dir: str | None = None  # files of published sets; None: ~/.cache/dflash/datasets/raw
     split: Literal["train", "validation", "test"] = "test"  # of the data set
-    limit: int | None = option(None, minimum=1)  # how many of the data set; None: all
+    limit: int | None = option(None, minimum=1)  # prompts of the data set; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +326,7 @@ class MeshConfig:
     expert: int = option(1, minimum=1)
 
 
-# Logical axis name -> mesh axes that it is split over. "batch" is the slots of the decode loop.
+# Mesh axes that each logical axis is split over. "batch" is the slots of the decode loop.
 SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "pages": ("data", "fsdp"),

@@ -1,12 +1,12 @@
-"""A restricted YAML: what a line looks like is what it means, in files and on the command line.
+"""A restricted YAML without surprising types, for files and the command line.
 
 PyYAML reads `1e-3` as a string, `off` as False, `12:30` as 750 and `010` as 8, and lets the second
 of two equal keys win. Here only `true`/`false` are booleans, `null`, `~` and nothing are null,
 numbers are decimal, everything else is a string, and a repeated key is an error.
 
-Anchors, aliases and merge keys are refused: `base` is the one way to share keys, and with it every
-value has one place that an error can name. Tags are refused too, so nothing is ever constructed
-but mappings, lists and scalars.
+Anchors, aliases and merge keys are refused: `base` is the only way to share keys, so every value
+has one place that an error can name. Tags are refused too, so only mappings, lists and scalars are
+constructed.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ MAX_DEPTH = 40  # levels of mappings and lists; real configs have five
 
 @dataclasses.dataclass(frozen=True)
 class Malformed:
-    """Stands for text from the command line that is not YAML; a string field may still want it."""
+    """Text from the command line that is not YAML; a string field may still take it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that this module, or any YAML 1.1 reader, would take for another type."""
+    """Quotes every string that this module, or any YAML 1.1 reader, would read as another type."""
 
     def ignore_aliases(self, data):
         return True
@@ -108,7 +108,7 @@ def parse(text: str, name: str) -> tuple[Node | None, list[str]]:
 
     Args:
       text: the document.
-      name: what to call it in sources and problems.
+      name: name of the document in sources and problems.
     Returns:
       The mapping (None where the text cannot be read), and every problem found.
     """
@@ -134,7 +134,7 @@ def parse_value(text: str, source: str) -> Node:
     value = None
     if root is not None:
         value = _convert(root, lambda line: source, problems, typed=True).value
-    # Without this, a lone comment or a document marker would count as null.
+    # Otherwise a lone comment or a document marker would be read as null.
     if problems or (value is None and text.strip() not in ("", "~", "null")):
         value = Malformed()
     return Node(value, source, text)
@@ -194,7 +194,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         case "int":
             return int(text)
         case "float":
-            # YAML spells these with a dot that Python does without.
+            # Python writes inf and nan without YAML's dot.
             return float(re.sub(r"\.(?=inf|nan)", "", text))
     return text
 

@@ -1,7 +1,7 @@
-"""Sweeps: a config with a `sweep:` block stands for many configs, its points. Imports no jax.
+"""Sweeps: a config with a `sweep:` block describes many configs, its points. Imports no jax.
 
 sweep:
-  run: decode                                  # what each point runs; decode unless said otherwise
+  run: decode                                  # what each point runs; decode is the default
   product:                                     # every combination, the first key the slowest
     drafter.block_size: [4, 8, 16]
     decode.temperature: [0, 0.8]
@@ -10,7 +10,7 @@ sweep:
     decode.sync_every: [8, 2]
 
 A key is that of the run's config, dotted or nested; a value is whatever the key takes. Values of a
-point go over the files and the command line.
+point override files and command line.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ class Point:
     """One config of a sweep.
 
     Attributes:
-      name: of its directory; depends on its values alone.
-      values: of the axes' keys, as plain Python.
-      config: resolved, an instance of the run's schema.
+      name: name of its directory; depends only on its values.
+      values: values of the axes' keys, as plain Python.
+      config: resolved config, an instance of the run's schema.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Sweep:
     """All points of a config.
 
     Attributes:
-      run: what each of them runs, a name of `registry.RUNS`.
-      axes: the keys that vary together: one of each product, all of the zip.
-      points: by name, in the order of the axes.
+      run: what each point runs, a name of `registry.RUNS`.
+      axes: keys that vary together: one per product axis, and all of the zip.
+      points: points by name, in the order of the axes.
     """
 
     run: str
@@ -105,7 +105,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         layer = [_nested(key, node) for key, node in nodes.items()]
         config, further = loader.resolve(files, [rest, layer], origin, schema)
         if name in points:
-            further = [*further, f"{origin}: {loader.SWEEP}: the point {name} stands there twice"]
+            further = [*further, f"{origin}: {loader.SWEEP}: the point {name} is there twice"]
         for problem in further:
             found.setdefault(problem, []).append(name)
         points[name] = Point(name, values, config)
@@ -117,7 +117,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
 def _read_blocks(
     nodes: Sequence[Node | None], origin: str, problems: list[str]
 ) -> tuple[str, list[_Axis]]:
-    """Reads the blocks of all files and arguments, of which later ones win key by key."""
+    """Reads the blocks of all files and arguments; later ones win, key by key."""
     run = Node(next(iter(registry.RUNS)), origin)
     groups: dict[str, dict[str, Node]] = {"product": {}, "zip": {}}
     for node in nodes:
@@ -181,7 +181,7 @@ def _check_overlap(
     nodes: Sequence[Node | None],
     problems: list[str],
 ) -> None:
-    """A key has one place: in product or in zip, once, and then not on the command line too."""
+    """Reports keys that are given twice: in product, in zip or on the command line."""
     placed = [*product.items(), *zipped.items()]
     keys = [key for key, _ in placed]
     for place, (key, node) in enumerate(placed):
@@ -226,7 +226,7 @@ def _plain(node: Node) -> Any:
 def _name(values: Mapping[str, Any]) -> str:
     """A directory's name for a point, such as drafter.block_size=8,decode.temperature=0.8.
 
-    What a file system does not like, and what is too long, gives way to a hash.
+    Characters that file systems may not accept are replaced, long names cut; then a hash is added.
     """
     whole = ",".join(f"{key}={label(value)}" for key, value in values.items())
     fit = ",".join(f"{key}={_UNFIT.sub('-', label(value))}" for key, value in values.items())
@@ -239,7 +239,7 @@ def _name(values: Mapping[str, Any]) -> str:
 def label(value: Any) -> str:
     """A value in few characters: 8, null, a-b for a list, block_size-8 for a mapping."""
     if isinstance(value, dict):
-        # What has a name is known by it.
+        # A group with a name is labeled by it.
         return "-".join(label(v) if k == "name" else f"{k}-{label(v)}" for k, v in value.items())
     if isinstance(value, list):
         return "-".join(map(label, value))
@@ -249,7 +249,7 @@ def label(value: Any) -> str:
 
 
 def _attributed(found: Mapping[str, Sequence[str]], count: int) -> Iterator[str]:
-    """Problems, each with the points that it is about, unless it is about all of them."""
+    """Problems, each with the points that have it, unless all have."""
     for problem, names in found.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield problem if len(names) == count else f"{problem} [{names[0]}{more}]"

@@ -1,4 +1,4 @@
-"""Everything that a training config may hold, and which of it may change when a run goes on."""
+"""Every key of a training config, and which of them may change when a run is continued."""
 
 import dataclasses
 import math
@@ -13,29 +13,29 @@ from dflash.config.schema import option
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The course of a run: how long, in what precision, and how often it looks up."""
+    """Length and precision of a run, and how often it logs and saves."""
 
-    steps: int | None = option(None, minimum=1)  # None: as `epochs` says
+    steps: int | None = option(None, minimum=1)  # total optimizer steps; None: from `epochs`
     epochs: float | None = option(None, minimum=0.0)  # passes over the training data
-    batch_size: int = option(8, minimum=1)  # packed rows per step, of all devices together
-    seed: int = option(0, minimum=0, maximum=2**32 - 1)  # of fresh weights and of anchors
-    dtype: schema.DType = "bfloat16"  # of the computation; the weights under training are float32
-    remat: bool = False  # compute activations again in the backward pass rather than keep them
+    batch_size: int = option(8, minimum=1)  # packed rows per step, over all devices
+    seed: int = option(0, minimum=0, maximum=2**32 - 1)  # seed of initial weights and of anchors
+    dtype: schema.DType = "bfloat16"  # dtype of the computation; trained weights are float32
+    remat: bool = False  # recompute activations in the backward pass
     # online: the target runs in every step; cached: once over the data, its features go to disk.
     features: Literal["online", "cached"] = "online"
     feature_cache: str | None = None  # None: features/ in the work directory
-    log_every: int = option(10, minimum=1)  # steps
-    checkpoint_every: int = option(500, minimum=1)  # steps
-    keep_last: int = option(2, minimum=1)  # checkpoints, beside the best
-    export_dtype: schema.DType = "bfloat16"  # of the weights in hf/
+    log_every: int = option(10, minimum=1)  # steps between log lines
+    checkpoint_every: int = option(500, minimum=1)  # steps between checkpoints
+    keep_last: int = option(2, minimum=1)  # checkpoints to keep, in addition to the best
+    export_dtype: schema.DType = "bfloat16"  # dtype of the weights in hf/
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """What the run is judged by: the loss on held-out text, and τ in the decode engine itself."""
+    """How checkpoints are evaluated: loss on held-out text, and τ in the decode engine."""
 
-    every: int = option(1000, minimum=1)  # steps
-    batches: int = option(4, minimum=0)  # of held-out text; 0: no held-out loss
+    every: int = option(1000, minimum=1)  # steps between evaluations
+    batches: int = option(4, minimum=0)  # batches of held-out text; 0: no held-out loss
     prompts: int = option(12, minimum=0)  # held-out prompts to decode; 0: no τ
     prompts_file: str | None = None  # JSONL, as prompts.file; None: the data's own
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
@@ -45,10 +45,10 @@ class EvaluationConfig:
 class TrainRun:
     """Everything that `python -m dflash.train` reads from its config.
 
-    A checkpoint of what is trained says where its weights start; `random` is from scratch.
+    The checkpoint of the trained model gives its initial weights; `random` starts from scratch.
     """
 
-    task: Literal["drafter", "target"] = "drafter"  # which of the two learns
+    task: Literal["drafter", "target"] = "drafter"  # which of the two is trained
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
     tokenizer: str | None = None  # a directory; None: the target's
@@ -62,9 +62,9 @@ class TrainRun:
 
     @property
     def evaluation_decode(self) -> schema.DecodeConfig:
-        """How held-out prompts are decoded: `evaluation.decode`, with a slot for every replica.
+        """How held-out prompts are decoded: `evaluation.decode`, with slots for every replica.
 
-        What comes out does not hang on the number of slots, so it is rounded up as the mesh needs.
+        The output does not depend on the number of slots, so it is rounded up as the mesh needs.
         """
         decode, axes = self.evaluation.decode, self.sharding_rules.get("batch", ())
         replicas = math.prod(getattr(self.mesh, axis) for axis in axes)
@@ -73,9 +73,9 @@ class TrainRun:
         )
 
 
-# Keys, or groups of them, that a continued run may change: they say where it runs and how often it
-# looks up, not what it learns. Everything else must stay as it was. (Another mesh or remat changes
-# the order of sums, so the result is then the same up to rounding, not bit for bit.)
+# Keys, or groups of keys, that a continued run may change: they affect where it runs and how often
+# it logs, saves and evaluates, not what it learns. (Another mesh or remat changes the order of
+# sums, so the result is then the same up to rounding, not bit for bit.)
 FREE_KEYS = (
     "mesh",
     "sharding_rules",

@@ -1,7 +1,7 @@
-"""What a benchmark leaves in its directory: results.json, tables, plots, a page.
+"""The directory of a benchmark: results.json, tables, plots, a page.
 
-Every file is written whole, and results.json after every round of every task, so whatever ends a
-run leaves the rounds that are done.
+Every file is written whole, and results.json after every round of every task, so a run that ends
+early leaves its finished rounds.
 """
 
 import csv
@@ -21,7 +21,7 @@ RESULTS, STUDY = "results.json", "study.json"
 
 
 def open_directory(path: str | os.PathLike | None, config: BenchmarkRun) -> RunDirectory:
-    """Takes a directory for a benchmark; what an earlier one of the same config left is replaced.
+    """Takes a directory for a benchmark; results of the same config are replaced.
 
     Args:
       path: where; None for a run that leaves nothing.
@@ -39,7 +39,7 @@ def _has_results(directory: pathlib.Path) -> bool:
 def as_values(
     cells: Sequence[Cell], averages: Sequence[Average], facts: Mapping[str, Any], *, complete: bool
 ) -> dict[str, Any]:
-    """The content of results.json; docs/measuring.md says what each key means."""
+    """The content of results.json; docs/measuring.md defines each key."""
     return {
         "schema": SCHEMA,
         "complete": complete,
@@ -58,7 +58,7 @@ FIGURES = (
 
 
 def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The cells of results.json as lines of a table: task, strategy and `FIGURES`."""
+    """The cells of results.json as rows of a table: task, strategy and `FIGURES`."""
     found = []
     for cell in values["cells"]:
         low, high = cell["speedup_interval"] or (None, None)
@@ -70,7 +70,7 @@ def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of the same keys as CSV."""
+    """Rows with the same keys as CSV."""
     if not rows:
         return ""
     text = io.StringIO()
@@ -123,7 +123,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def limits(cells: Sequence[Cell]) -> list[str]:
-    """For each strategy that drafts, which term keeps its speed-up below τ the most."""
+    """For each strategy that drafts, the term that most keeps its speed-up below τ."""
     found = []
     for cell in cells:
         if cell.block_size == 1 or not cell.losses or cell.tau is None:

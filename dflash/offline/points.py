@@ -1,4 +1,4 @@
-"""Points of a sweep that decode; models stay loaded for as long as the next point needs them."""
+"""Points of a sweep that decode; models stay loaded while the next point needs them."""
 
 import dataclasses
 import datetime
@@ -55,12 +55,12 @@ class DecodePoints(Runner):
 
 
 class Weights:
-    """Fills jobs with weights, and reads them only where the job before had others."""
+    """Fills jobs with weights; reads only those that differ from the previous job's."""
 
     def __init__(self, display: Display):
-        """Takes where to say what is loaded: a line for each load."""
+        """Takes the display, which gets a line for each load."""
         self._display = display
-        self._loaded: dict[str, tuple[str, Any]] = {}  # role -> what for, and the model
+        self._loaded: dict[str, tuple[str, Any]] = {}  # key and model by role
 
     def __call__(self, job: Job) -> Job:
         """The job with its models filled.
@@ -69,7 +69,7 @@ class Weights:
           CheckpointError: a checkpoint is damaged, or does not fit.
         """
         wanted = {"target": target_key(job.config), "drafter": _drafter_key(job.config)}
-        # What is not wanted any more goes before anything comes: there may be no room for both.
+        # Models that are no longer needed are freed first: there may be no memory for both.
         self._loaded = {
             role: (key, model) for role, (key, model) in self._loaded.items() if key == wanted[role]
         }
@@ -86,7 +86,7 @@ class Weights:
 
 
 def target_key(config: DecodeRun) -> str:
-    """Equal for runs whose targets have the same weights in the same places."""
+    """A key that is equal for targets with the same weights on the same devices."""
     alone = {"target": config.target, "mesh": config.mesh, "rules": config.sharding_rules}
     return loader.config_hash({**alone, "dtype": config.dtype})
 

@@ -30,7 +30,7 @@ class RunDirectory:
     """A work directory that this run holds alone until it is closed; without a path, nothing.
 
     Attributes:
-      path: the directory, absolute; None for a run that leaves nothing.
+      path: the directory; None for a run that leaves nothing.
       config_hash: `loader.config_hash` of the run's config.
     """
 
@@ -58,7 +58,7 @@ class RunDirectory:
           WorkdirError: it cannot be written, is in use by another run, or belongs to another
             config.
         """
-        self.path = None if path is None else pathlib.Path(path).expanduser().absolute()
+        self.path = None if path is None else pathlib.Path(path).expanduser()
         self.config_hash = loader.config_hash(config)
         self._descriptor = -1
         if self.path is None or not take:

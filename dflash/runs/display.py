@@ -21,8 +21,8 @@ from dflash.runs import outputs
 HISTOGRAM_WIDTH = 40  # characters of the longest bar
 EXCERPT_WIDTH = 24  # characters of a prompt in a table
 
-# Text of a model may hold control characters, which could move the cursor or worse. Terminals get
-# Unicode's pictures of them instead; files and pipes get the text as it is.
+# A model's text may hold control characters, which could move the cursor or worse. Terminals get
+# Unicode's pictures of them; files and pipes get the text unchanged.
 _CONTROL_PICTURES = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: "\u2421",
@@ -31,9 +31,9 @@ _CONTROL_PICTURES = {
 
 
 class Display:
-    """Shows the prompts of a run in their order, whatever order they run in.
+    """Shows the prompts of a run in order of their indices, whatever order they run in.
 
-    The text of the first unfinished prompt streams; that of the others waits for its turn.
+    The text of the first unfinished prompt streams; that of later prompts is held back.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Display:
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ):
-        """Without `stream`, no text is shown, and each prompt gets one line when it finishes."""
+        """Without `stream`, shows no text, only one line per finished prompt."""
         self._stream = stream
         self._stdout = _tolerant(stdout or sys.stdout)
         stderr = _tolerant(stderr or sys.stderr)
@@ -76,7 +76,7 @@ class Display:
         self._flush()
 
     def finish(self, index: int, summary: str) -> None:
-        """Takes the end of a prompt, and one line about it (see `summary_line`)."""
+        """Marks a prompt as finished, with one line about it (see `summary_line`)."""
         if not self._stream:
             self.note(f"{self._title(index)} · {summary}")
             return
@@ -90,14 +90,14 @@ class Display:
 
     @contextlib.contextmanager
     def status(self, message: str) -> Iterator[None]:
-        """Shows `message …` on stderr, and how long the block took behind it."""
+        """Shows `message …` on stderr, then how long the block took."""
         self._fresh_line()
         self._say(f"{message} … ")
         self._status_open = True
         start = time.perf_counter()
         yield
         elapsed = f"{time.perf_counter() - start:.1f} s\n"
-        # Something else was shown meanwhile: say again what this is about.
+        # Repeats the message if something else was shown meanwhile.
         self._say(elapsed if self._status_open else f"{message} … {elapsed}")
         self._status_open = False
 
@@ -131,7 +131,7 @@ class Display:
         summary: outputs.Summary,
         comparison: outputs.Comparison,
     ) -> None:
-        """Shows a run beside its baseline as a table on stderr: each prompt, and all together."""
+        """Shows a run and its baseline as a table on stderr: a row per prompt, and one for all."""
         table = rich.table.Table(box=None, pad_edge=False)
         for title in ("prompt", "τ", "tokens/s", "plain tokens/s", "speed-up", "identical"):
             table.add_column(title, justify="left" if title == "prompt" else "right")
@@ -146,11 +146,11 @@ class Display:
         self._console.print(table)
 
     def block_sizes(self, cycle_ms: Mapping[str, float], chosen: Mapping[str, int]) -> None:
-        """Shows as a table on stderr what each block size costs, and how often it was chosen.
+        """Shows a table on stderr: the cycle time of each block size, and how often it was chosen.
 
         Args:
-          cycle_ms: block size -> time of a cycle.
-          chosen: block size -> cycles, of those that were chosen at all.
+          cycle_ms: cycle time by block size, in ms.
+          chosen: number of cycles by block size, for sizes that were chosen.
         """
         table = rich.table.Table(box=None, pad_edge=False)
         for title in ("block size", "ms per cycle", "cycles"):
@@ -161,11 +161,11 @@ class Display:
         self._console.print(table)
 
     def close(self) -> None:
-        """Ends a line that is still open, so that what comes next has its own."""
+        """Ends the current line, so that later output starts on a new one."""
         self._fresh_line()
 
     def _flush(self) -> None:
-        """Shows all that is due: the first prompt so far, and the next where that is finished."""
+        """Shows the text so far of the first unfinished prompt, and the prompts finished before."""
         while self._order:
             index = self._order[0]
             if index not in self._held and index not in self._summaries:
@@ -178,7 +178,7 @@ class Display:
             if index not in self._summaries:
                 return
             if self._mid_line:
-                self._write("\n")  # a piped text too ends its last line
+                self._write("\n")  # piped text ends with a newline too
             self._say(f"── {self._summaries.pop(index)}\n", style="dim")
             self._order.popleft()
             self._begun = False
@@ -199,7 +199,7 @@ class Display:
         self._console.print(rich.text.Text(text, style=style), end="", soft_wrap=True)
 
     def _fresh_line(self) -> None:
-        """Moves to a new line if the terminal's cursor stands inside one."""
+        """Starts a new line unless the terminal's cursor is at the start of one."""
         if self._status_open or (self._mid_line and self._stdout_is_terminal):
             self._say("\n")
         self._status_open = False
@@ -218,8 +218,7 @@ def summary_line(record: outputs.Record) -> str:
 
 
 def result_rows(summary: outputs.Summary) -> list[tuple[str, str]]:
-    """Returns what to show of a summary, as names and values."""
-
+    """Returns the names and values of a summary to show."""
     return [
         ("τ", _number(summary.tau, " tokens per cycle")),
         ("throughput", _number(summary.tokens_per_second, " tokens/s")),
@@ -237,7 +236,7 @@ def comparison_rows(
     summary: outputs.Summary,
     comparison: outputs.Comparison,
 ) -> list[tuple[str, ...]]:
-    """Returns what to show of a run beside its baseline: a row per prompt, the last for all."""
+    """Returns the rows that compare a run with its baseline: one per prompt, the last for all."""
 
     def row(title, tau, fast, plain, identical):
         ratio = fast / plain if fast and plain else None
@@ -268,11 +267,11 @@ def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
 
 
 def _excerpt(record: outputs.Record) -> str:
-    """The first words of a prompt: the first line of what the user said, cut to fit a table."""
+    """The first line of a prompt (of its last message), cut to fit a table."""
     prompt = record.prompt
     if prompt is None:
         return f"prompt {record.index}"
-    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
     line = next(iter(text.strip().splitlines()), "")
     return line if len(line) <= EXCERPT_WIDTH else line[: EXCERPT_WIDTH - 1] + "…"
 
@@ -286,7 +285,7 @@ def _tokens(count: int) -> str:
 
 
 def _tolerant(stream: TextIO) -> TextIO:
-    """Keeps characters that the stream's encoding lacks from ending the run: they get escaped."""
+    """Escapes characters that the stream's encoding lacks, rather than failing."""
     if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
     return stream

@@ -1,11 +1,13 @@
-"""One figure over the axes of a sweep, as a picture."""
+"""One metric over the axes of a sweep, as a heat map."""
 
+import io
 import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash.config.sweep import Sweep, label
+from dflash.runs import files
 
 MAX_PANELS = 16
 _CELL_INCHES = 0.9
@@ -14,17 +16,17 @@ _CELL_INCHES = 0.9
 def draw(
     sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]], path: pathlib.Path
 ) -> bool:
-    """Draws a metric over the two axes with most steps, in a panel for each step of the others.
+    """Draws a metric over the two axes with most steps, in a panel per combination of the others.
 
-    Points that are not finished stay blank.
+    Cells of unfinished points stay blank.
 
     Args:
       sweep: all points.
-      metric: a number of each row; None stays blank.
-      rows: of finished points, by name.
-      path: of the PNG.
+      metric: key of a number in each row; None leaves a cell blank.
+      rows: figures of finished points, by name.
+      path: the PNG file; written whole.
     Returns:
-      Whether there is a picture: not where there is nothing to draw, or too many panels.
+      Whether a file was written: False if there is nothing to draw, or too many panels.
     Raises:
       OSError: it cannot be written.
     """
@@ -33,7 +35,7 @@ def draw(
     filled = [value for value in values if value is not None]
     if not filled or len(panels) > MAX_PANELS:
         return False
-    # No pyplot: it keeps figures, and asks for a window system.
+    # Not pyplot, which keeps figures alive and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,14 +62,16 @@ def draw(
                 color = "white" if dark else "black"
                 axes.text(x, y, f"{line[x]:.3g}", ha="center", va="center", color=color)
     figure.colorbar(image, ax=list(all_axes))
-    figure.savefig(path, dpi=120)
+    image_file = io.BytesIO()
+    figure.savefig(image_file, format="png", dpi=120)
+    files.write_whole(path, image_file.getvalue())
     return True
 
 
 def panels_of(
     sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[list[float | None]]]:
-    """The grids of a picture by title: [steps of one axis][steps of the other]."""
+    """The grids of a heat map by title: [steps of one axis][steps of the other]."""
     down, across, rest = _roles(sweep)
     downs, acrosses = _steps(sweep, down), _steps(sweep, across)
     keys = [key for axis in rest for key in axis]
@@ -83,7 +87,7 @@ def panels_of(
 
 
 def _roles(sweep: Sweep) -> tuple[Sequence[str], Sequence[str], Sequence[Sequence[str]]]:
-    """Axes that go down and across, and the rest; both are the longest ones, in their order."""
+    """The axes drawn down and across, which are the two longest, and the rest."""
     lengths = {axis: len(_steps(sweep, axis)) for axis in sweep.axes}
     longest = sorted(sweep.axes, key=lambda axis: -lengths[axis])[:2]
     chosen = [axis for axis in sweep.axes if axis in longest]
@@ -93,7 +97,7 @@ def _roles(sweep: Sweep) -> tuple[Sequence[str], Sequence[str], Sequence[Sequenc
 
 
 def _steps(sweep: Sweep, axis: Sequence[str]) -> list[list[Any]]:
-    """The steps of an axis in their order; one empty step for no axis."""
+    """The steps of an axis in order; one empty step if there is no axis."""
     steps: list[list[Any]] = []
     for point in sweep.points.values():
         step = [point.values[key] for key in axis]

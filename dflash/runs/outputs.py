@@ -1,4 +1,4 @@
-"""What a decode run reports: a record of each prompt, and the summary of all."""
+"""The results of a decode run: a record per prompt, and their summary."""
 
 import collections
 import dataclasses
@@ -19,9 +19,9 @@ from dflash.config.schema import INT32_MAX
 class Record:
     """A finished prompt: one line of outputs.jsonl.
 
-    `decode_clock_s` makes throughput honest. Prompts of a batch overlap in time, so their own
-    `decode_ms` cannot be added up; the clock is the engine's, and stands with each record so that
-    a resumed run knows what the earlier ones took.
+    Prompts of a batch overlap in time, so their `decode_ms` cannot be added up. Throughput comes
+    from `decode_clock_s`, the engine's clock; each record has it, so that a resumed run knows how
+    long the earlier ones took.
     """
 
     index: int
@@ -33,7 +33,7 @@ class Record:
     acceptance_lengths: tuple[int, ...]  # tokens committed in each cycle, bonus included
     prefill_ms: float  # from the start of the prefill to the first token
     decode_ms: float  # from the first token to the last
-    decode_clock_s: float  # what the run had spent in decoding, all prompts together, by then
+    decode_clock_s: float  # time that the run had spent in decoding, over all prompts, by then
     block_sizes: tuple[int, ...] = ()  # rows verified in each cycle
 
     @property
@@ -55,25 +55,25 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a run's records say together; None where no record can say it."""
+    """Figures of all records of a run; None where no record has the figure."""
 
     tau: float | None  # mean over all cycles of all prompts
-    tokens_per_second: float | None  # of all slots together, without prefill and first tokens
+    tokens_per_second: float | None  # over all slots, without prefill and first tokens
     ttft_ms: float | None  # median over prompts
     tpot_ms: float | None  # median over prompts
-    acceptance_histogram: Mapping[str, int]  # acceptance length, from "1" -> cycles
+    acceptance_histogram: Mapping[str, int]  # cycles by acceptance length, from "1"
     cycles: int
     prompts: int
     output_tokens: int
     decode_seconds: float
-    block_size_histogram: Mapping[str, int] = dataclasses.field(default_factory=dict)  # -> cycles
+    block_size_histogram: Mapping[str, int] = dataclasses.field(default_factory=dict)  # cycles
 
 
 def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
     """Summarizes finished prompts.
 
-    Throughput is (output tokens − first tokens) ÷ time spent in decoding. After a kill, the time
-    that went into prompts then in flight still counts: throughput may only come out too low.
+    Throughput is (output tokens − first tokens) ÷ time spent in decoding. After a kill, time spent
+    on prompts that were in flight still counts, so throughput can only be too low.
 
     Args:
       records: in any order.
@@ -109,7 +109,7 @@ def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A run beside its baseline: the same prompts, decoded without drafting."""
+    """A run compared with its baseline: the same prompts, decoded without drafting."""
 
     tokens_per_second: float | None  # the baseline's; see `Summary`
     speed_up: float | None  # throughput over the baseline's
@@ -138,7 +138,7 @@ def compare(
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what a reported number depends on."""
+    """Returns the versions of the packages that reported numbers depend on."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
     return {"dflash": dflash.__version__, "python": platform.python_version(), **packages}
 
@@ -146,11 +146,11 @@ def versions() -> dict[str, str]:
 def encode(record: Record) -> bytes:
     """Returns a record as a line of outputs.jsonl."""
     fields = {**dataclasses.asdict(record), "tau": record.tau}
-    # numpy's numbers are welcome: `item` makes them Python's.
+    # `item` converts numpy's numbers to Python's.
     text = json.dumps(
         fields, ensure_ascii=False, allow_nan=False, default=operator.methodcaller("item")
     )
-    # Odd tokens can spell half a surrogate pair, which UTF-8 cannot; as an escape JSON takes it.
+    # Tokens can spell half a surrogate pair, which UTF-8 cannot encode, but a JSON escape can.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
@@ -166,7 +166,7 @@ def decode(line: bytes) -> Record:
         raise ValueError("nested too deeply") from error
     if not isinstance(fields, dict):
         raise ValueError("not an object")
-    # Lines from before cycles had block sizes of their own are read as they are.
+    # Lines written before cycles had block sizes lack the field.
     fields.setdefault("block_sizes", [])
     missing = [f.name for f in dataclasses.fields(Record) if f.name not in fields]
     if missing:
@@ -186,7 +186,9 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the fields of a line that are not what a finished prompt leaves, and why."""
     if not _is_integer(values["index"], 0):
         yield "index", f"expected an integer >= 0, got {values['index']!r}"
-    if not isinstance(values["prompt"], str | list | None):
+    prompt = values["prompt"]
+    messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
+    if not (prompt is None or isinstance(prompt, str) or messages):
         yield "prompt", "expected text, messages or null"
     if not isinstance(values["text"], str):
         yield "text", "expected text"

@@ -1,10 +1,11 @@
 """Runs the points of a sweep, each in a directory of its own, and keeps one table of them.
 
-WORKDIR/points/NAME/point.json   what a finished point came to; whatever else the run leaves
-WORKDIR/sweep.csv                a line a finished point
+WORKDIR/points/NAME/             the work directory of a point's run
+WORKDIR/points/NAME/point.json   the figures of a finished point
+WORKDIR/sweep.csv                a line per finished point
 
-Points that are finished are skipped, so the same command goes on where an earlier one ended, and a
-sweep that has got more values runs the new points only. Several hosts may share a work directory.
+Finished points are skipped, so the same command continues where an earlier one ended, and a sweep
+with more values runs only the new points. Several hosts may share a work directory.
 """
 
 import abc
@@ -27,43 +28,43 @@ POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
 
 
 class Runner(abc.ABC):
-    """Something that points can run; registered in `registry.RUNS`.
+    """A kind of run that points can be; registered in `registry.RUNS`.
 
-    A run that comes to the same figures several times, in cells, gives each the cell's name in
-    front, such as math.dflash.tau.
+    A run with several cells of the same figures puts the cell's name in front of each, such as
+    math.dflash.tau.
 
     Attributes:
-      metrics: names of the figures that every point comes to.
-      shown: those that deserve a place in the table on screen, and a heat map each.
+      metrics: names of the figures of every point.
+      shown: names of the figures in the table on screen; each gets a heat map too.
     """
 
     metrics: ClassVar[tuple[str, ...]]
     shown: ClassVar[tuple[str, ...]]
 
     def __init__(self, display: Display):
-        """Takes where to show what happens."""
+        """Takes the display for progress."""
         self._display = display
 
     @abc.abstractmethod
     def check(self, config: Any) -> None:
-        """Finds whatever is wrong with a config without running it; raises UserError."""
+        """Raises UserError for any problem of a config that can be found without running it."""
 
     @abc.abstractmethod
     def affinity(self, config: Any) -> str:
-        """What takes time to set up: points of equal affinity run one after another."""
+        """A key of what is expensive to set up: points with equal keys run one after another."""
 
     @abc.abstractmethod
     def run(self, config: Any, directory: pathlib.Path) -> Mapping[str, Any]:
-        """Runs a config, or goes on with it, in its work directory; returns its metrics."""
+        """Runs a config, or continues it, in its work directory; returns its metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A sweep as far as it has come.
+    """The state of a sweep.
 
     Attributes:
-      rows: of the finished points, by name: values of the axes' keys, and metrics.
-      failed: what went wrong, by the point's name.
+      rows: finished points by name: values of the axes' keys, and metrics.
+      failed: messages of failed points by name.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
@@ -78,20 +79,18 @@ def run(
     *,
     index: int | None = None,
 ) -> Outcome:
-    """Runs what is still to do of a sweep.
-
-    A point that fails does not keep the others from running.
+    """Runs the unfinished points of a sweep; if one fails, the others still run.
 
     Args:
       sweep: all points.
-      runner: what they run.
+      runner: runs a point.
       directory: the work directory; made if missing.
-      display: shows a line a point.
-      index: of the only point to run, from 0; None for all.
+      display: shows a line per point.
+      index: number of the only point to run, from 0; None for all.
     Returns:
       Every finished point, those of earlier runs included.
     Raises:
-      ConfigError: no such index, or a point cannot run; nothing has been run then.
+      ConfigError: no such index, or a point cannot run; nothing has run then.
       WorkdirError: the directory cannot be used, or belongs to other configs.
     """
     chosen = _chosen(sweep, index)
@@ -145,12 +144,12 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
 
 
 def add_row(path: pathlib.Path, name: str, row: Mapping[str, Any]) -> None:
-    """Adds a point to a table, or replaces it; whoever reads sees the old table or the new one.
+    """Adds a point to a table, or replaces it; readers see the old table or the new one.
 
     Args:
-      path: of the CSV file; made if missing.
-      name: of the point.
-      row: its figures; columns that the table has not yet are added.
+      path: the CSV file; made if missing.
+      name: the point's name.
+      row: its figures; missing columns are added.
     Raises:
       OSError: it cannot be written.
     """
@@ -167,7 +166,7 @@ def add_row(path: pathlib.Path, name: str, row: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """The lines of a table; none where there is no file."""
+    """The rows of a table; none if there is no file."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as lines:
@@ -175,19 +174,19 @@ def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
 
 
 def columns(runner: Runner, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Keys of the figures to be shown, as far as any of the rows has them."""
+    """Keys of the figures to show that any of the rows has."""
     return list(dict.fromkeys(key for row in rows for key in _named(runner.shown, row)))
 
 
 def _named(names: Sequence[str], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of these names, one name after another, of all cells."""
+    """The figures with these names, in the order of the names, of all cells."""
     return {
         key: figures[key] for name in names for key in figures if key.rpartition(".")[2] == name
     }
 
 
 def shown(value: Any) -> str:
-    """A figure for people."""
+    """A figure as text: four digits, – for None."""
     if value is None:
         return "–"
     return f"{value:.4g}" if isinstance(value, float) else label(value)
@@ -221,7 +220,7 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) ->
 
 
 def _in_order(runner: Runner, points: Sequence[Point]) -> Iterator[Point]:
-    """The points, those of equal affinity together."""
+    """The points, those with equal affinity one after another."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(runner.affinity(point.config), []).append(point)

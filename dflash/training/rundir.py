@@ -1,4 +1,4 @@
-"""The work directory of a training run: whose it is, and what a continued run may change.
+"""The work directory of a training run: its files, and which keys a continued run may change.
 
 config.yml        the resolved config of the latest start
 date.txt          the date of the first start, for chat templates that print it

@@ -6,6 +6,7 @@ import sys
 import pytest
 from support.config_files import MINIMAL, problems
 
+from dflash import errors
 from dflash.config import layers, loader, schema
 
 # Who wins.
@@ -198,3 +199,12 @@ sys.exit("jax" in sys.modules)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+def test_a_null_name_infers_and_resets_nothing(write):
+    """Unlike another name, which leaves no key of the group behind."""
+    write("c.yml", "target: {name: qwen3, checkpoint: weights}\n")
+    target = loader.load("c.yml", ["target.name=null"]).target
+    assert (target.name, target.checkpoint) == (None, "weights")
+    with pytest.raises(errors.ConfigError, match=r"target\.checkpoint: required"):
+        loader.load("c.yml", ["target.name=llama3"])

@@ -3,6 +3,7 @@
 import pytest
 from support.config_files import MINIMAL, problems
 
+from dflash.config import loader
 from dflash.registry import DRAFTERS
 
 
@@ -201,3 +202,11 @@ def test_files_that_are_no_config(write, tmp_path):
     assert problems("configs/qwen3_4b_dflsh.yml") == [
         "configs/qwen3_4b_dflsh.yml: no such file; did you mean 'configs/qwen3_4b_dflash.yml'?"
     ]
+
+
+def test_the_command_line_is_to_blame_for_what_it_makes_inconsistent(write):
+    """Even if the first key of the message is that of a file."""
+    write("c.yml", MINIMAL + "decode: {max_length: 300}\n")
+    assert loader.load("c.yml").decode.max_length == 300
+    (problem,) = problems("c.yml", "decode.max_new_tokens=300")
+    assert problem.startswith("command line: decode.max_length: 300 leaves no room")

@@ -170,7 +170,7 @@ def test_what_is_wrong_with_all_points_is_said_once(failure):
         ),
         (
             "sweep: {product: {decode.seed: [1, 1]}}",
-            "s.yml: sweep: the point decode.seed=1 stands there twice [decode.seed=1]",
+            "s.yml: sweep: the point decode.seed=1 is there twice [decode.seed=1]",
         ),
         (
             f"sweep: {{product: {{decode.seed: {list(range(101))}, decode.top_k: "
@@ -212,3 +212,11 @@ def test_a_shipped_sweep_loads_from_anywhere(path, tmp_path, monkeypatch):
 
 def test_there_are_shipped_sweeps():
     assert len(SHIPPED) >= 2
+
+
+def test_as_many_points_as_there_may_be(write, monkeypatch):
+    monkeypatch.setattr(sweep, "MAX_POINTS", 3)
+    write("s.yml", "target: {checkpoint: weights}\nsweep: {product: {decode.seed: [1, 2, 3]}}\n")
+    assert len(sweep.load("s.yml").points) == 3
+    with pytest.raises(errors.ConfigError, match="sweep: 4 points, at most 3"):
+        sweep.load("s.yml", ["sweep.product.decode.seed=[1, 2, 3, 4]"])

@@ -35,12 +35,12 @@ def make_records(draw):
     """Records of sequences that could have been decoded."""
     cycles = draw(st.lists(st.integers(1, 16).flatmap(_committed), max_size=5))
     lengths, sizes = zip(*cycles, strict=True) if cycles else ((), ())
-    count = 1 + sum(lengths)
+    count, first = 1 + sum(lengths), draw(st.integers(0, 2**31 - 100))
     return outputs.Record(
         index=draw(st.integers(0, 9)),
         prompt=draw(st.none() | text | st.tuples(message)),
         prompt_ids=draw(st.lists(ids, max_size=5).map(tuple)),
-        output_ids=draw(st.lists(ids, min_size=count, max_size=count).map(tuple)),
+        output_ids=tuple(range(first, first + count)),
         text=draw(text),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         acceptance_lengths=lengths,
@@ -153,6 +153,8 @@ def test_not_a_number_is_a_defect():
         (lambda fields: fields | {"index": "1"}, "index: expected an integer >= 0, got '1'"),
         (lambda fields: fields | {"text": None}, "text: expected text"),
         (lambda fields: fields | {"prompt": 7}, "prompt: expected text, messages or null"),
+        (lambda fields: fields | {"prompt": []}, "prompt: expected text, messages or null"),
+        (lambda fields: fields | {"prompt": [7]}, "prompt: expected text, messages or null"),
         (lambda fields: fields | {"finish_reason": "end"}, "finish_reason: expected stop or len"),
     ],
 )

@@ -155,6 +155,25 @@ def test_damage_before_the_end(tmp_path, damage, message):
     assert message in refusal(tmp_path)
 
 
+def test_a_conversation_is_pending_until_its_last_turn_is_done(tmp_path):
+    later = ({"role": "user", "content": "and then?"},)
+    talk = prompts.Prompt(0, (0, 7), source="p:0", later_turns=later)
+    assert list(talk.indices) == [0, 1]
+    with open_records(tmp_path) as work:
+        work.append(make_record(0))
+        assert work.pending([talk]) == [talk]
+        work.append(make_record(1))
+        assert work.pending([talk]) == []
+
+
+def test_a_baseline_alone_makes_a_directory_used(tmp_path):
+    assert not records.has_outputs(tmp_path)
+    (tmp_path / "outputs.jsonl").touch()
+    assert not records.has_outputs(tmp_path)
+    (tmp_path / "baseline.jsonl").write_bytes(outputs.encode(make_record(0)))
+    assert records.has_outputs(tmp_path)
+
+
 def test_changed_prompts(tmp_path):
     with open_records(tmp_path) as work:
         work.append(make_record(0))
@@ -177,6 +196,9 @@ def test_a_full_disk(tmp_path, monkeypatch):
         assert list(work.completed()) == [0]
     with open_records(tmp_path) as work:
         assert list(work.completed()) == [0]
+        work.append(make_record(1))  # where the torn line was
+    with open_records(tmp_path) as work:
+        assert list(work.completed()) == [0, 1]
 
 
 def test_results_are_never_half_written(tmp_path, monkeypatch):

@@ -109,3 +109,10 @@ def test_checkpoints_know_their_run():
     assert not rundir.same_run(rundir.identity(change("train", steps=99)), BASE)
     assert not rundir.same_run(None, BASE)
     assert rundir.same_run("5b4830a8f8b7", BASE)  # as the first version wrote them
+
+
+def test_a_free_key_frees_no_key_that_begins_like_it():
+    free = ("train.remat", "evaluation", "evaluation.decode.top_k", "mesh.data")
+    fixed = ("train.remat_policy", "train", "evaluations.every", "mesh_axes")
+    assert [train_schema.is_free(key) for key in free] == [True] * len(free)
+    assert [train_schema.is_free(key) for key in fixed] == [False] * len(fixed)
