@@ -1,0 +1,80 @@
+"""Evaluations: a mean over everything held out, and what two scores must share to compare."""
+
+import json
+
+import pytest
+
+from dflash.config import loader, train_schema
+from dflash.training import job as jobs
+from dflash.training.evaluation import Evaluation
+
+TARGET = (
+    "target.checkpoint=random",
+    "target.name=qwen3",
+    "target.architecture={vocab_size: 256, hidden_size: 16, intermediate_size: 16, "
+    "num_hidden_layers: 1, num_attention_heads: 1, num_key_value_heads: 1, head_dim: 16, "
+    "max_position_embeddings: 512}",
+)
+
+
+def make_job(recipe, *overrides, dry) -> jobs.Job:
+    path = f"configs/train/{recipe}.yml"
+    config = loader.load(path, [*TARGET, *overrides], train_schema.TrainRun)
+    return jobs.prepare(config, dry=dry)
+
+
+def test_the_held_out_loss_is_a_mean_over_tokens_not_over_batches(tmp_path):
+    lines = [{"prompt": f"{n}", "response": "ab" * (1 + n % 13)} for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = []
+    for batches, rows in ((1, 4), (2, 2), (4, 1)):
+        job = make_job(
+            "tiny_target",
+            "tokenizer=null",
+            "data.mixture={jsonl: 1, math: 0, code: 0, chat: 0}",
+            f"data.files={tmp_path / 'data.jsonl'}",
+            f"data.data_dir={tmp_path}",
+            "data.held_out_percent=30",
+            "data.length=32",
+            f"train.batch_size={rows}",
+            f"evaluation.batches={batches}",
+            dry=False,
+        )
+        evaluation = Evaluation(job, (), None)
+        assert (evaluation.goal, evaluation.measures_something) == ("loss", True)
+        found.append(evaluation(job.task.fresh_params())["loss"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+@pytest.fixture
+def fingerprint(tmp_path):
+    """The fingerprint of a run's evaluations, by its options and its prompts."""
+
+    def find(*overrides, prompts=("one", "two")) -> str:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("\n".join(json.dumps({"prompt": text}) for text in prompts))
+        options = f"evaluation.prompts_file={file}", "evaluation.batches=0", *overrides
+        evaluation = Evaluation(make_job("tiny_medusa", *options, dry=True), (), lambda params: {})
+        assert (evaluation.goal, evaluation.measures_something) == ("tau", True)
+        return evaluation.fingerprint
+
+    return find
+
+
+def test_scores_compare_whatever_the_cadence(fingerprint):
+    options = "evaluation.every=7", "train.log_every=3", "train.keep_last=9"
+    assert fingerprint(*options) == fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "prompts"),
+    [
+        (("evaluation.decode.max_new_tokens=9",), ("one", "two")),
+        (("evaluation.decode.temperature=0.5",), ("one", "two")),
+        (("evaluation.prompts=1",), ("one", "two")),
+        ((), ("one", "three")),
+    ],
+    ids=["limit", "temperature", "number", "prompts"],
+)
+def test_scores_of_other_settings_or_prompts_do_not_compare(fingerprint, overrides, prompts):
+    assert fingerprint(*overrides, prompts=prompts) != fingerprint()
