@@ -34,7 +34,8 @@ DRAFTERS: Mapping[str, Entry] = {
     "dflash": Entry("dflash.drafters.dflash.drafter:DFlash", "dflash.config.schema:DFlashConfig"),
     "eagle3": Entry("dflash.drafters.eagle3.drafter:Eagle3", "dflash.config.schema:Eagle3Config"),
     "autoregressive": Entry(
-        "dflash.drafters.autoregressive:Autoregressive", "dflash.config.schema:AutoregressiveConfig"
+        "dflash.drafters.autoregressive.drafter:Autoregressive",
+        "dflash.config.schema:AutoregressiveConfig",
     ),
     "dflash2": Entry(
         "dflash.drafters.dflash2.drafter:DFlash2", "dflash.config.schema:DFlash2Config"

@@ -114,13 +114,16 @@ def load_weights(module: nnx.Module, source: Source) -> None:
     """Fills an abstract module from its source.
 
     Args:
-      module: itself what the checkpoint holds, or has a part called `checkpointed` that is.
+      module: itself what the checkpoint holds, or has a part called `checkpointed` that is. A
+        method `check_weights` of it then checks what was loaded.
       source: see there.
     Raises:
       CheckpointError: the checkpoint is damaged, or does not fit the module.
     """
     if source.directory is not None:
         checkpoint.load(getattr(module, "checkpointed", module), source.directory)
+        if hasattr(module, "check_weights"):
+            module.check_weights(source.directory)
     else:
         parameters.scramble(module, source.seed)
 

@@ -56,33 +56,58 @@ class TargetArchitecture:
     eos_token_id: tuple[int, ...] = option((), minimum=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class DFlashArchitecture:
-    """Shape of a DFlash drafter that has no checkpoint; what is left out follows the target."""
+MAX_BLOCK_SIZE = 1024  # rows that a target verifies at once, the anchor included
+MAX_RANK = 2**16  # of the small matrices in drafters
 
-    num_hidden_layers: int = option(5, minimum=1)
-    block_size: int = option(16, minimum=2)
-    mask_token_id: int | None = option(None, minimum=0)  # None: the last id of the vocabulary
-    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0)  # None: evenly spread
-    num_target_features: int = option(5, minimum=1)  # how many, where target_layer_ids is left out
-    intermediate_size: int | None = option(None, minimum=1)
+
+@dataclasses.dataclass(frozen=True)
+class DraftLayers:
+    """Shape of a drafter's transformer layers, which are Qwen3's whatever the target's are.
+
+    Width, vocabulary and context length are the target's; nothing follows its attention or mlp.
+    """
+
+    # None: three times the hidden size.
+    intermediate_size: int | None = option(None, minimum=1, maximum=2**24)
+    # None: the fewest that are together as wide as the hidden size, rounded up to a power of two.
+    num_attention_heads: int | None = option(None, minimum=1, maximum=2**16)
+    # None: 8, or as many as attention heads where these are fewer.
+    num_key_value_heads: int | None = option(None, minimum=1, maximum=2**16)
+    head_dim: int = option(128, minimum=2, maximum=2**16)
+    rms_norm_eps: float = option(1e-6, minimum=0.0)
+    rope_theta: float = option(1e6, minimum=1.0)
+    rope_scaling: RopeScaling | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashArchitecture(DraftLayers):
+    """Shape of a DFlash drafter that has no checkpoint."""
+
+    num_hidden_layers: int = option(5, minimum=1, maximum=2**12)
+    block_size: int = option(16, minimum=2, maximum=MAX_BLOCK_SIZE)
+    # None: the last id of the vocabulary.
+    mask_token_id: int | None = option(None, minimum=0, maximum=2**24)
+    # None: evenly spread.
+    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=2**12)
+    # How many, where target_layer_ids is left out.
+    num_target_features: int = option(5, minimum=1, maximum=2**12)
 
 
 @dataclasses.dataclass(frozen=True)
 class DFlash2Architecture(DFlashArchitecture):
     """Shape of a DFlash2 drafter that has no checkpoint."""
 
-    conv_kernel_size: int = option(2, minimum=1)
-    conv_group_size: int = option(16, minimum=1)
-    selector_rank: int = option(256, minimum=1)
-    selector_top_k: int = option(16, minimum=1)
+    conv_kernel_size: int = option(2, minimum=1, maximum=MAX_BLOCK_SIZE)  # rows
+    conv_group_size: int = option(16, minimum=1, maximum=2**20)  # channels
+    selector_rank: int = option(256, minimum=1, maximum=MAX_RANK)
+    selector_top_k: int = option(16, minimum=1, maximum=1024)
 
 
 @dataclasses.dataclass(frozen=True)
 class DSparkArchitecture(DFlashArchitecture):
-    """Shape of a DSpark drafter that has no checkpoint; block_size counts painted rows."""
+    """Shape of a DSpark drafter that has no checkpoint; block_size counts drafted tokens."""
 
-    markov_rank: int = option(256, minimum=1)
+    markov_rank: int = option(256, minimum=1, maximum=MAX_RANK)
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
 
 
@@ -90,29 +115,28 @@ class DSparkArchitecture(DFlashArchitecture):
 class MedusaArchitecture:
     """Shape of Medusa heads that have no checkpoint."""
 
-    block_size: int = option(5, minimum=2)  # the anchor and a token of each head
+    # The anchor and a token of each head.
+    block_size: int = option(5, minimum=2, maximum=MAX_BLOCK_SIZE)
+    rms_norm_eps: float = option(1e-6, minimum=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModelArchitecture:
-    """Shape of a draft model that has no checkpoint; what is left out follows the target."""
+class DraftModelArchitecture(DraftLayers):
+    """Shape of a draft model that has no checkpoint."""
 
-    num_hidden_layers: int = option(4, minimum=1)
-    hidden_size: int | None = option(None, minimum=1)
-    intermediate_size: int | None = option(None, minimum=1)
-    num_attention_heads: int | None = option(None, minimum=1)
-    num_key_value_heads: int | None = option(None, minimum=1)
-    tie_word_embeddings: bool | None = None
+    num_hidden_layers: int = option(4, minimum=1, maximum=2**12)
+    hidden_size: int | None = option(None, minimum=1, maximum=2**20)  # None: the target's
+    tie_word_embeddings: bool | None = None  # None: as in the target
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Architecture:
-    """Shape of an EAGLE-3 drafter that has no checkpoint; what is left out follows the target."""
+class Eagle3Architecture(DraftLayers):
+    """Shape of an EAGLE-3 drafter that has no checkpoint."""
 
     # None: the target's. Fewer: training picks the tokens that its data holds most often.
-    draft_vocab_size: int | None = option(None, minimum=1)
-    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0)  # None: low, middle, high
-    intermediate_size: int | None = option(None, minimum=1)
+    draft_vocab_size: int | None = option(None, minimum=1, maximum=2**24)
+    # None: low, middle, high.
+    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=2**12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +157,7 @@ class DrafterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MarginalTree:
-    """A tree of the likeliest prefixes, from the marginals of the slots of a block."""
+    """A tree of the likeliest prefixes, from the marginals of the draft positions of a block."""
 
     budget: int = option(minimum=1, maximum=1024)  # drafts in the tree
 
@@ -144,7 +168,8 @@ class DFlashConfig(DrafterConfig):
 
     name: str = "dflash"
     checkpoint: str | None = None
-    block_size: int | Literal["auto"] | None = option(None, minimum=2)  # None: as trained
+    # None: as trained.
+    block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     tree: MarginalTree | None = None  # None: a chain
     architecture: DFlashArchitecture | None = None
 
@@ -154,8 +179,8 @@ class NgramConfig(DrafterConfig):
     """Prompt lookup."""
 
     name: str = "ngram"
-    block_size: int | Literal["auto"] = option(8, minimum=2)
-    longest_match: int = option(3, minimum=1)  # tokens looked for at first; then fewer
+    block_size: int | Literal["auto"] = option(8, minimum=2, maximum=MAX_BLOCK_SIZE)
+    longest_match: int = option(3, minimum=1, maximum=64)  # tokens looked for at first; then fewer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +189,7 @@ class AutoregressiveConfig(DrafterConfig):
 
     name: str = "autoregressive"
     checkpoint: str | None = None
-    block_size: int | Literal["auto"] = option(5, minimum=2)
+    block_size: int | Literal["auto"] = option(5, minimum=2, maximum=MAX_BLOCK_SIZE)
     family: str = "qwen3"  # of random weights; a checkpoint names its own
     architecture: DraftModelArchitecture | None = None
 
@@ -175,7 +200,8 @@ class DFlash2Config(DrafterConfig):
 
     name: str = "dflash2"
     checkpoint: str | None = None
-    block_size: int | Literal["auto"] | None = option(None, minimum=2)  # None: as trained
+    # None: as trained.
+    block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     architecture: DFlash2Architecture | None = None
 
 
@@ -185,7 +211,8 @@ class DSparkConfig(DrafterConfig):
 
     name: str = "dspark"
     checkpoint: str | None = None
-    block_size: int | Literal["auto"] | None = option(None, minimum=2)  # None: as trained
+    # None: as trained.
+    block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     architecture: DSparkArchitecture | None = None
 
 
@@ -195,7 +222,8 @@ class MedusaConfig(DrafterConfig):
 
     name: str = "medusa"
     checkpoint: str | None = None
-    block_size: int | Literal["auto"] | None = option(None, minimum=2)  # None: as trained
+    # None: as trained.
+    block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     tree: MarginalTree | None = None  # None: a chain
     architecture: MedusaArchitecture | None = None
 
@@ -205,10 +233,10 @@ class LookaheadConfig(DrafterConfig):
     """Lookahead decoding; a block has 1 + (ngram_size - 1) · (window + candidates) rows."""
 
     name: str = "lookahead"
-    window: int = option(8, minimum=1)  # positions that are solved for at once
-    ngram_size: int = option(4, minimum=2)
-    candidates: int = option(8, minimum=1)  # n-grams verified in each cycle
-    pool_size: int = option(256, minimum=1)  # n-grams kept of each sequence
+    window: int = option(8, minimum=1, maximum=128)  # positions that are solved for at once
+    ngram_size: int = option(4, minimum=2, maximum=16)
+    candidates: int = option(8, minimum=1, maximum=128)  # n-grams verified in each cycle
+    pool_size: int = option(256, minimum=1, maximum=16384)  # n-grams kept of each sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +248,9 @@ class BeamTree:
     """
 
     budget: int = option(59, minimum=1, maximum=1024)  # drafts in the tree
-    top_k: int = option(10, minimum=1)  # nodes of a level that are extended, and children of each
-    depth: int = option(8, minimum=1)  # drafts on the longest path
+    # Nodes of a level that are extended, and children of each.
+    top_k: int = option(10, minimum=1, maximum=64)
+    depth: int = option(8, minimum=1, maximum=64)  # drafts on the longest path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,9 +259,10 @@ class Eagle3Config(DrafterConfig):
 
     name: str = "eagle3"
     checkpoint: str | None = None
-    num_draft_tokens: int = option(7, minimum=1)  # length of a chain
+    num_draft_tokens: int = option(7, minimum=1, maximum=1023)  # length of a chain
     tree: BeamTree | None = None  # None: a chain
-    training_steps: int = option(7, minimum=1)  # of its own output that training feeds it
+    # Steps of its own output that training feeds it.
+    training_steps: int = option(7, minimum=1, maximum=64)
     architecture: Eagle3Architecture | None = None
 
 

@@ -1,4 +1,4 @@
-"""Lookahead decoding: guesses about the future, improved by the target itself as it verifies.
+"""Lookahead decoding: guesses of the next tokens, refined by the target as it verifies.
 
 Source: Fu et al. 2024, arXiv 2402.02057. Every verified block holds two kinds of rows beside the
 anchor: n-grams from a pool that begin with the anchor, and a window of W columns whose L = n - 1
@@ -11,7 +11,7 @@ them may be accepted, the window's too. Its oldest level is a chain from the anc
 level k of column c continues level k - 1 of that column. A sampled sequence is solved like a greedy
 one: the noise belongs to positions, so iterations converge to the tokens that the target draws.
 
-In the state a token is stored as its id + 1, and 0 stands for none.
+In the state a token is stored as its id + 1; 0 means none.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash import errors
-from dflash.config.schema import LookaheadConfig
+from dflash.config.schema import MAX_BLOCK_SIZE, LookaheadConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.layers.cache import batch_axes
 from dflash.parallel.sharding import Sharding
@@ -30,11 +30,11 @@ from dflash.parallel.sharding import Sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LookaheadState:
-    """What is guessed about B sequences; tokens + 1.
+    """Guesses for B sequences; tokens + 1.
 
     Attributes:
-      window: int32 [B, L, W]; level k of column c stands c + k + 1 positions after the anchor.
-      rows: int32 [B, W]; of the proposal, where the last level of each column stands.
+      window: int32 [B, L, W]; level k of column c is c + k + 1 positions after the anchor.
+      rows: int32 [B, W]; rows of the proposal with the last level of each column.
       recent: int32 [B, W + L]; the last tokens before the anchor.
       pool: int32 [B, P, n]; different n-grams, the newest first.
     """
@@ -46,7 +46,7 @@ class LookaheadState:
 
 
 class Lookahead(Drafter):
-    """The drafter; it has no weights, and asks nothing of the target but verification."""
+    """The drafter; it has no weights."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Lookahead(Drafter):
         """Args: see `LookaheadConfig`.
 
         Raises:
-          ConfigError: the pool is smaller than what is taken from it, or the vocabulary too small
-            for the tree.
+          ConfigError: the pool is smaller than what is taken from it, there are more drafts than a
+            target verifies at once, or the vocabulary is too small for the tree.
         """
         if pool_size < candidates:
             raise errors.ConfigError(
@@ -72,6 +72,11 @@ class Lookahead(Drafter):
         self.window, self.levels = window, ngram_size - 1
         self.candidates, self.pool_size = candidates, pool_size
         self.num_draft_tokens = self.levels * (window + candidates)
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise errors.ConfigError(
+                f"drafter.window: {self.num_draft_tokens} drafts in a block of at most "
+                f"{MAX_BLOCK_SIZE} rows; lower window, ngram_size or candidates"
+            )
         if vocab_size < self.num_draft_tokens:
             raise errors.ConfigError(
                 f"drafter.window: {self.num_draft_tokens} drafts need as many different tokens, "
@@ -97,7 +102,7 @@ class Lookahead(Drafter):
         return self.window + self.levels
 
     def init_state(self, batch, max_length):
-        """Abstract guesses; a text has as many as it is long."""
+        """Abstract guesses; their size does not depend on `max_length`."""
         name, _ = batch_axes(batch, self.sharding)
 
         def tokens(*shape):
@@ -112,7 +117,7 @@ class Lookahead(Drafter):
         )
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Lays window and n-grams into one tree; see `Drafter.draft`."""
+        """Joins window and n-grams into one tree; see `Drafter.draft`."""
         window = self._complete(state, anchor)
         grams = find_candidates(state.pool, anchor, self.candidates, default=window[:, :, 0])
         batch = anchor.shape[0]
@@ -132,7 +137,7 @@ class Lookahead(Drafter):
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Moves the window along, and pools the n-grams of the text; see `Drafter.observe`."""
-        # `review` has made level k + 1 level k: the window stands one position further already.
+        # `review` has made level k + 1 level k: the window is one position ahead already.
         columns = jnp.arange(self.window) + jnp.maximum(num_committed - 1, 0)[:, None]
         moved = jnp.take_along_axis(state.window, columns[:, None], axis=2, mode="clip")
         window = jnp.where((columns < self.window)[:, None], moved, 0)
@@ -149,9 +154,9 @@ class Lookahead(Drafter):
         return LookaheadState(window, state.rows, recent, remember(state.pool, grams))
 
     def _complete(self, state: LookaheadState, anchor: jax.Array) -> jax.Array:
-        """The window as tokens; where nothing is known, the last tokens are guessed to come again.
+        """The window as tokens; unknown ones repeat the last tokens of the text.
 
-        Where the text is too short for that, the anchor is.
+        Where the text is too short for that, the anchor is repeated.
         """
         text = jnp.concatenate([state.recent, anchor[:, None] + 1], axis=1)
         tail = text[:, -(self.window + self.levels - 1) :]
@@ -163,13 +168,13 @@ class Lookahead(Drafter):
 def find_candidates(
     pool: jax.Array, anchor: jax.Array, count: int, *, default: jax.Array
 ) -> jax.Array:
-    """What follows the anchor in the newest n-grams that begin with it.
+    """Continuations of the anchor in the newest n-grams that begin with it.
 
     Args:
       pool: int32 [B, P, n]; tokens + 1.
       anchor: int32 [B].
-      count: how many n-grams.
-      default: int32 [B, n - 1]; stands in where there are not that many.
+      count: number of n-grams.
+      default: int32 [B, n - 1]; used where there are fewer.
     Returns:
       int32 [B, count, n - 1], tokens.
     """
@@ -181,11 +186,11 @@ def find_candidates(
 
 
 def remember(pool: jax.Array, grams: jax.Array) -> jax.Array:
-    """Puts n-grams in front of a pool, where each stands once; the oldest fall out.
+    """Puts n-grams in front of a pool, each once; the oldest are dropped.
 
     Args:
       pool: int32 [B, P, n]; tokens + 1.
-      grams: int32 [B, M, n]; likewise, the newest first; those with a 0 count for nothing.
+      grams: int32 [B, M, n]; likewise, the newest first; those with a 0 are ignored.
     """
     together = jnp.concatenate([grams, pool], axis=1)
     total, new = together.shape[1], grams.shape[1]
@@ -198,7 +203,7 @@ def remember(pool: jax.Array, grams: jax.Array) -> jax.Array:
 
 
 def tree_layout(window: int, levels: int, candidates: int) -> np.ndarray:
-    """Which nodes lead to which: window by levels, then the candidates one by one.
+    """Paths of the nodes: window by levels, then the candidates one by one.
 
     Returns:
       int32 [G, depth]; the nodes from the anchor's child down to node g itself, then -1.
@@ -216,17 +221,17 @@ def tree_layout(window: int, levels: int, candidates: int) -> np.ndarray:
 
 
 def merge_alike(tokens: jax.Array, layout: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Makes nodes with the same path of tokens one node, as siblings must differ.
+    """Merges nodes with the same path of tokens, as siblings must differ.
 
-    The first of them stays. The others are no longer wanted, but have their rows in the block: they
-    become children of the anchor with tokens that nobody else there has, all below G.
+    The first of them stays. The rows of the others become children of the anchor, with tokens that
+    no other child of it has, all below G.
 
     Args:
       tokens: int32 [B, G].
       layout: int32 [G, depth]; see `tree_layout`.
     Returns:
-      tokens int32 [B, G] and parents int32 [B, G] as in `Proposal`; rows int32 [B, G], where each
-      node is to be found now.
+      tokens int32 [B, G] and parents int32 [B, G] as in `Proposal`; rows int32 [B, G], the row
+      of each node.
     """
     drafts = layout.shape[0]
     paths = jnp.where(layout >= 0, tokens[:, layout], -1)

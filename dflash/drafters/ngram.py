@@ -1,7 +1,7 @@
 """Prompt lookup: drafts what followed the last tokens when the text held them before.
 
 Source: prompt lookup decoding (Saxena 2023), here on the device: the text so far is the state, and
-the search compares all of its positions at once. There are no weights.
+the search compares all of its positions at once. It has no weights.
 """
 
 import jax
@@ -17,14 +17,14 @@ class Ngram(Drafter):
     """The drafter; its state is the text before the anchor, int32 [B, L]."""
 
     def __init__(self, *, block_size: int, longest_match: int, sharding: Sharding):
-        """Args: longest_match: tokens at the end of the text that are looked for, if they occur."""
+        """Args: longest_match: most tokens at the end of the text that are searched for."""
         self.num_draft_tokens = block_size - 1
         self.longest_match = longest_match
         self.sharding = sharding
 
     @classmethod
     def create(cls, config: NgramConfig, hf, target, *, dtype, sharding):
-        """There is nothing that might not fit; see `Drafter.create`."""
+        """A drafter without weights; see `Drafter.create`."""
         return cls(
             block_size=config.block_size, longest_match=config.longest_match, sharding=sharding
         )
@@ -39,7 +39,7 @@ class Ngram(Drafter):
         """Copies what followed the last occurrence; see `Drafter.draft`."""
         text = jax.vmap(_put)(state, anchor[:, None], position)
         source = find_last(text, position, self.longest_match)
-        # What was copied goes on as it went on there: past the anchor the copy repeats itself.
+        # Past the anchor the copy continues with itself, so it repeats.
         period = (position - source)[:, None]
         offsets = jnp.arange(self.num_draft_tokens) % period
         tokens = jnp.take_along_axis(text, source[:, None] + 1 + offsets, axis=1)
@@ -51,17 +51,17 @@ class Ngram(Drafter):
 
 
 def find_last(text: jax.Array, end: jax.Array, longest: int) -> jax.Array:
-    """Where the last tokens of each text occurred before.
+    """Finds the last tokens of each text earlier in it.
 
-    The longest match counts, of 1 to `longest` tokens; of several as long, the last one.
+    Takes the longest match, of 1 to `longest` tokens; of several as long, the last one.
 
     Args:
-      text: int32 [B, L]; tokens past `end` are not looked at.
+      text: int32 [B, L]; tokens past `end` are ignored.
       end: int32 [B]; position of the last token.
-      longest: tokens that are compared at most.
+      longest: most tokens that are compared; the program grows with it.
     Returns:
       int32 [B]; position of the match's last token, below `end`. end - 1 if nothing matches, so
-      that the last token is what followed.
+      that the last token is the one that followed.
     """
     positions = jnp.arange(text.shape[1])
     run = jnp.ones(text.shape, bool)

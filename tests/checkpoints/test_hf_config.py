@@ -126,9 +126,7 @@ WRONG = {
     "rope_scaling.low_freq_factor: 4.0 is not below high_freq_factor=4.0": {
         "rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}
     },
-    "eos_token_id[1]: expected an integer >= 0, got null": {
-        "eos_token_id": [1, None]
-    },
+    "eos_token_id[1]: expected an integer >= 0, got null": {"eos_token_id": [1, None]},
     "missing vocab_size, hidden_size": {"vocab_size": None, "hidden_size": None},
     "hidden_act: 'gelu' is not supported, only 'silu'": {"hidden_act": "gelu"},
     "missing rope_theta (neither at the top level nor in rope_parameters)": {"rope_theta": None},

@@ -60,9 +60,9 @@ def load(tmp_path, monkeypatch):
         ("drafter.block_size=auto drafter.tree.budget=8",
          "drafter.block_size: auto chooses among chains; leave drafter.tree out"),
         ("drafter.block_size=aut", "drafter.block_size: "
-         "expected an integer >= 2 or auto or null, got 'aut'; did you mean 'auto'?"),
+         "expected an integer in [2, 1024] or auto or null, got 'aut'; did you mean 'auto'?"),
         ("drafter.block_size=1",
-         "drafter.block_size: expected an integer >= 2 or auto or null, got 1"),
+         "drafter.block_size: expected an integer in [2, 1024] or auto or null, got 1"),
         ("drafter.name=autoregressive drafter.checkpoint=d drafter.family=qwen33",
          "drafter.family: unknown name 'qwen33'; did you mean 'qwen3'?"),
         ("drafter.architecture.mask_token_id=64", "drafter.architecture.mask_token_id: "

@@ -164,9 +164,7 @@ def test_all_problems_are_reported_at_once(write):
 def test_a_check_is_silent_about_values_already_reported(write):
     write("c.yml", MINIMAL)
     found = problems("c.yml", "decode.max_new_tokens=x", "decode.max_length=8")
-    assert found == [
-        "command line: decode.max_new_tokens: expected an integer >= 1, got 'x'"
-    ]
+    assert found == ["command line: decode.max_new_tokens: expected an integer >= 1, got 'x'"]
 
 
 def test_an_unreadable_base_hides_nothing_and_invents_nothing(write):

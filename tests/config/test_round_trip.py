@@ -61,7 +61,7 @@ TARGET_SHAPES = st.builds(
 )
 DRAFTER_SHAPES = st.builds(
     schema.DFlashArchitecture,
-    block_size=ints(8),
+    block_size=ints(8, 1024),
     mask_token_id=st.none() | ints(0, 999),
     target_layer_ids=st.none() | st.lists(ints(0, 49), min_size=1, unique=True).map(tuple),
 )
@@ -76,8 +76,8 @@ DRAFTERS |= st.builds(
     schema.Eagle3Config,
     name=st.just("eagle3"),
     checkpoint=NAMES,
-    num_draft_tokens=ints(1),
-    tree=st.none() | st.builds(schema.BeamTree, budget=ints(1, 1024), top_k=ints(1)),
+    num_draft_tokens=ints(1, 1023),
+    tree=st.none() | st.builds(schema.BeamTree, budget=ints(1, 1024), top_k=ints(1, 64)),
     architecture=st.none() | st.builds(schema.Eagle3Architecture, draft_vocab_size=ints(1, 999)),
 )
 DECODES = st.builds(

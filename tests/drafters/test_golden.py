@@ -58,7 +58,7 @@ def run_cycles(case):
         state = drafter.observe(state, position, tokens, count, features, target)
         position = position + count
         proposal, _ = drafter.draft(state, anchor, position, sampler, target)
-        return state, drafter.paint(state, anchor, position, target), proposal.tokens
+        return state, drafter.run_block(state, anchor, position, target), proposal.tokens
 
     results = []
     for i in CYCLES:
@@ -66,11 +66,11 @@ def run_cycles(case):
         padded = np.full((1, rows, new.shape[1]), 100, np.float32)
         padded[0, : len(new)] = new
         anchor = positions[len(new)]  # its position: the first after the context
-        state, (hidden, painted), drafts = cycle(
+        state, (hidden, at), drafts = cycle(
             state, jnp.array([positions[0]]), jnp.array([len(new)]), padded,
             jnp.asarray(output_ids[anchor])[None],
         )  # fmt: skip
-        np.testing.assert_array_equal(painted[0], positions[len(new) :])
+        np.testing.assert_array_equal(at[0], positions[len(new) :])
         results.append((anchor, hidden[0], drafts[0]))
     return results
 

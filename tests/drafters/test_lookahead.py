@@ -208,6 +208,10 @@ def test_a_run_goes_as_in_plain_loops(temperature):
     ("changes", "message"),
     [
         ({"pool_size": 1}, "drafter.pool_size: 1 n-grams, but drafter.candidates=2"),
+        (
+            {"window": 100, "ngram_size": 16},
+            "drafter.window: 1530 drafts in a block of at most 1024 rows",
+        ),
         ({"window": 11}, "drafter.window: 26 drafts need as many different tokens.* has 24"),
     ],
 )

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from support.engines import decode, engine, random_prompts, resampled
 from support.models import drafter
 
+from dflash import errors
+from dflash.config import loader
 from dflash.drafters.ngram import find_last
 
 LONGEST = 3
@@ -33,7 +35,7 @@ def lookup(text, count, longest=LONGEST):
     longest=st.integers(1, 4),
 )
 def test_what_followed_the_longest_match_is_found(texts, longest):
-    rows = np.full((3, 16), 2, np.int32)  # what stands past the end must not matter
+    rows = np.full((3, 16), 2, np.int32)  # tokens past the end must not matter
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
     end = np.array([len(text) - 1 for text in texts], np.int32)
@@ -44,12 +46,28 @@ def test_what_followed_the_longest_match_is_found(texts, longest):
         assert drafts == lookup(text, 6, longest)
 
 
+def test_a_match_does_not_wrap_around_the_start():
+    """The second-last token would be found before the first one, where the row ends with it."""
+    row = np.full((1, 16), 2, np.int32)
+    row[0, :5] = [1, 0, 1, 2, 1]
+    assert find_last(jnp.asarray(row), jnp.asarray([4]), LONGEST).tolist() == [2]
+
+
+@pytest.mark.parametrize("key", ["longest_match=4294967296", "block_size=4294967296"])
+def test_sizes_that_cannot_be_traced_are_refused(tmp_path, key):
+    path = tmp_path / "run.yml"
+    path.write_text("target: {checkpoint: x}\ndrafter: {name: ngram}\n")
+    with pytest.raises(errors.ConfigError, match="expected an integer in") as caught:
+        loader.load(path, [f"drafter.{key}"])
+    assert len(caught.value.problems) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "drafts"),
     [
         ([7, 8, 9, 1, 2, 3, 5, 5, 1, 2, 3], [5, 5, 1, 2]),  # three tokens match
         ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2, 3, 8]),  # the longest match, not the last one
-        ([3, 4, 3, 5, 3], [5, 3, 5, 3]),  # of several as long the last, which goes on and on
+        ([3, 4, 3, 5, 3], [5, 3, 5, 3]),  # of several as long the last one, repeated
         ([1, 2, 3], [3, 3, 3, 3]),  # nothing matches
         ([6], [6, 6, 6, 6]),
     ],

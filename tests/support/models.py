@@ -59,7 +59,15 @@ BYTE_TARGET = """{name: qwen3, checkpoint: random, architecture: {
   num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 256}}"""
 
 # What a drafter's architecture is told, where it has such a field.
-TINY = {"num_hidden_layers": 1, "target_layer_ids": (0, 1), "block_size": 16}
+TINY = {
+    "num_hidden_layers": 1,
+    "intermediate_size": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "target_layer_ids": (0, 1),
+    "block_size": 16,
+}
 
 # And what its tree is told.
 TINY_TREE = {"budget": 6}

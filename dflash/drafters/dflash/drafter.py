@@ -1,36 +1,36 @@
-"""DFlash: a block-diffusion drafter that paints a whole block in one pass.
+"""DFlash: a block-diffusion drafter that drafts a whole block in one pass.
 
 Source: arXiv 2602.06036. The context is the target's own features, projected once when they are
 committed and never updated; the block [anchor, MASK, …, MASK] attends to it and, in both
 directions, to itself. Embedding and output head are the target's.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.config.schema import DFlashArchitecture, DFlashConfig, TargetArchitecture
-from dflash.drafters.dflash import shape as dflash_shape
+from dflash.config.schema import DFlashConfig
+from dflash.drafters.dflash import shape as shapes
 from dflash.drafters.dflash.shape import DFlashShape
 from dflash.drafters.parts.blocks import block_loss, cut_blocks, sample_anchors, score_blocks
-from dflash.drafters.parts.slots import SlotDrafter
+from dflash.drafters.parts.one_pass import OnePassDrafter
 from dflash.kernels import implementation
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.linear import RMSNorm
 from dflash.layers.transformer import TransformerLayer
 from dflash.parallel.sharding import Sharding
 
 
-class DFlash(SlotDrafter):
+class DFlash(OnePassDrafter):
     """The drafter; its state is the keys and values of every committed position's features."""
 
     hf_architectures = ("DFlashDraftModel",)
+    shapes = shapes
     ignored_checkpoint_names = ()
     ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
 
@@ -52,85 +52,58 @@ class DFlash(SlotDrafter):
           block_size: rows to draft with, at most the trained one; None for that one.
           tree_budget: drafts in a tree; None for a chain.
         Raises:
-          ConfigError: block_size is larger than the trained one, or tree_budget than a tree gets.
+          ConfigError: block_size exceeds the trained one, or tree_budget the tree's capacity.
         """
-        arch = shape.decoder
-        self.use_slots(
+        super().__init__(shape, dtype=dtype, sharding=sharding)
+        decoder = shape.decoder
+        self.set_sizes(
             shape.block_size,
             block_size,
             tree_budget,
-            vocab_size=arch.vocab_size,
+            vocab_size=decoder.vocab_size,
             of="that the drafter was trained with",
         )
         build = {"dtype": dtype, "sharding": sharding}
-        tapped = len(shape.target_layer_ids) * arch.hidden_size
-        self.fc = Linear(tapped, arch.hidden_size, ("features", "embed"), **build)
-        self.hidden_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.layers = nnx.List(
-            self.make_layer(shape, **build) for _ in range(arch.num_hidden_layers)
-        )
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.shape = shape
         self.feature_layers = shape.target_layer_ids
-        self.dtype = jnp.dtype(dtype)
-        self.sharding = sharding
+        self.fc = self.feature_projection(len(self.feature_layers))
+        self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
+        self.layers = nnx.List(
+            self.make_layer(shape, **build) for _ in range(decoder.num_hidden_layers)
+        )
+        self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
 
     @classmethod
-    def create(
-        cls,
-        config: DFlashConfig,
-        hf: Mapping[str, Any] | None,
-        target: TargetArchitecture,
-        *,
-        dtype: jnp.dtype,
-        sharding: Sharding,
-    ) -> "DFlash":
-        """An abstract drafter, checked against its target; see `Drafter.create`."""
-        if hf is None:
-            shape = cls.architecture_for(target, config.architecture)
-        else:
-            shape = cls.architecture_from_hf(hf)
-        dflash_shape.check_target(shape, target)
-        build = {"dtype": dtype, "sharding": sharding, "block_size": config.block_size}
-        if getattr(config, "tree", None) is not None:
-            build["tree_budget"] = config.tree.budget
-        return cls(shape, **build)
+    def options(cls, config: DFlashConfig) -> dict[str, Any]:
+        """See `WeightedDrafter.options`."""
+        budget = None if config.tree is None else config.tree.budget
+        return {"block_size": config.block_size, "tree_budget": budget}
 
     @staticmethod
     def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
         """One draft layer."""
         return TransformerLayer(shape.decoder, qk_norm=True, takes_context=True, **build)
 
-    def init_state(self, batch: int, max_length: int) -> kv.StaticCache:
-        """Abstract context; `observe` may write a whole block from the last position on."""
-        arch = self.shape.decoder
-        return kv.static_cache(
-            num_layers=arch.num_hidden_layers,
-            num_kv_heads=arch.num_key_value_heads,
-            head_dim=arch.head_dim,
-            batch=batch,
-            capacity=max_length + self.longest_path,
-            dtype=self.dtype,
-            sharding=self.sharding,
-        )
+    def init_state(self, batch, max_length):
+        """Abstract context; see `WeightedDrafter.context_cache`."""
+        return self.context_cache(batch, max_length)
 
     def draft(self, state, anchor, position, sampler, heads):
         """Drafts a chain or a tree in one pass; see `Drafter.draft`."""
-        return self.draft_fewer(self.num_slots, state, anchor, position, sampler, heads)
+        return self.draft_fewer(self.num_positions, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Paints the whole block, and drafts the first of its slots; see `Drafter.draft_fewer`.
+        """Runs the whole block, and drafts its first tokens; see `Drafter.draft_fewer`.
 
-        Rows see one another: in a block of fewer rows than it was trained with, a drafter guesses
-        worse even in the first of them.
+        Rows see one another: with fewer rows than in training, drafts get worse from the first one
+        on.
         """
-        hidden, positions = self.paint(state, anchor, position, heads)
+        hidden, positions = self.run_block(state, anchor, position, heads)
         first = slice(1, count + 1)
         return self.propose(heads.unembed(hidden[:, first]), positions[:, first], sampler), state
 
-    def paint(self, state, anchor, position, heads):
+    def run_block(self, state, anchor, position, heads):
         """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T]."""
-        mask = jnp.full((anchor.shape[0], self.num_slots), self.shape.mask_token_id)
+        mask = jnp.full((anchor.shape[0], self.num_positions), self.shape.mask_token_id)
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
         positions = position[:, None] + jnp.arange(block.shape[1])
         cos_sin = rotary.angles(positions, self.shape.decoder)
@@ -172,21 +145,24 @@ class DFlash(SlotDrafter):
         return state.write(position, keys, values)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
-        """Paints blocks anchored all over the batch; see `Drafter.loss`.
+        """Drafts blocks anchored all over the batch; see `Drafter.loss`.
 
         Args:
-          anchors: where the blocks begin; None to draw them from `key`.
+          anchors: first positions of the blocks; None to draw them from `key`.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
         blocks = cut_blocks(
-            batch, anchors, block_size=self.num_slots + 1, mask_token_id=self.shape.mask_token_id
+            batch,
+            anchors,
+            block_size=self.num_positions + 1,
+            mask_token_id=self.shape.mask_token_id,
         )
-        hidden = self.paint_blocks(batch, blocks, heads, remat=remat)
+        hidden = self.run_blocks(batch, blocks, heads, remat=remat)
         scores = score_blocks(hidden, blocks, batch, heads.unembed, options)
         return block_loss(scores, blocks, options)
 
-    def paint_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
+    def run_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
         """The block pass over A blocks of R rows per sequence at once: hidden [B, A, R, D].
 
         Computes in the dtype of this module's weights, whatever that of features and embeddings.
@@ -238,20 +214,3 @@ class DFlash(SlotDrafter):
         """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
         stem, _, _ = path.rpartition(".")
         return f"{stem}.weight"
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DFlashShape:
-        """Reads a drafter's config.json; see `dflash_shape.read`."""
-        return dflash_shape.read(config)
-
-    @classmethod
-    def architecture_for(
-        cls, target: TargetArchitecture, options: DFlashArchitecture | None
-    ) -> DFlashShape:
-        """The shape of a fresh drafter for a target."""
-        return dflash_shape.for_target(target, options)
-
-    @classmethod
-    def config_to_hf(cls, shape: DFlashShape) -> dict[str, Any]:
-        """The config.json of a checkpoint with this shape."""
-        return dflash_shape.write(shape, cls.hf_architectures)

@@ -1,13 +1,16 @@
-"""The shape of a DFlash drafter: as its config.json states it, or as a target asks for it."""
+"""The shape of a DFlash drafter: as its config.json states it, or as a config asks for it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import DFlashArchitecture, TargetArchitecture
-from dflash.drafters.parts import compatibility
+from dflash.config.schema import MAX_BLOCK_SIZE, DFlashArchitecture, TargetArchitecture, option
+from dflash.drafters.parts import compatibility, decoder_shape
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_GROUP = "dflash_config"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class DFlashShape:
     Attributes:
       decoder: width, heads, rotary base and so on of the draft layers.
       block_size: anchor + drafted tokens, as trained.
-      mask_token_id: fills the slots to be drafted.
+      mask_token_id: token at the positions to be drafted.
       target_layer_ids: tapped layers of the target.
       num_target_layers: depth of the target that the drafter was trained for; None: not stated.
       views: one per draft layer.
@@ -44,50 +47,68 @@ class DFlashShape:
     views: tuple[LayerView, ...]
 
 
-def read(config: Mapping[str, Any]) -> DFlashShape:
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Fields that newer files hold in `dflash_config`, older ones beside it."""
+
+    block_size: int | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
+    num_target_layers: int | None = option(None, minimum=1, maximum=2**12)
+    mask_token_id: int | None = option(None, minimum=0, maximum=2**24)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own(_Sizes):
+    """Fields of `dflash_config`."""
+
+    target_layer_ids: tuple[int, ...] = option((), minimum=0, maximum=2**12)
+    use_swa: bool = False
+    swa_window_size: int | None = option(None, minimum=1, maximum=2**30)
+    causal: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """Fields of the file itself that say what its layers see."""
+
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+    sliding_window: int | None = option(None, minimum=1, maximum=2**30)
+    sliding_window_non_causal: bool = True
+
+
+def read(hf: Mapping[str, Any]) -> DFlashShape:
     """Reads a drafter's config.json, in its older and its newer layout.
 
     Raises:
-      CheckpointError: a field is missing or contradicts another.
+      CheckpointError: a field is missing, unusable, or contradicts another.
     """
-    decoder = hf_config.read_architecture(config)
-    own = config.get("dflash_config") or {}
-    fields = {}
-    for name in ("block_size", "num_target_layers", "mask_token_id"):
-        value = own.get(name)
-        fields[name] = config.get(name) if value is None else value
-    missing = [name for name, value in fields.items() if value is None]
+    decoder = hf_config.read_architecture(hf)
+    own = hf_config.read_fields(hf_config.read_group(hf, _GROUP), _Own, group=_GROUP)
+    sizes = {}
+    for name, value in vars(hf_config.read_fields(hf, _Sizes)).items():
+        newer = getattr(own, name)
+        sizes[name] = value if newer is None else newer
+    missing = [name for name, value in sizes.items() if value is None]
     if missing:
-        raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")
-    taps = own.get("target_layer_ids") or default_taps(
-        fields["num_target_layers"], decoder.num_hidden_layers
+        raise errors.CheckpointError(f"{hf_config.FILE}: missing {', '.join(missing)}")
+    taps = own.target_layer_ids or default_taps(
+        sizes["num_target_layers"], decoder.num_hidden_layers
     )
-    return DFlashShape(
-        decoder=decoder,
-        target_layer_ids=tuple(taps),
-        views=_read_views(config, own, decoder.num_hidden_layers),
-        **fields,
-    )
+    stated = hf_config.read_fields(hf, _Attention)
+    views = _views(stated, own, decoder.num_hidden_layers)
+    return DFlashShape(decoder=decoder, target_layer_ids=taps, views=views, **sizes)
 
 
-def write(shape: DFlashShape, architectures: Sequence[str]) -> dict[str, Any]:
-    """The config.json of a checkpoint with this shape; `read` reads it back.
-
-    Args:
-      shape: of the drafter.
-      architectures: names of its class, as config.json states them.
-    """
+def write(shape: DFlashShape) -> dict[str, Any]:
+    """The fields of config.json that state this shape; `read` reads them back."""
     windows = {view.window for view in shape.views} - {None}
-    sliding = [view.window is not None for view in shape.views]
     return hf_config.write_architecture(shape.decoder) | {
-        "architectures": list(architectures),
         "model_type": "qwen3",
         "block_size": shape.block_size,
         "num_target_layers": shape.num_target_layers,
-        "layer_types": ["sliding_attention" if on else "full_attention" for on in sliding],
+        "layer_types": [_FULL if view.window is None else _SLIDING for view in shape.views],
         "sliding_window": max(windows, default=None),
         "sliding_window_non_causal": not any(view.causal for view in shape.views),
-        "dflash_config": {
+        _GROUP: {
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
             "causal": all(view.causal for view in shape.views),
@@ -96,48 +117,52 @@ def write(shape: DFlashShape, architectures: Sequence[str]) -> dict[str, Any]:
 
 
 def for_target(target: TargetArchitecture, options: DFlashArchitecture | None) -> DFlashShape:
-    """The shape of a fresh drafter for a target."""
+    """The shape of a fresh drafter for a target.
+
+    Raises:
+      ConfigError: the options contradict one another.
+    """
     options = options or DFlashArchitecture()
     taps = options.target_layer_ids or default_taps(
         target.num_hidden_layers, options.num_target_features
     )
-    decoder = dataclasses.replace(
-        target,
-        num_hidden_layers=options.num_hidden_layers,
-        intermediate_size=options.intermediate_size or target.intermediate_size,
-    )
     last_token = target.vocab_size - 1
+    layers = options.num_hidden_layers
     return DFlashShape(
-        decoder=decoder,
+        decoder=decoder_shape.for_target(target, options, num_hidden_layers=layers),
         block_size=options.block_size,
         mask_token_id=last_token if options.mask_token_id is None else options.mask_token_id,
         target_layer_ids=taps,
         num_target_layers=target.num_hidden_layers,
-        views=(LayerView(),) * options.num_hidden_layers,
+        views=(LayerView(),) * layers,
     )
 
 
-def check_target(shape: DFlashShape, target: TargetArchitecture) -> None:
-    """Raises CheckpointError if the drafter was trained for a target of another shape."""
+def fit(shape: DFlashShape, target: TargetArchitecture) -> DFlashShape:
+    """The shape, with the target's depth where it was not stated.
+
+    Raises:
+      CheckpointError: the drafter was trained for a target of another shape.
+    """
     depth = target.num_hidden_layers
     compatibility.check_same(
         {
             "hidden size": (shape.decoder.hidden_size, target.hidden_size),
-            "number of target layers": (shape.num_target_layers or depth, depth),
+            "number of target layers": (shape.num_target_layers, depth),
             "vocabulary": (shape.decoder.vocab_size, target.vocab_size),
         }
     )
-    beyond = set(shape.target_layer_ids) - set(range(target.num_hidden_layers))
-    if beyond or not 0 <= shape.mask_token_id < target.vocab_size:
+    if max(shape.target_layer_ids) >= depth or shape.mask_token_id >= target.vocab_size:
         raise errors.CheckpointError(
             f"drafter: taps layers {list(shape.target_layer_ids)} and masks with token "
-            f"{shape.mask_token_id}, but the target has {target.num_hidden_layers} layers and "
+            f"{shape.mask_token_id}, but the target has {depth} layers and "
             f"{target.vocab_size} tokens"
         )
+    return dataclasses.replace(shape, num_target_layers=depth)
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Target layers to tap when nothing else is said: evenly spread, the ends left out."""
+    """Target layers to tap when none are stated: evenly spread, without the first and the last."""
     if count == 1:
         return (num_target_layers // 2,)
     span, last = num_target_layers - 4, num_target_layers - 1
@@ -145,30 +170,24 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
     return tuple(min(max(layer, 0), last) for layer in spread)  # toys are too shallow to spread
 
 
-def _read_views(config, own, num_layers) -> tuple[LayerView, ...]:
+def _views(stated: _Attention, own: _Own, num_layers: int) -> tuple[LayerView, ...]:
     """What each layer sees, from the several fields by which checkpoints have said it."""
-    types = config.get("layer_types") or ["full_attention"] * num_layers
+    types = stated.layer_types or (_FULL,) * num_layers
     if len(types) != num_layers:
         raise errors.CheckpointError(
-            f"config.json: layer_types names {len(types)} layers, num_hidden_layers is {num_layers}"
+            f"{hf_config.FILE}: layer_types names {len(types)} layers, num_hidden_layers is "
+            f"{num_layers}"
         )
-    window = config.get("sliding_window")
-    if own.get("use_swa"):
-        window = own.get("swa_window_size") or window
-        if "sliding_attention" not in types:  # the flag alone: every layer slides
-            types = ["sliding_attention"] * num_layers
-    known = ("full_attention", "sliding_attention")
-    views = []
-    for i, kind in enumerate(types):
-        if kind not in known:
-            raise errors.CheckpointError(f"config.json: layer_types[{i}]: {kind!r} is not known")
-        sliding = kind == "sliding_attention"
-        if sliding and not window:
-            raise errors.CheckpointError(
-                f"config.json: layer {i} slides, but no sliding_window or swa_window_size is given"
-            )
-        causal = bool(own.get("causal", False))
-        if sliding:
-            causal = causal or not config.get("sliding_window_non_causal", True)
-        views.append(LayerView(window if sliding else None, causal))
-    return tuple(views)
+    window = stated.sliding_window
+    if own.use_swa:
+        window = own.swa_window_size or window
+        if _SLIDING not in types:  # the flag alone: every layer slides
+            types = (_SLIDING,) * num_layers
+    if _SLIDING in types and window is None:
+        raise errors.CheckpointError(
+            f"{hf_config.FILE}: layer {types.index(_SLIDING)} slides, but no sliding_window or "
+            "swa_window_size is given"
+        )
+    sliding = LayerView(window, own.causal or not stated.sliding_window_non_causal)
+    full = LayerView(causal=own.causal)
+    return tuple(sliding if kind == _SLIDING else full for kind in types)

@@ -2,21 +2,16 @@
 
 Source: z-lab/dflash and speculators 0.9 (`models/dflash2`), by their golden vectors. Around
 attention and mlp of each layer runs a causal convolution over the rows of a block, whose taps each
-row makes for itself, a tap for a group of channels. Each slot's likeliest tokens are ranked anew by
-what follows the token before it: a bilinear score of previous token, hidden state and candidate.
+row computes from itself, one tap for each group of channels. The likeliest tokens of each draft
+position are ranked again by a bilinear score of previous token, hidden state and candidate.
 """
-
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash import errors
-from dflash.config.schema import DFlash2Architecture, TargetArchitecture
-from dflash.drafters.dflash.shape import DFlashShape
+from dflash.drafters.dflash2 import shape as shapes
+from dflash.drafters.dflash2.shape import DFlash2Shape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.layers.linear import Embedding, Linear
@@ -26,24 +21,6 @@ from dflash.parallel.sharding import Sharding
 
 # Parameters that checkpoints store without ".weight".
 _BARE = ("base_kernel", "predecessor_codebook", "successor_codebook")
-_OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-
-
-@dataclasses.dataclass(frozen=True)
-class DFlash2Shape(DFlashShape):
-    """Everything that a DFlash2 checkpoint's config.json states.
-
-    Attributes:
-      conv_kernel_size: taps; a row and those before it.
-      conv_group_size: channels that share what a row adds to their taps.
-      selector_rank: of the bilinear score.
-      selector_top_k: candidates of each slot.
-    """
-
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
 
 
 class DynamicConvolution(nnx.Module):
@@ -134,28 +111,16 @@ class DFlash2(ConditionedDFlash):
     """The drafter; its state is that of DFlash."""
 
     hf_architectures = ("DFlash2DraftModel",)
+    shapes = shapes
 
     def __init__(self, shape: DFlash2Shape, *, dtype, sharding, block_size: int | None = None):
-        """Args: see `DFlash`.
-
-        Raises:
-          ConfigError: groups do not divide the width, or there are fewer tokens than candidates.
-        """
+        """Args: see `DFlash`."""
         width, vocab = shape.decoder.hidden_size, shape.decoder.vocab_size
-        if width % shape.conv_group_size:
-            raise errors.ConfigError(
-                f"drafter: conv_group_size {shape.conv_group_size} does not divide the hidden size "
-                f"{width}"
-            )
-        if shape.selector_top_k > vocab:
-            raise errors.ConfigError(
-                f"drafter: selector_top_k {shape.selector_top_k} exceeds the vocabulary of {vocab}"
-            )
         build = {"dtype": dtype, "sharding": sharding}
         super().__init__(shape, block_size=block_size, **build)
         self.candidate_selector = CandidateSelector(width, vocab, shape.selector_rank, **build)
         for layer in self.layers:
-            layer.rows = self.num_slots + 1
+            layer.rows = self.num_positions + 1
 
     @staticmethod
     def make_layer(shape, **build):
@@ -172,31 +137,31 @@ class DFlash2(ConditionedDFlash):
         """See `ConditionedDFlash.bias`."""
         return self.candidate_selector.successor_codebook.attend(vectors)
 
-    def slot_logits(self, base, vectors):
-        """Scores of the slot's candidates; -inf for all other tokens."""
+    def corrected_logits(self, base, vectors):
+        """Scores of the candidates; -inf for all other tokens."""
         candidates, scores = self.rank(base, vectors)
         each = jnp.arange(base.shape[0])[:, None]
         return jnp.full_like(base, -jnp.inf).at[each, candidates].set(scores)
 
     def rank(self, base: jax.Array, vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Candidates int32 [B, k] of a slot, by falling painted logit, and scores float32."""
+        """Candidates int32 [B, k], the largest base logit first, and their scores float32."""
         values, candidates = jax.lax.top_k(base, self.shape.selector_top_k)
         codes = self.candidate_selector.successor_codebook(candidates)
         added = jnp.einsum("br,bkr->bk", vectors, codes, preferred_element_type=jnp.float32)
         return candidates, values + added
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
-        """The loss of the painted logits, plus that of the corrected ones; see `DFlash.loss`.
+        """The loss of the base logits, plus that of the corrected ones; see `DFlash.loss`.
 
         Both are over the whole vocabulary: unlike the candidates, it always has the label.
         """
-        lesson = self.teach(batch, heads, key, options, anchors=anchors, remat=remat)
-        corrected, metrics = block_loss(lesson.scores, lesson.blocks, options)
-        painted_scores = self.score_painted(lesson, batch, heads, options)
-        painted, _ = block_loss(painted_scores, lesson.blocks, options)
-        return corrected + painted, metrics | {
-            "loss": corrected + painted,
-            "painted_loss": painted,
+        scored = self.score_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
+        corrected, metrics = block_loss(scored.scores, scored.blocks, options)
+        base_scores = self.score_base(scored, batch, heads, options)
+        base, _ = block_loss(base_scores, scored.blocks, options)
+        return corrected + base, metrics | {
+            "loss": corrected + base,
+            "base_loss": base,
         }
 
     @staticmethod
@@ -206,66 +171,3 @@ class DFlash2(ConditionedDFlash):
         if leaf in _BARE:
             return path
         return stem if stem.rpartition(".")[2] in _BARE else f"{stem}.weight"
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DFlash2Shape:
-        """Reads a drafter's config.json, of z-lab or of speculators; see `DFlash`.
-
-        In that of speculators the decoder is a group of its own, taps are named by the layer that
-        they enter (as EAGLE-3's are), and the target's depth is not stated.
-        """
-        own, stated = config.get("dflash_config") or {}, True
-        if "transformer_layer_config" in config:
-            own, stated = config, False
-            config = _flatten(config)
-        missing = [name for name in _OWN_FIELDS if own.get(name) is None]
-        if missing:
-            raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")
-        base = vars(super().architecture_from_hf(config))
-        if not stated:
-            base = base | {"num_target_layers": None}
-        return DFlash2Shape(**base, **{name: own[name] for name in _OWN_FIELDS})
-
-    @classmethod
-    def architecture_for(
-        cls, target: TargetArchitecture, options: DFlash2Architecture | None
-    ) -> DFlash2Shape:
-        """The shape of a fresh drafter for a target."""
-        options = options or DFlash2Architecture()
-        own = {name: getattr(options, name) for name in _OWN_FIELDS}
-        return DFlash2Shape(**vars(super().architecture_for(target, options)), **own)
-
-    @classmethod
-    def config_to_hf(cls, shape: DFlash2Shape) -> dict[str, Any]:
-        """The config.json of a checkpoint with this shape, as z-lab has it."""
-        config = super().config_to_hf(shape)
-        config["dflash_config"] |= {"projector_type": "dflash2"}
-        config["dflash_config"] |= {name: getattr(shape, name) for name in _OWN_FIELDS}
-        return config
-
-
-def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of speculators in z-lab's layout.
-
-    Raises:
-      CheckpointError: it asks for what this drafter does not do, or lacks the taps.
-    """
-    inner, taps = config["transformer_layer_config"], config.get("aux_hidden_state_layer_ids")
-    if not taps or min(taps) < 1:
-        raise errors.CheckpointError(
-            f"config.json: aux_hidden_state_layer_ids: {taps}, expected layers from 1 on"
-        )
-    if config.get("sample_from_anchor"):
-        raise errors.CheckpointError("config.json: sample_from_anchor: true is not supported")
-    if config.get("draft_vocab_size") not in (None, inner.get("vocab_size")):
-        raise errors.CheckpointError(
-            f"config.json: draft_vocab_size {config['draft_vocab_size']} is not the target's "
-            f"vocabulary of {inner.get('vocab_size')}"
-        )
-    kept = ("architectures", "block_size", "mask_token_id", "sliding_window_non_causal")
-    return {
-        **inner,
-        **{name: config.get(name) for name in kept},
-        "num_target_layers": max(taps),
-        "dflash_config": {"target_layer_ids": [layer - 1 for layer in taps]},
-    }

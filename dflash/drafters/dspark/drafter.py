@@ -1,14 +1,12 @@
-"""DSpark: DFlash whose every row drafts, corrected by the token before it, and that knows its odds.
+"""DSpark: DFlash in which every row drafts, with a previous-token head and a confidence head.
 
 Source: DeepSpec (`modeling/dspark`), by its golden vectors. The anchor's row drafts too, so row k
-stands for the token k + 1 positions after the anchor. A head of low rank adds to each slot's logits
-what the token before it makes likely ("Markov head", in three kinds), and another one says how
-likely the slot is to be accepted. The embedding and the output head are the target's; checkpoints
-hold a copy of both, which is not read.
+predicts the token k + 1 positions after the anchor. A head of low rank ("Markov head", of three
+kinds) corrects the logits of each draft position by the token before it, and another head predicts
+whether the draft is accepted, given that all before it are. The embedding and the output head are
+the target's; checkpoints hold a copy of both, which is not read.
 """
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -16,31 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.config.schema import DSparkArchitecture, TargetArchitecture
-from dflash.drafters.dflash.shape import DFlashShape
+from dflash.drafters.dspark import shape as shapes
+from dflash.drafters.dspark.shape import DSparkShape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.layers import losses
 from dflash.layers.linear import Embedding, Linear
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
-
-
-@dataclasses.dataclass(frozen=True)
-class DSparkShape(DFlashShape):
-    """Everything that a DSpark checkpoint's config.json states; block_size counts painted rows.
-
-    Attributes:
-      markov_rank: numbers that a token is known by to the token after it.
-      markov_head_type: "vanilla", "gated" or "rnn".
-      enable_confidence_head: whether there is one.
-      confidence_head_with_markov: whether it is told the token before the slot.
-    """
-
-    markov_rank: int
-    markov_head_type: str
-    enable_confidence_head: bool
-    confidence_head_with_markov: bool
 
 
 class Affine(Linear):
@@ -57,7 +38,7 @@ class Affine(Linear):
 
 
 class MarkovHead(nnx.Module):
-    """What the token before a slot says about it: the vanilla kind, the token's code as it is."""
+    """The previous-token head, vanilla kind: the code of the previous token, unchanged."""
 
     def __init__(self, width: int, vocab: int, rank: int, *, dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
@@ -75,7 +56,7 @@ class MarkovHead(nnx.Module):
 
 
 class GatedHead(MarkovHead):
-    """The code, each number of it let through as far as hidden state and code will have it."""
+    """The code of the previous token, gated by the hidden state and the code itself."""
 
     def __init__(self, width: int, vocab: int, rank: int, **build):
         super().__init__(width, vocab, rank, **build)
@@ -88,7 +69,7 @@ class GatedHead(MarkovHead):
 
 
 class RecurrentHead(MarkovHead):
-    """A gated memory of all tokens since the anchor."""
+    """A gated recurrence over the tokens since the anchor."""
 
     def __init__(self, width: int, vocab: int, rank: int, **build):
         super().__init__(width, vocab, rank, **build)
@@ -111,7 +92,7 @@ _HEADS = {"vanilla": MarkovHead, "gated": GatedHead, "rnn": RecurrentHead}
 
 
 class ConfidenceHead(nnx.Module):
-    """How likely a slot is to be accepted, before the sigmoid."""
+    """Logit of a draft being accepted, given that all before it are."""
 
     def __init__(self, width: int, **build):
         self.proj = Affine(width, 1, **build)
@@ -125,14 +106,15 @@ class DSpark(ConditionedDFlash):
     """The drafter; its state is that of DFlash."""
 
     hf_architectures = ("Qwen3DSparkModel",)
+    shapes = shapes
     ignored_checkpoint_names = ("embed_tokens.weight", "lm_head.weight")
     first_row: ClassVar[int] = 0
 
     def __init__(self, shape: DSparkShape, *, dtype, sharding, block_size: int | None = None):
-        """Args: block_size: rows to verify: the anchor, and a draft of each painted row.
+        """Args: block_size: rows to verify, the anchor and the drafts; None for all.
 
         Raises:
-          ConfigError: block_size is larger than the trained one, or a kind of head is not known.
+          ConfigError: block_size is larger than the trained one.
         """
         most = shape.block_size + 1
         if block_size is not None and block_size > most:
@@ -140,15 +122,10 @@ class DSpark(ConditionedDFlash):
                 f"drafter.block_size: {block_size} is larger than {most}, the anchor and the "
                 f"{shape.block_size} drafts that the drafter was trained for"
             )
-        if shape.markov_head_type not in _HEADS:
-            raise errors.CheckpointError(
-                f"config.json: markov_head_type: {shape.markov_head_type!r} is not known, only "
-                f"{', '.join(_HEADS)}"
-            )
         build = {"dtype": dtype, "sharding": sharding}
-        painted = None if block_size is None else block_size - 1
-        super().__init__(shape, block_size=painted, **build)
-        self.num_draft_tokens = self.num_slots + 1
+        rows = None if block_size is None else block_size - 1
+        super().__init__(shape, block_size=rows, **build)
+        self.num_draft_tokens = self.num_positions + 1
         width, rank = shape.decoder.hidden_size, shape.markov_rank
         head = _HEADS[shape.markov_head_type]
         self.markov_head = head(width, shape.decoder.vocab_size, rank, **build)
@@ -175,10 +152,10 @@ class DSpark(ConditionedDFlash):
         return self.markov_head.markov_w2.attend(vectors)
 
     def confidence(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
-        """How likely slots are to be accepted, before the sigmoid: float32 [...].
+        """Logits of drafts being accepted, given that all before them are: float32 [...].
 
         Args:
-          hidden: [..., D]; of the slots.
+          hidden: [..., D]; of the draft positions.
           previous: int32 [...]; the token before each of them.
         """
         if self.shape.confidence_head_with_markov:
@@ -189,18 +166,19 @@ class DSpark(ConditionedDFlash):
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
         """The loss of the corrected logits, plus that of the confidence; see `DFlash.loss`.
 
-        The confidence is to say whether the slot is right, in which case greedy decoding accepts it
-        if all before it are: cross-entropy, with the same weights.
+        The label of the confidence is whether the draft is right given the true token before it:
+        greedy decoding then accepts it if it accepts all before it. Binary cross-entropy, with the
+        same weights.
         """
-        lesson = self.teach(batch, heads, key, options, anchors=anchors, remat=remat)
-        loss, metrics = block_loss(lesson.scores, lesson.blocks, options)
+        scored = self.score_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
+        loss, metrics = block_loss(scored.scores, scored.blocks, options)
         if self.confidence_head is None:
             return loss, metrics
-        odds = self.confidence(lesson.hidden, lesson.previous)
-        right = lesson.scores.correct.astype(jnp.float32)
-        surprise = jax.nn.softplus(odds) - odds * right
-        weights, divisor = losses.block_weights(lesson.scores.nll, lesson.blocks.counted, options)
-        confidence_loss = jnp.sum(weights * surprise) / divisor
+        odds = self.confidence(scored.hidden, scored.previous)
+        right = scored.scores.correct.astype(jnp.float32)
+        cross_entropy = jax.nn.softplus(odds) - odds * right
+        weights, divisor = losses.block_weights(scored.scores.nll, scored.blocks.counted, options)
+        confidence_loss = jnp.sum(weights * cross_entropy) / divisor
         return loss + confidence_loss, metrics | {
             "loss": loss + confidence_loss,
             "confidence_loss": confidence_loss,
@@ -211,47 +189,3 @@ class DSpark(ConditionedDFlash):
         """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
         stem, _, leaf = path.rpartition(".")
         return path if leaf == "bias" else f"{stem}.weight"
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DSparkShape:
-        """Reads a drafter's config.json; see `DFlash.architecture_from_hf`."""
-        required = ("target_layer_ids", "markov_rank", "markov_head_type")
-        missing = [name for name in required if config.get(name) is None]
-        if missing:
-            raise errors.CheckpointError(f"config.json: missing {', '.join(missing)}")
-        own = {"target_layer_ids": config["target_layer_ids"]}
-        base = super().architecture_from_hf({**config, "dflash_config": own})
-        return DSparkShape(
-            **vars(base),
-            markov_rank=config["markov_rank"],
-            markov_head_type=config["markov_head_type"],
-            enable_confidence_head=bool(config.get("enable_confidence_head")),
-            confidence_head_with_markov=bool(config.get("confidence_head_with_markov")),
-        )
-
-    @classmethod
-    def architecture_for(
-        cls, target: TargetArchitecture, options: DSparkArchitecture | None
-    ) -> DSparkShape:
-        """The shape of a fresh drafter for a target."""
-        options = options or DSparkArchitecture()
-        return DSparkShape(
-            **vars(super().architecture_for(target, options)),
-            markov_rank=options.markov_rank,
-            markov_head_type=options.markov_head_type,
-            enable_confidence_head=True,
-            confidence_head_with_markov=True,
-        )
-
-    @classmethod
-    def config_to_hf(cls, shape: DSparkShape) -> dict[str, Any]:
-        """The config.json of a checkpoint with this shape."""
-        config = super().config_to_hf(shape)
-        own = config.pop("dflash_config")
-        names = {field.name for field in dataclasses.fields(DSparkShape)}
-        names -= {field.name for field in dataclasses.fields(DFlashShape)}
-        return config | {
-            "mask_token_id": own["mask_token_id"],
-            "target_layer_ids": own["target_layer_ids"],
-            **{name: getattr(shape, name) for name in sorted(names)},
-        }

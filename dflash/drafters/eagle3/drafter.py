@@ -1,26 +1,28 @@
 """EAGLE-3: one transformer layer that drafts token by token, fed with the target's features.
 
 Source: arXiv 2503.01840 and its code, SafeAILab/EAGLE. Pair i joins the target's features at
-position i with the embedding of token i + 1, is rotated by i, and predicts token i + 2. Where the
-target has not been yet, the layer's own output stands in for the features.
+position i with the embedding of token i + 1, is rotated by i, and predicts token i + 2. Where there
+are no features of the target yet, the layer's own output takes their place.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.config.schema import BeamTree, Eagle3Config, TargetArchitecture
-from dflash.drafters.base import Drafter
-from dflash.drafters.eagle3 import shape as eagle3_shape
+from dflash import errors
+from dflash.config.schema import BeamTree, Eagle3Config
+from dflash.drafters.eagle3 import shape as shapes
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.layer import EagleLayer
 from dflash.drafters.eagle3.shape import Eagle3Shape
 from dflash.drafters.eagle3.unrolled import Vocabulary
 from dflash.drafters.parts import beam_tree, chain
+from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.layers import cache as kv
 from dflash.layers import rotary
 from dflash.layers.linear import Linear, RMSNorm
@@ -31,7 +33,7 @@ from dflash.parallel.sharding import Sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Eagle3State:
-    """What is known of the committed tokens.
+    """State of B sequences.
 
     Attributes:
       cache: keys and values of the pairs before the anchor's position, one layer.
@@ -43,10 +45,11 @@ class Eagle3State:
     hidden: jax.Array
 
 
-class Eagle3(Drafter):
+class Eagle3(WeightedDrafter):
     """The drafter; parameter names are those of the published checkpoints."""
 
     hf_architectures = ("LlamaForCausalLMEagle3",)
+    shapes = shapes
     has_probs = True
     # Some files hold a copy of the target's table, which this drafter borrows instead.
     ignored_checkpoint_names = ("embed_tokens.weight",)
@@ -68,60 +71,38 @@ class Eagle3(Drafter):
           dtype: of weights and state.
           sharding: where they live.
           num_draft_tokens: in a chain.
-          tree: what trees to draft; None for chains.
-          training_steps: of its own output that `loss` feeds it.
+          tree: size of the trees to draft; None for chains.
+          training_steps: steps of its own output that `loss` feeds it.
         Raises:
-          ConfigError: there is no such tree.
+          ConfigError: the tree has a smaller capacity than its budget.
         """
-        arch = shape.decoder
+        super().__init__(shape, dtype=dtype, sharding=sharding)
+        decoder, drafted = shape.decoder, shape.draft_vocab_size
         build = {"dtype": dtype, "sharding": sharding}
-        tapped = shape.num_taps * arch.hidden_size
-        self.fc = Linear(tapped, arch.hidden_size, ("features", "embed"), **build)
-        self.midlayer = EagleLayer(arch, **build)
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.lm_head = Linear(arch.hidden_size, shape.draft_vocab_size, ("embed", "vocab"), **build)
+        self.feature_layers = shape.target_layer_ids or ()
+        self.fc = self.feature_projection(shape.num_taps)
+        self.midlayer = EagleLayer(decoder, **build)
+        self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
+        self.lm_head = Linear(decoder.hidden_size, drafted, ("embed", "vocab"), **build)
         # Target token of draft token i: i + d2t[i]. t2d: which target tokens can be drafted.
         self.d2t = parameters.declare_table(
-            (shape.draft_vocab_size,), (None,), dtype=jnp.int32, stored_dtype="int64",
-            sharding=sharding,
+            (drafted,), (None,), dtype=jnp.int32, stored_dtype="int64", sharding=sharding
         )  # fmt: skip
         self.t2d = parameters.declare_table(
-            (arch.vocab_size,), (None,), dtype=jnp.bool_, stored_dtype="bool",
-            ones=shape.draft_vocab_size, sharding=sharding,
+            (decoder.vocab_size,), (None,), dtype=jnp.bool_, stored_dtype="bool", ones=drafted,
+            sharding=sharding,
         )  # fmt: skip
-        self.shape = shape
-        self.feature_layers = shape.target_layer_ids or ()
         self.tree = tree
         self.num_draft_tokens = num_draft_tokens if tree is None else tree.budget
         if tree is not None:
-            beam_tree.check(tree, shape.draft_vocab_size)
+            beam_tree.check(tree, drafted)
         self.training_steps = training_steps
-        self.dtype = jnp.dtype(dtype)
-        self.sharding = sharding
 
     @classmethod
-    def create(
-        cls,
-        config: Eagle3Config,
-        hf: Mapping[str, Any] | None,
-        target: TargetArchitecture,
-        *,
-        dtype: jnp.dtype,
-        sharding: Sharding,
-    ) -> "Eagle3":
-        """An abstract drafter, checked against its target; see `Drafter.create`."""
-        if hf is None:
-            shape = eagle3_shape.for_target(target, config.architecture)
-        else:
-            shape = eagle3_shape.read(hf)
-        return cls(
-            eagle3_shape.fit(shape, target),
-            dtype=dtype,
-            sharding=sharding,
-            num_draft_tokens=config.num_draft_tokens,
-            tree=config.tree,
-            training_steps=config.training_steps,
-        )
+    def options(cls, config: Eagle3Config) -> dict[str, Any]:
+        """See `WeightedDrafter.options`."""
+        names = ("num_draft_tokens", "tree", "training_steps")
+        return {name: getattr(config, name) for name in names}
 
     @property
     def longest_path(self) -> int:
@@ -129,20 +110,11 @@ class Eagle3(Drafter):
         return 1 + (self.num_draft_tokens if self.tree is None else self.tree.depth)
 
     def init_state(self, batch: int, max_length: int) -> Eagle3State:
-        """Abstract state; `observe` may write a whole block from the last position on."""
-        arch = self.shape.decoder
+        """Abstract state; see `WeightedDrafter.context_cache`."""
         name, _ = kv.batch_axes(batch, self.sharding)
-        cache = kv.static_cache(
-            num_layers=1,
-            num_kv_heads=arch.num_key_value_heads,
-            head_dim=arch.head_dim,
-            batch=batch,
-            capacity=max_length + self.longest_path,
-            dtype=self.dtype,
-            sharding=self.sharding,
-        )
-        hidden = self.sharding.abstract((batch, arch.hidden_size), (name, None), self.dtype)
-        return Eagle3State(cache, hidden)
+        width = self.shape.decoder.hidden_size
+        hidden = self.sharding.abstract((batch, width), (name, None), self.dtype)
+        return Eagle3State(self.context_cache(batch, max_length), hidden)
 
     def draft(self, state, anchor, position, sampler, heads):
         """Drafts a chain or a tree, token by token; see `Drafter.draft`."""
@@ -240,6 +212,24 @@ class Eagle3(Drafter):
         """[..., D] before the final norm -> float32 [..., Q] over the draft vocabulary."""
         return self.lm_head.attend(self.norm(hidden))
 
+    def check_weights(self, directory: pathlib.Path) -> None:
+        """Checks the tables that were loaded from a checkpoint.
+
+        Raises:
+          CheckpointError: `d2t` names a token that the target does not have, or one token twice.
+        """
+        size, vocab = self.shape.draft_vocab_size, self.shape.decoder.vocab_size
+        ids = np.arange(size) + np.asarray(self.d2t.get_value(), np.int64)
+        order = np.argsort(ids, kind="stable")
+        wrong = (ids < 0) | (ids >= vocab)
+        wrong[order[1:]] |= ids[order[1:]] == ids[order[:-1]]
+        if wrong.any():
+            draft = int(np.argmax(wrong))
+            raise errors.CheckpointError(
+                f"{directory}: d2t[{draft}]: draft token {draft} becomes token {ids[draft]}; "
+                f"expected different tokens of the target's {vocab}"
+            )
+
     def vocabulary(self) -> Vocabulary:
         """The draft vocabulary, as the tables have it."""
         size = self.shape.draft_vocab_size
@@ -309,13 +299,3 @@ class Eagle3(Drafter):
         """Name in a checkpoint of the parameter or table at a dotted path of this module."""
         stem, _, _ = path.rpartition(".")
         return f"{stem}.weight" if stem else path
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Eagle3Shape:
-        """Reads a drafter's config.json; see `eagle3_shape.read`."""
-        return eagle3_shape.read(config)
-
-    @classmethod
-    def config_to_hf(cls, shape: Eagle3Shape) -> dict[str, Any]:
-        """The config.json of a checkpoint with this shape."""
-        return eagle3_shape.write(shape) | {"architectures": list(cls.hf_architectures)}

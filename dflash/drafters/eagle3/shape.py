@@ -1,13 +1,13 @@
-"""The shape of an EAGLE-3 drafter: as its config.json states it, or as a target asks for it."""
+"""The shape of an EAGLE-3 drafter: as its config.json states it, or as a config asks for it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import Eagle3Architecture, TargetArchitecture
-from dflash.drafters.parts import compatibility
+from dflash.config.schema import Eagle3Architecture, TargetArchitecture, option
+from dflash.drafters.parts import compatibility, decoder_shape
 
 # What the published files mean by leaving it out.
 _ROPE_THETA = 10000.0
@@ -37,41 +37,44 @@ class Eagle3Shape:
         return _NUM_TAPS if self.target_layer_ids is None else len(self.target_layer_ids)
 
 
-def read(config: Mapping[str, Any]) -> Eagle3Shape:
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """Fields of config.json beside the decoder's."""
+
+    draft_vocab_size: int | None = option(None, minimum=1, maximum=2**24)
+    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=2**12)
+    num_target_layers: int | None = option(None, minimum=1, maximum=2**12)
+
+
+def read(hf: Mapping[str, Any]) -> Eagle3Shape:
     """Reads a drafter's config.json.
 
     Raises:
-      CheckpointError: a field is missing, contradicts another, or asks for what is not done here.
+      CheckpointError: a field is missing, unusable, contradicts another, or asks for what is not
+        done here.
     """
-    if not (config.get("rope_parameters") or {}).get("rope_theta"):
-        config = {"rope_theta": _ROPE_THETA} | dict(config)
-    decoder = hf_config.read_architecture(config)
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            raise errors.CheckpointError(f"config.json: {key}: true is not supported")
-    if decoder.num_hidden_layers != 1:
-        raise errors.CheckpointError(
-            f"config.json: num_hidden_layers: {decoder.num_hidden_layers}, but EAGLE-3 has 1"
-        )
-    size = config.get("draft_vocab_size") or decoder.vocab_size
-    if size > decoder.vocab_size:
-        raise errors.CheckpointError(
-            f"config.json: draft_vocab_size {size} exceeds vocab_size {decoder.vocab_size}"
-        )
-    taps = config.get("target_layer_ids")
-    foreign = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if foreign is not None and taps is None:
+        hf_config.check_only(hf, key, False)
+    own = hf_config.read_fields(hf, _Own)
+    eagle = hf_config.read_group(hf, "eagle_config")
+    foreign = eagle.get("eagle_aux_hidden_state_layer_ids")
+    if foreign is not None and own.target_layer_ids is None:
         # Programs disagree on whether these are layers whose inputs or whose outputs are meant.
         raise errors.CheckpointError(
-            f"config.json: eagle_aux_hidden_state_layer_ids {foreign} are not read; state the "
-            "layers whose outputs the drafter reads, counted from 0, as target_layer_ids"
+            f"{hf_config.FILE}: eagle_aux_hidden_state_layer_ids are ambiguous; state the layers "
+            "whose outputs the drafter reads, counted from 0, as target_layer_ids"
         )
-    return Eagle3Shape(
+    if not hf_config.read_group(hf, "rope_parameters").get("rope_theta"):
+        hf = {"rope_theta": _ROPE_THETA} | {k: v for k, v in hf.items() if v is not None}
+    decoder = hf_config.read_architecture(hf)
+    shape = Eagle3Shape(
         decoder=decoder,
-        draft_vocab_size=size,
-        target_layer_ids=None if taps is None else tuple(taps),
-        num_target_layers=config.get("num_target_layers"),
+        draft_vocab_size=own.draft_vocab_size or decoder.vocab_size,
+        target_layer_ids=own.target_layer_ids,
+        num_target_layers=own.num_target_layers,
     )
+    compatibility.check_file(_problems(shape))
+    return shape
 
 
 def write(shape: Eagle3Shape) -> dict[str, Any]:
@@ -86,44 +89,41 @@ def write(shape: Eagle3Shape) -> dict[str, Any]:
 
 
 def for_target(target: TargetArchitecture, options: Eagle3Architecture | None) -> Eagle3Shape:
-    """The shape of a fresh drafter for a target."""
+    """The shape of a fresh drafter for a target.
+
+    Raises:
+      ConfigError: the options contradict one another, or the target.
+    """
     options = options or Eagle3Architecture()
-    decoder = dataclasses.replace(
-        target,
-        num_hidden_layers=1,
-        intermediate_size=options.intermediate_size or target.intermediate_size,
-        tie_word_embeddings=False,
+    decoder = decoder_shape.for_target(
+        target, options, num_hidden_layers=1, tie_word_embeddings=False
     )
-    return Eagle3Shape(
+    shape = Eagle3Shape(
         decoder=decoder,
         draft_vocab_size=options.draft_vocab_size or target.vocab_size,
         target_layer_ids=options.target_layer_ids,
         num_target_layers=target.num_hidden_layers,
     )
+    compatibility.check_options(_problems(shape))
+    return shape
 
 
 def fit(shape: Eagle3Shape, target: TargetArchitecture) -> Eagle3Shape:
-    """The shape with everything filled in that the target decides.
+    """The shape, with the target's depth and the layers to tap where they were not stated.
 
     Raises:
       CheckpointError: the drafter was trained for a target of another shape.
-      ConfigError: it cannot be had for this target.
     """
-    pairs = {
-        "hidden size": (shape.decoder.hidden_size, target.hidden_size),
-        "vocabulary": (shape.decoder.vocab_size, target.vocab_size),
-    }
-    if shape.num_target_layers is not None:
-        pairs["number of target layers"] = (shape.num_target_layers, target.num_hidden_layers)
-    compatibility.check_same(pairs)
-    if shape.draft_vocab_size > target.vocab_size:
-        raise errors.ConfigError(
-            f"drafter.architecture.draft_vocab_size: {shape.draft_vocab_size} exceeds the target's "
-            f"vocabulary of {target.vocab_size}"
-        )
     depth = target.num_hidden_layers
+    compatibility.check_same(
+        {
+            "hidden size": (shape.decoder.hidden_size, target.hidden_size),
+            "vocabulary": (shape.decoder.vocab_size, target.vocab_size),
+            "number of target layers": (shape.num_target_layers, depth),
+        }
+    )
     taps = shape.target_layer_ids or default_taps(depth)
-    if not set(taps) <= set(range(depth)):
+    if max(taps) >= depth:
         raise errors.CheckpointError(
             f"drafter: taps layers {list(taps)}, but the target has {depth} layers"
         )
@@ -136,3 +136,11 @@ def default_taps(num_target_layers: int) -> tuple[int, int, int]:
     last = num_target_layers - 1
     low, middle, high = (min(max(layer, 0), last) for layer in taps)
     return low, middle, high
+
+
+def _problems(shape: Eagle3Shape) -> Iterator[compatibility.Problem]:
+    decoder, size = shape.decoder, shape.draft_vocab_size
+    if decoder.num_hidden_layers != 1:
+        yield ("num_hidden_layers",), f"{decoder.num_hidden_layers}, but EAGLE-3 has 1"
+    if size > decoder.vocab_size:
+        yield ("draft_vocab_size",), f"{size} exceeds the vocabulary of {decoder.vocab_size}"

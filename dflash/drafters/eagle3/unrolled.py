@@ -38,11 +38,11 @@ class Vocabulary:
 
 
 class StepScores(NamedTuple):
-    """What became of each prediction; rows as in the batch, S steps.
+    """Scores of each prediction; rows as in the batch, S steps.
 
     Attributes:
-      objective: float32 [B, T, S]; to be minimised.
-      known: bool [B, T, S]; what should be predicted is in the draft vocabulary.
+      objective: float32 [B, T, S]; to be minimized.
+      known: bool [B, T, S]; the token to be predicted is in the draft vocabulary.
       correct: bool [B, T, S]; the most probable token is the one that follows in the data.
     """
 
@@ -81,7 +81,7 @@ def score_steps(
     """Compares what S steps predict with the target's distribution, or with the data.
 
     The target's is restricted to the draft vocabulary and renormalised; the objective is then the
-    cross-entropy of the two, which differs from the divergence by what no drafter can change.
+    cross-entropy of the two, which differs from the divergence by a constant.
 
     Args:
       hidden: S arrays [B, T, D].
@@ -91,7 +91,7 @@ def score_steps(
       unembed: the target's, [B, m, D] -> float32 logits [B, m, V].
       options: of the loss.
     Raises:
-      ConfigError: the loss is one that these drafters do not know.
+      ConfigError: the loss is for drafters of blocks only.
       ValueError: the loss asks for the target's hidden states, and the batch has none.
     """
     if options.name == "dpace":
@@ -101,15 +101,15 @@ def score_steps(
     soft = options.kl_weight if options.uses_target_hidden else 0.0
     if soft and batch.hidden is None:
         raise ValueError(f"loss {options.name!r}: the batch lacks the target's hidden states")
-    # All steps that predict the same token meet at the row before it: one teacher serves them all.
-    meeting = jnp.stack([shift(h, -(s + 1)) for s, h in enumerate(hidden)], axis=2)
+    # Align all steps that predict the same token at the row before it: they share one teacher.
+    aligned = jnp.stack([shift(h, -(s + 1)) for s, h in enumerate(hidden)], axis=2)
     labels = vocabulary.draft_ids[shift(batch.tokens, 1)]
 
     def score(students, labels, teachers):
         logits = draft_logits(students)  # [B, m, S, Q]
         return _score_rows(logits, labels, teachers, vocabulary, unembed, soft)
 
-    scores = losses.in_chunks(score, (meeting, labels, batch.hidden if soft else None))
+    scores = losses.in_chunks(score, (aligned, labels, batch.hidden if soft else None))
 
     def part(array):
         return jnp.stack([shift(array[..., s], s + 1) for s in range(len(hidden))], axis=-1)

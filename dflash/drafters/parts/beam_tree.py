@@ -1,7 +1,7 @@
-"""Trees grown by a drafter that goes token by token: a beam of nodes is extended, level by level.
+"""Trees of a drafter that drafts token by token: a beam of nodes is extended, level by level.
 
-Every level extends the best nodes of the level before; of all nodes the best are drafted. How good
-a node is, is the sum of scores along its path.
+Every level extends the best nodes of the level before; of all nodes the best are drafted. A node is
+ranked by the sum of scores along its path.
 
 Source: EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2.
 """
@@ -46,13 +46,12 @@ def grow(first: Candidates, carried: Any, extend: Extend, options: BeamTree) -> 
 
     Args:
       first: [B, 1, k]; what may follow the anchor.
-      carried: of the drafter, before level 1.
-      extend: see there.
-      options: k, the depth and the size.
+      carried: state of the drafter, before level 1.
+      extend: see `Extend`.
+      options: width, depth and size of the tree.
     Returns:
-      A proposal with probabilities where `first` has them. Each draft is then sure of itself:
-      verification may take any tree for what it was going to be, as long as its own noise had no
-      part in growing it.
+      A proposal with probabilities where `first` has them: each draft then has probability 1, as
+      the tree does not depend on the noise that verification draws with.
     """
     width = options.top_k
     tokens, sums = first.tokens[:, 0], first.scores[:, 0]

@@ -1,4 +1,4 @@
-"""Training a drafter of blocks: where blocks are anchored, what they predict, what that is worth.
+"""Training a drafter of blocks: where blocks are anchored, what they predict, and their loss.
 
 Source: arXiv 2602.06036.
 """
@@ -31,13 +31,13 @@ class Anchors:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of R = G + 1 rows: the anchor's token, then G masks to be painted over.
+    """Blocks of R = G + 1 rows: the anchor's token, then G masks.
 
     Attributes:
       anchors: where they begin.
       tokens: int32 [B, A, R]; masks alone where the block is not valid.
       positions: int32 [B, A, R]; for rotary embedding.
-      labels: int32 [B, A, G]; what slots 1 … G should become.
+      labels: int32 [B, A, G]; the true tokens at draft positions 1 … G.
       counted: bool [B, A, G]; False past the end of the anchor's document, and where the loss mask
         has a hole.
     """
@@ -63,9 +63,9 @@ def sample_anchors(batch: TrainBatch, count: int, key: jax.Array) -> Anchors:
     documents = batch.segment_ids[:, :-1]
     eligible = (batch.loss_mask[:, 1:] != 0) & (documents == batch.segment_ids[:, 1:])
     eligible &= documents != 0
-    # Drawn for whole rows, so that a place's lot does not hang on how rows are split.
-    lots = jax.random.uniform(key, batch.tokens.shape)[:, :-1]
-    order = jnp.argsort(jnp.where(eligible, lots, 2.0), axis=1)[:, :count]
+    # Drawn for whole rows, so that the draw does not depend on how rows are split over devices.
+    priority = jax.random.uniform(key, batch.tokens.shape)[:, :-1]
+    order = jnp.argsort(jnp.where(eligible, priority, 2.0), axis=1)[:, :count]
     chosen = jnp.where(jnp.take_along_axis(eligible, order, axis=1), order, length)
     chosen = jnp.pad(chosen, ((0, 0), (0, count - chosen.shape[1])), constant_values=length)
     chosen = jnp.sort(chosen, axis=1)
@@ -77,8 +77,8 @@ def cut_blocks(
     batch: TrainBatch, anchors: Anchors, *, block_size: int, mask_token_id: int
 ) -> Blocks:
     """Cuts the blocks that begin at `anchors` out of packed rows."""
-    slots = jnp.arange(block_size)
-    index = anchors.index[..., None] + slots  # [B, A, R]
+    rows = jnp.arange(block_size)
+    index = anchors.index[..., None] + rows  # [B, A, R]
     inside = index < batch.tokens.shape[1]
 
     def look_up(array, index):
@@ -89,12 +89,12 @@ def cut_blocks(
     counted = inside & (documents == documents[..., :1]) & (documents != 0)
     counted &= (look_up(batch.loss_mask, index) != 0) & anchors.valid[..., None]
     tokens = look_up(batch.tokens, index)
-    first = anchors.valid[..., None] & (slots == 0)
+    first = anchors.valid[..., None] & (rows == 0)
     start = look_up(batch.positions, anchors.index[..., None])
     return Blocks(
         anchors=anchors,
         tokens=jnp.where(first, tokens, mask_token_id),
-        positions=start + slots,
+        positions=start + rows,
         labels=tokens[..., 1:],
         counted=counted[..., 1:],
     )
@@ -109,11 +109,11 @@ def score_blocks(
     *,
     frozen_head: bool = True,
 ) -> TokenScores:
-    """Scores slots 1 … G of all blocks, each score [B, A, G].
+    """Scores draft positions 1 … G of all blocks, each score [B, A, G].
 
     Args:
       hidden: [B, A, R, D]; the drafter's, after its final norm.
-      blocks: what was drafted.
+      blocks: the blocks that were drafted.
       batch: holds the target's hidden states if the loss asks for them.
       unembed: [B, m, D] -> float32 logits [B, m, V].
       options: of the loss.
@@ -149,12 +149,12 @@ def block_loss(
 
     Args:
       scores: [B, A, G] each.
-      blocks: what was drafted.
-      options: how slots are weighted.
+      blocks: the blocks that were drafted.
+      options: how draft positions are weighted.
     Returns:
       loss float32 [], and metrics, each float32 []: "loss"; "acceptance_length", tokens that a
-      cycle would commit, the mean over valid blocks; "token_accuracy", over all slots with a label;
-      "blocks", the number of valid ones; "weight", what the loss is divided by.
+      cycle would commit, the mean over valid blocks; "token_accuracy", over all counted draft
+      positions; "blocks", the number of valid ones; "weight", what the loss is divided by.
     """
     weights, divisor = losses.block_weights(scores.nll, blocks.counted, options)
     loss = jnp.sum(weights * scores.objective) / divisor

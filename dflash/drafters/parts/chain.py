@@ -21,11 +21,11 @@ def draft(
     extend: Callable[[jax.Array, jax.Array, Cache, jax.Array], tuple[jax.Array, Cache]],
     sampler: Sampler,
 ) -> tuple[Proposal, Cache]:
-    """Drafts in a scan over steps 0 … G - 1, each a token from what the one before came to.
+    """Drafts in a scan over steps 0 … G - 1, each a token from the hidden state after the last.
 
     Args:
       hidden: [B, 1, D]; predicts the first draft.
-      cache: what the model reads and adds to.
+      cache: the model's context, which `extend` adds to.
       position: int32 [B]; of the anchor.
       num_draft_tokens: G.
       logits: hidden -> [B, 1, V].

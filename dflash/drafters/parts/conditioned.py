@@ -1,8 +1,8 @@
-"""DFlash drafters whose slots learn which token was drafted before them.
+"""DFlash drafters whose draft positions see which token was drafted before them.
 
-The block is painted in one pass as ever. Then the slots are drawn one after the other: what a small
-head makes of the previous token and of the slot's hidden state, a vector of a few hundred numbers,
-corrects the slot's logits through a table over the vocabulary.
+One pass over the block gives the base logits, as in DFlash. Tokens are then drawn one after the
+other: a small head maps the previous token and the hidden state of the draft position to a vector
+of a few hundred numbers, which corrects the logits through a table over the vocabulary.
 """
 
 import dataclasses
@@ -11,20 +11,21 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash.config.schema import DrafterConfig
 from dflash.drafters.base import Proposal
 from dflash.drafters.dflash.drafter import DFlash
 from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors, score_blocks
 from dflash.layers.losses import TokenScores
 
 
-class Lesson(NamedTuple):
-    """What became of the blocks of a batch when each slot was told the token before it.
+class ConditionedScores(NamedTuple):
+    """Scores of the blocks of a batch, each draft position given the true token before it.
 
     Attributes:
-      blocks: what was to be drafted, G slots each.
-      hidden: [B, A, G, D]; of the slots, after the final norm.
-      vectors: [B, A, G, r]; what the head made of them.
-      previous: int32 [B, A, G]; the token before each slot.
+      blocks: the blocks, of G draft positions each.
+      hidden: [B, A, G, D]; of the draft positions, after the final norm.
+      vectors: [B, A, G, r]; outputs of the head.
+      previous: int32 [B, A, G]; the token before each draft position.
       scores: of the corrected logits, each [B, A, G].
     """
 
@@ -39,77 +40,84 @@ class ConditionedDFlash(DFlash):
     """Base of these drafters.
 
     Attributes:
-      first_row: of the painted block that drafts: 1, or 0 if the anchor's row drafts too.
+      first_row: first row of the block that drafts: 1, or 0 if the anchor's row drafts too.
     """
 
     first_row: ClassVar[int] = 1
 
+    @classmethod
+    def options(cls, config: DrafterConfig) -> dict[str, Any]:
+        """See `WeightedDrafter.options`; these drafters have no trees."""
+        return {"block_size": config.block_size}
+
     def fresh_memory(self, batch: int) -> Any:
-        """What `condition` remembers before the first slot; a pytree, by default empty."""
+        """State of `condition` before the first draft position; a pytree, by default empty."""
         return ()
 
     def condition(
         self, previous: jax.Array, hidden: jax.Array, memory: Any
     ) -> tuple[jax.Array, Any]:
-        """Previous tokens int32 [B], hidden states [B, D] of a slot -> vectors [B, r], memory."""
+        """Previous tokens int32 [B], hidden states [B, D] -> vectors [B, r], memory."""
         raise TypeError(f"{type(self).__name__} must define condition")
 
     def bias(self, vectors: jax.Array) -> jax.Array:
         """Corrections float32 [..., V] of logits, from vectors [..., r]."""
         raise TypeError(f"{type(self).__name__} must define bias")
 
-    def slot_logits(self, base: jax.Array, vectors: jax.Array) -> jax.Array:
-        """Logits float32 [B, V] that a slot is drawn from, from the painted ones [B, V]."""
+    def corrected_logits(self, base: jax.Array, vectors: jax.Array) -> jax.Array:
+        """Logits float32 [B, V] that a token is drawn from, from the base logits [B, V]."""
         return base + self.bias(vectors)
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Paints, and draws slot by slot; see `Drafter.draft`."""
+        """One pass over the block, then draws token by token; see `Drafter.draft`."""
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Paints the whole block, for whose rows it was trained, and draws the first of its slots.
+        """Runs the whole block, as in training, and draws the first tokens.
 
         See `Drafter.draft_fewer`.
         """
-        painted, _ = self.paint(state, anchor, position, heads)
-        hidden = painted[:, self.first_row : self.first_row + count]
+        block, _ = self.run_block(state, anchor, position, heads)
+        hidden = block[:, self.first_row : self.first_row + count]
         base = heads.unembed(hidden)
         positions = position[:, None] + 1 + jnp.arange(hidden.shape[1])
 
-        def draw(carry, slot):
+        def draw(carry, inputs):
             previous, memory = carry
-            hidden, base, position = slot
+            hidden, base, position = inputs
             vectors, memory = self.condition(previous, hidden, memory)
-            logits = self.slot_logits(base, vectors)
+            logits = self.corrected_logits(base, vectors)
             drawn = sampler.propose(logits[:, None], position[:, None])
             token, probs = jax.tree.map(lambda row: row[:, 0], drawn)
             return (token, memory), (token, probs)
 
-        slots = jax.tree.map(lambda x: x.swapaxes(0, 1), (hidden, base, positions))
+        inputs = jax.tree.map(lambda x: x.swapaxes(0, 1), (hidden, base, positions))
         begin = anchor, self.fresh_memory(anchor.shape[0])
-        _, drawn = jax.lax.scan(draw, begin, slots)
+        _, drawn = jax.lax.scan(draw, begin, inputs)
         tokens, probs = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
         return Proposal(tokens, probs=probs), state
 
-    def teach(self, batch, heads, key, options, *, anchors=None, remat=False) -> Lesson:
-        """Paints blocks all over the batch, and corrects each slot by the true token before it.
+    def score_conditioned(
+        self, batch, heads, key, options, *, anchors=None, remat=False
+    ) -> ConditionedScores:
+        """Runs blocks all over the batch, and corrects logits by the true token before each.
 
-        As long as a cycle accepts, the token before a slot is the true one: the run of right slots
-        is what it would be in decoding.
+        In decoding, the token before a draft position is the true one up to the first rejection,
+        so acceptance lengths are those of decoding.
 
         Args: see `DFlash.loss`.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
-        rows = self.num_slots + 1
+        rows = self.num_positions + 1
         drafts = rows - self.first_row
         blocks = cut_blocks(
             batch, anchors, block_size=drafts + 1, mask_token_id=self.shape.mask_token_id
         )
-        painted = dataclasses.replace(
+        run = dataclasses.replace(
             blocks, tokens=blocks.tokens[..., :rows], positions=blocks.positions[..., :rows]
         )
-        hidden = self.paint_blocks(batch, painted, heads, remat=remat)[:, :, self.first_row :]
+        hidden = self.run_blocks(batch, run, heads, remat=remat)[:, :, self.first_row :]
         previous = jnp.concatenate([blocks.tokens[..., :1], blocks.labels[..., :-1]], axis=-1)
         vectors = self._condition_all(previous, hidden)
         width = hidden.shape[-1]
@@ -121,29 +129,29 @@ class ConditionedDFlash(DFlash):
 
         together = jnp.concatenate([hidden, vectors.astype(hidden.dtype)], axis=-1)
         scores = score_blocks(_lead(together), blocks, batch, unembed, options, frozen_head=False)
-        return Lesson(blocks, hidden, vectors, previous, scores)
+        return ConditionedScores(blocks, hidden, vectors, previous, scores)
 
     def _condition_all(self, previous: jax.Array, hidden: jax.Array) -> jax.Array:
-        """Vectors [B, A, G, r] of all slots, from what stands before them, one after the other."""
+        """Vectors [B, A, G, r] of all draft positions, computed one position after the other."""
         rows, count, drafts, width = hidden.shape
-        slots = (
+        inputs = (
             previous.reshape(-1, drafts).swapaxes(0, 1),
             hidden.reshape(-1, drafts, width).swapaxes(0, 1),
         )
 
-        def step(memory, slot):
-            vectors, memory = self.condition(*slot, memory)
+        def step(memory, inputs):
+            vectors, memory = self.condition(*inputs, memory)
             return memory, vectors
 
-        _, vectors = jax.lax.scan(step, self.fresh_memory(rows * count), slots)
+        _, vectors = jax.lax.scan(step, self.fresh_memory(rows * count), inputs)
         return vectors.swapaxes(0, 1).reshape(rows, count, drafts, -1)
 
     @staticmethod
-    def score_painted(lesson: Lesson, batch, heads, options) -> TokenScores:
-        """Scores of the painted logits, as they are before any correction."""
-        return score_blocks(_lead(lesson.hidden), lesson.blocks, batch, heads.unembed, options)
+    def score_base(scored: ConditionedScores, batch, heads, options) -> TokenScores:
+        """Scores of the base logits, without the correction."""
+        return score_blocks(_lead(scored.hidden), scored.blocks, batch, heads.unembed, options)
 
 
 def _lead(rows: jax.Array) -> jax.Array:
-    """Puts a row in front of the slots of each block [B, A, G, D], as `score_blocks` has it."""
+    """Puts the anchor's row, of zeros, before the G rows [B, A, G, D], as `score_blocks` wants."""
     return jnp.pad(rows, ((0, 0), (0, 0), (1, 0), (0, 0)))

@@ -54,9 +54,9 @@ def new_state(drafter, batch):
     return zeros(drafter.init_state(batch, CAPACITY - drafter.block_size))
 
 
-def paint(drafter, state, anchor, position, heads=None):
+def run_block(drafter, state, anchor, position, heads=None):
     heads = heads or make_target()
-    call = jax.jit(lambda *args: drafter.paint(*args, heads)[0])
+    call = jax.jit(lambda *args: drafter.run_block(*args, heads)[0])
     return call(state, jnp.asarray(anchor), jnp.asarray(position))
 
 
@@ -85,7 +85,7 @@ def visible(view, anchor, block):
     return mask
 
 
-def plain_paint(values, views, features, embedded, arch):
+def plain_block(values, views, features, embedded, arch):
     """The block pass of one sequence in float64; features [L, C·D] of all positions before it."""
     w = {path: np.asarray(value, np.float64) for path, value in values.items()}
     anchor, block = len(features), len(embedded)
@@ -117,16 +117,16 @@ def plain_paint(values, views, features, embedded, arch):
     return rms_norm(x, w["norm.scale"])
 
 
-def check_paint(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
-    """Paints ragged sequences and compares each with `views` in plain loops."""
+def check_block(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
+    """Runs blocks of ragged sequences and compares each with `views` in plain loops."""
     batch, block = len(positions), drafter.block_size
     features = draw_features(batch, max(positions))
     state = observe(drafter, new_state(drafter, batch), [0] * batch, features)
-    hidden = paint(drafter, state, anchors, positions)
+    hidden = run_block(drafter, state, anchors, positions)
     table = np.asarray(make_target().embed_tokens.embedding[...], np.float64)
     for b, position in enumerate(positions):
         tokens = [anchors[b]] + [drafter.shape.mask_token_id] * (block - 1)
-        expected = plain_paint(
+        expected = plain_block(
             weights(len(views)),
             views,
             np.asarray(features[b, :position], np.float64),
@@ -141,14 +141,14 @@ def check_paint(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
 )
 def test_layers_see_what_config_json_says(form):
     changes, views = VIEWS[form]
-    check_paint(make_drafter(DFlash.architecture_from_hf(make_config(**changes))), views)
+    check_block(make_drafter(DFlash.architecture_from_hf(make_config(**changes))), views)
 
 
 @pytest.mark.parametrize("block_size", [2, 5])
 def test_smaller_blocks_than_trained(block_size):
     drafter = make_drafter(make_shape(FULL, LayerView(3)), block_size=block_size)
     assert (drafter.block_size, drafter.num_draft_tokens) == (block_size, block_size - 1)
-    check_paint(drafter, drafter.shape.views)
+    check_block(drafter, drafter.shape.views)
 
 
 def test_a_causal_block_is_the_head_of_a_longer_one():
@@ -160,7 +160,7 @@ def test_a_causal_block_is_the_head_of_a_longer_one():
         for block_size in (3, BLOCK):
             drafter = make_drafter(make_shape(view, view), block_size=block_size)
             state = observe(drafter, new_state(drafter, 1), [0], features)
-            runs.append(paint(drafter, state, [5], position)[0, :3])
+            runs.append(run_block(drafter, state, [5], position)[0, :3])
         heads.append(np.allclose(*runs, atol=1e-5))
     assert heads == [True, False]
 
@@ -189,8 +189,8 @@ def test_context_may_arrive_in_pieces_and_with_stale_rows():
         in_pieces = observe(drafter, in_pieces, position, jnp.asarray(piece))
         position += counts
     assert position.tolist() == [11, 11]
-    expected = paint(drafter, at_once, [5, 6], position)
-    np.testing.assert_allclose(paint(drafter, in_pieces, [5, 6], position), expected, atol=1e-5)
+    expected = run_block(drafter, at_once, [5, 6], position)
+    np.testing.assert_allclose(run_block(drafter, in_pieces, [5, 6], position), expected, atol=1e-5)
 
 
 def test_state_has_room_for_a_block_past_the_end():
@@ -254,7 +254,7 @@ def test_a_tree_comes_from_the_pass_that_a_chain_comes_from():
         assert spine == proposals[0].tokens[b, : len(spine)].tolist()
 
 
-def test_draft_takes_a_token_of_every_slot_but_the_first():
+def test_draft_takes_a_token_of_every_row_but_the_first():
     drafter, heads = make_drafter(make_shape(FULL, FULL)), make_target()
     state = observe(drafter, new_state(drafter, 2), [0, 0], draw_features(2, 7))
     anchor, position = jnp.array([5, 6]), jnp.array([7, 3])
@@ -268,10 +268,10 @@ def test_draft_takes_a_token_of_every_slot_but_the_first():
         return proposal.tokens, sampler.positions
 
     tokens, positions = draft(state, anchor, position)
-    logits = heads.unembed(paint(drafter, state, anchor, position))
+    logits = heads.unembed(run_block(drafter, state, anchor, position))
     np.testing.assert_array_equal(tokens, jnp.argmax(logits[:, 1:], axis=-1))
     np.testing.assert_array_equal(positions, [[8, 9, 10, 11, 12], [4, 5, 6, 7, 8]])
-    # Fewer drafts are the first of these: the block is painted whole, as it was trained.
+    # Fewer drafts are the first of these: the whole block is run, as in training.
     sampler = Greedy()
     fewer, _ = drafter.draft_fewer(2, state, anchor, position, sampler, heads)
     np.testing.assert_array_equal(fewer.tokens, tokens[:, :2])
@@ -288,7 +288,7 @@ def test_eight_devices_equal_one():
     features, results = draw_features(4, 9), []
     for model, borrowed in ((drafter, target), (spread, heads)):
         state = observe(model, new_state(model, 4), [0] * 4, features)
-        results.append(paint(model, state, [1, 2, 3, 4], position, borrowed))
+        results.append(run_block(model, state, [1, 2, 3, 4], position, borrowed))
     assert len(results[1].sharding.device_set) == 8
     np.testing.assert_allclose(*results, atol=1e-5)
 

@@ -131,14 +131,14 @@ def test_every_eligible_position_is_drawn_as_often():
 
 
 @pytest.mark.parametrize("views", [(FULL, FULL), (NEAR, CAUSAL)])
-def test_blocks_are_painted_as_the_decode_loop_does(views):
+def test_blocks_are_run_as_the_decode_loop_does(views):
     """Each anchored block equals a draft from a state that observed the document before it."""
     drafter, target = make_drafter(*views), make_target()
     batch = make_batch([[LENGTH], [6, 10]])
     index = [[0, 1, 9, LENGTH - 1], [0, 5, 6, 15]]
     anchors = Anchors(jnp.asarray(index, jnp.int32), jnp.ones((2, 4), bool))
     blocks = cut(drafter, batch, anchors)
-    hidden = jax.jit(lambda: drafter.paint_blocks(batch, blocks, target))()
+    hidden = jax.jit(lambda: drafter.run_blocks(batch, blocks, target))()
 
     @jax.jit
     def draft(features, token, start, anchor):
@@ -148,7 +148,7 @@ def test_blocks_are_painted_as_the_decode_loop_does(views):
         position = (anchor - start)[None]
         rows = jnp.roll(features, -start, axis=0)[None]
         state = drafter.observe(state, jnp.zeros(1, int), None, position, rows, target)
-        return drafter.paint(state, token[None], position, target)[0][0]
+        return drafter.run_block(state, token[None], position, target)[0][0]
 
     for b in range(2):
         for j, anchor in enumerate(index[b]):
@@ -162,18 +162,18 @@ def log_softmax(hidden, target):
 
 
 def loss_by_loops(drafter, target, batch, anchors, options):
-    """Loss and metrics, slot by slot, from the painted blocks."""
+    """Loss and metrics, position by position, from the hidden states of the blocks."""
     blocks = cut(drafter, batch, anchors)
-    log_probs = log_softmax(painted(drafter)(batch, blocks), target)
+    log_probs = log_softmax(hidden_of(drafter)(batch, blocks), target)
     of_target = log_softmax(batch.hidden, target)
     gamma = BLOCK / 2 if options.gamma is None else options.gamma  # a block of 4 is half of 8
     total = weight_sum = correct_sum = counted_sum = 0.0
     lengths = []
     for b, j in np.ndindex(*anchors.index.shape):
         a = int(anchors.index[b, j])
-        slots = [k for k in range(1, BLOCK) if blocks.counted[b, j, k - 1]]
+        counted = [k for k in range(1, BLOCK) if blocks.counted[b, j, k - 1]]
         nll, cost, correct = {}, {}, {}
-        for k in slots:
+        for k in counted:
             label = int(batch.tokens[b, a + k])
             nll[k] = -log_probs[b, j, k, label]
             p, q = of_target[b, a + k - 1], log_probs[b, j, k]
@@ -181,16 +181,18 @@ def loss_by_loops(drafter, target, batch, anchors, options):
             mix = options.kl_weight if options.name == "kl" else 0.0
             cost[k] = (1 - mix) * nll[k] + mix * kl
             correct[k] = log_probs[b, j, k].argmax() == label
-        for k in slots:
+        for k in counted:
             weight = np.exp(-(k - 1) / gamma) if gamma else 1.0
             if options.name == "dpace":
-                survival = {i: (1 - options.alpha) * np.exp(-nll[i]) + options.alpha for i in slots}
+                survival = {
+                    i: (1 - options.alpha) * np.exp(-nll[i]) + options.alpha for i in counted
+                }
                 weight = sum(
-                    np.prod([survival[i] for i in slots if i <= m]) for m in slots if m >= k
+                    np.prod([survival[i] for i in counted if i <= m]) for m in counted if m >= k
                 )
             total, weight_sum = total + weight * cost[k], weight_sum + weight
         correct_sum += sum(correct.values())
-        counted_sum += len(slots)
+        counted_sum += len(counted)
         if anchors.valid[b, j]:
             run = 0
             while correct.get(run + 1):
@@ -207,9 +209,9 @@ def loss_by_loops(drafter, target, batch, anchors, options):
 
 
 @functools.cache
-def painted(drafter):
+def hidden_of(drafter):
     target = make_target()
-    return jax.jit(lambda batch, blocks: drafter.paint_blocks(batch, blocks, target))
+    return jax.jit(lambda batch, blocks: drafter.run_blocks(batch, blocks, target))
 
 
 @functools.cache
@@ -240,7 +242,7 @@ def test_loss_by_loops(options, rows, share, seed):
     batch = make_batch(rows, seed=seed, share=share)
     anchors = make_anchors(batch, 5, seed)
     # Labels that the drafter would get right, here and there: runs are then longer than none.
-    greedy = painted(drafter)(batch, cut(drafter, batch, anchors))
+    greedy = hidden_of(drafter)(batch, cut(drafter, batch, anchors))
     guesses = make_target().unembed(greedy).argmax(-1)
     tokens = np.array(batch.tokens)
     for b, j in np.ndindex(*anchors.index.shape):
@@ -259,7 +261,7 @@ def test_acceptance_lengths_reach_beyond_one():
     """A drafter whose labels are its own guesses is accepted whole."""
     drafter, batch = make_drafter(FULL, NEAR), make_batch([[LENGTH]], share=1.0)
     anchors = Anchors(jnp.asarray([[3]], jnp.int32), jnp.ones((1, 1), bool))
-    guesses = make_target().unembed(painted(drafter)(batch, cut(drafter, batch, anchors)))
+    guesses = make_target().unembed(hidden_of(drafter)(batch, cut(drafter, batch, anchors)))
     tokens = batch.tokens.at[0, 4 : 4 + BLOCK - 1].set(guesses.argmax(-1)[0, 0, 1:])
     batch = dataclasses.replace(batch, tokens=tokens)
     (_, metrics), _ = loss_of(drafter, LossConfig())(weights_of(drafter), batch, anchors)
@@ -277,7 +279,7 @@ def test_gradients_equal_those_of_the_plain_loss(options):
 
     def plain(weights):
         blocks = cut(drafter, batch, anchors)
-        hidden = with_weights(drafter, weights).paint_blocks(batch, blocks, target)
+        hidden = with_weights(drafter, weights).run_blocks(batch, blocks, target)
         log_probs = jax.nn.log_softmax(target.unembed(hidden)[:, :, 1:])
         cost = -jnp.take_along_axis(log_probs, blocks.labels[..., None], axis=-1)[..., 0]
         if options.uses_target_hidden:

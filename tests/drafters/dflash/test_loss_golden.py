@@ -84,7 +84,7 @@ def test_golden_mask():
 def test_golden_hidden_states():
     drafter, heads, batch, anchors = golden_case()
     vectors, blocks = golden(CASE), cut(drafter, batch, anchors)
-    hidden = jax.jit(lambda: drafter.paint_blocks(batch, blocks, heads))()
+    hidden = jax.jit(lambda: drafter.run_blocks(batch, blocks, heads))()
     logits = heads.unembed(hidden)
     assert bool(jnp.isfinite(hidden).all())
     valid = np.asarray(anchors.valid)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from support.models import make_architecture, make_sharding, make_target
 
 from dflash import errors
-from dflash.checkpoints import checkpoint
+from dflash.checkpoints import assembly, checkpoint
 from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import BeamTree, Eagle3Architecture, Eagle3Config
 from dflash.drafters.eagle3 import shape as eagle3_shape
@@ -80,7 +81,7 @@ def test_a_config_reads_back():
         ({"num_target_layers": 4}, r"number of target layers 4 \(target: 3\)"),
         ({"target_layer_ids": [0, 3]}, r"taps layers \[0, 3\], but the target has 3 layers"),
         ({"num_hidden_layers": 2}, "num_hidden_layers: 2, but EAGLE-3 has 1"),
-        ({"draft_vocab_size": 49}, "draft_vocab_size 49 exceeds vocab_size 48"),
+        ({"draft_vocab_size": 49}, "draft_vocab_size: 49 exceeds the vocabulary of 48"),
         ({"attention_bias": True}, "attention_bias: true is not supported"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "as target_layer_ids"),
         ({"hidden_size": None}, "config.json: missing hidden_size"),
@@ -95,7 +96,7 @@ def test_checkpoints_that_do_not_fit(changes, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": Eagle3Architecture(draft_vocab_size=49)}, "49 exceeds the target's"),
+        ({"architecture": Eagle3Architecture(draft_vocab_size=49)}, "49 exceeds the vocabulary"),
         ({"tree": BeamTree(budget=100, top_k=3, depth=2)}, r"tree\.budget: 100 .* 12 drafts"),
         ({"tree": BeamTree(top_k=21)}, "21 is more than the 20 tokens that can be drafted"),
     ],
@@ -144,12 +145,42 @@ def test_tables_travel_with_the_weights(tmp_path, save):
         np.testing.assert_array_equal(one.get_value(), other.get_value())
 
 
-def test_a_weight_stored_as_integers_is_refused(tmp_path):
-    from safetensors.numpy import load_file, save_file
+@pytest.mark.parametrize(
+    ("draft", "offset", "message"),
+    [
+        (3, 45, r"d2t\[3\]: draft token 3 becomes token 48; expected .* target's 48"),
+        (0, -1, r"d2t\[0\]: draft token 0 becomes token -1"),
+        (4, 3, r"d2t\[4\]: draft token 4 becomes token 7"),  # that of draft token 3
+        (19, 2**31 - 1, r"d2t\[19\]: draft token 19 becomes token 2147483666"),
+    ],
+)
+def test_a_table_that_names_other_tokens_is_refused(tmp_path, draft, offset, message):
+    model = create()
+    model.prepare_training(lambda: np.bincount(range(1, TARGET.vocab_size, 2), minlength=48))
+    model.check_weights(tmp_path)
+    model.d2t.set_value(model.d2t.get_value().at[draft].set(offset))
+    with pytest.raises(errors.CheckpointError, match=message) as caught:
+        model.check_weights(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: ")
 
+
+def test_tables_are_checked_when_weights_are_loaded(tmp_path):
     model, directory = make_drafter(), tmp_path / "out"
     checkpoint.save_hf(model, directory, Eagle3.config_to_hf(model.shape))
-    tensors = load_file(directory / "model.safetensors")
+    source = assembly.Source(directory, checkpoint.read_config(directory), 0)
+    again = create(source.hf)
+    assembly.load_weights(again, source)
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    tensors["d2t"][5] = 1000
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(errors.CheckpointError, match=r"d2t\[5\]"):
+        assembly.load_weights(create(source.hf), source)
+
+
+def test_a_weight_stored_as_integers_is_refused(tmp_path):
+    model, directory = make_drafter(), tmp_path / "out"
+    checkpoint.save_hf(model, directory, Eagle3.config_to_hf(model.shape))
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
     for name, dtype, message in [
         (
             "norm.weight",
@@ -158,7 +189,9 @@ def test_a_weight_stored_as_integers_is_refused(tmp_path):
         ),
         ("d2t", np.float32, "'d2t' is F32, expected one of I64, I32, BOOL"),
     ]:
-        save_file(tensors | {name: tensors[name].astype(dtype)}, directory / "model.safetensors")
+        safetensors.numpy.save_file(
+            tensors | {name: tensors[name].astype(dtype)}, directory / "model.safetensors"
+        )
         with pytest.raises(errors.CheckpointError, match=message):
             checkpoint.load(create(checkpoint.read_config(directory)), directory)
 

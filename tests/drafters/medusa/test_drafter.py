@@ -13,7 +13,8 @@ from dflash import errors
 from dflash.checkpoints import assembly, checkpoint
 from dflash.config import schema
 from dflash.config.loss_schema import LossConfig
-from dflash.drafters.medusa.drafter import Medusa, MedusaShape
+from dflash.drafters.medusa.drafter import Medusa
+from dflash.drafters.medusa.shape import MedusaShape
 from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.layers.train_batch import TrainBatch
@@ -58,7 +59,7 @@ def make_batch() -> TrainBatch:
 ANCHORS = Anchors(jnp.asarray([[0, 3, 10], [4, 5, 7]], jnp.int32), jnp.ones((2, 3), bool))
 
 
-def log_probs_by_hand(model, feature):
+def plain_log_probs(model, feature):
     """Of the tokens that heads 1 … G name, [G, V], from one target feature [D]."""
     values = {path: np.asarray(p.get_value()) for path, p in parameters.named_parameters(model)}
     x = np.asarray(feature, np.float64)
@@ -87,7 +88,7 @@ def test_drafts_come_from_the_row_before_the_anchor():
     proposal, after = model.draft(state, batch.tokens[:, 3], count, sampler, make_target())
     assert after is state
     for row, tokens in zip(state, proposal.tokens.tolist(), strict=True):
-        assert tokens == log_probs_by_hand(model, row).argmax(-1).tolist()
+        assert tokens == plain_log_probs(model, row).argmax(-1).tolist()
 
 
 def test_fresh_heads_say_what_the_target_says_next():
@@ -121,7 +122,7 @@ def test_loss_by_loops():
     total = weights = correct = counted = 0.0
     lengths = []
     for b, a in [(0, 3), (0, 10), (1, 4), (1, 7)]:
-        log_probs = log_probs_by_hand(model, batch.features[b, a - 1])
+        log_probs = plain_log_probs(model, batch.features[b, a - 1])
         run, broken = 1, False
         for k in range(1, BLOCK):
             at = a + k

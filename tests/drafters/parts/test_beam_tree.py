@@ -95,7 +95,7 @@ def test_drafts_are_certain_where_probabilities_are_wanted():
     np.testing.assert_array_equal(proposal.probs, jax.nn.one_hot(proposal.tokens, VOCAB))
 
 
-def test_trees_that_cannot_be():
+def test_trees_that_cannot_be_grown():
     beam_tree.check(BeamTree(budget=30, top_k=3, depth=4), 3)
     with pytest.raises(errors.ConfigError, match=r"tree\.budget: 31 .* capacity, 30 drafts"):
         beam_tree.check(BeamTree(budget=31, top_k=3, depth=4), 3)

@@ -1,4 +1,4 @@
-"""DFlash2 and DSpark: golden vectors of a block, and what training makes of the same block."""
+"""DFlash2 and DSpark: golden vectors of a block, and the same block in training."""
 
 import dataclasses
 import functools
@@ -70,7 +70,7 @@ def inputs(case: str):
 
 @functools.cache
 def drafted(case: str, block_size: int | None = None) -> dict[str, np.ndarray]:
-    """What the drafter makes of the golden context: painted rows, base logits, tokens."""
+    """Hidden states, base logits and tokens of the block after the golden context."""
     options = {} if block_size is None else {"block_size": block_size}
     drafter, (features, anchor) = model(case, **options), inputs(case)
     lent = heads(case)
@@ -81,7 +81,7 @@ def drafted(case: str, block_size: int | None = None) -> dict[str, np.ndarray]:
         count = jnp.asarray([CONTEXT])
         tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
         state = drafter.observe(state, jnp.zeros(1, jnp.int32), tokens, count, features, None)
-        hidden, _ = drafter.paint(state, anchor, count, lent)
+        hidden, _ = drafter.run_block(state, anchor, count, lent)
         proposal, after = drafter.draft(state, anchor, count, GREEDY, lent)
         assert after is state
         return {"hidden": hidden, "base": lent.unembed(hidden), "tokens": proposal.tokens}
@@ -108,12 +108,12 @@ def test_golden_block(case):
 
 
 def condition_along(case: str):
-    """Slot by slot: hidden state, base logits and vectors [1, r], after the drafted tokens."""
+    """By draft position: hidden state, base logits, previous token and vectors [1, r]."""
     drafter, found, (_, anchor) = model(case), drafted(case), inputs(case)
     rows = slice(drafter.first_row, None)
     memory, previous = drafter.fresh_memory(1), anchor
-    slots = zip(found["hidden"][rows], found["base"][rows], found["tokens"], strict=True)
-    for hidden, base, token in slots:
+    positions = zip(found["hidden"][rows], found["base"][rows], found["tokens"], strict=True)
+    for hidden, base, token in positions:
         hidden, base = jnp.asarray(hidden)[None], jnp.asarray(base)[None]
         made, memory = drafter.condition(previous, hidden, memory)
         yield hidden, base, previous, made
@@ -126,7 +126,7 @@ def test_golden_candidates():
         candidates, scores = drafter.rank(base, made)
         np.testing.assert_array_equal(candidates[0], wanted["candidate_ids"][k])
         np.testing.assert_allclose(scores[0], wanted["candidate_scores"][k], **TOLERANCE)
-        logits = np.asarray(drafter.slot_logits(base, made))[0]
+        logits = np.asarray(drafter.corrected_logits(base, made))[0]
         assert set(np.flatnonzero(np.isfinite(logits))) == set(np.asarray(candidates[0]).tolist())
 
 
@@ -134,13 +134,13 @@ def test_golden_candidates():
 def test_golden_corrections_and_confidence(kind):
     drafter, wanted = model(kind), vectors(kind)
     for k, (hidden, base, previous, made) in enumerate(condition_along(kind)):
-        logits = drafter.slot_logits(base, made)[0]
+        logits = drafter.corrected_logits(base, made)[0]
         np.testing.assert_allclose(logits, wanted["corrected_logits"][k], **TOLERANCE)
         odds = drafter.confidence(hidden, previous)[0]
         np.testing.assert_allclose(odds, wanted["confidence_logits"][k], **TOLERANCE)
 
 
-def test_a_smaller_block_is_painted_for_itself():
+def test_a_smaller_block_is_run_by_itself():
     """Rows of a block see one another, so fewer rows are another block."""
     for case, rows in (("dflash2", 4), ("rnn", 3)):
         found = drafted(case, 4)
@@ -150,7 +150,7 @@ def test_a_smaller_block_is_painted_for_itself():
 
 @pytest.mark.parametrize("case", ["dflash2", "rnn"])
 def test_fewer_drafts_are_the_first_ones_of_all(case):
-    """The block is painted whole, as it was trained."""
+    """The whole block is run, as in training."""
     drafter, (features, anchor) = model(case), inputs(case)
     lent, position = heads(case), jnp.asarray([CONTEXT])
 
@@ -183,7 +183,7 @@ def make_batch(case: str) -> tuple[TrainBatch, Anchors]:
 
 @pytest.mark.parametrize("case", ["dflash2", "rnn"])
 def test_training_sees_what_decoding_drafts(case):
-    """Taught by its own drafts, a drafter is right in every slot; every weight has a gradient."""
+    """With its own drafts as labels, a drafter is always right; every weight has a gradient."""
     drafter = model(case)
     batch, anchors = make_batch(case)
     lent = heads(case)
@@ -195,14 +195,14 @@ def test_training_sees_what_decoding_drafts(case):
         parameters.assign(copy, values)
         options = LossConfig(gamma=0.0)
         loss, metrics = copy.loss(batch, lent, None, options, anchors=anchors)
-        lesson = copy.teach(batch, lent, None, options, anchors=anchors)
-        return loss, (metrics, lesson)
+        scored = copy.score_conditioned(batch, lent, None, options, anchors=anchors)
+        return loss, (metrics, scored)
 
-    (loss, (metrics, lesson)), grads = jax.jit(call)(values)
+    (loss, (metrics, scored)), grads = jax.jit(call)(values)
     np.testing.assert_allclose(
-        lesson.hidden[0, 0], drafted(case)["hidden"][drafter.first_row :], **TOLERANCE
+        scored.hidden[0, 0], drafted(case)["hidden"][drafter.first_row :], **TOLERANCE
     )
-    base = np.asarray(heads(case).unembed(lesson.hidden))[0, 0]
+    base = np.asarray(heads(case).unembed(scored.hidden))[0, 0]
     logits = base + np.stack(
         [np.asarray(drafter.bias(made))[0] for *_, made in condition_along(case)]
     )
@@ -229,6 +229,29 @@ def test_training_sees_what_decoding_drafts(case):
         assert float(jnp.abs(grad).max()) > 0, path
 
 
+def test_confidence_is_of_a_draft_whose_predecessors_are_right():
+    """One wrong draft says nothing about those after it, which follow the true token again."""
+    case, wrong = "vanilla", 3
+    drafter, lent = model(case), heads(case)
+    batch, anchors = make_batch(case)
+    at = CONTEXT + 1 + wrong
+    batch = dataclasses.replace(batch, tokens=batch.tokens.at[0, at].add(1))
+
+    @jax.jit
+    def run():
+        options = LossConfig(gamma=0.0)
+        scored = drafter.score_conditioned(batch, lent, None, options, anchors=anchors)
+        return drafter.loss(batch, lent, None, options, anchors=anchors)[1], scored
+
+    metrics, scored = run()
+    right = np.asarray(scored.scores.correct)[0, 0]
+    assert not right[wrong]
+    assert right[-1], "nothing is right after the wrong one"
+    odds = np.asarray(drafter.confidence(scored.hidden, scored.previous))[0, 0]
+    wanted = np.mean(np.log1p(np.exp(odds)) - odds * right)
+    np.testing.assert_allclose(metrics["confidence_loss"], wanted, rtol=1e-5)
+
+
 def test_convolution_by_loops():
     rng = np.random.default_rng(0)
     rows, taps, groups, width = 4, 3, 2, 5
@@ -253,7 +276,7 @@ def test_fresh_convolutions_change_nothing():
 def test_checkpoints_come_back(case, tmp_path):
     drafter = model(case)
     shape = drafter.shape
-    if shape.num_target_layers is None:
+    if shape.num_target_layers is None:  # in a file of speculators; `fit` knows it
         shape = dataclasses.replace(shape, num_target_layers=6)
     checkpoint.save_hf(drafter, tmp_path / "d", kind_of(case).config_to_hf(shape))
     again = load(kind_of(case), tmp_path / "d")
@@ -276,11 +299,15 @@ def test_the_config_of_speculators():
     ("case", "changes", "message"),
     [
         ("dflash2", {"selector_rank": None}, "missing selector_rank"),
-        ("dflash2", {"aux_hidden_state_layer_ids": [0, 2]}, "expected layers from 1 on"),
+        (
+            "dflash2",
+            {"aux_hidden_state_layer_ids": [0, 2]},
+            r"layer_ids\[0\]: expected an integer in \[1, 4096\], got 0",
+        ),
         ("dflash2", {"sample_from_anchor": True}, "sample_from_anchor"),
-        ("dflash2", {"draft_vocab_size": 16}, "draft_vocab_size 16 is not the target's"),
+        ("dflash2", {"draft_vocab_size": 16}, "draft_vocab_size: 16 is not the target's"),
         ("rnn", {"markov_rank": None}, "missing markov_rank"),
-        ("rnn", {"markov_head_type": "lstm"}, "'lstm' is not known, only vanilla, gated, rnn"),
+        ("rnn", {"markov_head_type": "lstm"}, "expected one of vanilla, gated, rnn, got 'lstm'"),
     ],
 )
 def test_what_a_config_may_not_say(case, changes, message):
@@ -291,21 +318,21 @@ def test_what_a_config_may_not_say(case, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("case", "changes", "message"),
+    ("options", "message"),
     [
-        ("dflash2", {"conv_group_size": 5}, "conv_group_size 5 does not divide the hidden size"),
-        ("dflash2", {"selector_top_k": 33}, "selector_top_k 33 exceeds the vocabulary of 32"),
-        ("rnn", {"block_size": 10}, "drafter.block_size: 10 is larger than 9"),
+        ({"conv_group_size": 5}, "conv_group_size: 5 does not divide the hidden size 32"),
+        ({"selector_top_k": 65}, "selector_top_k: 65 exceeds the vocabulary of 64"),
     ],
 )
-def test_what_options_may_not_say(case, changes, message):
-    shape, options = model(case).shape, {}
-    if "block_size" in changes:
-        options = changes
-    else:
-        shape = dataclasses.replace(shape, **changes)
+def test_what_options_may_not_say(options, message):
+    target = schema.TargetArchitecture(64, 32, 64, 6, 4, 2, 16, 128)
     with pytest.raises(errors.ConfigError, match=message):
-        kind_of(case)(shape, dtype=jnp.float32, sharding=make_sharding(), **options)
+        DFlash2.architecture_for(target, schema.DFlash2Architecture(**options))
+
+
+def test_more_drafts_than_trained_are_refused():
+    with pytest.raises(errors.ConfigError, match=r"drafter.block_size: 10 is larger than 9"):
+        DSpark(model("rnn").shape, dtype=jnp.float32, sharding=make_sharding(), block_size=10)
 
 
 def test_architectures_have_the_defaults_of_the_schema():

@@ -16,26 +16,26 @@ from dflash.drafters.base import Candidates
 from dflash.drafters.parts import token_tree
 
 few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-# Slots, vocabulary, budget: chains and bushes, budgets under and over vocabulary and depth.
+# Draft positions, vocabulary, budget: deep and broad trees, budgets under and over both.
 SHAPES = [(4, 5, 16), (1, 7, 7), (3, 2, 14), (5, 3, 1), (2, 40, 64), (15, 9, 32), (6, 2, 4)]
 shapes = st.sampled_from(SHAPES)
 seeds = st.integers(0, 2**31 - 1)
 best_first = jax.jit(token_tree.best_first, static_argnums=1)
 
 
-def draw_scores(seed: int, slots: int, vocab: int) -> np.ndarray:
+def draw_scores(seed: int, depths: int, vocab: int) -> np.ndarray:
     """Sorted scores [B, D, V]: smooth ones, ones full of ties, ones that rule tokens out."""
     rng = np.random.default_rng(seed)
-    logits = rng.normal(size=(slots, vocab)) * rng.choice([0.3, 1.0, 4.0], size=(slots, 1))
+    logits = rng.normal(size=(depths, vocab)) * rng.choice([0.3, 1.0, 4.0], size=(depths, 1))
     smooth = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    ties = -rng.integers(0, 3, (slots, vocab))
-    holes = np.where(rng.random((slots, vocab)) < 0.6, -np.inf, smooth)
+    ties = -rng.integers(0, 3, (depths, vocab))
+    holes = np.where(rng.random((depths, vocab)) < 0.6, -np.inf, smooth)
     return -np.sort(-np.stack([smooth, ties, holes]), axis=-1).astype(np.float32)
 
 
 def heap_sums(scores: np.ndarray, budget: int) -> list[float]:
     """The best sums in falling order: best-first search, a prefix at a time."""
-    slots, vocab = scores.shape
+    depths, vocab = scores.shape
     heap = [(-(np.float32(0) + scores[0, 0]), (0,))]
     found = []
     while heap and len(found) < budget:
@@ -47,7 +47,7 @@ def heap_sums(scores: np.ndarray, budget: int) -> list[float]:
         if prefix[-1] + 1 < vocab:  # the next sibling
             sibling = before + scores[len(prefix) - 1, prefix[-1] + 1]
             heapq.heappush(heap, (-sibling, (*prefix[:-1], prefix[-1] + 1)))
-        if len(prefix) < slots:  # the first child
+        if len(prefix) < depths:  # the first child
             child = -cost + scores[len(prefix), 0]
             heapq.heappush(heap, (-child, (*prefix, 0)))
     return found
@@ -56,9 +56,9 @@ def heap_sums(scores: np.ndarray, budget: int) -> list[float]:
 def prefixes(nodes: token_tree.Nodes, b: int) -> list[tuple[int, ...]]:
     """The ranks along the path to each node."""
     found: list[tuple[int, ...]] = []
-    for slot, rank, parent in zip(*(np.asarray(part[b]) for part in nodes), strict=True):
+    for depth, rank, parent in zip(*(np.asarray(part[b]) for part in nodes), strict=True):
         before = found[parent - 1] if parent else ()
-        assert slot == len(before), "a child continues the slot of its parent"
+        assert depth == len(before), "a child continues the draft position of its parent"
         found.append((*before, int(rank)))
     return found
 
@@ -66,8 +66,8 @@ def prefixes(nodes: token_tree.Nodes, b: int) -> list[tuple[int, ...]]:
 @few
 @given(shapes, seeds)
 def test_the_best_prefixes_exactly(shape, seed):
-    slots, vocab, budget = shape
-    scores = draw_scores(seed, slots, vocab)
+    depths, vocab, budget = shape
+    scores = draw_scores(seed, depths, vocab)
     nodes = best_first(scores[..., :budget], budget)
     for b, own in enumerate(scores):
         found = prefixes(nodes, b)
@@ -97,10 +97,10 @@ def test_the_search_itself_against_all_prefixes():
             )
 
 
-def test_a_sure_drafter_gets_a_chain_and_an_unsure_one_a_bush():
+def test_a_confident_drafter_gets_a_chain_and_an_uncertain_one_a_broad_tree():
     sure = jnp.log(jnp.tile(jnp.array([0.9, 0.06, 0.04]), (1, 4, 1)))
     unsure = jnp.log(jnp.tile(jnp.array([0.4, 0.35, 0.25]), (1, 4, 1)))
-    assert token_tree.best_first(sure, 4).slot.tolist() == [[0, 1, 2, 3]]
+    assert token_tree.best_first(sure, 4).depth.tolist() == [[0, 1, 2, 3]]
     bush = token_tree.best_first(unsure, 4)
     assert prefixes(bush, 0) == [(0,), (1,), (2,), (0, 0)]
 
@@ -123,13 +123,14 @@ def test_tokens_of_a_proposal():
 
 
 @pytest.mark.parametrize(
-    ("slots", "vocab", "capacity"), [(1, 24, "24 drafts in 1 slot of"), (3, 4, "84 drafts in 3")]
+    ("depths", "vocab", "capacity"),
+    [(1, 24, "24 drafts at 1 draft position of"), (3, 4, "84 drafts at 3")],
 )
-def test_a_budget_larger_than_the_capacity_of_the_block(slots, vocab, capacity):
-    whole = sum(vocab**depth for depth in range(1, slots + 1))
-    token_tree.check_budget(whole, slots, vocab)
+def test_a_budget_larger_than_the_capacity_of_the_block(depths, vocab, capacity):
+    whole = sum(vocab**depth for depth in range(1, depths + 1))
+    token_tree.check_budget(whole, depths, vocab)
     with pytest.raises(errors.ConfigError) as caught:
-        token_tree.check_budget(whole + 1, slots, vocab)
+        token_tree.check_budget(whole + 1, depths, vocab)
     (line,) = caught.value.problems
     assert line.startswith(f"drafter.tree.budget: {whole + 1} is larger than the block's capacity")
     assert capacity in line

@@ -2,22 +2,18 @@
 
 Source: Leviathan et al. 2023. The model is any target of the registry, as it is: its own embedding,
 its own head, its own paged cache.
-
-Its class is found through the registry, by what its config.json states, as the assembly finds that
-of a target: this file knows no family, and imports none.
 """
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash import errors, registry
-from dflash.checkpoints import assembly
-from dflash.config.schema import AutoregressiveConfig, DraftModelArchitecture, TargetArchitecture
+from dflash import errors
+from dflash.config.schema import AutoregressiveConfig, TargetArchitecture
+from dflash.drafters.autoregressive import shape as shapes
 from dflash.drafters.base import Drafter
 from dflash.drafters.parts import chain
 from dflash.layers.cache import PagedCache, batch_axes
@@ -28,10 +24,10 @@ PAGE_TOKENS = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftModelState:
-    """What the model knows of B sequences, anchor included: a row ahead of what was observed.
+    """Context of B sequences, anchor included: one row more than was observed.
 
     Attributes:
-      cache: of the model; sequence b owns pages b·M … b·M + M - 1. Slots past the anchor are stale.
+      cache: of the model; sequence b owns pages b·M … b·M + M - 1. Rows past the anchor are stale.
       hidden: [B, D]; after the final norm, of the anchor. It makes the first draft.
     """
 
@@ -40,7 +36,7 @@ class DraftModelState:
 
 
 class Autoregressive(Drafter):
-    """The drafter; the sequences' own pages never change hands, so there is no page pool."""
+    """The drafter; each sequence has its pages from start to end, so there is no page pool."""
 
     has_probs = True
 
@@ -56,22 +52,16 @@ class Autoregressive(Drafter):
     ) -> "Autoregressive":
         """An abstract drafter, checked against its target; see `Drafter.create`."""
         if hf is None:
-            entry = registry.find(registry.TARGETS, config.family, "drafter.family")
-            kind = registry.load(entry.implementation)
-            arch = architecture_for(target, config.architecture)
+            shape = shapes.for_target(target, config.architecture, config.family)
         else:
-            _, kind = assembly.find_class(hf, pathlib.Path(config.checkpoint), registry.TARGETS)
-            arch = kind.architecture_from_hf(hf)
-        if arch.vocab_size != target.vocab_size:
-            raise errors.CheckpointError(
-                f"drafter.checkpoint: another vocabulary than the target's: {arch.vocab_size} "
-                f"tokens, the target has {target.vocab_size}; take a model of the target's family"
-            )
-        return cls(kind(arch, dtype=dtype, sharding=sharding), block_size=config.block_size)
+            shape = shapes.read(hf)
+        shape = shapes.fit(shape, target)
+        model = shape.family(shape.decoder, dtype=dtype, sharding=sharding)
+        return cls(model, block_size=config.block_size)
 
     @property
     def checkpointed(self) -> nnx.Module:
-        """What the checkpoint holds: the model, under the names that it has as a target."""
+        """The part that the checkpoint holds: the model, under its names as a target."""
         return self.model
 
     def init_state(self, batch, max_length):
@@ -95,7 +85,7 @@ class Autoregressive(Drafter):
         """
 
         def extend(hidden, tokens, state, step):
-            del hidden  # the token says it all
+            del hidden  # the model reads tokens alone
             return self.run(state, tokens, position + 1 + step)
 
         return chain.draft(
@@ -148,22 +138,3 @@ class Autoregressive(Drafter):
         raise errors.ConfigError(
             "drafter.name: a draft model is trained as a target (task=target), not as a drafter"
         )
-
-
-def architecture_for(
-    target: TargetArchitecture, options: DraftModelArchitecture | None
-) -> TargetArchitecture:
-    """The shape of a draft model without a checkpoint.
-
-    Raises:
-      ConfigError: its heads do not divide into groups.
-    """
-    stated = dataclasses.asdict(options or DraftModelArchitecture())
-    changes = {name: value for name, value in stated.items() if value is not None}
-    arch = dataclasses.replace(target, **changes)
-    if arch.num_attention_heads % arch.num_key_value_heads:
-        raise errors.ConfigError(
-            f"drafter.architecture.num_attention_heads: {arch.num_attention_heads} does not divide "
-            f"into num_key_value_heads={arch.num_key_value_heads} groups"
-        )
-    return arch

@@ -11,7 +11,8 @@ from support.models import ARCHITECTURE, make_sharding, target
 from dflash import errors
 from dflash.checkpoints import assembly
 from dflash.config import schema
-from dflash.drafters.autoregressive import Autoregressive, architecture_for
+from dflash.drafters.autoregressive import shape as shapes
+from dflash.drafters.autoregressive.drafter import Autoregressive
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
@@ -72,10 +73,12 @@ def test_random_weights_are_of_the_family_that_is_named():
     assert model.arch.vocab_size == ARCHITECTURE.vocab_size
 
 
-def test_what_is_left_out_follows_the_target():
-    shape = architecture_for(ARCHITECTURE, schema.DraftModelArchitecture(num_hidden_layers=1))
-    assert shape.num_hidden_layers == 1
-    assert shape.hidden_size == ARCHITECTURE.hidden_size
+def test_width_vocabulary_and_context_follow_the_target():
+    options = schema.DraftModelArchitecture(num_hidden_layers=1)
+    decoder = shapes.for_target(ARCHITECTURE, options).decoder
+    assert decoder.num_hidden_layers == 1
+    assert decoder.hidden_size == ARCHITECTURE.hidden_size
+    assert decoder.vocab_size == ARCHITECTURE.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -88,8 +91,8 @@ def test_what_is_left_out_follows_the_target():
         ({"checkpoint": "random", "family": "qwen33"}, errors.ConfigError,
          "drafter.family: unknown name 'qwen33'; did you mean 'qwen3'?"),
         ({"checkpoint": "random",
-          "architecture": schema.DraftModelArchitecture(num_attention_heads=6)},
-         errors.ConfigError, "num_attention_heads: 6 does not divide into num_key_value_heads=4"),
+          "architecture": schema.DraftModelArchitecture(num_attention_heads=9)},
+         errors.ConfigError, "num_attention_heads: 9 does not divide into num_key_value_heads=8"),
     ],
     ids=["vocabulary", "architecture", "family", "heads"],
 )  # fmt: skip

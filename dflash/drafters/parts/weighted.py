@@ -1,0 +1,109 @@
+"""What all strategies with weights share: a shape, stated by a checkpoint or made for a target."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from dflash.config.schema import DrafterConfig, TargetArchitecture
+from dflash.drafters.base import Drafter
+from dflash.layers import cache as kv
+from dflash.layers.linear import Linear
+from dflash.parallel.sharding import Sharding
+
+
+class WeightedDrafter(Drafter):
+    """Base of such drafters.
+
+    Attributes:
+      shapes: the module `shape.py` beside the drafter, which has four functions.
+        read(hf): the shape that a checkpoint's config.json states.
+        write(shape): the fields of config.json that state it.
+        for_target(target, options): the shape of a fresh drafter; options None for all defaults.
+        fit(shape, target): the shape, checked against the target and completed from it.
+      shape: of this drafter.
+      dtype: of weights and state.
+      sharding: where they live.
+    """
+
+    shapes: ClassVar[ModuleType]
+
+    def __init__(self, shape: Any, *, dtype: jnp.dtype, sharding: Sharding):
+        """Subclasses declare their parameters and take the options of `options`."""
+        self.shape = shape
+        self.dtype = jnp.dtype(dtype)
+        self.sharding = sharding
+
+    @classmethod
+    def create(
+        cls,
+        config: DrafterConfig,
+        hf: Mapping[str, Any] | None,
+        target: TargetArchitecture,
+        *,
+        dtype: jnp.dtype,
+        sharding: Sharding,
+    ) -> "WeightedDrafter":
+        """An abstract drafter, checked against its target; see `Drafter.create`."""
+        if hf is None:
+            shape = cls.architecture_for(target, config.architecture)
+        else:
+            shape = cls.architecture_from_hf(hf)
+        shape = cls.shapes.fit(shape, target)
+        return cls(shape, dtype=dtype, sharding=sharding, **cls.options(config))
+
+    @classmethod
+    def options(cls, config: DrafterConfig) -> dict[str, Any]:
+        """Arguments of `__init__` beside the shape, from the config group."""
+        return {}
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Any:
+        """The shape that a checkpoint's config.json states.
+
+        Raises:
+          CheckpointError: a field is missing or unusable, or contradicts another.
+        """
+        return cls.shapes.read(config)
+
+    @classmethod
+    def architecture_for(cls, target: TargetArchitecture, options: Any) -> Any:
+        """The shape of a fresh drafter for a target; options None for all defaults.
+
+        Raises:
+          ConfigError: the options contradict one another, or the target.
+        """
+        return cls.shapes.for_target(target, options)
+
+    @classmethod
+    def config_to_hf(cls, shape: Any) -> dict[str, Any]:
+        """The config.json of a checkpoint with this shape."""
+        return cls.shapes.write(shape) | {"architectures": list(cls.hf_architectures)}
+
+    def feature_projection(self, num_features: int) -> Linear:
+        """An abstract map from concatenated target features [..., C·D] to the drafter's width."""
+        width = self.shape.decoder.hidden_size
+        return Linear(
+            num_features * width,
+            width,
+            ("features", "embed"),
+            dtype=self.dtype,
+            sharding=self.sharding,
+        )
+
+    def context_cache(self, batch: int, max_length: int) -> kv.StaticCache:
+        """Abstract keys and values of all draft layers for `batch` sequences.
+
+        `observe` may write a whole path from the last position on.
+        """
+        decoder = self.shape.decoder
+        return kv.static_cache(
+            num_layers=decoder.num_hidden_layers,
+            num_kv_heads=decoder.num_key_value_heads,
+            head_dim=decoder.head_dim,
+            batch=batch,
+            capacity=max_length + self.longest_path,
+            dtype=self.dtype,
+            sharding=self.sharding,
+        )

@@ -1,0 +1,230 @@
+"""What the shapes of all strategies with weights share, over the registry.
+
+A shape comes from a checkpoint's config.json or from the drafter's own config, never from the
+target's attention.
+"""
+
+import dataclasses
+import json
+import types
+
+import jax.numpy as jnp
+import pytest
+from support import TESTS
+from support.models import make_architecture, make_sharding
+
+from dflash import errors, registry
+from dflash.config import benchmark_schema, layers, loader, schema, train_schema
+from dflash.drafters.autoregressive import shape as draft_model
+from dflash.drafters.parts import decoder_shape
+from dflash.drafters.parts.weighted import WeightedDrafter
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
+
+CONFIGS, ASSETS = layers.package_configs(), TESTS.parent / "dflash" / "assets"
+
+
+def kind_of(name: str) -> type:
+    return registry.load(registry.DRAFTERS[name].implementation)
+
+
+WITH_SHAPES = [name for name in registry.DRAFTERS if issubclass(kind_of(name), WeightedDrafter)]
+each = pytest.mark.parametrize("name", WITH_SHAPES)
+TARGET = make_architecture(vocab_size=600)
+
+
+def test_every_drafter_with_weights_of_its_own_has_a_shape_module():
+    assert set(WITH_SHAPES) == {"dflash", "dflash2", "dspark", "eagle3", "medusa"}
+    for name in (*WITH_SHAPES, "autoregressive"):
+        module = f"{kind_of(name).__module__.removesuffix('.drafter')}.shape"
+        assert {"read", "for_target", "fit"} <= set(vars(__import__(module, fromlist=["read"])))
+
+
+@each
+def test_what_is_written_reads_back(name):
+    kind = kind_of(name)
+    shape = kind.shapes.fit(kind.architecture_for(TARGET, None), TARGET)
+    config = json.loads(json.dumps(kind.config_to_hf(shape)))
+    assert config["architectures"] == list(kind.hf_architectures)
+    assert kind.architecture_from_hf(config) == shape
+
+
+# --- for a target --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*WITH_SHAPES, "autoregressive"])
+def test_nothing_follows_the_targets_attention(name):
+    """A target of which there is nothing else, as if it had experts and latent attention."""
+    known = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+    known += ("tie_word_embeddings", "eos_token_id")
+    bare = types.SimpleNamespace(**{field: getattr(TARGET, field) for field in known})
+    module = draft_model if name == "autoregressive" else kind_of(name).shapes
+    assert module.for_target(bare, None) == module.for_target(TARGET, None)
+
+
+@pytest.mark.parametrize(
+    ("width", "options", "heads", "kv_heads", "mlp"),
+    [
+        (2560, {}, 32, 8, 7680),
+        (4096, {}, 32, 8, 12288),
+        (7168, {}, 64, 8, 21504),
+        (2048, {}, 16, 8, 6144),
+        (32, {}, 1, 1, 96),
+        (384, {"head_dim": 64}, 8, 8, 1152),
+        (128, {}, 1, 1, 384),
+        (129, {"num_attention_heads": 3, "intermediate_size": 7}, 3, 3, 7),
+    ],
+)
+def test_rules_of_what_is_left_out(width, options, heads, kv_heads, mlp):
+    target = make_architecture(hidden_size=width, rope_theta=3.0, rms_norm_eps=0.1)
+    decoder = decoder_shape.for_target(target, schema.DraftLayers(**options), num_hidden_layers=2)
+    found = decoder.num_attention_heads, decoder.num_key_value_heads, decoder.intermediate_size
+    assert found == (heads, kv_heads, mlp)
+    assert (decoder.rope_theta, decoder.rms_norm_eps) == (1e6, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_attention_heads": 9}, "num_attention_heads: 9 does not divide into"),
+        ({"head_dim": 7}, "head_dim: expected an even number"),
+        ({"rope_scaling": schema.RopeScaling(low_freq_factor=9.0)}, "rope_scaling.low_freq_factor"),
+    ],
+)
+def test_layers_that_cannot_be_built_are_one_line(options, message):
+    with pytest.raises(errors.ConfigError) as caught:
+        decoder_shape.for_target(TARGET, schema.DraftLayers(**options), num_hidden_layers=1)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"drafter.architecture.{message}")
+
+
+def tiny_target() -> schema.TargetArchitecture:
+    return Qwen3.architecture_from_hf(json.loads((ASSETS / "tiny_target/config.json").read_text()))
+
+
+def shipped() -> dict[str, tuple[schema.DrafterConfig, schema.TargetArchitecture]]:
+    """Every shipped run whose drafter is made for its target, by the name of its file."""
+    runs = {"train": train_schema.TrainRun, "benchmark": benchmark_schema.BenchmarkRun}
+    found = {}
+    for path in sorted(CONFIGS.rglob("*.yml")):
+        folder = path.parent.name
+        if folder in ("models", "drafters", "sweeps"):
+            continue
+        run = loader.load(path, schema=runs.get(folder, schema.DecodeRun))
+        if getattr(run.drafter, "architecture", None) is not None:
+            name = str(path.relative_to(CONFIGS))
+            found[name] = run.drafter, run.target.architecture or tiny_target()
+    return found
+
+
+SHIPPED = shipped()
+
+
+def test_the_shipped_recipes_are_among_them():
+    assert {f"train/tiny_{name}.yml" for name in WITH_SHAPES} <= set(SHIPPED)
+    assert {"train/qwen3_4b_dflash.yml", "train/qwen3_4b_eagle3.yml"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("path", [p for p in SHIPPED if "medusa" not in p])
+def test_shipped_drafters_have_the_layers_of_their_targets(path):
+    """As published drafters do; each states so itself, but for its number of layers."""
+    config, target = SHIPPED[path]
+    if config.name == "autoregressive":
+        decoder = draft_model.for_target(target, config.architecture).decoder
+        stated = {"num_attention_heads": 16, "hidden_size": 1024, "tie_word_embeddings": True}
+        target = dataclasses.replace(target, **stated)
+    else:
+        decoder = kind_of(config.name).architecture_for(target, config.architecture).decoder
+    if config.name == "eagle3":
+        target = dataclasses.replace(target, tie_word_embeddings=False)
+    mlp = {"qwen3_8b_autoregressive.yml": 3072, "llama3_1_8b_dflash.yml": 12288}
+    assert decoder == dataclasses.replace(
+        target,
+        num_hidden_layers=decoder.num_hidden_layers,
+        intermediate_size=mlp.get(path, target.intermediate_size),
+    )
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+def test_the_recipe_of_an_embedded_drafter_makes_its_shape(name):
+    config, target = SHIPPED[f"train/tiny_{name}.yml"]
+    kind = kind_of(name)
+    found = kind.shapes.fit(kind.architecture_for(target, config.architecture), target)
+    stored = json.loads((ASSETS / f"tiny_{name}/config.json").read_text())
+    assert found == kind.architecture_from_hf(stored)
+    fresh = kind(found, dtype=jnp.bfloat16, sharding=make_sharding())
+    assert parameters.count(fresh) > 0
+
+
+# --- config.json ---------------------------------------------------------------------------------
+
+NOT_SIZES = (0, -3, 16.5, "8", True, [4], {"a": 1}, 1e400, float("nan"), 2**40)
+BLOCK = ("block_size",)
+DEPTH = ("num_target_layers",)
+SIZES = {
+    "dflash": [BLOCK, DEPTH, ("sliding_window",), ("dflash_config", "block_size"),
+               ("dflash_config", "num_target_layers"), ("dflash_config", "swa_window_size")],
+    "dflash2": [("dflash_config", field) for field in
+                ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")],
+    "dspark": [BLOCK, DEPTH, ("markov_rank",)],
+    "eagle3": [DEPTH, ("draft_vocab_size",)],
+    "medusa": [BLOCK, DEPTH, ("hidden_size",), ("vocab_size",)],
+}  # fmt: skip
+OTHERS = [
+    ("dflash", ("dflash_config",), 7),
+    ("dflash", ("dflash_config",), [1]),
+    ("dflash", ("dflash_config", "mask_token_id"), -1),
+    ("dflash", ("dflash_config", "mask_token_id"), 1.5),
+    ("dflash", ("dflash_config", "target_layer_ids"), 1),
+    ("dflash", ("dflash_config", "target_layer_ids"), ["a"]),
+    ("dflash", ("dflash_config", "target_layer_ids"), [-1]),
+    ("dflash", ("dflash_config", "causal"), "yes"),
+    ("dflash", ("dflash_config", "use_swa"), 1),
+    ("dflash", ("layer_types",), "full_attention"),
+    ("dflash", ("layer_types",), [7]),
+    ("dflash", ("layer_types",), {"0": "full_attention"}),
+    ("dflash", ("sliding_window_non_causal",), "no"),
+    ("dspark", ("target_layer_ids",), [0.5]),
+    ("dspark", ("markov_head_type",), ["rnn"]),
+    ("dspark", ("enable_confidence_head",), "true"),
+    ("eagle3", ("target_layer_ids",), [-1]),
+    ("eagle3", ("target_layer_ids",), "1"),
+    ("eagle3", ("eagle_config",), 3),
+    ("eagle3", ("rope_parameters",), 5),
+    ("eagle3", ("attention_bias",), "yes"),
+    ("medusa", ("rms_norm_eps",), float("nan")),
+    ("medusa", ("rms_norm_eps",), "1e-6"),
+]
+UNUSABLE = [
+    (name, path, value) for name, paths in SIZES.items() for path in paths for value in NOT_SIZES
+] + OTHERS
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"), UNUSABLE, ids=[f"{n}-{'.'.join(p)}-{v}" for n, p, v in UNUSABLE]
+)
+def test_an_unusable_field_of_a_file_is_one_line(name, path, value):
+    kind = kind_of(name)
+    config = kind.config_to_hf(kind.architecture_for(TARGET, None))
+    group = config
+    for key in path[:-1]:
+        group = group[key]
+    group[path[-1]] = value
+    with pytest.raises(errors.CheckpointError) as caught:
+        kind.shapes.fit(kind.architecture_from_hf(config), TARGET)
+    message = str(caught.value)
+    assert message.startswith("config.json: ")
+    assert path[-1] in message
+    assert "expected" in message or "supported" in message
+    assert "\n" not in message
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize("inner", [7, [1], "x"])
+def test_a_decoder_of_speculators_that_is_no_mapping(inner):
+    config = {"transformer_layer_config": inner, "aux_hidden_state_layer_ids": [1]}
+    config |= {"conv_kernel_size": 2, "conv_group_size": 1, "selector_rank": 1, "selector_top_k": 1}
+    with pytest.raises(
+        errors.CheckpointError, match="transformer_layer_config: expected a mapping"
+    ):
+        kind_of("dflash2").architecture_from_hf(config)
