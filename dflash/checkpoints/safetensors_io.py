@@ -32,8 +32,8 @@ IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq")
 _PIECE_BYTES = 8 * 2**20
 _ALIGNMENT_BYTES = 64  # what lets a CPU device use a host buffer as it is
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # of weights
-_TABLE_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
-_CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _TABLE_DTYPES).items()}
+_BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
+_CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _BUFFER_DTYPES).items()}
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
@@ -45,7 +45,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     Args:
       module: offers `checkpoint_name(path)`, a name or what tensor_map.py has, and optionally
         `ignored_checkpoint_names` and `ignored_checkpoint_suffixes`. Parameters at a path that ends
-        in ".kernel" are stored transposed. Tables are filled too.
+        in ".kernel" are stored transposed. Buffers are filled too.
       directory: holds model.safetensors or an index with its shards.
     Raises:
       CheckpointError: a file is missing or damaged, or the tensors are not those of the module.
@@ -75,7 +75,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Dtypes among the stored weights; tables do not count.
+    """Dtypes among the stored weights; buffers do not count.
 
     Raises:
       CheckpointError: the checkpoint cannot be read, or a tensor is not of these floating points.
@@ -84,7 +84,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
     weights = [
         tensor
         for tensor in tensors
-        if not _matches(tensor.name, IGNORED) and tensor.code not in _TABLE_DTYPES
+        if not _matches(tensor.name, IGNORED) and tensor.code not in _BUFFER_DTYPES
     ]
     for tensor in weights:
         _check_code(tensor, _DTYPES)
@@ -94,12 +94,12 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
 def save(
     module: nnx.Module, directory: pathlib.Path, dtype=None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> int:
-    """Writes what `module` holds under its checkpoint names, one tensor in memory at a time.
+    """Writes the weights of `module` under their checkpoint names, one tensor in memory at a time.
 
     All processes of a multi-host run call this; process 0 writes.
 
     Args:
-      module: offers `checkpoint_name(path)`; its parameters and tables hold arrays.
+      module: offers `checkpoint_name(path)`; its parameters and buffers hold arrays.
       directory: exists already.
       dtype: of the stored weights; None keeps each parameter's own.
       max_shard_bytes: a larger model is split into several files and an index.
@@ -158,7 +158,7 @@ def _check(tensors, wanted, module, directory) -> None:
                 f"{list(expected)}; {misfit}"
             )
         is_weight = jnp.issubdtype(wanted[path].dtype, jnp.floating)
-        _check_code(tensor, _DTYPES if is_weight else _TABLE_DTYPES)
+        _check_code(tensor, _DTYPES if is_weight else _BUFFER_DTYPES)
 
 
 def _check_code(tensor: StoredTensor, known: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ def _read(
     array = jax.make_array_from_callback(
         abstract.shape, abstract.sharding, read_shard, dtype=abstract.dtype
     )
-    # Transfers to an accelerator run behind our back; without waiting, buffers would pile up.
+    # Transfers to an accelerator are asynchronous; without waiting, host buffers would pile up.
     return array.block_until_ready()
 
 
@@ -275,7 +275,7 @@ class _Outgoing:
 
     def __init__(self, name: str, parts: list[tuple[str, nnx.Variable, Piece]], dtype):
         _, leaf, piece = parts[0]
-        if isinstance(leaf, parameters.Table):
+        if isinstance(leaf, parameters.Buffer):
             dtype = leaf.stored_dtype
         self._parts = parts
         self.name = name
@@ -296,7 +296,7 @@ class _Outgoing:
         """The rows of one piece."""
         value = leaf.get_value()
         # A fresh array: a jax array that is turned into numpy keeps that host copy for its life.
-        # jax has no int64 here: tables are widened on the host.
+        # jax has no int64 here: buffers are widened on the host.
         weight = jnp.issubdtype(self.dtype, jnp.floating)
         fresh = _prepare(
             value,
@@ -337,7 +337,7 @@ def _pack(tensors: Iterable[_Outgoing], max_bytes: int) -> list[list[_Outgoing]]
 
 
 def _write(file: pathlib.Path, tensors: list[_Outgoing]) -> None:
-    """Writes one file, tensor by tensor; the library itself would want them all in memory.
+    """Writes one file, tensor by tensor; the library would need all of them in memory.
 
     Source: https://huggingface.co/docs/safetensors, "Format".
     """

@@ -92,7 +92,7 @@ def by_tensor(
 
     Args:
       module: offers `checkpoint_name(path)`.
-      shapes: path and shape of each of its parameters and tables.
+      shapes: path and shape of each of its parameters and buffers.
     Raises:
       ValueError: the parameters do not divide a tensor up among them, row by row.
     """

@@ -34,7 +34,7 @@ class RopeScaling:
     factor: float = option(8.0, minimum=1.0)
     low_freq_factor: float = option(1.0, minimum=0.0)
     high_freq_factor: float = option(4.0, minimum=0.0)
-    original_max_position_embeddings: int = option(8192, minimum=1, maximum=2**31 - 1)
+    original_max_position_embeddings: int = option(8192, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TargetArchitecture:
     rope_theta: float = option(1e6, minimum=1.0)
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
-    eos_token_id: tuple[int, ...] = option((), minimum=0, maximum=2**31 - 1)
+    eos_token_id: tuple[int, ...] = option((), minimum=0)
 
 
 MAX_BLOCK_SIZE = 1024  # rows that a target verifies at once, the anchor included

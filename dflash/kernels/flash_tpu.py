@@ -1,4 +1,4 @@
-"""What the Pallas attention kernels share: a running softmax in VMEM, and a look at VMEM's size.
+"""Shared by the Pallas attention kernels: a running softmax in VMEM, and a check of VMEM's size.
 
 Scores are kept in units of log2, so that one multiplication serves both the scale and the base of
 the exponential. Each row's running peak is kept in all 128 lanes, and its running sum is spread
@@ -31,7 +31,7 @@ def row_tile(dtype: jnp.dtype) -> int:
 
 
 def div(a, b: int):
-    """a // b of int32 a >= 0: `//` asks for the sign, and Mosaic for the chip to tell it."""
+    """a // b of int32 a >= 0, without the sign handling of `//`, which Mosaic compiles per chip."""
     return jax.lax.div(a, jnp.int32(b))
 
 
@@ -53,7 +53,7 @@ class Softmax:
       peak: [K, R, 128]; the largest score, in every lane.
       total: [K, R, 128]; the sum over lanes is the sum of exp2(score - peak).
       weighted: [K, R, H]; sum of exp2(score - peak) · value.
-      scores: [2, R, S]; of a whole tile that is to be weighed, in turn for one head and the next.
+      scores: [2, R, S]; of a whole tile before weighting, alternating between two heads.
     """
 
     peak: jax.Ref

@@ -41,8 +41,8 @@ def paged_attention(
     Slots past `start + T` are stale: the kernel may overwrite those that share a tile of memory
     with a new row.
 
-    Pages may be quantised. New rows then are too before anybody sees them, so that every row meets
-    the same keys and values whether its predecessors came in this call or in one before.
+    Pages may be quantised. New rows are then quantised before any row attends to them, so that
+    every row sees the same keys and values whether its predecessors came in this call or earlier.
 
     Args:
       queries: [B, T, N, H].
@@ -94,8 +94,8 @@ def _reference(
     kv_heads, _, page_size, _ = key_pages.shape
     keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
     slots = slot_index(page_table, start[:, None] + jnp.arange(length), page_size)
-    # Written first and read after: the loop below then has one version of the pages to read, and
-    # XLA updates them in place.
+    # Written before they are read: the loop below then reads one version of the pages, and XLA
+    # updates them in place.
     key_pages = write_slots(key_pages, slots, keys)
     value_pages = write_slots(value_pages, slots, values)
 

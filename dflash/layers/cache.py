@@ -1,7 +1,7 @@
 """KV caches: pages for the target, static arrays for drafters that look in both directions.
 
-Neither knows its length. The decode state counts the committed tokens of each sequence, once;
-rows past that count are stale and get overwritten, nothing is ever cropped.
+Neither stores its length: the decode state counts the committed tokens of each sequence. Rows past
+that count are stale and are overwritten later; nothing is ever cropped.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class PagedCache:
     """What every layer keeps of the context, in pages, and each sequence's table of pages.
 
     Page indices count within a device's own share of the pool, so that no index ever points across
-    devices. Page 0 of each share is scratch: slots that nobody owns are written there.
+    devices. Page 0 of each share is scratch: rows of sequences without pages are written there.
 
     Attributes:
       layers: per layer a pytree as its attention's `cache_spec`, with a pool of pages in place of
@@ -147,7 +147,7 @@ def paged_cache(
     quantised: bool = False,
     sharding: Sharding,
 ) -> PagedCache:
-    """An abstract cache; filled with zeros, every sequence owns the scratch page alone.
+    """An abstract cache; filled with zeros, every sequence owns only the scratch page.
 
     Args:
       specs: per layer, what its attention keeps of a position: a pytree of `CacheArray`s.

@@ -1,7 +1,7 @@
-"""The decoder-only network that every dense target family shares.
+"""The decoder-only network that all target families share.
 
-A family is this network plus what sets it apart: a few class attributes and how its config.json
-reads. See qwen3.py and llama3.py.
+A family is this network with a few class attributes, such as qwen3.py and llama3.py, and overrides
+of what differs; see docs/adding_a_target.md.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class TargetOutput(NamedTuple):
     """What one target forward returns.
 
     Attributes:
-      hidden: [B, T, D]; after the final norm. `unembed` turns the rows that are wanted into logits:
-        a prompt needs one row of [V] and not all of them.
+      hidden: [B, T, D]; after the final norm. `unembed` turns selected rows into logits: a
+        prompt needs one row of [V], not all.
       features: [B, T, C·D]; the residual stream after each of the feature layers, concatenated.
       cache: the cache with the T new rows.
     """
@@ -41,13 +41,13 @@ class TargetOutput(NamedTuple):
 class Decoder(nnx.Module):
     """A target: tokens in, hidden states and features out, context kept in a paged cache.
 
-    Subclasses set the class attributes; a registered family differs in nothing else.
+    Subclasses set the class attributes, and override what differs, such as `make_layer`.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]]
     hf_model_type: ClassVar[str]
     qk_norm: ClassVar[bool]
-    # Named in some checkpoints, computed here.
+    # Stored in some checkpoints, but computed here.
     ignored_checkpoint_suffixes: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 
     def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
@@ -110,9 +110,9 @@ class Decoder(nnx.Module):
           tokens: int32 [B, T].
           positions: int32 [B, T]; for rotary embedding.
           segment_ids: int32 [B, T]; rows see earlier rows of their own number. 0 is padding, whose
-            outputs are finite and mean nothing.
+            outputs are finite but meaningless.
           feature_layers: as in `__call__`.
-          remat: keep one activation per layer for the backward pass, and compute the rest again.
+          remat: keep one activation per layer for the backward pass, and recompute the rest.
         Returns:
           hidden [B, T, D] after the final norm, features [B, T, C·D].
         """
@@ -128,14 +128,14 @@ class Decoder(nnx.Module):
         """Cross-entropy of each supervised token given those before it in its document.
 
         Args:
-          batch: its features and hidden states are not read.
+          batch: packed rows; features and hidden states are not read.
           remat: as in `forward`.
         Returns:
           loss float32 [], and metrics, each float32 []: "loss"; "token_accuracy"; "weight", the
           number of tokens that the loss is a mean over.
         """
         hidden, _ = self.forward(batch.tokens, batch.positions, batch.segment_ids, remat=remat)
-        # The last row has nothing to predict; it stays so that rows divide into even chunks.
+        # The last row has no next token; it stays so that rows divide into even chunks.
         last = jnp.arange(batch.tokens.shape[1]) == batch.tokens.shape[1] - 1
         labels, mask, segments = (
             jnp.roll(array, -1, axis=1)
@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
         """Reads a checkpoint's config.json.
 
         Raises:
-          CheckpointError: a field is missing, or asks for what this network does not do.
+          CheckpointError: a field is missing or unusable, or asks for an unsupported option.
         """
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             hf_config.check_only(config, key, False)

@@ -1,7 +1,7 @@
 """Logical axes -> mesh axes: where every parameter, cache and activation lives.
 
 Code names the axes of an array by what they mean ("heads", "vocab", "batch"); a table of rules says
-over which mesh axes each is split. Whatever does not fit is an error up front, never a silent
+over which mesh axes each is split. An axis that does not fit is an error up front, never silent
 replication.
 """
 
@@ -33,7 +33,7 @@ class Sharding:
 
     @property
     def platform(self) -> str:
-        """What the programs will run on; "unknown" for an abstract mesh."""
+        """Platform of the devices, such as "tpu"; "unknown" for an abstract mesh."""
         return "unknown" if isinstance(self.mesh, AbstractMesh) else self.devices[0].platform
 
     def axes(self, name: str | None) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class Sharding:
         return NamedSharding(self.mesh, spec)
 
     def abstract(self, shape, names, dtype) -> jax.ShapeDtypeStruct:
-        """An array to be: its shape, dtype and place, without its memory."""
+        """An abstract array: shape, dtype and sharding, without memory."""
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.named(shape, names))
 
     def replicated(self) -> NamedSharding:
