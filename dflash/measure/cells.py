@@ -18,6 +18,9 @@ from dflash.measure.bench import Sample, TaskRound
 
 DRAWS = 2000  # of the bootstrap
 INTERVAL_PERCENT = 95.0
+# A bootstrap interval reaches from the least group to the largest at most, and n groups all lie on
+# one side of their true median with probability 2^(1-n): from 6 on less often than 5 %.
+MIN_GROUPS = 6
 _SEED = 0
 
 
@@ -47,6 +50,7 @@ class Cell:
     Attributes:
       task, strategy: names.
       rounds, prompts: how many of each; every turn of a conversation is a prompt.
+      groups: of conversations that were decoded together; the bootstrap draws these.
       block_size: rows that the target verifies.
       output_tokens, cycles: of all rounds; tokens without each prompt's first.
       tau: mean acceptance length.
@@ -57,7 +61,7 @@ class Cell:
       tpot_ms: time per token after the first, of a prompt.
       tokens_per_second: of all slots together.
       speedup: tokens per second over those of the baseline.
-      speedup_interval: the two ends of its bootstrap interval.
+      speedup_interval: the two ends of its bootstrap interval; None with under `MIN_GROUPS` groups.
       speedup_with_prefill: the same with every prompt's time to first token in both clocks.
       identical_share: of prompts whose output is that of the baseline, token for token.
       checked: outputs, rounds counted singly, that have an answer to come to.
@@ -74,6 +78,7 @@ class Cell:
     strategy: str
     rounds: int
     prompts: int
+    groups: int
     block_size: int
     output_tokens: int
     cycles: int
@@ -197,6 +202,7 @@ def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Ce
         strategy=name,
         rounds=len(rounds),
         prompts=len({one.index for one in completions}),
+        groups=len({sample.group for sample in samples}),
         block_size=longest_path,
         output_tokens=sum(sample.tokens for sample in samples),
         cycles=len(lengths),
@@ -261,7 +267,7 @@ def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float
 
 def bootstrap(
     samples: Sequence[Sequence[Sample]], plain: Sequence[Sequence[Sample]]
-) -> tuple[float, tuple[float, float]]:
+) -> tuple[float, tuple[float, float] | None]:
     """The mean speed-up over tasks, and its bootstrap interval.
 
     Groups of conversations are drawn with replacement within each task, and for each a round of its
@@ -270,37 +276,43 @@ def bootstrap(
     Args:
       samples: of the strategy, by task.
       plain: of the baseline, by task.
+    Returns:
+      The mean; the two ends of its interval, None where a task has fewer than `MIN_GROUPS` groups.
     """
+    tables = [
+        np.concatenate([_table(ours), _table(theirs)])
+        for ours, theirs in zip(samples, plain, strict=True)
+    ]
+    speedup = float(np.mean([_speedup(table.sum(axis=(1, 2))) for table in tables]))
+    if min(table.shape[1] for table in tables) < MIN_GROUPS:
+        return speedup, None
     random = np.random.default_rng(_SEED)
-    point, drawn = [], []
-    for ours, theirs in zip(map(_table, samples), map(_table, plain), strict=True):
-        groups, rounds = ours[0].shape
-        whole = (np.arange(groups)[None, :, None], np.arange(rounds)[None, None, :])
-        some = (
-            random.integers(0, groups, (DRAWS, groups)),
-            random.integers(0, rounds, (DRAWS, groups)),
-        )
-        for places, into in ((whole, point), (some, drawn)):
-            ours_ms, ours_tokens, plain_ms, plain_tokens = (
-                table[places].reshape(len(places[0]), -1).sum(axis=1) for table in (*ours, *theirs)
-            )
-            into.append(ours_tokens / ours_ms * plain_ms / np.maximum(plain_tokens, 1))
-    means = np.mean(drawn, axis=0)
+    drawn = []
+    for table in tables:
+        _, groups, rounds = table.shape
+        some_groups = random.integers(0, groups, (DRAWS, groups))
+        some_rounds = random.integers(0, rounds, (DRAWS, groups))
+        drawn.append(_speedup(table[:, some_groups, some_rounds].sum(axis=-1)))
     tail = (100 - INTERVAL_PERCENT) / 2
-    low, high = np.percentile(means, [tail, 100 - tail])
-    return float(np.mean(point)), (float(low), float(high))
+    low, high = np.percentile(np.mean(drawn, axis=0), [tail, 100 - tail])
+    return speedup, (float(low), float(high))
 
 
-def _table(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Wall milliseconds and tokens, each [groups, rounds]."""
+def _table(samples: Sequence[Sample]) -> np.ndarray:
+    """Wall milliseconds and tokens, [2, groups, rounds]."""
     groups = sorted({sample.group for sample in samples})
     rounds = sorted({sample.round for sample in samples})
-    times, tokens = np.zeros((2, len(groups), len(rounds)))
+    table = np.zeros((2, len(groups), len(rounds)))
     for sample in samples:
         place = groups.index(sample.group), rounds.index(sample.round)
-        times[place] += max(sample.wall_ms, 1e-9)
-        tokens[place] += sample.tokens
-    return times, tokens
+        table[:, *place] += max(sample.wall_ms, 1e-9), sample.tokens
+    return table
+
+
+def _speedup(sums: np.ndarray) -> np.ndarray:
+    """Tokens per time over those of the baseline, [...] of sums [4, ...] as two tables have them."""
+    wall_ms, tokens, plain_ms, plain_tokens = sums
+    return tokens / wall_ms * plain_ms / np.maximum(plain_tokens, 1)
 
 
 def _tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:

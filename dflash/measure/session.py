@@ -98,7 +98,8 @@ def report(bench: Bench, found: list[cells.Cell], values, directory: results.Dir
     for name, png in drawn.items():
         directory.write(f"{name}.png", png)
     replays = record_replays(bench, found) if jax.process_count() == 1 else {}
-    text = page.render(values, limits=results.limits(found), plots=drawn, replays=replays)
+    notes = [*results.limits(found), *results.notes(found)]
+    text = page.render(values, notes=notes, plots=drawn, replays=replays)
     directory.write(PAGE, text)
 
 
@@ -170,7 +171,8 @@ def common_facts(config: BenchmarkRun) -> dict[str, Any]:
 def show(bench: Bench, found, averages) -> None:
     """Prints the table, where acceptance comes from, and what limits whom."""
     words = bench.workload.acceptance["words"]
-    _say([*results.lines(found, averages), "", words, *results.limits(found)])
+    notes = [words, *results.limits(found), *results.notes(found)]
+    _say([*results.lines(found, averages), "", *notes])
 
 
 def _say(lines: list[str]) -> None:
