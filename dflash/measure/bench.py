@@ -254,17 +254,24 @@ def _middle(some: Sequence[Parts]) -> Parts:
     )
 
 
-def prepare(config: BenchmarkRun, *, cut: bool = False, target: Decoder | None = None) -> Bench:
+def prepare(
+    config: BenchmarkRun,
+    *,
+    cut: bool = False,
+    target: Decoder | None = None,
+    dry: bool = False,
+) -> Bench:
     """Finds and builds all models, reads all prompts, and checks that they fit together.
 
     Args:
       config: of the run.
-      target: to be shared, with its weights; None to build one.
       cut: let forced acceptance lengths exceed a strategy's block, which then cuts them.
+      target: to be shared, with its weights; None to build one.
+      dry: for a plan only: touches no device and downloads no checkpoint.
     Raises:
       UserError: whatever is wrong.
     """
-    prepared = prepare_models(config, target)
+    prepared = prepare_models(config, target, dry=dry)
     work = workloads.read(config, prepared[BASELINE.name])
     prompts = [item.prompt for item in work.items]
     ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
@@ -275,12 +282,14 @@ def prepare(config: BenchmarkRun, *, cut: bool = False, target: Decoder | None =
     return bench
 
 
-def prepare_models(config: BenchmarkRun, target: Decoder | None = None) -> dict[str, jobs.Job]:
+def prepare_models(
+    config: BenchmarkRun, target: Decoder | None = None, *, dry: bool = False
+) -> dict[str, jobs.Job]:
     """A job per strategy, the baseline first, all with one target: `target` if that is given."""
     strategies = with_baseline(config.strategies)
     prepared = {}
     for name, drafter in strategies.items():
-        job = jobs.prepare_models(config.decode_run(drafter))
+        job = jobs.prepare_models(config.decode_run(drafter), dry=dry)
         target = target or job.target
         prepared[name] = dataclasses.replace(job, target=target)
     return prepared

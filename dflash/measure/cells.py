@@ -310,7 +310,7 @@ def _table(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def _speedup(sums: np.ndarray) -> np.ndarray:
-    """Tokens per time over those of the baseline, [...] of sums [4, ...] as two tables have them."""
+    """Tokens per time over the baseline's, [...] from the sums [4, ...] of two tables."""
     wall_ms, tokens, plain_ms, plain_tokens = sums
     return tokens / wall_ms * plain_ms / np.maximum(plain_tokens, 1)
 

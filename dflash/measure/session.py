@@ -22,10 +22,25 @@ PAGE = "report.html"
 
 
 def plan(config: BenchmarkRun) -> list[str]:
-    """What each strategy will take, as lines; nothing is allocated."""
+    """What each strategy will take, as lines; nothing is allocated.
+
+    Acceptance lengths that are to be forced are read and checked. Data sets are not read: that may
+    mean to download them.
+
+    Raises:
+      UserError: whatever is wrong.
+    """
+    decodes = config.study is None or config.study.name in studies.DECODING
+    if config.forced and decodes:
+        cut = config.study is not None and config.study.name in studies.CUTTING
+        ready = benches.prepare(config, cut=cut, dry=True).jobs
+    else:
+        ready = {
+            name: jobs.prepare(config.decode_run(drafter), stdin=sys.stdin, dry=True)
+            for name, drafter in benches.with_baseline(config.strategies).items()
+        }
     lines = []
-    for name, drafter in benches.with_baseline(config.strategies).items():
-        job = jobs.prepare(config.decode_run(drafter), stdin=sys.stdin, dry=True)
+    for name, job in ready.items():
         lines += [f"strategy {name}", *job.plan().lines(), ""]
     return lines[:-1]
 
