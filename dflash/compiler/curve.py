@@ -17,6 +17,7 @@ from dflash.checkpoints import assembly
 from dflash.compiler import components, costs, hlo, programs, topology
 from dflash.compiler.components import ATTENTION, MLP, Component
 from dflash.compiler.report import Situation
+from dflash.compiler.topology import Rates, Topology
 from dflash.config.schema import DecodeConfig
 from dflash.inference import weights
 from dflash.layers.linear import matmul_precision
@@ -52,25 +53,31 @@ def parse_rows(text: str | None) -> list[int]:
     return rows
 
 
-def measure(config: Any, rows: Sequence[int], progress: Callable[[str], None]) -> list[Point]:
+def measure(
+    config: Any,
+    rows: Sequence[int],
+    machine: Topology,
+    rates: Rates,
+    progress: Callable[[str], None],
+) -> list[Point]:
     """Compiles a forward for each number of rows.
 
     Args:
-      config: of the run, with its machine.
+      config: of the run.
       rows: numbers of rows, all of one sequence.
+      machine: to compile for.
+      rates: of its compiler's roofline.
       progress: told what is done.
     Raises:
       ConfigError: the target's shape is not in the config.
     """
     if not rows:
         return []
-    machine = topology.find(config.tpu.topology, config.tpu.slices)
-    mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
-    rates = topology.compiler_rates(machine)
     shape = config.target.architecture
     if shape is None:
         raise errors.ConfigError("--rows: target.architecture must be given")
+    mesh = dataclasses.asdict(config.mesh)
+    sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
     shallow = dataclasses.replace(shape, num_hidden_layers=_LAYERS)
     group = dataclasses.replace(config.target, checkpoint=assembly.RANDOM, architecture=shallow)
     source = assembly.find_target(group)

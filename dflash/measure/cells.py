@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from dflash.measure.bench import Sample, TaskRound
+from dflash.measure.bench import Bench, Sample, TaskRound
 
 DRAWS = 2000  # of the bootstrap
 INTERVAL_PERCENT = 95.0
@@ -107,8 +107,8 @@ def cells(
     *,
     baseline: str,
     block_sizes: Mapping[str, int],
-    longest_paths: Mapping[str, int] | None = None,
-    forced: bool = False,
+    longest_paths: Mapping[str, int],
+    forced: bool,
 ) -> list[Cell]:
     """All cells of the rounds that are done, task by task.
 
@@ -116,7 +116,7 @@ def cells(
       rounds: in any order.
       baseline: name of the strategy that the others are compared with.
       block_sizes: rows that the target verifies, by strategy.
-      longest_paths: what a cycle may commit at most, by strategy; None: the block sizes.
+      longest_paths: what a cycle may commit at most, by strategy.
       forced: acceptance lengths were given, so that outputs mean nothing and are not compared.
     """
     found = []
@@ -128,16 +128,26 @@ def cells(
         }
         for name, block_size in block_sizes.items():
             cell = _cell(
-                task,
-                name,
-                by_strategy,
-                baseline,
+                by_strategy[name],
+                by_strategy[baseline],
                 done,
-                (longest_paths or {}).get(name, block_size),
-                forced,
+                longest_path=longest_paths[name],
+                block_size=block_size,
+                forced=forced,
             )
-            found.append(dataclasses.replace(cell, block_size=block_size))
+            found.append(cell)
     return found
+
+
+def of_bench(bench: Bench, rounds: Sequence[TaskRound]) -> list[Cell]:
+    """All cells of the rounds that a benchmark has done; see `cells`."""
+    return cells(
+        rounds,
+        baseline=bench.baseline,
+        block_sizes=bench.block_sizes,
+        longest_paths=bench.longest_paths,
+        forced=bench.workload.forced,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +192,17 @@ def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: st
     return found
 
 
-def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Cell:
-    samples, plain = by_strategy[name], by_strategy[baseline]
+def _cell(
+    samples: Sequence[Sample],
+    plain: Sequence[Sample],
+    rounds: Sequence[TaskRound],
+    *,
+    longest_path: int,
+    block_size: int,
+    forced: bool,
+) -> Cell:
+    """The cell of a strategy's samples of one task, beside those of the baseline."""
+    name = samples[0].strategy
     completions = [one for sample in samples for one in sample.completions]
     lengths = [length for one in completions for length in one.acceptance_lengths]
     counts = Counter(lengths)
@@ -198,12 +217,12 @@ def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Ce
     two = cost.draft + cost.verify if cost and cost.verify else None
     ideal = tau * baseline_ms / two if two and baseline_ms else None
     return Cell(
-        task=task,
+        task=samples[0].task,
         strategy=name,
         rounds=len(rounds),
         prompts=len({one.index for one in completions}),
         groups=len({sample.group for sample in samples}),
-        block_size=longest_path,
+        block_size=block_size,
         output_tokens=sum(sample.tokens for sample in samples),
         cycles=len(lengths),
         tau=tau,

@@ -146,13 +146,7 @@ def _shown(prompt: Prompt) -> str:
 
 def table(bench: Bench, done) -> tuple[list[cells.Cell], list[cells.Average]]:
     """Cells and averages of the rounds that are done."""
-    found = cells.cells(
-        done,
-        baseline=bench.baseline,
-        block_sizes=bench.block_sizes,
-        longest_paths=bench.longest_paths,
-        forced=bench.workload.forced,
-    )
+    found = cells.of_bench(bench, done)
     return found, cells.averages(found, done, baseline=bench.baseline)
 
 

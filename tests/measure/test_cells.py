@@ -29,8 +29,13 @@ def rounds(cycle_ms=(6.0,), *, task="math", parts=(1.0, 4.0), pairs=1):
 
 
 def cells_of(some, **options):
-    options = {"baseline": "none", "block_sizes": BLOCKS, "forced": False} | options
-    return {cell.strategy: cell for cell in cells.cells(some, **options)}
+    return {cell.strategy: cell for cell in every_cell(some, **options)}
+
+
+def every_cell(some, *, block_sizes=BLOCKS, forced=False):
+    return cells.cells(
+        some, baseline="none", block_sizes=block_sizes, longest_paths=block_sizes, forced=forced
+    )
 
 
 def test_a_cell_says_what_happened():
@@ -189,7 +194,7 @@ def test_few_groups_have_no_interval(groups, has_interval):
     assert cell.speedup == pytest.approx(1.5)
     assert (cell.speedup_interval is not None) == has_interval
     # Nor has a mean that such a task is part of.
-    found = cells.cells([few, *enough], baseline="none", block_sizes=BLOCKS)
+    found = every_cell([few, *enough])
     average = cells.averages(found, [few, *enough], baseline="none")[1]
     assert average.speedup == pytest.approx(1.5)
     assert (average.speedup_interval is not None) == has_interval
@@ -217,7 +222,7 @@ def test_turns_of_a_conversation_are_drawn_together():
 
 def test_averages_count_every_task_alike():
     some = rounds(pairs=3) + rounds((12.0,), task="chat", pairs=3)
-    found = cells.cells(some, baseline="none", block_sizes=BLOCKS, forced=False)
+    found = every_cell(some)
     by_name = {one.strategy: one for one in cells.averages(found, some, baseline="none")}
     assert by_name["dflash"].speedup == pytest.approx((1.5 + 0.75) / 2)
     assert by_name["dflash"].tasks == 2
