@@ -5,7 +5,7 @@ Two layers of the target are compiled with its head, and counted as often as the
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,7 +120,11 @@ def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component
     module = hlo.parse(compiled.as_text())
     found = costs.operations(module, trips=situation.trips, branch=situation.branch)
     ideals = programs.target_ideals(target, context, cache)
-    parts = components.summarize(found, ideals, chip, rates)
+    return at_depth(components.summarize(found, ideals, chip, rates), depth)
+
+
+def at_depth(parts: Mapping[str, Component], depth: int) -> Component:
+    """The sum of a target's components at `depth` layers, given those of one with `_LAYERS`."""
     repeats = {ATTENTION: depth / _LAYERS, MLP: depth / _LAYERS}
     return components.total(
         components.scaled(part, repeats.get(name, 1)) for name, part in parts.items()
