@@ -179,7 +179,7 @@ class Bench:
     def decode(self, strategy: str, group: tuple[Item, ...]) -> tuple[Completion, ...]:
         """Decodes prompts together; there is a slot for each."""
         engine = self.engines[strategy]
-        engine.follow([self._script(strategy, item) for item in group])
+        engine.follow([script(item, self.longest_paths[strategy]) for item in group])
         requests = [
             scheduler.Request(item.prompt.index, item.prompt.ids, item.max_new_tokens)
             for item in group
@@ -195,16 +195,6 @@ class Bench:
             item.grader(words.decode(one.output_ids)) if item.grader else None
             for item, one in zip(group, done, strict=True)
         )
-
-    def _script(self, strategy: str, item: Item) -> list[int]:
-        """The item's acceptance lengths, none beyond what the strategy's block yields.
-
-        Where they were cut they begin again from the first, so that they last to the end.
-        """
-        longest = self.longest_paths[strategy]
-        lengths = [min(length, longest) for length in item.lengths or ()]
-        repeated = itertools.cycle(lengths) if tuple(lengths) != item.lengths else lengths
-        return list(itertools.islice(repeated, item.max_new_tokens if lengths else 0))
 
     def run(self) -> Iterator[TaskRound]:
         """Measures: strategies take turns prompt by prompt, so that drift meets all alike.
@@ -243,6 +233,16 @@ class Bench:
         for probe in probes.values():
             probe.parts()  # its first call is slower than all others
         return probes
+
+
+def script(item: Item, longest: int) -> list[int]:
+    """The item's acceptance lengths, none over `longest`; empty where none are given.
+
+    Where they were cut they begin again from the first, so that they last to the end.
+    """
+    lengths = [min(length, longest) for length in item.lengths or ()]
+    repeated = itertools.cycle(lengths) if tuple(lengths) != item.lengths else lengths
+    return list(itertools.islice(repeated, item.max_new_tokens if lengths else 0))
 
 
 def _middle(some: Sequence[Parts]) -> Parts:

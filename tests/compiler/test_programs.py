@@ -4,7 +4,7 @@ import pytest
 from support.models import make_target
 
 from dflash.compiler import programs, session
-from dflash.compiler.components import ATTENTION, MLP, REST, UNEMBED
+from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
 from dflash.compiler.report import Situation
 from dflash.config.schema import DecodeConfig
 
@@ -21,6 +21,15 @@ def test_a_target_reads_its_weights_and_the_context_of_all_sequences(tied):
     assert found[MLP].num_bytes == 4 * 3 * (3 * 32 * 48 + 32)
     assert found[UNEMBED].num_bytes == 4 * 48 * 32  # the head, once, tied or not
     assert found[REST].num_bytes == 4 * 32
+
+
+def test_a_drafter_reads_its_weights_and_the_context_in_use():
+    target = make_target()
+    cache = target.new_cache(batch=2, pages_per_sequence=4, num_pages=9, page_size=8)
+    arguments = {"drafter weights": 1000, "draft KV": 640}
+    found = programs.cycle_ideals(target, arguments, 8, cache, capacity=32)
+    assert found[DRAFTER].num_bytes == 1000 + 640 / 4
+    assert found[MLP] == programs.target_ideals(target, 8, cache)[MLP]
 
 
 def test_programs_share_their_memory():

@@ -160,6 +160,55 @@ def test_a_batch_is_timed_from_when_all_its_prompts_are_there():
     assert (sample.cycles, sample.tokens) == (2, 8)
 
 
+def test_every_prompt_of_a_batch_has_its_own_clock():
+    """Three together: one is over before the last one's prompt is in."""
+    early = completion(0, [2], 10.0, begin=100.0, prefill_ms=4.0)
+    middle = completion(1, [2, 2], 10.0, begin=100.020, prefill_ms=6.0)
+    late = completion(2, [2, 2, 2], 10.0, begin=100.030, prefill_ms=20.0)
+    sample = Sample("math", "none", 0, 0, (early, middle, late))
+    # From 100.030 to 100.040 and to 100.060; the first one takes none of that time.
+    assert sample.token_ms == pytest.approx(0 + 10 + 30)
+    done = TaskRound("math", 0, (sample,), {"none": Parts(0.0, 2.5, context_tokens=64)})
+    cell = cells_of([done], block_sizes={"none": 1})["none"]
+    assert cell.tpot_ms == pytest.approx(40 / 12)
+    assert cell.ttft_ms == 6.0
+    assert cell.tokens_per_second == pytest.approx(12 / 0.030)
+    slower = Sample("math", "x", 0, 0, tuple(completion(i, [2, 2, 2], 20.0) for i in range(3)))
+    both = dataclasses.replace(done, samples=(sample, slower), parts={})
+    cell = cells_of([both], block_sizes={"none": 1, "x": 2})["x"]
+    # 18 tokens and 3 first ones in 60 + 15 ms, against 12 and 3 in 30 + 30 ms.
+    assert cell.speedup_with_prefill == pytest.approx((21 / 75) / (15 / 60))
+
+
+def test_the_interval_is_of_95_percent():
+    """Many groups of independent times: 1.96 standard errors to either side."""
+    random, count = np.random.default_rng(0), 400
+    times = 6.0 * random.normal(1, 0.1, count)
+    plain = [Sample("t", "none", i, 0, (completion(i, [1] * 9, 3.0),)) for i in range(count)]
+    ours = [Sample("t", "x", i, 0, (completion(i, [3] * 3, times[i]),)) for i in range(count)]
+    speedup, (low, high) = cells.bootstrap([ours], [plain])
+    error = speedup * times.std() / times.mean() / count**0.5
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.1)
+
+
+def test_the_largest_loss_holds_the_speedup_back():
+    cell = cells_of(rounds(parts=(2.5, 3.0)))["dflash"]
+    assert results.limits([cell]) == [
+        "math, dflash: τ 3.00 comes to 1.50×, held back most by this: with the draft a cycle's "
+        "forwards cost 1.83 times the verification"
+    ]
+    assert results.limits([cells_of(rounds())["none"]]) == []
+
+
+def test_the_table_has_the_ends_of_the_interval_in_order():
+    cell = dataclasses.replace(cells_of(rounds())["dflash"], speedup_interval=(1.25, 1.75))
+    values = results.as_values([cell], [], {"acceptance": {"source": "trace"}}, complete=True)
+    (row,) = results.rows(values)
+    assert (row["speedup_low"], row["speedup_high"]) == (1.25, 1.75)
+    assert row["cycle_ms"] == pytest.approx(6.0)
+    assert (row["draft_ms"], row["acceptance"]) == (1.0, "trace")
+
+
 def test_the_interval_covers_the_truth_as_often_as_it_says():
     """Times with noise of 10 % about a true speed-up of 1.5: 95 % of intervals should hold it."""
     random = np.random.default_rng(0)

@@ -92,6 +92,18 @@ def test_a_damaged_recording_is_refused(tmp_path, content, message):
         workload.read_trace(str(path))
 
 
+def test_the_tasks_asked_for_are_kept_in_their_order(tmp_path):
+    path = tmp_path / "trace.json"
+    rows = [{"acceptance_lengths": [2], "dataset": name} for name in ("a", "b", "c", "a")]
+    path.write_text(json.dumps(rows))
+    assert {task: len(some) for task, some in workload.read_trace(str(path)).items()} == {
+        "a": 2, "b": 1, "c": 1,
+    }  # fmt: skip
+    assert list(workload.read_trace(str(path), ("c", "a"))) == ["c", "a"]
+    with pytest.raises(errors.InputError, match=r"trace_tasks: .*trace.json has no 'd'"):
+        workload.read_trace(str(path), ("a", "d"))
+
+
 def test_lengths_beyond_a_block_are_refused(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text('[{"acceptance_lengths": [3, 1]}, {"acceptance_lengths": [1, 5]}]')
