@@ -77,7 +77,7 @@ def _report(command: cli.Command, schedules: str | None) -> int:
         names = {name for program in found.programs.values() for name in program.kernels}
         kernels = bundles.of_kernels(pathlib.Path(schedules), sorted(names))
         print("\n".join(bundles.lines(kernels)))
-    points = curve.measure(command.config, rows, progress)
+    points = curve.measure(command.config, rows, found.topology, found.rates, progress)
     print("\n".join(curve.lines(points, found.topology.chip)))
     if command.workdir:
         directory = pathlib.Path(command.workdir)

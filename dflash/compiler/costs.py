@@ -4,7 +4,7 @@ All figures are per device.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from dflash.compiler import traffic
 from dflash.compiler.hlo import Instruction, Module
@@ -108,7 +108,8 @@ class _Walk:
                 yield self._operation(one, by_name, around, times, loops)
 
     def _conditional(self, one, times, loops):
-        options = [list(self.through(name, times, loops, one.op_name)) for name in _branches(one)]
+        names = one.called["branch_computations"]
+        options = [list(self.through(name, times, loops, one.op_name)) for name in names]
         index = self.branch(one)
         if index is None:
             return max(options, key=lambda found: sum(op.cycles * op.times for op in found))
@@ -126,13 +127,6 @@ class _Walk:
             cycles=one.cycles or 0,
             loops=loops,
         )
-
-
-def _branches(one: Instruction) -> Sequence[str]:
-    """Computations of a conditional; index 1 is what a true predicate takes."""
-    if "branch_computations" in one.called:
-        return one.called["branch_computations"]
-    return (*one.called["false_computation"], *one.called["true_computation"])
 
 
 def _scope(one: Instruction, by_name, users) -> str:

@@ -5,7 +5,7 @@ Two layers of the target are compiled with its head, and counted as often as the
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from dflash.checkpoints import assembly
 from dflash.compiler import components, costs, hlo, programs, topology
 from dflash.compiler.components import ATTENTION, MLP, Component
 from dflash.compiler.report import Situation
+from dflash.compiler.topology import Rates, Topology
 from dflash.config.schema import DecodeConfig
 from dflash.inference import weights
 from dflash.layers.linear import matmul_precision
@@ -52,25 +53,31 @@ def parse_rows(text: str | None) -> list[int]:
     return rows
 
 
-def measure(config: Any, rows: Sequence[int], progress: Callable[[str], None]) -> list[Point]:
+def measure(
+    config: Any,
+    rows: Sequence[int],
+    machine: Topology,
+    rates: Rates,
+    progress: Callable[[str], None],
+) -> list[Point]:
     """Compiles a forward for each number of rows.
 
     Args:
-      config: of the run, with its machine.
+      config: of the run.
       rows: numbers of rows, all of one sequence.
+      machine: to compile for.
+      rates: of its compiler's roofline.
       progress: told what is done.
     Raises:
       ConfigError: the target's shape is not in the config.
     """
     if not rows:
         return []
-    machine = topology.find(config.tpu.topology, config.tpu.slices)
-    mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
-    rates = topology.compiler_rates(machine)
     shape = config.target.architecture
     if shape is None:
         raise errors.ConfigError("--rows: target.architecture must be given")
+    mesh = dataclasses.asdict(config.mesh)
+    sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
     shallow = dataclasses.replace(shape, num_hidden_layers=_LAYERS)
     group = dataclasses.replace(config.target, checkpoint=assembly.RANDOM, architecture=shallow)
     source = assembly.find_target(group)
@@ -113,7 +120,11 @@ def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component
     module = hlo.parse(compiled.as_text())
     found = costs.operations(module, trips=situation.trips, branch=situation.branch)
     ideals = programs.target_ideals(target, context, cache)
-    parts = components.summarize(found, ideals, chip, rates)
+    return at_depth(components.summarize(found, ideals, chip, rates), depth)
+
+
+def at_depth(parts: Mapping[str, Component], depth: int) -> Component:
+    """The sum of a target's components at `depth` layers, given those of one with `_LAYERS`."""
     repeats = {ATTENTION: depth / _LAYERS, MLP: depth / _LAYERS}
     return components.total(
         components.scaled(part, repeats.get(name, 1)) for name, part in parts.items()

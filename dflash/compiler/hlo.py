@@ -12,8 +12,7 @@ _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
 # Attributes that name the computations an instruction runs.
-_CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations|"
-                     r"true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)")  # fmt: skip
+_CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,14 +112,6 @@ class Module:
 
     computations: Mapping[str, Computation]
     entry: Computation
-
-    def reachable(self, start: Computation) -> Iterator[Instruction]:
-        """Every instruction that running `start` may run, once each."""
-        for instruction in start.instructions:
-            yield instruction
-            for names in instruction.called.values():
-                for name in names:
-                    yield from self.reachable(self.computations[name])
 
 
 def parse(text: str) -> Module:

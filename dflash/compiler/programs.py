@@ -100,7 +100,7 @@ def _decoding(
     if _wanted(CYCLE, tpu):
         title = f"cycle: batch {config.batch_size}, {drafter.block_size} rows each, after {context}"
         compiled, seconds = _timed(engine, "generate")
-        ideals = _ideals(target, arguments, context, state.cache, engine.layout.capacity)
+        ideals = cycle_ideals(target, arguments, context, state.cache, engine.layout.capacity)
         turns = config.sync_every
         yield Program(CYCLE, title, compiled, seconds, context, ideals, arguments, turns)
     if _wanted(PREFILL, tpu):
@@ -109,7 +109,7 @@ def _decoding(
         before = bucket - chunk
         title = f"prefill: {chunk} tokens after {before}"
         compiled, seconds = _timed(engine, "prefill", bucket)
-        ideals = _ideals(target, arguments, 0, state.cache, engine.layout.capacity)
+        ideals = cycle_ideals(target, arguments, 0, state.cache, engine.layout.capacity)
         yield Program(PREFILL, title, compiled, seconds, before, ideals, arguments)
 
 
@@ -118,8 +118,18 @@ def _timed(engine: Engine, *name) -> tuple[jax.stages.Compiled, float]:
     return engine.program(*name), time.perf_counter() - begin
 
 
-def _ideals(target: Decoder, arguments: Mapping[str, int], context: int, cache, capacity: int):
-    """The target's, and the drafter's weights and context."""
+def cycle_ideals(
+    target: Decoder, arguments: Mapping[str, int], context: int, cache: PagedCache, capacity: int
+) -> dict[str, Ideal]:
+    """The target's, and the drafter's: its weights, and of its context as much as is in use.
+
+    Args:
+      target: may be abstract.
+      arguments: bytes on each device by kind.
+      context: tokens of every sequence.
+      cache: of the sequences.
+      capacity: tokens that a sequence has room for.
+    """
     drafter = arguments["drafter weights"] + context / capacity * arguments["draft KV"]
     return {**target_ideals(target, context, cache), DRAFTER: Ideal(drafter)}
 

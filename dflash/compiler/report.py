@@ -16,6 +16,7 @@ from dflash.compiler.components import UNEMBED, Component, Ideal
 from dflash.compiler.costs import Operation
 from dflash.compiler.programs import CYCLE, Program
 from dflash.compiler.topology import Rates, Topology
+from dflash.config.schema import DecodeConfig
 from dflash.config.tpu_schema import TpuConfig
 from dflash.kernels.paged_attention import TILE_TOKENS
 from dflash.parallel.chips import Chip
@@ -36,6 +37,12 @@ class Situation:
     context: int
     sampled: bool = False
     filtered: bool = False
+
+    @classmethod
+    def of(cls, context: int, decode: DecodeConfig) -> "Situation":
+        """That of a run which decodes as its config says."""
+        filtered = decode.top_k > 0 or decode.top_p < 1
+        return cls(context, decode.temperature > 0, filtered)
 
     def trips(self, loop: hlo.Instruction) -> int | None:
         """Turns of a loop that the compiler cannot count: those of attention over its context."""

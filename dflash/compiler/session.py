@@ -1,15 +1,13 @@
 """Compiles a run for a topology and reports on it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
 from dflash.compiler import programs, report, topology
 from dflash.compiler.programs import Program
 from dflash.compiler.report import ProgramReport, Report, Situation
-from dflash.compiler.topology import Topology
-from dflash.config.schema import DecodeConfig
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
 
 # How the compiler words that a program wants more memory than there is.
@@ -42,20 +40,15 @@ def compile_run(
     try:
         for program in steps:
             progress(f"compiled {program.title} in {program.seconds:.0f} s")
-            found[program.name] = _examine(program, decode, machine, rates)
-            memory = _larger(memory, _memory(program, found[program.name]))
+            situation = Situation.of(program.context, decode)
+            found[program.name] = report.examine(program, situation, machine.chip, rates)
+            memory = larger(memory, _memory(program, found[program.name]))
     except jax.errors.JaxRuntimeError as error:
         if _FULL not in str(error):
             raise
         refused = " ".join(str(error).split())[:400]
     capacity = machine.chip.hbm_gb * 1e9 / machine.chip.devices
     return Report(machine, mesh, rates, memory, capacity, refused, found)
-
-
-def _examine(program: Program, decode: DecodeConfig, machine: Topology, rates) -> ProgramReport:
-    filtered = decode.top_k > 0 or decode.top_p < 1
-    situation = Situation(program.context, decode.temperature > 0, filtered)
-    return report.examine(program, situation, machine.chip, rates)
 
 
 def _memory(program: Program, found: ProgramReport) -> dict[str, int]:
@@ -66,6 +59,6 @@ def _memory(program: Program, found: ProgramReport) -> dict[str, int]:
     }
 
 
-def _larger(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+def larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     """Kind by kind the larger of both: programs run one after the other over the same arrays."""
     return {kind: max(a.get(kind, 0), b.get(kind, 0)) for kind in {**a, **b}}

@@ -181,7 +181,7 @@ class Bench:
     def decode(self, strategy: str, group: tuple[Item, ...]) -> tuple[Completion, ...]:
         """Decodes prompts together; there is a slot for each."""
         engine = self.engines[strategy]
-        engine.follow([self._script(strategy, item) for item in group])
+        engine.follow([script(item, self.longest_paths[strategy]) for item in group])
         events = decode(engine, [self._request(item) for item in group])
         done = [event for event in events if isinstance(event, Completion)]
         return tuple(sorted(done, key=lambda one: one.id))
@@ -202,16 +202,6 @@ class Bench:
             else None
             for item, one in zip(group, done, strict=True)
         )
-
-    def _script(self, strategy: str, item: Item) -> list[int]:
-        """The item's acceptance lengths, none beyond what the strategy's block yields.
-
-        Where they were cut they begin again from the first, so that they last to the end.
-        """
-        longest = self.longest_paths[strategy]
-        lengths = [min(length, longest) for length in item.lengths or ()]
-        repeated = itertools.cycle(lengths) if tuple(lengths) != item.lengths else lengths
-        return list(itertools.islice(repeated, item.max_new_tokens if lengths else 0))
 
     def run(self) -> Iterator[TaskRound]:
         """Measures: strategies take turns prompt by prompt, so that drift meets all alike.
@@ -252,6 +242,16 @@ class Bench:
         return probes
 
 
+def script(item: Item, longest: int) -> list[int]:
+    """The item's acceptance lengths, none over `longest`; empty where none are given.
+
+    Where they were cut they begin again from the first, so that they last to the end.
+    """
+    lengths = [min(length, longest) for length in item.lengths or ()]
+    repeated = itertools.cycle(lengths) if tuple(lengths) != item.lengths else lengths
+    return list(itertools.islice(repeated, item.max_new_tokens if lengths else 0))
+
+
 def _middle(some: Sequence[Parts]) -> Parts:
     """The medians of several timings."""
     return Parts(
@@ -261,17 +261,24 @@ def _middle(some: Sequence[Parts]) -> Parts:
     )
 
 
-def prepare(config: BenchmarkRun, *, cut: bool = False, target: Decoder | None = None) -> Bench:
+def prepare(
+    config: BenchmarkRun,
+    *,
+    cut: bool = False,
+    target: Decoder | None = None,
+    dry: bool = False,
+) -> Bench:
     """Finds and builds all models, reads all prompts, and checks that they fit together.
 
     Args:
       config: of the run.
-      target: to be shared, with its weights; None to build one.
       cut: let forced acceptance lengths exceed a strategy's block, which then cuts them.
+      target: to be shared, with its weights; None to build one.
+      dry: for a plan only: touches no device and downloads no checkpoint.
     Raises:
       UserError: whatever is wrong.
     """
-    prepared = prepare_models(config, target)
+    prepared = prepare_models(config, target, dry=dry)
     work = workloads.read(config, prepared[BASELINE.name])
     prompts = [item.prompt for item in work.items]
     ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
@@ -282,12 +289,14 @@ def prepare(config: BenchmarkRun, *, cut: bool = False, target: Decoder | None =
     return bench
 
 
-def prepare_models(config: BenchmarkRun, target: Decoder | None = None) -> dict[str, jobs.Job]:
+def prepare_models(
+    config: BenchmarkRun, target: Decoder | None = None, *, dry: bool = False
+) -> dict[str, jobs.Job]:
     """A job per strategy, the baseline first, all with one target: `target` if that is given."""
     strategies = with_baseline(config.strategies)
     prepared = {}
     for name, drafter in strategies.items():
-        job = jobs.prepare_models(config.decode_run(drafter))
+        job = jobs.prepare_models(config.decode_run(drafter), dry=dry)
         target = target or job.target
         prepared[name] = dataclasses.replace(job, target=target)
     return prepared

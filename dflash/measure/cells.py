@@ -14,10 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from dflash.measure.bench import Sample, TaskRound
+from dflash.measure.bench import Bench, Sample, TaskRound
 
 DRAWS = 2000  # of the bootstrap
 INTERVAL_PERCENT = 95.0
+# A bootstrap interval reaches from the least group to the largest at most, and n groups all lie on
+# one side of their true median with probability 2^(1-n): from 6 on less often than 5 %.
+MIN_GROUPS = 6
 _SEED = 0
 
 
@@ -47,6 +50,7 @@ class Cell:
     Attributes:
       task, strategy: names.
       rounds, prompts: how many of each; every turn of a conversation is a prompt.
+      groups: of conversations that were decoded together; the bootstrap draws these.
       block_size: rows that the target verifies.
       output_tokens, cycles: of all rounds; tokens without each prompt's first.
       tau: mean acceptance length.
@@ -57,7 +61,7 @@ class Cell:
       tpot_ms: time per token after the first, of a prompt.
       tokens_per_second: of all slots together.
       speedup: tokens per second over those of the baseline.
-      speedup_interval: the two ends of its bootstrap interval.
+      speedup_interval: the two ends of its bootstrap interval; None with under `MIN_GROUPS` groups.
       speedup_with_prefill: the same with every prompt's time to first token in both clocks.
       identical_share: of prompts whose output is that of the baseline, token for token.
       checked: outputs, rounds counted singly, that have an answer to come to.
@@ -74,6 +78,7 @@ class Cell:
     strategy: str
     rounds: int
     prompts: int
+    groups: int
     block_size: int
     output_tokens: int
     cycles: int
@@ -102,8 +107,8 @@ def cells(
     *,
     baseline: str,
     block_sizes: Mapping[str, int],
-    longest_paths: Mapping[str, int] | None = None,
-    forced: bool = False,
+    longest_paths: Mapping[str, int],
+    forced: bool,
 ) -> list[Cell]:
     """All cells of the rounds that are done, task by task.
 
@@ -111,7 +116,7 @@ def cells(
       rounds: in any order.
       baseline: name of the strategy that the others are compared with.
       block_sizes: rows that the target verifies, by strategy.
-      longest_paths: what a cycle may commit at most, by strategy; None: the block sizes.
+      longest_paths: what a cycle may commit at most, by strategy.
       forced: acceptance lengths were given, so that outputs mean nothing and are not compared.
     """
     found = []
@@ -123,16 +128,26 @@ def cells(
         }
         for name, block_size in block_sizes.items():
             cell = _cell(
-                task,
-                name,
-                by_strategy,
-                baseline,
+                by_strategy[name],
+                by_strategy[baseline],
                 done,
-                (longest_paths or {}).get(name, block_size),
-                forced,
+                longest_path=longest_paths[name],
+                block_size=block_size,
+                forced=forced,
             )
-            found.append(dataclasses.replace(cell, block_size=block_size))
+            found.append(cell)
     return found
+
+
+def of_bench(bench: Bench, rounds: Sequence[TaskRound]) -> list[Cell]:
+    """All cells of the rounds that a benchmark has done; see `cells`."""
+    return cells(
+        rounds,
+        baseline=bench.baseline,
+        block_sizes=bench.block_sizes,
+        longest_paths=bench.longest_paths,
+        forced=bench.workload.forced,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +192,17 @@ def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: st
     return found
 
 
-def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Cell:
-    samples, plain = by_strategy[name], by_strategy[baseline]
+def _cell(
+    samples: Sequence[Sample],
+    plain: Sequence[Sample],
+    rounds: Sequence[TaskRound],
+    *,
+    longest_path: int,
+    block_size: int,
+    forced: bool,
+) -> Cell:
+    """The cell of a strategy's samples of one task, beside those of the baseline."""
+    name = samples[0].strategy
     completions = [one for sample in samples for one in sample.completions]
     lengths = [length for one in completions for length in one.acceptance_lengths]
     counts = Counter(lengths)
@@ -193,11 +217,12 @@ def _cell(task, name, by_strategy, baseline, rounds, longest_path, forced) -> Ce
     two = cost.draft + cost.verify if cost and cost.verify else None
     ideal = tau * baseline_ms / two if two and baseline_ms else None
     return Cell(
-        task=task,
+        task=samples[0].task,
         strategy=name,
         rounds=len(rounds),
         prompts=len({one.id for one in completions}),
-        block_size=longest_path,
+        groups=len({sample.group for sample in samples}),
+        block_size=block_size,
         output_tokens=sum(sample.tokens for sample in samples),
         cycles=len(lengths),
         tau=tau,
@@ -259,7 +284,7 @@ def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float
 
 def bootstrap(
     samples: Sequence[Sequence[Sample]], plain: Sequence[Sequence[Sample]]
-) -> tuple[float, tuple[float, float]]:
+) -> tuple[float, tuple[float, float] | None]:
     """The mean speed-up over tasks, and its bootstrap interval.
 
     Groups of conversations are drawn with replacement within each task, and for each a round of its
@@ -268,37 +293,43 @@ def bootstrap(
     Args:
       samples: of the strategy, by task.
       plain: of the baseline, by task.
+    Returns:
+      The mean; the two ends of its interval, None where a task has fewer than `MIN_GROUPS` groups.
     """
+    tables = [
+        np.concatenate([_table(ours), _table(theirs)])
+        for ours, theirs in zip(samples, plain, strict=True)
+    ]
+    speedup = float(np.mean([_speedup(table.sum(axis=(1, 2))) for table in tables]))
+    if min(table.shape[1] for table in tables) < MIN_GROUPS:
+        return speedup, None
     random = np.random.default_rng(_SEED)
-    point, drawn = [], []
-    for ours, theirs in zip(map(_table, samples), map(_table, plain), strict=True):
-        groups, rounds = ours[0].shape
-        whole = (np.arange(groups)[None, :, None], np.arange(rounds)[None, None, :])
-        some = (
-            random.integers(0, groups, (DRAWS, groups)),
-            random.integers(0, rounds, (DRAWS, groups)),
-        )
-        for places, into in ((whole, point), (some, drawn)):
-            ours_ms, ours_tokens, plain_ms, plain_tokens = (
-                table[places].reshape(len(places[0]), -1).sum(axis=1) for table in (*ours, *theirs)
-            )
-            into.append(ours_tokens / ours_ms * plain_ms / np.maximum(plain_tokens, 1))
-    means = np.mean(drawn, axis=0)
+    drawn = []
+    for table in tables:
+        _, groups, rounds = table.shape
+        some_groups = random.integers(0, groups, (DRAWS, groups))
+        some_rounds = random.integers(0, rounds, (DRAWS, groups))
+        drawn.append(_speedup(table[:, some_groups, some_rounds].sum(axis=-1)))
     tail = (100 - INTERVAL_PERCENT) / 2
-    low, high = np.percentile(means, [tail, 100 - tail])
-    return float(np.mean(point)), (float(low), float(high))
+    low, high = np.percentile(np.mean(drawn, axis=0), [tail, 100 - tail])
+    return speedup, (float(low), float(high))
 
 
-def _table(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Wall milliseconds and tokens, each [groups, rounds]."""
+def _table(samples: Sequence[Sample]) -> np.ndarray:
+    """Wall milliseconds and tokens, [2, groups, rounds]."""
     groups = sorted({sample.group for sample in samples})
     rounds = sorted({sample.round for sample in samples})
-    times, tokens = np.zeros((2, len(groups), len(rounds)))
+    table = np.zeros((2, len(groups), len(rounds)))
     for sample in samples:
         place = groups.index(sample.group), rounds.index(sample.round)
-        times[place] += max(sample.wall_ms, 1e-9)
-        tokens[place] += sample.tokens
-    return times, tokens
+        table[:, *place] += max(sample.wall_ms, 1e-9), sample.tokens
+    return table
+
+
+def _speedup(sums: np.ndarray) -> np.ndarray:
+    """Tokens per time over the baseline's, [...] from the sums [4, ...] of two tables."""
+    wall_ms, tokens, plain_ms, plain_tokens = sums
+    return tokens / wall_ms * plain_ms / np.maximum(plain_tokens, 1)
 
 
 def _tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:

@@ -30,7 +30,7 @@ class Timed:
 def render(
     results: Mapping[str, Any],
     *,
-    limits: Sequence[str],
+    notes: Sequence[str],
     plots: Mapping[str, bytes],
     replays: Mapping[str, tuple[str, Mapping[str, Timed]]],
 ) -> str:
@@ -38,13 +38,13 @@ def render(
 
     Args:
       results: the content of results.json.
-      limits: sentences about what holds whom back.
+      notes: sentences to be read with the figures.
       plots: PNG files by what they show.
       replays: by task, the prompt's text and a replay by strategy.
     """
     data = {
         "results": results,
-        "limits": list(limits),
+        "notes": list(notes),
         "plots": {name: base64.b64encode(png).decode("ascii") for name, png in plots.items()},
         "replays": {
             task: {

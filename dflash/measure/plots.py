@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -26,17 +27,14 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
         own = {cell.task: cell for cell in cells if cell.strategy == strategy and cell.speedup}
         places = [tasks.index(task) + (number - (len(strategies) - 1) / 2) * width for task in own]
         heights = [cell.speedup for cell in own.values()]
-        reach = [
-            [max(cell.speedup - cell.speedup_interval[0], 0) for cell in own.values()],
-            [max(cell.speedup_interval[1] - cell.speedup, 0) for cell in own.values()],
-        ]
+        reach = _reach(list(own.values()))
         colour = COLOURS[number % len(COLOURS)]
         axes.bar(places, heights, 0.92 * width, yerr=reach, label=strategy, color=colour,
                  ecolor="#333333", capsize=3)  # fmt: skip
         ideals = [cell.ideal_speedup or math.nan for cell in own.values()]
         label = "ideal: τ·T₁ / (draft + verify)" if number == len(strategies) - 1 else None
         axes.scatter(places, ideals, marker="_", s=160, color="black", label=label, zorder=3)
-        tops = [max(height + up, ideal if ideal == ideal else 0)
+        tops = [np.nanmax([height, height + up, ideal])
                 for height, up, ideal in zip(heights, reach[1], ideals, strict=True)]  # fmt: skip
         for place, height, top in zip(places, heights, tops, strict=True):
             axes.annotate(f"{height:.2f}×", (place, top), (0, 5), textcoords="offset points",
@@ -47,6 +45,14 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
     axes.margins(y=0.15)
     _finish(axes, "Speed-up by task", note)
     return png(figure)
+
+
+def _reach(cells: Sequence[Cell]) -> list[list[float]]:
+    """How far each interval goes below and above its speed-up; NaN, not drawn, without one."""
+    ends = [cell.speedup_interval or (math.nan, math.nan) for cell in cells]
+    below = [cell.speedup - low for cell, (low, _) in zip(cells, ends, strict=True)]
+    above = [high - cell.speedup for cell, (_, high) in zip(cells, ends, strict=True)]
+    return [np.maximum(below, 0).tolist(), np.maximum(above, 0).tolist()]
 
 
 def survival(cells: Sequence[Cell], note: str = "") -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.measure.cells import Average, Cell
+from dflash.measure.cells import MIN_GROUPS, Average, Cell
 from dflash.runs.directory import RunDirectory
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
@@ -140,6 +140,18 @@ def limits(cells: Sequence[Cell]) -> list[str]:
             f"held back most by this: {words[worst]}"
         )
     return found
+
+
+def notes(cells: Sequence[Cell]) -> list[str]:
+    """Says which tasks have no interval, and why."""
+    few = {cell.task: cell.groups for cell in cells if cell.speedup and not cell.speedup_interval}
+    if not few:
+        return []
+    counts = ", ".join(f"{task} has {groups}" for task, groups in few.items())
+    return [
+        f"no interval with fewer than {MIN_GROUPS} groups of prompts to draw from, each as many as "
+        f"are decoded together: {counts}"
+    ]
 
 
 def _number(value: float | None, digits: int = 2) -> str:

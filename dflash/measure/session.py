@@ -23,18 +23,26 @@ PAGE = "report.html"
 
 
 def plan(config: BenchmarkRun) -> list[str]:
-    """What each strategy will take, as lines; nothing is allocated."""
+    """What each strategy will take, as lines; nothing is allocated.
+
+    Acceptance lengths that are to be forced are read and checked. Data sets are not read: that may
+    mean to download them.
+
+    Raises:
+      UserError: whatever is wrong.
+    """
+    decodes = config.study is None or config.study.name in studies.DECODING
+    if config.forced and decodes:
+        cut = config.study is not None and config.study.name in studies.CUTTING
+        ready = benches.prepare(config, cut=cut, dry=True).jobs
+    else:
+        ready = {
+            name: jobs.prepare(config.decode_run(drafter), stdin=sys.stdin, dry=True)
+            for name, drafter in benches.with_baseline(config.strategies).items()
+        }
     lines = []
-    longest = {}
-    for name, drafter in benches.with_baseline(config.strategies).items():
-        job = jobs.prepare(config.decode_run(drafter), stdin=sys.stdin, dry=True)
+    for name, job in ready.items():
         lines += [f"strategy {name}", *job.plan().lines(), ""]
-        longest[name] = job.drafter.longest_path
-    if config.forced:
-        found = workload.read(config, job)  # which needs no more of a job than its vocabulary
-        if config.study is None:
-            drafting = {name: size for name, size in longest.items() if size > 1}
-            workload.check_lengths(found, drafting)
     return lines[:-1]
 
 
@@ -106,7 +114,8 @@ def report(bench: Bench, found: list[cells.Cell], values, directory: RunDirector
     for name, png in drawn.items():
         directory.write(f"{name}.png", png)
     replays = record_replays(bench, found) if jax.process_count() == 1 else {}
-    text = page.render(values, limits=results.limits(found), plots=drawn, replays=replays)
+    notes = [*results.limits(found), *results.notes(found)]
+    text = page.render(values, notes=notes, plots=drawn, replays=replays)
     directory.write(PAGE, text)
 
 
@@ -138,13 +147,7 @@ def _shown(prompt: Prompt) -> str:
 
 def table(bench: Bench, done) -> tuple[list[cells.Cell], list[cells.Average]]:
     """Cells and averages of the rounds that are done."""
-    found = cells.cells(
-        done,
-        baseline=bench.baseline,
-        block_sizes=bench.block_sizes,
-        longest_paths=bench.longest_paths,
-        forced=bench.workload.forced,
-    )
+    found = cells.of_bench(bench, done)
     return found, cells.averages(found, done, baseline=bench.baseline)
 
 
@@ -178,7 +181,8 @@ def common_facts(config: BenchmarkRun) -> dict[str, Any]:
 def show(bench: Bench, found, averages) -> None:
     """Prints the table, where acceptance comes from, and what limits whom."""
     words = bench.workload.acceptance["words"]
-    _say([*results.lines(found, averages), "", words, *results.limits(found)])
+    notes = [words, *results.limits(found), *results.notes(found)]
+    _say([*results.lines(found, averages), "", *notes])
 
 
 def _say(lines: list[str]) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from dflash.text.prompts import Prompt
 
 DRAWN_PROMPT_TOKENS = 128  # of a made-up prompt, where nothing else is said
 _SEED = 0
+# What names a task in keys and file names.
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +122,10 @@ def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
     Raises:
       InputError: a file or a name in it is unusable.
     """
-    vocab_size = job.target.arch.vocab_size
     if config.trace is not None:
-        recorded = read_trace(config.trace, config.trace_tasks)
-        tasks = _made_up(config, recorded, vocab_size)
+        tasks = _made_up(config, read_trace(config.trace, config.trace_tasks), job)
     elif config.acceptance:
-        tasks = _made_up(config, _draw(config), vocab_size)
+        tasks = _made_up(config, _draw(config, job), job)
     else:
         tasks = _tasks(config, job)
     return Workload(tasks, words(config))
@@ -180,32 +181,40 @@ def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording
         rows = json.loads(pathlib.Path(file).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise errors.InputError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise errors.InputError(f"{file}: not JSON: {error}") from error
     if not isinstance(rows, list) or not rows:
         raise errors.InputError(f"{file}: expected a list of prompts, one object each")
     found: dict[str, list[Recording]] = {}
     for number, row in enumerate(rows):
         where = f"{file}: prompt {number}"
-        if not isinstance(row, dict) or "acceptance_lengths" not in row:
-            raise errors.InputError(f"{where}: expected an object with acceptance_lengths")
         try:
-            lengths = jsonl.check_ids(row["acceptance_lengths"], "acceptance_lengths")
-            (prompt_tokens,) = jsonl.check_ids(
-                [row.get("prompt_tokens", DRAWN_PROMPT_TOKENS)], "prompt_tokens"
-            )
+            task, recording = _recording(row, where)
         except errors.InputError as error:
             raise errors.InputError(f"{where}: {error}") from error
-        if min(lengths) < 1 or prompt_tokens < 1:
-            raise errors.InputError(f"{where}: acceptance_lengths and prompt_tokens begin at 1")
-        recording = Recording(where, prompt_tokens, lengths)
-        found.setdefault(str(row.get("dataset", "trace")), []).append(recording)
+        found.setdefault(task, []).append(recording)
     for task in tasks:
         if task not in found:
             raise errors.InputError(
                 f"trace_tasks: {file} has no {task!r}{registry.suggest(task, found)}"
             )
     return {task: found[task] for task in tasks or found}
+
+
+def _recording(row: Any, where: str) -> tuple[str, Recording]:
+    """One prompt of a trace, after the data set that it is from; see `read_trace`."""
+    if not isinstance(row, dict) or "acceptance_lengths" not in row:
+        raise errors.InputError("expected an object with acceptance_lengths")
+    task = row.get("dataset", "trace")
+    if not isinstance(task, str) or not _NAME.fullmatch(task):
+        quoted = jsonl.quote(task)
+        raise errors.InputError(f"dataset: expected letters, digits and any of _.-, not {quoted}")
+    lengths = jsonl.check_ids(row["acceptance_lengths"], "acceptance_lengths")
+    (size,) = jsonl.check_ids([row.get("prompt_tokens", DRAWN_PROMPT_TOKENS)], "prompt_tokens")
+    for name, value in (("acceptance_lengths", min(lengths)), ("prompt_tokens", size)):
+        if value < 1:
+            raise errors.InputError(f"{name}: expected at least 1, got {value}")
+    return task, Recording(where, size, lengths)
 
 
 def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
@@ -250,7 +259,7 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
     return tasks
 
 
-def _draw(config: BenchmarkRun) -> dict[str, list[Recording]]:
+def _draw(config: BenchmarkRun, job: jobs.Job) -> dict[str, list[Recording]]:
     """Recordings with lengths drawn from the published shares."""
     random = np.random.default_rng(_SEED)
     drawn: dict[str, list[Recording]] = {}
@@ -258,6 +267,7 @@ def _draw(config: BenchmarkRun) -> dict[str, list[Recording]]:
         if task not in published.HISTOGRAMS:
             near = registry.suggest(task, published.HISTOGRAMS)
             raise errors.InputError(f"acceptance: nothing published on {task!r}{near}")
+        _check_size(config, Recording(f"acceptance={task}", DRAWN_PROMPT_TOKENS, ()), job)
         shares = np.array(published.HISTOGRAMS[task])
         prompts = []
         for number in range(config.prompts_per_task):
@@ -272,16 +282,17 @@ def _draw(config: BenchmarkRun) -> dict[str, list[Recording]]:
 
 
 def _made_up(
-    config: BenchmarkRun, recorded: Mapping[str, Sequence[Recording]], vocab_size: int
+    config: BenchmarkRun, recorded: Mapping[str, Sequence[Recording]], job: jobs.Job
 ) -> dict[str, tuple[Item, ...]]:
     """Prompts of random tokens, as long as recorded, with the lengths recorded."""
     random = np.random.default_rng(_SEED)
+    vocab_size = job.target.arch.vocab_size
     tasks: dict[str, tuple[Item, ...]] = {}
     index = 0
     for task, recordings in recorded.items():
         items = []
         for recording in recordings[: config.prompts_per_task]:
-            size = config.prompt_tokens or recording.prompt_tokens
+            size = _check_size(config, recording, job)
             ids = tuple(random.integers(0, vocab_size, size).tolist())
             limit = min(config.decode.max_new_tokens, 1 + sum(recording.lengths))
             prompt = Prompt(index, ids, source=recording.where)
@@ -289,3 +300,14 @@ def _made_up(
             index += 1
         tasks[task] = tuple(items)
     return tasks
+
+
+def _check_size(config: BenchmarkRun, recording: Recording, job: jobs.Job) -> int:
+    """Tokens of a made-up prompt, once they are known to fit; before any is drawn.
+
+    Raises:
+      InputError: the prompt and its output are longer than the cache or the model goes.
+    """
+    size = config.prompt_tokens or recording.prompt_tokens
+    job.check_length(Prompt(0, range(min(size, sys.maxsize)), source=recording.where))
+    return size

@@ -52,12 +52,23 @@ def test_texts_of_different_programs_are_refused():
         bundles.sections(SCHEDULE, UTILIZATION.rsplit("\n", 2)[0] + "\n")
 
 
+def test_the_longest_loop_of_the_greatest_depth_counts():
+    loops = [bundles.Section(2, size, {"MXU": 1}) for size in (5, 9, 7)]
+    found = bundles.inner_loop([bundles.Section(1, 50, {"MXU": 1}), *loops])
+    assert found.bundles == 9
+
+
 def test_kernels_are_found_by_name(tmp_path):
-    for name in ("my_kernel.1", "my_kernel_other.2"):
-        (tmp_path / f"17-{name}-03-final_bundles.txt").write_text(SCHEDULE)
-        use = f"17-{name}-01-final_hlo-static-per-bundle-utilization.txt"
-        (tmp_path / use).write_text(UTILIZATION)
-        (tmp_path / f"17-{name}-02-schedule-analysis_final_bundles.txt").write_text("")
+    one_bundle = UTILIZATION.partition("0 0 0 0 0 1")[0] + "1 0 0 0 0 1 0 0 0 0\n"
+    schedules = {
+        "17-my_kernel.1": (SCHEDULE, UTILIZATION),
+        "16-my_kernel_other.2": (SCHEDULE.splitlines()[4], one_bundle),
+    }
+    for name, (schedule, use) in schedules.items():
+        (tmp_path / f"{name}-03-final_bundles.txt").write_text(schedule)
+        path = tmp_path / f"{name}-01-final_hlo-static-per-bundle-utilization.txt"
+        path.write_text(use)
+        (tmp_path / f"{name}-02-schedule-analysis_final_bundles.txt").write_text("")
     found = bundles.of_kernels(tmp_path, ["my_kernel", "absent"])
     assert list(found) == ["my_kernel"]
     text = "\n".join(bundles.lines(found))

@@ -20,6 +20,18 @@ def test_the_entry_is_found(module):
     }
 
 
+def test_the_entry_need_not_be_the_last():
+    text = """ENTRY %first (a: f32[2]) -> f32[2] {
+  ROOT %a = f32[2]{0} parameter(0)
+}
+
+%second (b: f32[2]) -> f32[2] {
+  ROOT %b = f32[2]{0} parameter(0)
+}
+"""
+    assert hlo.parse(text).entry.name == "first"
+
+
 def test_a_tuple_has_its_arrays_and_where_they_live(module):
     start = module.computations["body"].by_name()["copy-start.1"]
     assert [array.in_hbm for array in start.results] == [False, True, False]
@@ -60,6 +72,7 @@ def test_parameters_have_numbers(module):
         ("pred[1]{0:T(512)(128)(4,1)S(1)}", [1]),
         ("(bf16[2,3]{1,0:T(8,128)(2,1)}, /*index=5*/s4[8]{0}, f8e4m3fn[16])", [12, 4, 16]),
         ("token[]", [0]),
+        ("f32[<=8,128]{1,0}", [8 * 128 * 4]),
     ],
 )
 def test_sizes(text, sizes):

@@ -8,7 +8,7 @@ import pytest
 from support import hlo_snippets as snippets
 
 from dflash.compiler import curve, report, table
-from dflash.compiler.components import MLP, UNEMBED, Component, Ideal
+from dflash.compiler.components import ATTENTION, MLP, REST, UNEMBED, Component, Ideal
 from dflash.compiler.curve import Point
 from dflash.compiler.programs import CYCLE, PREFILL, Program
 from dflash.compiler.report import Report, Situation
@@ -22,11 +22,14 @@ RATES = Rates(flops_per_s=400e12, bytes_per_s=2e12)
 WEIGHT = 2560 * 9728 * 2
 
 
+@dataclasses.dataclass
 class Compiled:
     """The compiler's answers about the snippets' module, as jax hands them on."""
 
+    text: str = snippets.MODULE
+
     def as_text(self):
-        return snippets.MODULE
+        return self.text
 
     def memory_analysis(self):
         return SimpleNamespace(temp_size_in_bytes=10**9, generated_code_size_in_bytes=10**8)
@@ -35,9 +38,10 @@ class Compiled:
         return {"flops": 1.0, "bytes accessed": 2.0, "optimal_seconds": 0.003}
 
 
-def examine(name=CYCLE):
-    ideals = {MLP: Ideal(WEIGHT), UNEMBED: Ideal(2765e6)}
-    program = Program(name, "a title", Compiled(), 1.5, 2000, ideals, {"target weights": WEIGHT}, 8)
+def examine(name=CYCLE, text=snippets.MODULE, head=2765e6):
+    ideals = {MLP: Ideal(WEIGHT), UNEMBED: Ideal(head)}
+    arguments = {"target weights": WEIGHT}
+    program = Program(name, "a title", Compiled(text), 1.5, 2000, ideals, arguments, 8)
     return report.examine(program, Situation(2000), CHIP, RATES)
 
 
@@ -69,6 +73,16 @@ def test_the_head_is_read_at_least_once():
     assert examine().components[UNEMBED].ideal_ms == pytest.approx(1)
 
 
+def test_the_head_counts_as_often_as_it_is_read():
+    """By what reads most of it in each of the loop's three turns; a slice of it is no reading."""
+    scope = ', metadata={op_name="jit(generate)/while/body/drafter/unembed/dot_general"}'
+    text = snippets.MODULE.replace("copy(%body.4)", f"copy(%body.4){scope}")
+    found = examine(text=text, head=WEIGHT).components[UNEMBED]
+    assert found.ideal_ms == pytest.approx(3 * WEIGHT / 2765e6)
+    found = examine(text=text, head=3 * WEIGHT).components[UNEMBED]
+    assert found.ideal_ms == pytest.approx(3 * WEIGHT / 2765e6)
+
+
 @pytest.mark.parametrize(
     ("limits", "changes", "message"),
     [
@@ -76,6 +90,7 @@ def test_the_head_is_read_at_least_once():
         ({"max_hbm_gb": 42.5, "max_cycle_ms": 10.0}, {}, None),
         ({"max_hbm_gb": 41.0}, {}, "tpu.max_hbm_gb: 42.00 GB a chip, over 41"),
         ({"max_cycle_ms": 0.01}, {}, "tpu.max_cycle_ms: 0.214 ms by cycles, over 0.01"),
+        ({}, {"capacity_bytes": 42e9}, None),
         ({}, {"capacity_bytes": 40e9}, "does not fit into the memory of v5p:2x2x1: 42.00 GB of 40"),
         ({}, {"refused": "Ran out of memory"}, "v5p:2x2x1: Ran out of memory"),
     ],
@@ -117,8 +132,16 @@ def test_rows_against_the_ridge():
     assert [line.split()[-1] for line in text[3:]] == ["flat", "flat", "flat"]
     assert "not flat" in text[-1]
     assert "not flat" not in text[-2]
+    assert text[-1].split()[-3] == "2.00"  # times the first
     assert [point["rows"] for point in curve.to_json(points)] == [1, 128, 512]
     assert curve.lines([], CHIP) == []
+
+
+def test_two_layers_stand_for_all():
+    """Attention and mlp count as often as the target is deep, head and norm once."""
+    two = Component(1, 1, 1.0, 1.0, 1.0, 0.0)
+    whole = curve.at_depth({ATTENTION: two, MLP: two, UNEMBED: two, REST: two}, 36)
+    assert whole.cycles_ms == 18 + 18 + 1 + 1
 
 
 @pytest.mark.parametrize("text", ["16,x", "0", "", "-3,4"])

@@ -3,12 +3,15 @@
 import dataclasses
 import json
 
+import pytest
 from support.models import make_architecture
 
 from dflash.config import benchmark_schema, schema
 from dflash.inference.request import Completion
 from dflash.measure import bench as benches
+from dflash.measure import workload
 from dflash.offline.decoding import decode
+from dflash.text.prompts import Prompt
 
 ROWS = [{"turns": ["What?", "Why is it so?", "Oh."]}, {"turns": ["One turn only."]}]
 
@@ -46,6 +49,20 @@ def test_later_turns_follow_what_the_baseline_has_said(tmp_path):
     ]  # fmt: skip
     bench.converse()  # there is nothing left to be said
     assert bench.workload.items == items
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "wanted"),
+    [
+        (None, 4, []),
+        ((3, 1), 4, [3, 1]),  # ends with its recording
+        ((3, 4, 1), 4, [3, 4, 1]),
+        ((9, 1), 4, [4, 1, 4, 1, 4, 1, 4]),  # cut, so it begins again
+    ],
+)
+def test_a_script_is_cut_to_the_block_and_lasts(lengths, longest, wanted):
+    item = workload.Item(Prompt(0, (1,)), max_new_tokens=7, lengths=lengths)
+    assert benches.script(item, longest) == wanted
 
 
 def test_a_benchmark_asks_for_reasoning_where_it_is_told_to(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.made_samples import completion, task_round
 
-from dflash.measure import cells
+from dflash.measure import cells, plots, results
 from dflash.measure.bench import Sample, TaskRound
 from dflash.measure.parts import Parts
 
@@ -14,14 +14,14 @@ BLOCKS = {"none": 1, "dflash": 4}
 LENGTHS = ([4, 2, 4, 2], [3, 3, 3, 3])
 
 
-def rounds(cycle_ms=(6.0,), *, task="math", parts=(1.0, 4.0)):
+def rounds(cycle_ms=(6.0,), *, task="math", parts=(1.0, 4.0), pairs=1):
     """Plain tokens of 3 ms, and cycles of four rows that take as long as given, a round each."""
-    plain = [[1] * 12] * 2
+    plain = [[1] * 12] * 2 * pairs
     return [
         task_round(
             task,
             number,
-            {"none": (plain, 3.0), "dflash": (LENGTHS, ms)},
+            {"none": (plain, 3.0), "dflash": (LENGTHS * pairs, ms)},
             {"none": (0.0, 2.5), "dflash": parts},
         )
         for number, ms in enumerate(cycle_ms)
@@ -29,13 +29,19 @@ def rounds(cycle_ms=(6.0,), *, task="math", parts=(1.0, 4.0)):
 
 
 def cells_of(some, **options):
-    options = {"baseline": "none", "block_sizes": BLOCKS, "forced": False} | options
-    return {cell.strategy: cell for cell in cells.cells(some, **options)}
+    return {cell.strategy: cell for cell in every_cell(some, **options)}
+
+
+def every_cell(some, *, block_sizes=BLOCKS, forced=False):
+    return cells.cells(
+        some, baseline="none", block_sizes=block_sizes, longest_paths=block_sizes, forced=forced
+    )
 
 
 def test_a_cell_says_what_happened():
     cell = cells_of(rounds())["dflash"]
-    assert (cell.rounds, cell.prompts, cell.cycles, cell.output_tokens) == (1, 2, 8, 24)
+    assert (cell.rounds, cell.prompts, cell.groups) == (1, 2, 2)
+    assert (cell.cycles, cell.output_tokens) == (8, 24)
     assert cell.tau == 3.0
     assert cell.acceptance_histogram == {"1": 0, "2": 2, "3": 4, "4": 2}
     assert cell.tpot_ms == pytest.approx(2.0)
@@ -43,12 +49,22 @@ def test_a_cell_says_what_happened():
     assert cell.speedup == pytest.approx(1.5)
     assert cell.ttft_ms == 5.0
     assert cell.identical_share == 1.0
-    # 26 tokens in 48 + 10 ms against 26 tokens in 72 + 10 ms.
-    assert cell.speedup_with_prefill == pytest.approx(82 / 58)
+
+
+def test_the_speedup_with_prefill_counts_first_tokens_and_the_time_to_them():
+    """Outputs of other lengths, so that first tokens do not cancel."""
+    done = task_round(
+        "math", 0, {"none": ([[1] * 4, [1] * 2], 3.0), "dflash": (LENGTHS, 6.0)},
+        {"none": (0.0, 2.5), "dflash": (1.0, 4.0)},
+    )  # fmt: skip
+    cell = cells_of([done])["dflash"]
+    # 24 tokens and 2 first ones in 48 + 10 ms, against 6 and 2 in 18 + 10 ms.
+    assert cell.speedup_with_prefill == pytest.approx((26 / 58) / (8 / 28))
+    assert cell.speedup == pytest.approx((24 / 48) / (6 / 18))
 
 
 def test_the_baseline_is_its_own_measure():
-    cell = cells_of(rounds())["none"]
+    cell = cells_of(rounds(pairs=3))["none"]
     assert cell.tau == cell.speedup == 1.0
     assert cell.speedup_interval == pytest.approx((1.0, 1.0))
     assert cell.joint_acceptance == ()
@@ -144,6 +160,55 @@ def test_a_batch_is_timed_from_when_all_its_prompts_are_there():
     assert (sample.cycles, sample.tokens) == (2, 8)
 
 
+def test_every_prompt_of_a_batch_has_its_own_clock():
+    """Three together: one is over before the last one's prompt is in."""
+    early = completion(0, [2], 10.0, begin=100.0, prefill_ms=4.0)
+    middle = completion(1, [2, 2], 10.0, begin=100.020, prefill_ms=6.0)
+    late = completion(2, [2, 2, 2], 10.0, begin=100.030, prefill_ms=20.0)
+    sample = Sample("math", "none", 0, 0, (early, middle, late))
+    # From 100.030 to 100.040 and to 100.060; the first one takes none of that time.
+    assert sample.token_ms == pytest.approx(0 + 10 + 30)
+    done = TaskRound("math", 0, (sample,), {"none": Parts(0.0, 2.5, context_tokens=64)})
+    cell = cells_of([done], block_sizes={"none": 1})["none"]
+    assert cell.tpot_ms == pytest.approx(40 / 12)
+    assert cell.ttft_ms == 6.0
+    assert cell.tokens_per_second == pytest.approx(12 / 0.030)
+    slower = Sample("math", "x", 0, 0, tuple(completion(i, [2, 2, 2], 20.0) for i in range(3)))
+    both = dataclasses.replace(done, samples=(sample, slower), parts={})
+    cell = cells_of([both], block_sizes={"none": 1, "x": 2})["x"]
+    # 18 tokens and 3 first ones in 60 + 15 ms, against 12 and 3 in 30 + 30 ms.
+    assert cell.speedup_with_prefill == pytest.approx((21 / 75) / (15 / 60))
+
+
+def test_the_interval_is_of_95_percent():
+    """Many groups of independent times: 1.96 standard errors to either side."""
+    random, count = np.random.default_rng(0), 400
+    times = 6.0 * random.normal(1, 0.1, count)
+    plain = [Sample("t", "none", i, 0, (completion(i, [1] * 9, 3.0),)) for i in range(count)]
+    ours = [Sample("t", "x", i, 0, (completion(i, [3] * 3, times[i]),)) for i in range(count)]
+    speedup, (low, high) = cells.bootstrap([ours], [plain])
+    error = speedup * times.std() / times.mean() / count**0.5
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.1)
+
+
+def test_the_largest_loss_holds_the_speedup_back():
+    cell = cells_of(rounds(parts=(2.5, 3.0)))["dflash"]
+    assert results.limits([cell]) == [
+        "math, dflash: τ 3.00 comes to 1.50×, held back most by this: with the draft a cycle's "
+        "forwards cost 1.83 times the verification"
+    ]
+    assert results.limits([cells_of(rounds())["none"]]) == []
+
+
+def test_the_table_has_the_ends_of_the_interval_in_order():
+    cell = dataclasses.replace(cells_of(rounds())["dflash"], speedup_interval=(1.25, 1.75))
+    values = results.as_values([cell], [], {"acceptance": {"source": "trace"}}, complete=True)
+    (row,) = results.rows(values)
+    assert (row["speedup_low"], row["speedup_high"]) == (1.25, 1.75)
+    assert row["cycle_ms"] == pytest.approx(6.0)
+    assert (row["draft_ms"], row["acceptance"]) == (1.0, "trace")
+
+
 def test_the_interval_covers_the_truth_as_often_as_it_says():
     """Times with noise of 10 % about a true speed-up of 1.5: 95 % of intervals should hold it."""
     random = np.random.default_rng(0)
@@ -166,12 +231,37 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     assert held >= 0.85 * trials
 
 
+@pytest.mark.parametrize(("groups", "has_interval"), [(1, False), (5, False), (6, True)])
+def test_few_groups_have_no_interval(groups, has_interval):
+    """One group drawn from itself gave an interval of no width: 2.00-2.00, said to be of 95 %."""
+    lengths = [LENGTHS[number % 2] for number in range(groups)]
+    few = task_round("math", 0, {"none": ([[1] * 12] * groups, 3.0), "dflash": (lengths, 6.0)}, {
+        "none": (0.0, 2.5), "dflash": (1.0, 4.0)})  # fmt: skip
+    enough = rounds(pairs=3, task="chat")
+    cell = cells_of([few])["dflash"]
+    assert cell.groups == groups
+    assert cell.speedup == pytest.approx(1.5)
+    assert (cell.speedup_interval is not None) == has_interval
+    # Nor has a mean that such a task is part of.
+    found = every_cell([few, *enough])
+    average = cells.averages(found, [few, *enough], baseline="none")[1]
+    assert average.speedup == pytest.approx(1.5)
+    assert (average.speedup_interval is not None) == has_interval
+    # Terminal and page say why, the table has empty fields, the plot no bar.
+    shown = results.lines([cell], [])[1].split()
+    assert (shown[6:8] == ["1.50", "–"]) != has_interval
+    assert bool(results.notes([cell])) != has_interval
+    (row,) = results.rows({"cells": [vars(cell) | {"cost_ms": None}], "acceptance": {"source": ""}})
+    assert ((row["speedup_low"], row["speedup_high"]) == (None, None)) != has_interval
+    assert plots.speedups([cell], "none").startswith(b"\x89PNG")
+
+
 def test_turns_of_a_conversation_are_drawn_together():
     """Fast first turns and slow second ones: apart they would spread the interval."""
     samples = {"none": [], "x": []}
     for name, times in (("none", (4.0, 4.0)), ("x", (2.0, 6.0))):
         for turn, ms in enumerate(times):
-            for group in range(3):
+            for group in range(cells.MIN_GROUPS):
                 done = (completion(2 * group + turn, [1] * 9, ms),)
                 samples[name].append(Sample("t", name, group, 0, done))
     speedup, interval = cells.bootstrap([samples["x"]], [samples["none"]])
@@ -180,8 +270,8 @@ def test_turns_of_a_conversation_are_drawn_together():
 
 
 def test_averages_count_every_task_alike():
-    some = rounds() + rounds((12.0,), task="chat")
-    found = cells.cells(some, baseline="none", block_sizes=BLOCKS, forced=False)
+    some = rounds(pairs=3) + rounds((12.0,), task="chat", pairs=3)
+    found = every_cell(some)
     by_name = {one.strategy: one for one in cells.averages(found, some, baseline="none")}
     assert by_name["dflash"].speedup == pytest.approx((1.5 + 0.75) / 2)
     assert by_name["dflash"].tasks == 2

@@ -13,16 +13,16 @@ def test_text_of_a_model_cannot_leave_its_place():
     frames = (Frame(tokens=2, accepted=(NASTY,), bonus=NASTY, refused=(NASTY,)),)
     timed = page.Timed(Replay(NASTY, frames), ttft_ms=1.0, cycle_ms=2.0)
     text = page.render(
-        {"cells": []}, limits=[NASTY], plots={"a": b"png"}, replays={"t": (NASTY, {"s": timed})}
+        {"cells": []}, notes=[NASTY], plots={"a": b"png"}, replays={"t": (NASTY, {"s": timed})}
     )
     assert text.count("<script") == 2
     found = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert found["limits"] == [NASTY]
+    assert found["notes"] == [NASTY]
     lane = found["replays"]["t"]["strategies"]["s"]
     assert lane["frames"][0]["accepted"] == [NASTY]
     assert (lane["ttft_ms"], lane["cycle_ms"]) == (1.0, 2.0)
 
 
 def test_the_page_asks_for_nothing_else():
-    text = page.render({}, limits=[], plots={}, replays={})
+    text = page.render({}, notes=[], plots={}, replays={})
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(""", text)

@@ -1,10 +1,14 @@
 """The least that a forward can cost, by hand for a target of round numbers."""
 
+import types
+
 import pytest
+from support import models
 from support.models import make_sharding, make_target
 
 from dflash.measure import roofline
 from dflash.measure.roofline import Machine, Work
+from dflash.parallel import parameters
 
 MACHINE = Machine("toy", flops_per_s=1e9, bytes_per_s=1e6, source="made up")
 
@@ -30,6 +34,25 @@ def test_a_target_reads_its_weights_once_and_computes_every_row():
     small = roofline.target_work(target, batch=2, rows=8, context=100, kv_dtype="int8")
     assert small.size_bytes == 4 * weights + 2 * 3 * 2 * (16 + 4) * 2 * 108
     assert small.flops == many.flops
+
+
+def test_a_draft_reads_the_drafter_and_the_head_and_computes_every_row():
+    target = make_target()
+    drafter = models.drafter("dflash", arch=target.arch, block_size=8)
+    weights = parameters.count(drafter) + 48 * 32
+    found = roofline.draft_work(target, drafter, batch=3)
+    assert found == Work(2 * weights * 3 * 8, 4 * weights)
+    assert roofline.draft_work(target, models.drafter("none"), batch=3) == Work(0, 0)
+
+
+@pytest.mark.parametrize(("kind", "chips"), [("TPU7x", 2), ("TPU v5p", 4)])
+def test_a_known_chip_has_its_vendors_peaks(kind, chips):
+    """Four devices: of TPU7x two are one chip."""
+    devices = [types.SimpleNamespace(device_kind=kind)] * 4
+    found = roofline.machine_of(types.SimpleNamespace(devices=devices))
+    peak = {"TPU7x": 2307e12, "TPU v5p": 459e12}[kind]
+    assert found.flops_per_s == chips * peak
+    assert "vendor" in found.source
 
 
 def test_a_machine_that_nobody_knows_is_measured():

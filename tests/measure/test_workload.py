@@ -1,16 +1,22 @@
 """What is decoded: made-up prompts as long as recorded, with lengths recorded or drawn."""
 
+import json
+import math
 import types
 
 import numpy as np
 import pytest
 
+from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DecodeConfig
 from dflash.measure import published, workload
 from dflash.text.prompts import Prompt
 
-JOB = types.SimpleNamespace(target=types.SimpleNamespace(arch=types.SimpleNamespace(vocab_size=50)))
+ARCH = types.SimpleNamespace(vocab_size=50)
+JOB = types.SimpleNamespace(
+    target=types.SimpleNamespace(arch=ARCH), check_length=lambda prompt: None
+)
 
 
 def read(**options) -> workload.Workload:
@@ -50,6 +56,61 @@ def test_a_prompt_is_as_long_as_recorded_and_ends_with_its_recording(tmp_path):
     assert item.max_new_tokens == 5
     (item,) = read(trace=str(path), prompt_tokens=11).items
     assert len(item.prompt.ids) == 11
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{}", "expected a list of prompts, one object each"),
+        (b"[]", "expected a list of prompts"),
+        (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+        (b"[1", "not JSON: Expecting ',' delimiter"),
+        (b"\xff\xfe[", "not JSON: 'utf-8' codec can't decode"),
+        ([[1]], "prompt 0: expected an object with acceptance_lengths"),
+        ([{}], "prompt 0: expected an object with acceptance_lengths"),
+        ([{"acceptance_lengths": 3}], "prompt 0: acceptance_lengths: expected a list, not 3"),
+        ([{"acceptance_lengths": []}], "prompt 0: empty acceptance_lengths"),
+        (
+            [{"acceptance_lengths": [1, "2"]}],
+            r'acceptance_lengths\[1\]: expected an integer, not "2"',
+        ),
+        ([{"acceptance_lengths": [2.0]}], r"acceptance_lengths\[0\]: expected an integer, not 2.0"),
+        ([{"acceptance_lengths": [math.nan]}], r"acceptance_lengths\[0\]: .* not NaN"),
+        ([{"acceptance_lengths": [True]}], r"acceptance_lengths\[0\]: .* not true"),
+        ([{"acceptance_lengths": [1, 0]}], "acceptance_lengths: expected at least 1, got 0"),
+        ([{"acceptance_lengths": [1], "prompt_tokens": 0}], "prompt_tokens: expected at least 1"),
+        ([{"acceptance_lengths": [1], "prompt_tokens": None}], "prompt_tokens.*, not null"),
+        ([{"acceptance_lengths": [1], "dataset": 7}], "dataset: expected letters, digits .* not 7"),
+        ([{"acceptance_lengths": [1], "dataset": "../a"}], 'dataset: .* not "../a"'),
+        ([{"acceptance_lengths": [1], "dataset": ""}], 'dataset: .* not ""'),
+    ],
+)
+def test_a_damaged_recording_is_refused(tmp_path, content, message):
+    path = tmp_path / "trace.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(errors.InputError, match=f"trace.json: .*{message}"):
+        workload.read_trace(str(path))
+
+
+def test_the_tasks_asked_for_are_kept_in_their_order(tmp_path):
+    path = tmp_path / "trace.json"
+    rows = [{"acceptance_lengths": [2], "dataset": name} for name in ("a", "b", "c", "a")]
+    path.write_text(json.dumps(rows))
+    assert {task: len(some) for task, some in workload.read_trace(str(path)).items()} == {
+        "a": 2, "b": 1, "c": 1,
+    }  # fmt: skip
+    assert list(workload.read_trace(str(path), ("c", "a"))) == ["c", "a"]
+    with pytest.raises(errors.InputError, match=r"trace_tasks: .*trace.json has no 'd'"):
+        workload.read_trace(str(path), ("a", "d"))
+
+
+def test_lengths_beyond_a_block_are_refused(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text('[{"acceptance_lengths": [3, 1]}, {"acceptance_lengths": [1, 5]}]')
+    some = read(trace=str(path))
+    workload.check_lengths(some, {"long": 5})
+    with pytest.raises(errors.InputError, match=r"prompt 1 \(trace\): commits 5 .* block of 4;"):
+        workload.check_lengths(some, {"long": 5, "short": 4})
 
 
 def test_without_a_recording_nothing_is_forced():

@@ -15,3 +15,7 @@ STUDIES: Mapping[str, Callable[[BenchmarkRun], Table]] = {
     "taps": variants.taps,
     "batch": variants.batch,
 }
+
+# Those that cut acceptance lengths to the block of each variant, and all that decode prompts.
+CUTTING = frozenset(("block", "layers", "taps"))
+DECODING = CUTTING | {"batch"}

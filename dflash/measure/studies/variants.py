@@ -120,16 +120,9 @@ def _rows(
     bench.converse()
     bench.compile()
     bench.warm_up()
-    found = cells.cells(
-        list(bench.run()),
-        baseline=bench.baseline,
-        block_sizes=bench.block_sizes,
-        longest_paths=bench.longest_paths,
-        forced=bench.workload.forced,
-    )
     size = bench.config.decode.batch_size
     rows = []
-    for cell in found:
+    for cell in cells.of_bench(bench, list(bench.run())):
         if cell.strategy not in keys:
             continue
         cost, drafter = cell.cost_ms, bench.jobs[cell.strategy].drafter

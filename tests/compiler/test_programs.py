@@ -1,0 +1,53 @@
+"""Tests of what a run cannot do without, and of what it asks its compiler."""
+
+import pytest
+from support.models import make_target
+
+from dflash.compiler import programs, session
+from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
+from dflash.compiler.report import Situation
+from dflash.config.schema import DecodeConfig
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_target_reads_its_weights_and_the_context_of_all_sequences(tied):
+    """D 32, F 48, V 48, 3 layers, N/K/H 4/2/16 in float32; pages have room for more."""
+    target = make_target(tie_word_embeddings=tied)
+    cache = target.new_cache(batch=2, pages_per_sequence=4, num_pages=9, page_size=8)
+    found = programs.target_ideals(target, 10, cache)
+    projections, norms = 32 * (2 * 4 + 2 * 2) * 16, 32 + 2 * 16
+    context = 10 * 2 * 2 * 2 * 16  # rows × sequences × keys and values × kv heads × H
+    assert found[ATTENTION].num_bytes == pytest.approx(4 * 3 * (projections + norms + context))
+    assert found[MLP].num_bytes == 4 * 3 * (3 * 32 * 48 + 32)
+    assert found[UNEMBED].num_bytes == 4 * 48 * 32  # the head, once, tied or not
+    assert found[REST].num_bytes == 4 * 32
+
+
+def test_a_drafter_reads_its_weights_and_the_context_in_use():
+    target = make_target()
+    cache = target.new_cache(batch=2, pages_per_sequence=4, num_pages=9, page_size=8)
+    arguments = {"drafter weights": 1000, "draft KV": 640}
+    found = programs.cycle_ideals(target, arguments, 8, cache, capacity=32)
+    assert found[DRAFTER].num_bytes == 1000 + 640 / 4
+    assert found[MLP] == programs.target_ideals(target, 8, cache)[MLP]
+
+
+def test_programs_share_their_memory():
+    """They run one after another, so that of each kind the larger one counts."""
+    cycle = {"target weights": 5, "temporaries": 1, "draft KV": 4}
+    prefill = {"target weights": 5, "temporaries": 3}
+    wanted = {"target weights": 5, "temporaries": 3, "draft KV": 4}
+    assert session.larger(session.larger({}, cycle), prefill) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "situation"),
+    [
+        ({}, Situation(7)),
+        ({"temperature": 0.5}, Situation(7, sampled=True)),
+        ({"temperature": 0.5, "top_k": 3}, Situation(7, sampled=True, filtered=True)),
+        ({"temperature": 0.5, "top_p": 0.9}, Situation(7, sampled=True, filtered=True)),
+    ],
+)
+def test_the_config_says_which_branches_run(changes, situation):
+    assert Situation.of(7, DecodeConfig(**changes)) == situation

@@ -1,0 +1,170 @@
+"""Tests of bytes and operations of single instructions, in programs of a few lines."""
+
+import pytest
+
+from dflash.compiler import components, costs, hlo, traffic
+
+
+def entry(*lines, root="f32[8]{0} copy(%x)", computations=""):
+    """A module whose entry reads %x, f32 [64, 32] in main memory, and %v, the same in VMEM."""
+    body = "\n".join(f"  {line}" for line in lines)
+    return hlo.parse(f"""HloModule small
+{computations}
+ENTRY %main (x: f32[64,32], v: f32[64,32], i: s32[]) -> f32[8] {{
+  %x = f32[64,32]{{1,0}} parameter(0)
+  %v = f32[64,32]{{1,0:T(8,128)S(1)}} parameter(1)
+  %i = s32[] parameter(2)
+{body}
+  ROOT %end = {root}
+}}
+""")
+
+
+def bytes_of(line, **options):
+    """Bytes read and written by the instruction %one."""
+    module = entry(f"%one = {line}", **options)
+    names = module.entry.by_name()
+    return traffic.hbm_bytes(module, names["one"], names)
+
+
+def flops_of(line):
+    module = entry(f"%one = {line}")
+    names = module.entry.by_name()
+    return traffic.matmul_flops(module, names["one"], names)
+
+
+X, ROW = 64 * 32 * 4, 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("line", "read", "written"),
+    [
+        ("f32[2,32]{1,0} slice(%x), slice={[0:2], [0:32]}", 2 * ROW, 2 * ROW),
+        ("f32[2,32]{1,0:S(1)} slice(%x), slice={[0:2], [0:32]}", 2 * ROW, 0),
+        ("f32[2,32]{1,0} slice(%v), slice={[0:2], [0:32]}", 0, 2 * ROW),
+        ("f32[64,32]{1,0} copy(%x)", X, X),
+        ("f32[64,32]{1,0:S(0)} copy(%v)", 0, X),  # space 0 is main memory
+        # What an update in place is written from has been counted where it was made.
+        ("f32[64,32]{1,0} dynamic-update-slice(%x, %row, %i, %i)", 0, ROW),
+        # A scatter's updates come last, after its indices.
+        ("f32[64,32]{1,0} scatter(%x, %at, %row), to_apply=%add", ROW, ROW),
+        # A copy names where to, where from and a semaphore; only main memory counts.
+        ("(f32[64,32]{1,0:S(1)}, f32[64,32]{1,0}, u32[]{:S(2)}) copy-start(%x)", X, 0),
+        ("(f32[64,32]{1,0}, f32[64,32]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%v)", 0, X),
+    ],
+)
+def test_bytes(line, read, written):
+    row = ("%row = f32[1,32]{1,0} slice(%x), slice={[0:1], [0:32]}", "%at = s32[4]{0} iota()")
+    module = entry(*row, f"%one = {line}")
+    names = module.entry.by_name()
+    assert traffic.hbm_bytes(module, names["one"], names) == (read, written)
+
+
+FUSED = """
+%twice (p: f32[64,32], q: s32[]) -> f32[64,32] {
+  %p = f32[64,32]{1,0} parameter(0)
+  %q = s32[] parameter(1)
+  %a = f32[40,32]{1,0} dynamic-slice(%p, %q, %q), dynamic_slice_sizes={40,32}
+  %b = f32[40,32]{1,0} dynamic-slice(%p, %q, %q), dynamic_slice_sizes={40,32}
+  ROOT %sum = f32[40,32]{1,0} add(%a, %b)
+}
+"""
+
+
+def test_slices_read_no_more_than_there_is():
+    """Two slices of 40 rows of 64: all of it at most, and the index."""
+    line = "f32[40,32]{1,0:S(1)} fusion(%x, %i), kind=kLoop, calls=%twice"
+    assert bytes_of(line, computations=FUSED) == (X + 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "flops"),
+    [
+        ("f32[64,64]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+         2 * 64 * 64 * 32),
+        ("f32[32,32]{1,0} dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}",
+         2 * 32 * 32 * 64),
+        # A batch of 64 products of one row: each number meets one other.
+        ("f32[64]{0} dot(%x, %x), lhs_batch_dims={0}, rhs_batch_dims={0}, "
+         "lhs_contracting_dims={1}, rhs_contracting_dims={1}", 2 * 64 * 32),
+        ("f32[64,32]{1,0} add(%x, %x)", 0),
+    ],
+)  # fmt: skip
+def test_operations_of_matrix_products(line, flops):
+    assert flops_of(line) == flops
+
+
+CALLED = """
+%work (p: f32[64,32]) -> f32[64,32] {
+  %p = f32[64,32]{1,0} parameter(0)
+  ROOT %moved = f32[64,32]{0,1} copy(%p)
+}
+
+%body (b: (f32[64,32])) -> (f32[64,32]) {
+  %b = (f32[64,32]{1,0}) parameter(0)
+  %in = f32[64,32]{1,0} get-tuple-element(%b), index=0
+  %out = f32[64,32]{1,0} call(%in), to_apply=%work
+  ROOT %t = (f32[64,32]{1,0}) tuple(%out)
+}
+
+%yes (c: (f32[64,32])) -> pred[] {
+  %c = (f32[64,32]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+%cheap (d: (f32[64,32])) -> f32[64,32] {
+  %d = (f32[64,32]{1,0}) parameter(0)
+  %f = f32[64,32]{1,0} get-tuple-element(%d), index=0
+  ROOT %slow = f32[64,32]{0,1} copy(%f), backend_config={"estimated_cycles":"500"}
+}
+
+%often (g: (f32[64,32])) -> f32[64,32] {
+  %g = (f32[64,32]{1,0}) parameter(0)
+  %again = (f32[64,32]{1,0}) while(%g), condition=%yes, body=%timed, backend_config={"known_trip_count":{"n":"9"}}
+  ROOT %h = f32[64,32]{1,0} get-tuple-element(%again), index=0
+}
+
+%timed (k: (f32[64,32])) -> (f32[64,32]) {
+  %k = (f32[64,32]{1,0}) parameter(0)
+  %l = f32[64,32]{1,0} get-tuple-element(%k), index=0
+  %quick = f32[64,32]{0,1} copy(%l), backend_config={"estimated_cycles":"100"}
+  ROOT %m = (f32[64,32]{1,0}) tuple(%quick)
+}
+"""  # noqa: E501
+
+
+def operations(*lines):
+    module = entry(*lines, computations=CALLED)
+    found = costs.operations(module, trips=lambda _: 4, branch=lambda _: None)
+    return {one.instruction.name: one for one in found}
+
+
+def test_a_computation_that_is_called_runs_as_often_as_its_caller():
+    found = operations(
+        "%t0 = (f32[64,32]{1,0}) tuple(%x)",
+        "%loop = (f32[64,32]{1,0}) while(%t0), condition=%yes, body=%body",
+    )
+    assert found["moved"].times == 4
+    assert found["moved"].loops == ("loop",)
+
+
+def test_the_branch_of_most_cycles_counts_its_loops():
+    """500 cycles once against 100 in each of nine turns."""
+    found = operations(
+        "%t0 = (f32[64,32]{1,0}) tuple(%x)",
+        "%if = f32[64,32]{1,0} conditional(%i, %t0, %t0), branch_computations={%cheap, %often}",
+    )
+    assert found["quick"].times == 9
+    assert "slow" not in found
+
+
+def test_a_small_copy_is_no_big_one():
+    assert not components.big_copies(operations("%small = f32[64,32]{0,1} copy(%x)").values())
+
+
+def test_an_asynchronous_collective_counts_what_arrives():
+    found = operations(
+        "%s = ((f32[64,32]{1,0}), f32[256,32]{1,0}) all-gather-start(%x), dimensions={0}",
+        "%d = f32[256,32]{1,0} all-gather-done(%s)",
+    )
+    assert components.collectives(found.values()) == {"all-gather": (1, 4 * X)}
