@@ -55,7 +55,7 @@ def test_it_passes_the_contract(contract):
     contract.test_output_is_that_of_plain_decoding(form, case)
     contract.test_proposals_are_well_formed(form, False)
     contract.test_greedy_rejection_is_plain_greedy_decoding(form)
-    model = contract.ragged_engine(form)._abstract_drafter
+    model = contract.ragged_engine(form).drafter
     assert type(model).__name__ == "Repeat"
     assert model.num_draft_tokens == 4
 
