@@ -4,6 +4,7 @@ import sys
 import textwrap
 
 import pytest
+from absl import flags
 
 from dflash import cli, errors
 from dflash.config import loader, schema
@@ -17,7 +18,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
 
-    def run_with(*argv, main=lambda command: None):
+    def run_with(*argv, main=lambda command: None, define_flags=lambda values: None):
         commands = []
 
         def record(command):
@@ -30,6 +31,7 @@ def run(tmp_path, monkeypatch, capsys):
                 name="dflash.decode",
                 schema=schema.DecodeRun,
                 description="Decodes prompts.",
+                define_flags=define_flags,
                 argv=argv,
             )
         out, err = capsys.readouterr()
@@ -74,6 +76,16 @@ def test_flags_are_optional_and_do_not_linger(run):
     assert (command.workdir, command.profile_dir, command.coordinator_address) == (None,) * 3
     assert (command.num_processes, command.process_id) == (None, None)
     assert (command.dry_run, command.stream) == (False, True)
+
+
+def test_an_entry_point_has_flags_of_its_own(run):
+    def define(values):
+        flags.DEFINE_integer("index", None, "Which one.", flag_values=values)
+
+    assert run("c.yml", define_flags=define)[3][0].flags == {"index": None}
+    assert run("c.yml", "--index=3", define_flags=define)[3][0].flags == {"index": 3}
+    assert "\n  --index                 Which one.\n" in run("--help", define_flags=define)[1]
+    assert run("c.yml", "--index=3")[2].startswith("error: unknown flag --index; ")
 
 
 def test_print_config_prints_what_loads_again(run, tmp_path):
