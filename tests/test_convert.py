@@ -167,3 +167,11 @@ def test_as_a_command(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
+
+
+def test_an_occupied_destination_is_refused_before_the_source_is_read(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("")
+    status, _, err = run(capsys, tmp_path / "no such source", tmp_path / "out", "--to=hf")
+    assert status == 1
+    assert err.startswith(f"error: {tmp_path / 'out'}: already exists")
