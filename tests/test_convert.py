@@ -81,6 +81,9 @@ def test_another_dtype(tmp_path, capsys, to):
         original = load_file(source / "model.safetensors")
         for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
             np.testing.assert_array_equal(value, original[name].astype(jnp.bfloat16))
+    # Without --dtype, the stored one is kept.
+    assert run(capsys, tmp_path / "out", tmp_path / "again", "--to=orbax")[0] == 0
+    assert checkpoint.stored_dtype(tmp_path / "again") == jnp.bfloat16
 
 
 def test_unknown_architecture(tmp_path, capsys):
