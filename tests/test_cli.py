@@ -209,6 +209,31 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     assert process.wait(timeout=60) == 141
 
 
+def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
+    """What Python still buffers is written at the end, when the reader has gone."""
+    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+    code = """
+    import os
+    from dflash import cli
+    from dflash.config.schema import DecodeRun
+
+    def main(command):
+        print("ready", flush=True)
+        while not os.path.exists("closed"):
+            pass
+        print("late")
+
+    cli.run(main, name="x", schema=DecodeRun, description="", argv=["c.yml"])
+    """
+    process = in_process(code, tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    (tmp_path / "closed").touch()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+
+
 def test_importing_defines_no_flag_and_needs_no_jax(tmp_path):
     code = """
     import sys
