@@ -178,7 +178,8 @@ def test_the_status_of_main_is_the_exit_status(run):
 
 
 def in_process(code, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    added = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
+    environment = os.environ | added
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=tmp_path,
