@@ -4,6 +4,7 @@ import sys
 import textwrap
 
 import pytest
+from absl import flags
 
 from dflash import cli, errors
 from dflash.config import loader, schema
@@ -17,7 +18,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
 
-    def run_with(*argv, main=lambda command: None):
+    def run_with(*argv, main=lambda command: None, define_flags=lambda values: None):
         commands = []
 
         def record(command):
@@ -30,6 +31,7 @@ def run(tmp_path, monkeypatch, capsys):
                 name="dflash.decode",
                 schema=schema.DecodeRun,
                 description="Decodes prompts.",
+                define_flags=define_flags,
                 argv=argv,
             )
         out, err = capsys.readouterr()
@@ -74,6 +76,16 @@ def test_flags_are_optional_and_do_not_linger(run):
     assert (command.workdir, command.profile_dir, command.coordinator_address) == (None,) * 3
     assert (command.num_processes, command.process_id) == (None, None)
     assert (command.dry_run, command.stream) == (False, True)
+
+
+def test_an_entry_point_has_flags_of_its_own(run):
+    def define(values):
+        flags.DEFINE_integer("index", None, "Which one.", flag_values=values)
+
+    assert run("c.yml", define_flags=define)[3][0].flags == {"index": None}
+    assert run("c.yml", "--index=3", define_flags=define)[3][0].flags == {"index": 3}
+    assert "\n  --index                 Which one.\n" in run("--help", define_flags=define)[1]
+    assert run("c.yml", "--index=3")[2].startswith("error: unknown flag --index; ")
 
 
 def test_print_config_prints_what_loads_again(run, tmp_path):
@@ -166,7 +178,8 @@ def test_the_status_of_main_is_the_exit_status(run):
 
 
 def in_process(code, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    added = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
+    environment = os.environ | added
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=tmp_path,
@@ -192,6 +205,31 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     process = in_process(code, tmp_path)
     assert process.stdout.readline() == "0\n"
     process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+
+
+def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
+    """What Python still buffers is written at the end, when the reader has gone."""
+    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+    code = """
+    import os
+    from dflash import cli
+    from dflash.config.schema import DecodeRun
+
+    def main(command):
+        print("ready", flush=True)
+        while not os.path.exists("closed"):
+            pass
+        print("late")
+
+    cli.run(main, name="x", schema=DecodeRun, description="", argv=["c.yml"])
+    """
+    process = in_process(code, tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    (tmp_path / "closed").touch()
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait(timeout=60) == 141

@@ -81,6 +81,9 @@ def test_another_dtype(tmp_path, capsys, to):
         original = load_file(source / "model.safetensors")
         for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
             np.testing.assert_array_equal(value, original[name].astype(jnp.bfloat16))
+    # Without --dtype, the stored one is kept.
+    assert run(capsys, tmp_path / "out", tmp_path / "again", "--to=orbax")[0] == 0
+    assert checkpoint.stored_dtype(tmp_path / "again") == jnp.bfloat16
 
 
 def test_unknown_architecture(tmp_path, capsys):
@@ -167,3 +170,11 @@ def test_as_a_command(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
+
+
+def test_an_occupied_destination_is_refused_before_the_source_is_read(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("")
+    status, _, err = run(capsys, tmp_path / "no such source", tmp_path / "out", "--to=hf")
+    assert status == 1
+    assert err.startswith(f"error: {tmp_path / 'out'}: already exists")
