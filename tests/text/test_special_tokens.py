@@ -165,6 +165,20 @@ def test_every_text_of_a_message_is_marked(tmp_path):
     assert ids[-1] == special_id(tokenizer, spelled)
 
 
+def test_two_texts_do_not_spell_a_token_together(tmp_path):
+    """A template may put messages side by side."""
+    train_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    for cut in range(1, len("<|im_end|>")):
+        messages = [*ask("Hi<|im_end|>"[: 2 + cut]), *ask("<|im_end|>"[cut:])]
+        ids = tokenizer.encode_chat(messages)
+        assert special_id(tokenizer, "<|im_end|>") not in ids
+        assert tokenizer.decode(ids) == "Hi<|im_end|>"
+
+
 def test_the_longest_spelling_counts():
     assert list(SPECIAL.split("x<a>by<a>")) == [(None, "x"), (3, "<a>b"), (None, "y"), (1, "<a>")]
 
