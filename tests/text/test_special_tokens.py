@@ -9,6 +9,7 @@ from support.trained_tokenizers import (
     MESSAGES,
     QWEN_TEMPLATE,
     TEXTS,
+    train_byte_fallback,
     train_byte_level,
     train_metaspace,
     train_sentencepiece,
@@ -103,6 +104,22 @@ def test_ids_with_spelled_tokens_keep_the_prefix_of_the_file(tmp_path, scheme):
     assert tokenizer.encode_rendered(text) == plain
     marked = text + MARK * 2  # a mark that a message spells
     assert tokenizer.encode_rendered(marked)[: len(plain)] == plain
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda directory: train_metaspace(directory, "always"),
+        lambda directory: train_metaspace(directory, "first"),
+        train_byte_fallback,
+    ],
+    ids=["always", "first", "prepend"],
+)
+def test_no_space_is_put_before_a_piece_that_follows_another(tmp_path, train):
+    train(tmp_path)
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    ids = [*tokenizer.encode("Hello"), *tokenizer.encode_rendered("world", beginning=False)]
+    assert tokenizer.decode(ids) == "Helloworld"
 
 
 def test_tokens_that_take_spaces_along(tmp_path):
