@@ -26,8 +26,8 @@ def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Ite
     """Yields the examples of a split, file after file, line after line.
 
     Args:
-      files: to read.
-      split: of them.
+      files: paths of the files.
+      split: split to yield.
       held_out_percent: share of the questions for validation, and again for test, in percent.
     Raises:
       InputError: a file is empty, or some lines are unusable: the first ten of these are named,

@@ -135,7 +135,7 @@ def continued(
     return dataclasses.replace(found, index=prompt.index + turn, source=source)
 
 
-# An entry is where a prompt stands, and a call that reads it as the fields of a JSONL line. Reading
+# An entry is the place of a prompt, and a call that reads it as the fields of a JSONL line. Reading
 # waits for the call, so that one bad line does not hide the next.
 _Entries = Iterator[tuple[str, Any]]
 
@@ -157,7 +157,7 @@ def _conversation_entries(
 def _stdin_entries(stdin: TextIO) -> _Entries:
     if stdin.isatty():
         print("reading prompts, one a line; Ctrl-D ends them", file=sys.stderr)
-    # Bytes where there are any: decoding line by line lets a complaint name the line.
+    # Bytes where there are any: decoding line by line lets an error name the line.
     lines = getattr(stdin, "buffer", None) or (line.encode("utf-8") for line in stdin)
     for number, line in jsonl.numbered_lines(lines):
         yield f"stdin:{number}", lambda line=line: {"prompt": jsonl.decode(line)}

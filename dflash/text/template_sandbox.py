@@ -7,7 +7,9 @@ item that an operation makes is paid from one budget. What could make much at on
 """
 
 import datetime
+import functools
 import json
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -26,14 +28,10 @@ STEP_COST = 200  # what a pass through a loop or macro costs, which takes longer
 MAX_EXPONENT = 100
 
 _LEFT = "left of the budget"  # a variable that no template can name
-# No published template uses these. They make long texts of short ones, or differ between calls.
-_REFUSED_FILTERS = (
-    "batch center filesizeformat format pprint random slice urlize wordwrap xmlattr".split()
-)
-_REFUSED_METHODS = frozenset(
-    "center expandtabs format format_map ljust rjust translate zfill".split()
-)
-_LONG_NUMBER = re.compile(r"\d{4}|\*")  # in a format such as %9999d
+# These make long texts of short ones, or differ between calls, and no chat needs them.
+_REFUSED_FILTERS = "batch filesizeformat pprint random slice urlize wordwrap xmlattr".split()
+_REFUSED_METHODS = frozenset({"expandtabs", "format_map", "translate"})
+_LONG_FORMAT = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # %9999d, or a width that is given apart
 
 
 def environment(date: datetime.date) -> jinja2.Environment:
@@ -55,6 +53,8 @@ def environment(date: datetime.date) -> jinja2.Environment:
         del made.filters[name]
     del made.globals["lipsum"]
     made.filters |= {
+        "center": _center,
+        "format": _format,
         "indent": _indent,
         "join": _join,
         "replace": _replace,
@@ -138,20 +138,26 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 _affordable(count * _size(many))
         elif operator == "**" and isinstance(right, int | float) and right > MAX_EXPONENT:
             raise jinja2.TemplateError(f"exponent {right} is above {MAX_EXPONENT}")
-        elif operator == "%" and isinstance(left, str) and _LONG_NUMBER.search(left):
-            raise jinja2.TemplateError(f"refuses the format {left[:60]!r}")
+        elif operator == "%":
+            _check_format(left)
         return _pay_for(context, super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if __obj in (__self.pay, __self.pay_for):
             return __obj(*args)
-        name, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
-        if name in _REFUSED_METHODS:
-            raise jinja2.TemplateError(f"calls {name}()")
-        if isinstance(owner, str) and name == "replace":
-            return _pay_for(__context, _replace(owner, *args, **kwargs))
-        if isinstance(owner, str) and name == "join":
-            return _pay_for(__context, _join(args[0], owner))
+        name = getattr(__obj, "__name__", "")
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            if name in _REFUSED_METHODS:
+                raise jinja2.TemplateError(f"calls {name}()")
+            if name == "replace":
+                return _pay_for(__context, _replace(owner, *args, **kwargs))
+            if name == "join":
+                return _pay_for(__context, _join(args[0], owner))
+            if name == "format":
+                _check_format(owner)
+            for width in args:  # of ljust and the like
+                _affordable(width if isinstance(width, int) else 0)
         return _pay_for(__context, super().call(__context, __obj, *args, **kwargs))
 
 
@@ -228,10 +234,26 @@ def _replace(text: Any, old: str, new: str, count: int | None = -1) -> str:
 def _join(items: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
     items = list(items)
     if attribute is not None:
-        items = [item[attribute] for item in items]
+        path = [int(part) if part.isdigit() else part for part in str(attribute).split(".")]
+        items = [functools.reduce(operator.getitem, path, item) for item in items]
     texts, separator = list(map(str, items)), str(separator)
     _affordable(len(texts) * len(separator) + sum(map(len, texts)))
     return separator.join(texts)
+
+
+def _center(text: str, width: int = 80) -> str:
+    _affordable(width)
+    return str(text).center(width)
+
+
+def _format(text: str, *args: Any, **kwargs: Any) -> str:
+    _check_format(str(text))
+    return str(text) % (kwargs or args)
+
+
+def _check_format(text: Any) -> None:
+    if isinstance(text, str) and _LONG_FORMAT.search(text):
+        raise jinja2.TemplateError(f"refuses the format {text[:60]!r}")
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:

@@ -52,7 +52,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """A conversation in the chat template; without generation prompt it ends as it stands.
+        """A conversation in the chat template; without generation prompt, up to its last message.
 
         Special tokens that messages spell are marked, for `encode_rendered`; see `special_tokens`.
         """
@@ -141,19 +141,19 @@ class NoTokenizer(Tokenizer):
     fingerprint = ""
 
     def __init__(self, directory: pathlib.Path):
-        self._complaint = (
+        self._message = (
             f"{directory}: no tokenizer ({TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}); "
             "give prompts as prompt_ids"
         )
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        raise errors.InputError(self._complaint)
+        raise errors.InputError(self._message)
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        raise errors.InputError(self._complaint)
+        raise errors.InputError(self._message)
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
-        raise errors.InputError(self._complaint)
+        raise errors.InputError(self._message)
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(f"⟨{token}⟩" for token in ids)

@@ -22,6 +22,7 @@ from dflash.data import answers
         ("from 5-8 to 5-9", "9"),
         ("12,3456", "3456"),
         (r"an open \boxed{5", "5"),
+        ("#### 3\nNo:\n#### 4\n####", "4"),
         ("nothing at all", None),
         ("#### ", None),
     ],

@@ -109,6 +109,12 @@ def test_rows_are_filled_well(shapes):
     assert len(used) < 2 or used[0] + used[1] > LENGTH
 
 
+def test_a_document_goes_where_it_leaves_the_least_room():
+    """The 6 beside the 10, not beside the 8, so that everything fits into two rows."""
+    corpus = make_corpus([(1, size - 1) for size in (10, 8, 6, 5, 3)])
+    assert len(packing.pack(corpus, LENGTH)) == 2
+
+
 def open_batches(corpora, shares=None, **options):
     values = {"length": LENGTH, "batch_size": 4, "seed": 3} | options
     return batches.Batches(corpora, shares or [1.0] * len(corpora), **values)

@@ -266,7 +266,7 @@ def test_text_without_tokens():
     assert failure(text=("\u200b",), tokenizer=Silent) == message
 
 
-def test_tokenizer_complaints_name_the_line(jsonl):
+def test_tokenizer_errors_name_the_line(jsonl):
     class Strict(BytesTokenizer):
         def encode_chat(self, messages):
             raise errors.InputError("roles must alternate")
@@ -300,7 +300,7 @@ def test_any_text_survives_a_file(tmp_path_factory, texts):
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_prompts_or_plain_complaints(tmp_path_factory, data):
+def test_any_bytes_are_prompts_or_plain_errors(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_bytes(data)
     with pytest.raises(errors.InputError) as caught:

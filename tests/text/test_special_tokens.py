@@ -9,6 +9,7 @@ from support.trained_tokenizers import (
     MESSAGES,
     QWEN_TEMPLATE,
     TEXTS,
+    train_byte_fallback,
     train_byte_level,
     train_metaspace,
     train_sentencepiece,
@@ -105,6 +106,22 @@ def test_ids_with_spelled_tokens_keep_the_prefix_of_the_file(tmp_path, scheme):
     assert tokenizer.encode_rendered(marked)[: len(plain)] == plain
 
 
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda directory: train_metaspace(directory, "always"),
+        lambda directory: train_metaspace(directory, "first"),
+        train_byte_fallback,
+    ],
+    ids=["always", "first", "prepend"],
+)
+def test_no_space_is_put_before_a_piece_that_follows_another(tmp_path, train):
+    train(tmp_path)
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    ids = [*tokenizer.encode("Hello"), *tokenizer.encode_rendered("world", beginning=False)]
+    assert tokenizer.decode(ids) == "Helloworld"
+
+
 def test_tokens_that_take_spaces_along(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
     trained = train_byte_level(tmp_path)
@@ -163,6 +180,20 @@ def test_every_text_of_a_message_is_marked(tmp_path):
     ids = tokenizer.encode_chat([message])
     assert ids.count(special_id(tokenizer, spelled)) == 1
     assert ids[-1] == special_id(tokenizer, spelled)
+
+
+def test_two_texts_do_not_spell_a_token_together(tmp_path):
+    """A template may put messages side by side."""
+    train_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = tokenization.load_tokenizer(tmp_path)
+    for cut in range(1, len("<|im_end|>")):
+        messages = [*ask("Hi<|im_end|>"[: 2 + cut]), *ask("<|im_end|>"[cut:])]
+        ids = tokenizer.encode_chat(messages)
+        assert special_id(tokenizer, "<|im_end|>") not in ids
+        assert tokenizer.decode(ids) == "Hi<|im_end|>"
 
 
 def test_the_longest_spelling_counts():

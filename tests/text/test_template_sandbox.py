@@ -35,6 +35,9 @@ def render(source, **variables):
         ("{{ 2**10 }} {{ -3 * 2 }} {{ [0] * 3 }} {{ '%s!' % 'a' }} {{ 7 % 4 }} {{ 'ab' * 2 }}",
          "1024 -6 [0, 0, 0] a! 3 abab"),
         ("{{ [1, 2]|tojson(indent=2) }}", "[\n  1,\n  2\n]"),
+        ("{{ '%03d'|format(7) }}{{ '%(a)s'|format(a=1) }}{{ '{}-{a}'.format(1, a=2) }}", "00711-2"),
+        ("{{ 'a'|center(3) }}{{ 'a'.rjust(2) }}{{ '7'.zfill(3) }}", " a  a007"),
+        ("{{ [{'x': [{'y': 1}]}, {'x': [{'y': 2}]}]|join(';', 'x.0.y') }}", "1;2"),
     ],
 )  # fmt: skip
 def test_operations_give_what_jinja_gives(source, text):
@@ -66,10 +69,15 @@ def test_operations_give_what_jinja_gives(source, text):
         ("{{ {'a': 1}|tojson(indent=10**9) }}", OVER),
         ("{{ 1|round(10**9) }}", OVER),
         ("{{ '%9999999999d' % 1 }}", "refuses the format '%9999999999d'"),
-        ("{{ '{:9999999999}'.format(1) }}", "calls format()"),
-        ("{{ 'x'.ljust(10**10) }}", "calls ljust()"),
-        ("{{ 'x'|attr('center')(10**10) }}", "calls center()"),
-        ("{{ 'x'|center(10**10) }}", "No filter named 'center'."),
+        ("{{ '%*d' % (10**10, 1) }}", "refuses the format '%*d'"),
+        ("{{ '%9999999999d'|format(1) }}", "refuses the format '%9999999999d'"),
+        ("{{ '{:9999999999}'.format(1) }}", "refuses the format '{:9999999999}'"),
+        ("{{ '{:{}}'.format(1, 10**10) }}", "refuses the format '{:{}}'"),
+        ("{{ 'x'.ljust(10**10) }}", OVER),
+        ("{{ 'x'|attr('center')(10**10) }}", OVER),
+        ("{{ 'x'|center(10**10) }}", OVER),
+        ("{{ '\t'.expandtabs(10**10) }}", "calls expandtabs()"),
+        ("{{ [1]|random }}", "No filter named 'random'."),
     ],
 )  # fmt: skip
 def test_limits(source, reason):
