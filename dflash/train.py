@@ -1,8 +1,8 @@
 """Trains a target or a drafter: python -m dflash.train CONFIG [key=value ...] --workdir DIR.
 
-The same command on the same directory goes on where the last one ended, however it ended. Exit
+The same command on the same directory continues where the last one ended, however it ended. Exit
 status: 0 when all steps are done; 143 after SIGTERM and 130 after SIGINT, with the state saved; 1
-when the numbers or the disk give out; 2 for an unusable config or input.
+if numbers are not finite or files cannot be written; 2 for an unusable config or input.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from dflash.config import train_schema
 
 DESCRIPTION = (
     "Trains a target from scratch, or a drafter against a frozen target, and leaves weights that "
-    "decode can use in DIR/hf. The same command goes on where an earlier one ended."
+    "decode can use in DIR/hf. The same command continues where an earlier one ended."
 )
 
 
@@ -53,7 +53,7 @@ def _train(command: cli.Command) -> int:
 
 
 def _drafting_test(job):
-    """Measures τ on held-out prompts through the decode engine; None if nothing drafts."""
+    """A test that measures τ on held-out prompts with the decode engine; None if not wanted."""
     from dflash.offline.evaluation import DraftingTest
 
     wanted = job.config.evaluation

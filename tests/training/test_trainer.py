@@ -121,7 +121,7 @@ def test_a_loss_that_is_no_number_stops_the_run(uninterrupted, tmp_path, poisone
     with pytest.raises(trainer_lib.TrainingError, match=f"^step {poisoned}: loss is nan") as caught:
         run.go()
     kept = (poisoned - 1) // EVERY * EVERY
-    assert (f"is of step {kept}" if kept else "nothing was saved") in str(caught.value)
+    assert (f"is of step {kept}" if kept else "no checkpoint was saved") in str(caught.value)
     # What was kept is good: with the data mended, the run ends as if nothing had been.
     rest = toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY)
     toy.assert_identical(toy.arrays(rest.go()), uninterrupted)
