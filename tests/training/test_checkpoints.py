@@ -82,7 +82,7 @@ def run_code(code: str, directory: pathlib.Path) -> subprocess.CompletedProcess:
     path = [str(TESTS / "training"), str(TESTS), str(TESTS.parent)]
     code = code.format(path=path, directory=str(directory))
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
 
 

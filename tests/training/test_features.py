@@ -66,6 +66,12 @@ def test_rows_come_back_with_their_features(tmp_path):
     np.testing.assert_array_equal(rows["features"][:, 0, 0].astype(float), [11.5, 0, 4.5])
 
 
+def test_the_last_part_may_be_smaller(tmp_path):
+    cache = open_cache(tmp_path, num_batches=5)
+    assert (cache.num_rows, len(cache.parts)) == (5 * ROWS, 3)
+    assert numbers(cache.rows([19])) == [19]
+
+
 def test_a_finished_cache_computes_nothing(tmp_path):
     open_cache(tmp_path)
     made = Source.made
