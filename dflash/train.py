@@ -1,8 +1,8 @@
 """Trains a target or a drafter: python -m dflash.train CONFIG [key=value ...] --workdir DIR.
 
 The same command on the same directory continues where the last one ended, however it ended. Exit
-status: 0 if all steps are done; 143 after SIGTERM and 130 after SIGINT, with the state saved; 1 if
-the loss is not finite or the disk fails; 2 for an unusable config or input.
+status: 0 when all steps are done; 143 after SIGTERM and 130 after SIGINT, with the state saved; 1
+if numbers are not finite or files cannot be written; 2 for an unusable config or input.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def _train(command: cli.Command) -> int:
 
 
 def _drafting_test(job):
-    """A measurement of τ on held-out prompts in the decode engine; None if nothing drafts."""
+    """A test that measures τ on held-out prompts with the decode engine; None if not wanted."""
     from dflash.offline.evaluation import DraftingTest
 
     wanted = job.config.evaluation

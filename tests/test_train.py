@@ -130,7 +130,7 @@ def test_a_run_leaves_weights_that_load(config, tmp_path, task, capsys):
 
 
 @pytest.mark.parametrize("task", [TARGET, DRAFTER], ids=["target", "drafter"])
-def test_going_on_from_a_checkpoint_gives_the_same_bits(config, tmp_path, task):
+def test_continuing_from_a_checkpoint_gives_the_same_bits(config, tmp_path, task):
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     assert run(config, *task, "--workdir", whole) == 0
     shutil.copytree(whole, rest)
@@ -153,7 +153,7 @@ def test_cached_features_train_as_online_ones_do(config, tmp_path):
     assert cached < 0.9 * losses(tmp_path / "cached")[0]
 
 
-def test_other_precisions_pieces_and_meshes_go_the_same_way(config, tmp_path):
+def test_other_precisions_pieces_and_meshes_learn_the_same(config, tmp_path):
     variants = {
         "plain": (),
         "pieces": ("optimizer.accumulate_steps=2", "train.remat=true"),
@@ -186,7 +186,7 @@ def test_every_loss_and_rule_trains(config, tmp_path, name, rule):
     assert run(config, *DRAFTER, *options, "train.steps=2", "--workdir", tmp_path / "run") == 0
 
 
-def test_the_whole_way_and_what_it_learns(config, data, tmp_path, capsys):
+def test_target_then_drafter_then_tau(config, data, tmp_path, capsys):
     """A target from scratch, a drafter against it, and τ as decode itself measures it."""
     target, drafter = tmp_path / "target", tmp_path / "drafter"
     long = "train.steps=120", "train.checkpoint_every=100", "optimizer.learning_rate=1e-2"
@@ -281,7 +281,7 @@ def test_a_run_keeps_its_date(config, tmp_path, monkeypatch):
         file.write_text("2024-02-29\n")
 
 
-def test_numbers_that_run_away_stop_the_run(config, tmp_path, capsys):
+def test_numbers_that_diverge_stop_the_run(config, tmp_path, capsys):
     rate = "optimizer.learning_rate=1e30", "optimizer.warmup_fraction=0", "train.checkpoint_every=1"
     assert run(config, *TARGET, *rate, "--workdir", tmp_path / "run") == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -295,7 +295,7 @@ def test_a_dry_run_plans_and_leaves_nothing(config, tmp_path, capsys):
     assert run(config, *DRAFTER, "mesh.data=4", "--dry_run", "--workdir", workdir) == 0
     plan = capsys.readouterr().out
     assert "mesh         data 4 × fsdp 1 × tensor 1 × expert 1 = 4 devices" in plan
-    assert "course       6 steps of 8 × 64 tokens = 3,072 tokens" in plan
+    assert "duration     6 steps of 8 × 64 tokens = 3,072 tokens" in plan
     assert "frozen target (float32)" in plan
     assert not workdir.exists()
 

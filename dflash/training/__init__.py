@@ -1,1 +1,1 @@
-"""Training: data, target features, optimizer and the loop around the losses of the models."""
+"""Training: target features, optimizer, checkpoints and the loop around the models' losses."""

@@ -72,14 +72,21 @@ class Checkpoints:
     """The checkpoints of a run: the last few, and the best."""
 
     def __init__(self, directory: pathlib.Path, *, keep_last: int):
-        """Opens or makes the directory; what a kill left half-written there is removed."""
+        """Opens or makes the directory, and removes what a kill left half-written.
+
+        Args:
+          directory: of checkpoints alone; damaged/ lies beside it.
+          keep_last: number of checkpoints to keep, apart from the best.
+        Raises:
+          CheckpointError: the directory cannot be read or made.
+        """
         self._directory = directory.absolute()
         self._in_flight: int | None = None
         self._good: int | None = None
         self._keep = _LastAndBest(keep_last)
         self._verbosity = logging.get_verbosity()
         self._hook = sys.unraisablehook
-        # Orbax's own account of what went wrong would bury our one line.
+        # Orbax logs pages about a failure, which would hide the one line of ours.
         logging.set_verbosity(logging.FATAL)
         sys.unraisablehook = self._unraisable
         options = ocp.CheckpointManagerOptions(
@@ -92,12 +99,12 @@ class Checkpoints:
             self._good = self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Numbers of the checkpoints that are there, in order."""
+        """Steps of all checkpoints, in order."""
         return sorted(self._manager.all_steps())
 
     @property
     def good_step(self) -> int | None:
-        """Number of the newest checkpoint that is known to be whole; None if there is none."""
+        """Step of the newest checkpoint that is known to be whole; None if there is none."""
         return self._good
 
     def save(
@@ -134,7 +141,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until what was saved is safe.
+        """Waits until the last save is finished.
 
         Raises:
           CheckpointError: it cannot be written.
@@ -146,7 +153,7 @@ class Checkpoints:
             self._manager.check_for_errors()
         self._good, self._in_flight = self._in_flight, None
 
-    def restore(self, like: TrainState, tell: Callable[[str], None]) -> RestoredCheckpoint | None:
+    def restore(self, like: TrainState, note: Callable[[str], None]) -> RestoredCheckpoint | None:
         """Restores the newest good checkpoint, and moves damaged ones to damaged/.
 
         A wrong checksum or a missing file is damage. After any other failure the checkpoints stay
@@ -154,7 +161,7 @@ class Checkpoints:
 
         Args:
           like: abstract; says where the arrays go.
-          tell: called with one line for each damaged checkpoint.
+          note: called with one line for each damaged checkpoint.
         Returns:
           The checkpoint; None if there has never been one.
         Raises:
@@ -177,7 +184,7 @@ class Checkpoints:
                 what_next = (
                     f"going back to step {earlier[-1]}" if earlier else "it was the only one"
                 )
-                tell(f"checkpoint of step {step} is damaged ({damage}): {what_next}")
+                note(f"checkpoint of step {step} is damaged ({damage}): {what_next}")
                 self._set_aside(step)
                 continue
             self._good = step
@@ -191,7 +198,7 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Lets go of the directory; what is still being written is finished, or given up."""
+        """Waits for a save in the background, whether it succeeds or not."""
         try:
             with contextlib.suppress(Exception):
                 self._manager.close()
@@ -206,7 +213,7 @@ class Checkpoints:
         self.close()
 
     def _unraisable(self, unraisable) -> None:
-        """Leaves out what tensorstore's threads say after Orbax has given up on a read."""
+        """Hides what tensorstore's threads raise after Orbax has abandoned a read."""
         if str(unraisable.exc_value) != "Event loop is closed":
             self._hook(unraisable)
 
@@ -236,7 +243,7 @@ class Checkpoints:
         files.write_whole(path / _FILE_SUMS, json.dumps(sums))
 
     def _set_aside(self, step: int) -> None:
-        """Moves a checkpoint out of the way: its step will be saved again."""
+        """Moves a checkpoint to damaged/, so that its step can be saved again."""
         if jax.process_index() == 0:
             aside = self._directory.parent / DAMAGED / str(step)
             shutil.rmtree(aside, ignore_errors=True)
@@ -250,10 +257,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self, what: str):
-        """Turns whatever goes wrong into one line that says what is left."""
+        """Turns any failure into one line that names the last good checkpoint."""
         try:
             yield
-        except Exception as error:  # of Orbax, tensorstore and the system, wrapped in each other
+        except Exception as error:  # nested ones of Orbax, tensorstore and the system
             which = "" if self._in_flight is None else f" of step {self._in_flight}"
             left = "there is none before it"
             if self._good is not None:
@@ -294,7 +301,7 @@ def _file_sum(path: pathlib.Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """A few words of what may be pages, from where it began."""
+    """The first cause of an error, in a few words."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""What a run is judged by: the loss on held-out text and, where something drafts, τ."""
+"""Evaluation of a run: the loss on held-out text and, for drafters, τ."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,17 +14,17 @@ from dflash.training import step as steps_lib
 from dflash.training.job import Job
 from dflash.training.state import Params
 
-# Params of the learner, in the compute dtype -> metrics, "tau" among them. Injected, because the
-# decode engine is not for this package to know.
+# (params of the learner in the compute dtype) -> metrics, including "tau". Passed in, because this
+# package must not import the decode engine.
 DraftingTest = Callable[[Params], Mapping[str, float]]
 
 
 class Evaluation:
-    """Params -> metrics on what is held out; programs are made once."""
+    """A function: params -> metrics on held-out data; its programs are compiled once."""
 
     def __init__(self, job: Job, frozen: Params, drafting_test: DraftingTest | None):
         self._job, self._frozen, self._drafting_test = job, frozen, drafting_test
-        # Read before the first step: what is wrong with the data is then wrong at once.
+        # Read before the first step, so that unusable data are an error at once.
         self._rows, self._held_out = _held_out_batches(job)
         self._step = steps_lib.make_evaluation_step(
             job.task.loss, dtype=job.task.dtype, sharding=job.sharding
@@ -32,17 +32,17 @@ class Evaluation:
 
     @property
     def goal(self) -> str:
-        """The metric that selects the best weights: τ where it is measured, else the loss."""
+        """The metric that selects the best weights: "tau" if it is measured, else "loss"."""
         return "loss" if self._drafting_test is None else "tau"
 
     @property
     def measures_something(self) -> bool:
-        """Whether a call has any metrics."""
+        """Whether a call returns any metrics."""
         return bool(self._held_out) or self._drafting_test is not None
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what the metrics depend on beside the weights."""
+        """A hash of what the metrics depend on, apart from the weights."""
         settings = loader.non_defaults(self._job.config.evaluation)
         settings.pop("every", None)
         prompts = {} if self._drafting_test is None else self._job.held_out_prompts
@@ -55,7 +55,7 @@ class Evaluation:
         return metrics
 
     def _held_out_loss(self, params: Params) -> dict[str, float]:
-        """Over the same batches, with the same random draws, every time."""
+        """The loss and its metrics; every call uses the same batches and random numbers."""
         job = self._job
         totals: dict[str, float] = {}
         seen = 0.0
@@ -71,7 +71,7 @@ class Evaluation:
 
 
 def _held_out_batches(job: Job) -> tuple[int, list[dict[str, np.ndarray]]]:
-    """Batches of held-out text, and their rows: as many as in training, or as many as there are."""
+    """Rows of a held-out batch, at most those of a piece in training; and the batches."""
     config = job.config
     wanted = config.evaluation.batches
     if not wanted:

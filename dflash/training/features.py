@@ -1,10 +1,10 @@
-"""The target's features, computed once over the data and streamed from disk ever after.
+"""The target's features: computed in one pass over the data, then streamed from disk.
 
-    DIR/share-0-of-1/part-00000/tokens.npy, features.bfloat16.npy, …    some batches of rows
-    DIR/share-0-of-1/part-00000/next.json                               where the data goes on
-    DIR/share-0-of-1/done.json                                          how many rows, once all are
+    DIR/share-0-of-1/part-00000/tokens.npy, features.bfloat16.npy, …    rows of some batches
+    DIR/share-0-of-1/part-00000/next.json                               position in the data
+    DIR/share-0-of-1/done.json                                          number of parts, at the end
 
-A part appears whole or not at all, so a killed build goes on after the last of them.
+A part appears whole or not at all, so a killed build continues after the last part.
 """
 
 import dataclasses
@@ -32,14 +32,19 @@ _DONE, _NEXT = "done.json", "next.json"
 
 @dataclasses.dataclass(frozen=True)
 class FeatureCache:
-    """Rows of one process's share of the data, with features, in files that are mapped."""
+    """Rows with features of one process's share of the data, in memory-mapped files.
+
+    Attributes:
+      directory: where the parts are.
+      parts: arrays [rows of the part, …] by name.
+    """
 
     directory: pathlib.Path
     parts: tuple[Mapping[str, np.ndarray], ...]
 
     @property
     def num_rows(self) -> int:
-        """Of all parts together."""
+        """Rows of all parts."""
         return sum(len(next(iter(part.values()))) for part in self.parts)
 
     def rows(self, numbers: Sequence[int]) -> Arrays:
@@ -92,13 +97,13 @@ class CachedBatches:
 
 
 def cache_key(*content: Any) -> str:
-    """Twelve hex digits over everything that cached features hang on, as JSON has it."""
+    """Twelve hex digits of a hash of everything that cached features depend on, as JSON values."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def fingerprint(directory: pathlib.Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a checkpoint's weight files: other weights, other features."""
+    """Names, sizes in bytes and modification times of a checkpoint's files."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     stats = [(path, path.stat()) for path in paths if path.suffix not in (".md", ".txt")]
     return [(str(path.relative_to(directory)), s.st_size, s.st_mtime_ns) for path, s in stats]
@@ -114,16 +119,16 @@ def open_cache(
     compute: Callable[[Arrays], Arrays],
     progress: Callable[[int], None],
 ) -> FeatureCache:
-    """Opens a cache, after computing what it lacks; every process calls this.
+    """Opens a cache and computes the missing part of it; every process calls this.
 
     Args:
-      directory: of this cache alone.
-      share: which rows of every batch this process has.
-      shares: how many such shares there are.
-      num_batches: to compute: one pass over the data.
+      directory: directory of this cache alone.
+      share: index of this process's share of every batch.
+      shares: number of shares.
+      num_batches: batches of one pass over the data.
       batches: (state or None) -> batches of this process's rows from there on.
-      compute: a batch -> what to keep beside it.
-      progress: told the number of finished batches.
+      compute: batch -> arrays to store beside it.
+      progress: called with the number of finished batches.
     Raises:
       WorkdirError: the cache cannot be written.
       InputError: it is damaged.
@@ -155,7 +160,7 @@ def _build(mine, num_batches, batches, compute, progress) -> None:
 
 
 def _groups(source, compute, count: int) -> Iterator[list[Arrays]]:
-    """Computed batches, as many together as make a part."""
+    """Yields computed batches in groups that fill a part."""
     group: list[Arrays] = []
     for _ in range(count):
         batch = next(source)
@@ -173,7 +178,7 @@ def _write_part(path: pathlib.Path, group: list[Arrays], facts: Mapping[str, Any
     partial.mkdir()
     for name in group[0]:
         array = np.concatenate([batch[name] for batch in group])
-        if array.dtype == ml_dtypes.bfloat16:  # numpy's files have no word for it
+        if array.dtype == ml_dtypes.bfloat16:  # which numpy's file format does not have
             name, array = f"{name}.bfloat16", array.view(np.uint16)
         with (partial / f"{name}.npy").open("wb") as file:
             np.save(file, array)

@@ -1,4 +1,4 @@
-"""A training run before it starts: models built, data found, everything checked, nothing filled."""
+"""A prepared training run: abstract models, data, checks; no weights yet."""
 
 import dataclasses
 import datetime
@@ -31,14 +31,14 @@ COUNTED_TOKENS = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a run is about.
+    """A prepared training run.
 
     Attributes:
-      config: of the run.
-      sharding: where everything lives.
-      task: what learns, and how; its models are abstract.
-      tokenizer: what the data is encoded with.
-      tokenizer_directory: its files go along with the exported weights; None for plain bytes.
+      config: the run's config.
+      sharding: the run's mesh and rules.
+      task: models, which are abstract, and loss.
+      tokenizer: tokenizer of the data and of held-out prompts.
+      tokenizer_directory: its files are exported with the weights; None for plain bytes.
     """
 
     config: TrainRun
@@ -49,26 +49,26 @@ class Job:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which share of every batch this process reads, and of how many."""
+        """Index of this process's share of every batch, and the number of shares."""
         return steps_lib.share_of_process(self.sharding, self.config.train.batch_size)
 
     @property
     def rows(self) -> int:
-        """Of a batch, of this process."""
+        """Rows of a batch that this process reads."""
         return self.config.train.batch_size // self.share[1]
 
     def optimizer(self, steps: int) -> tuple[optax.GradientTransformation, Any]:
-        """The update rule, and the learning rate by step."""
+        """The optimizer, and the schedule of its learning rate."""
         config = self.config.optimizer
         return make_optimizer(config, steps), make_schedule(config, steps)
 
     def batches(
         self, split: Split = "train", state: Any = None, batch_size: int | None = None
     ) -> Batches:
-        """Endless batches of this process's rows; they go on where `state` was taken.
+        """Endless batches of this process's rows, from the position `state` on.
 
         Raises:
-          InputError: the data are malformed, or less than a batch.
+          InputError: the data are malformed, or do not fill a batch.
         """
         rows = batch_size or self.config.train.batch_size
         share, shares = steps_lib.share_of_process(self.sharding, rows)
@@ -84,13 +84,14 @@ class Job:
         )
 
     def batches_per_epoch(self) -> int:
-        """Batches that one pass over the training data fills."""
+        """Number of batches in one pass over the training data."""
         return self.batches().num_rows // self.config.train.batch_size
 
     def token_counts(self) -> np.ndarray:
-        """How often each token is to be predicted in the batches of a run, int64 [V].
+        """How often each token is a label in the batches of the run, int64 [V].
 
-        The same on every process. Of a long run, the beginning: more would rank the tokens alike.
+        Equal on every process. Of a long run only the beginning counts, which is enough to rank
+        the tokens.
         """
         source = batches.batches(self.config.data, self.tokenizer, batch_size=1)
         seen = self.steps() * self.config.train.batch_size
@@ -101,10 +102,10 @@ class Job:
         return counts
 
     def steps(self) -> int:
-        """Of the whole run.
+        """Total optimizer steps.
 
         Raises:
-          InputError: the data does not fill one batch.
+          InputError: the data do not fill a batch.
         """
         wanted = self.config.train
         if wanted.steps is not None:
@@ -113,7 +114,7 @@ class Job:
 
     @functools.cached_property
     def held_out_prompts(self) -> dict[str, list[tuple[int, ...]]]:
-        """Token ids of the prompts that τ is measured on, by the data set they are of.
+        """Token ids of the prompts that τ is measured on, by data set.
 
         Raises:
           InputError: a file of prompts is unusable.
@@ -130,21 +131,21 @@ class Job:
         )
 
     def plan(self) -> plan.Plan:
-        """What the run will take; of the data, nothing is read."""
+        """The plan of the run, made without reading data."""
         steps = self.config.train.steps
         optimizer, _ = self.optimizer(steps or 1)
         return plan.make_plan(self.task, optimizer, steps=steps)
 
 
 def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = False) -> Job:
-    """Finds, builds and checks everything that a run needs.
+    """Builds and checks everything that a run needs before its weights.
 
     Args:
       config: the run's config.
       date: what chat templates print as the date; None for today.
-      dry: for a plan only: touches no device and downloads nothing.
+      dry: for a plan only; uses no device and downloads nothing.
     Raises:
-      UserError: whatever is wrong; see its subclasses.
+      UserError: the config, data or checkpoints are unusable.
     """
     mesh = dataclasses.asdict(config.mesh)
     placed = shardings.make_sharding(mesh, config.sharding_rules, abstract=dry)
@@ -161,7 +162,7 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
 
 
 def _check(job: Job) -> None:
-    """Raises ConfigError if the data does not fit the models."""
+    """Raises ConfigError if tokenizer or rows do not fit the target."""
     arch, length = job.task.target.arch, job.config.data.length
     if job.tokenizer.vocab_size > arch.vocab_size:
         raise errors.ConfigError(

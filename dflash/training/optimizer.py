@@ -1,7 +1,7 @@
-"""From the config's optimizer group to optax.
+"""Builds the optax optimizer and the schedule from the config's optimizer group.
 
-A batch that is worked through in pieces is summed up inside one step, not across steps: the state
-between steps then holds no half-done sums, and a continued run repeats exactly.
+Pieces of a batch are accumulated inside one step, not by optax across steps: the state then holds
+no partial sums, and a continued run is exactly repeatable.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from dflash.config.loss_schema import OptimizerConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
 
-# Muon's updates as large as AdamW's, so that one learning rate suits both.
+# The RMS of Muon's updates: as large as AdamW's, so that one learning rate suits both.
 # Source: arXiv 2502.16982.
 _MUON_RMS = 0.2
-# Parameters that map tokens to vectors and back: Muon leaves them to AdamW.
+# Parameters that map tokens to vectors and back: AdamW updates them, not Muon.
 _EMBEDDING, _HEAD = "embedding", "lm_head"
 _MUON, _ADAMW = "muon", "adamw"
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clipping, then the update rule with its schedule.
+    """The update rule with its schedule, after clipping.
 
-    Parameters are told apart by their paths and shapes: vectors (norms) and embeddings do not
-    decay, matrices other than embeddings and heads are what Muon orthogonalises.
+    Paths and shapes of parameters decide: vectors (norms) and embeddings have no weight decay, and
+    Muon updates the matrices other than embeddings and heads.
 
     Args:
       config: the run's optimizer group.
-      total_steps: of the run.
+      total_steps: total optimizer steps.
     """
     schedule = make_schedule(config, total_steps)
     update = optax.adamw(
@@ -60,12 +60,12 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     """The learning rate of each step, float32 [] from an int32 [].
 
-    It rises in a straight line over the first steps, the very first of which already learns, and
-    falls to final_fraction of its peak at `total_steps`.
+    It rises linearly during warm-up, from more than zero at step 0, and then falls to
+    final_fraction of its peak at `total_steps`.
 
     Args:
       config: the run's optimizer group.
-      total_steps: of the run.
+      total_steps: total optimizer steps.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = round(config.warmup_fraction * total_steps)
@@ -86,14 +86,14 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
 
 def decays(params: Any) -> Any:
-    """Which parameters weight decay applies to: a tree of bools for a tree of arrays."""
+    """Whether weight decay applies to each parameter: a tree of bools."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim > 1 and _EMBEDDING not in _names(path), params
     )
 
 
 def _rules(params: Any) -> Any:
-    """Which of Muon and AdamW each parameter follows."""
+    """The rule of each parameter, Muon or AdamW: a tree of labels."""
 
     def choose(path, leaf):
         matrix = leaf.ndim == 2 and not {_EMBEDDING, _HEAD}.intersection(_names(path))

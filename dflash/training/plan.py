@@ -1,4 +1,4 @@
-"""What a training run will take, worked out from shapes alone: `--dry_run`."""
+"""The plan of a training run, computed from shapes alone: `--dry_run`."""
 
 import dataclasses
 import math
@@ -15,20 +15,20 @@ from dflash.training.tasks import Task
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A training run before it happens.
+    """Size, memory and programs of a training run.
 
     Attributes:
-      mesh: devices along each mesh axis.
-      counts: number of weights by model.
-      memory_bytes: by kind, on each device.
-      course: steps and tokens, in words.
+      mesh: number of devices along each mesh axis.
+      counts: number of weights, by model.
+      memory_bytes: bytes on each device, by kind.
+      duration: steps and tokens, as text.
       programs: names of the programs to be compiled.
     """
 
     mesh: dict[str, int]
     counts: dict[str, int]
     memory_bytes: dict[str, int]
-    course: str
+    duration: str
     programs: tuple[str, ...]
 
     def lines(self) -> list[str]:
@@ -42,7 +42,7 @@ class Plan:
             f"parameters   {counts}",
             "memory per device",
             *(f"  {kind:<28}{_readable(size):>12}" for kind, size in rows),
-            f"course       {self.course}",
+            f"duration     {self.duration}",
             f"programs     {len(self.programs)} to compile: {', '.join(self.programs)}",
         ]
 
@@ -51,9 +51,9 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> Plan:
     """Plans a run from abstract models.
 
     Args:
-      task: what learns, and how.
-      optimizer: optax's.
-      steps: of the run; None where only the data can tell.
+      task: models and loss.
+      optimizer: optax optimizer.
+      steps: total optimizer steps; None if they depend on the data.
     """
     config = task.config
     rows, length = config.train.batch_size, config.data.length
@@ -73,7 +73,7 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> Plan:
     pieces = rows // config.optimizer.accumulate_steps
     kept = activation_bytes(task, state.params, frozen, rows=pieces, length=length)
     memory["activations (estimate)"] = kept // sharding.size("batch")
-    course = (
+    duration = (
         f"{config.train.epochs:g} epochs of rows of {length} tokens"
         if steps is None
         else (f"{steps:,} steps of {rows} × {length} tokens = {steps * rows * length:,} tokens")
@@ -82,16 +82,16 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> Plan:
         mesh=dict(sharding.mesh.shape),
         counts=counts,
         memory_bytes=memory,
-        course=course,
+        duration=duration,
         programs=_programs(task),
     )
 
 
 def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length: int) -> int:
-    """Bytes that the backward pass of `rows` rows wants kept, on all devices together.
+    """Bytes of residuals that the backward pass of `rows` rows needs, on all devices together.
 
-    Traced from the loss itself, nothing computed. The compiler may keep less, and needs some more
-    to work with; copies of the weights in the compute dtype are among it.
+    An estimate, traced from the loss: the compiler may keep less, and needs temporary buffers.
+    Includes copies of the weights in the compute dtype.
     """
 
     def shape(*dimensions, dtype=jnp.int32):

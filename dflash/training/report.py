@@ -1,4 +1,4 @@
-"""What a training run tells: a progress bar or plain lines, metrics.jsonl, and TensorBoard."""
+"""Output of a training run: a progress bar or plain lines, metrics.jsonl, and TensorBoard."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ Metrics = Mapping[str, float]
 
 
 class Report:
-    """Shows where a run stands and writes its metrics; of several processes, the first has one."""
+    """Shows the progress of a run and writes its metrics; only process 0 has output."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Report:
         tokens_per_step: int,
         stderr: TextIO | None = None,
     ):
-        """Drops what an earlier run logged after `first_step`, for it will be logged again.
+        """Removes lines about steps after `first_step`, which will be logged again.
 
         Args:
-          directory: the work directory; None to write and show nothing.
-          steps: of the whole run.
-          first_step: steps that are already done.
-          tokens_per_step: in all rows of a batch.
-          stderr: where to show it.
+          directory: work directory; None to write and show nothing.
+          steps: total optimizer steps.
+          first_step: number of steps already done.
+          tokens_per_step: tokens in all rows of a batch.
+          stderr: stream to show lines on; None for the standard one.
         Raises:
           WorkdirError: the directory cannot be written.
         """
@@ -66,16 +66,16 @@ class Report:
                 self._bar.start()
 
     def start_clock(self, step: int) -> None:
-        """Forgets the time until now: the first step compiles, and says nothing of the rest."""
+        """Excludes the time until now from the step rate: the first step compiles."""
         self._mark, self._paused_s = (step, time.perf_counter()), 0.0
 
     def step(self, step: int) -> None:
-        """A step is done."""
+        """Shows that a step is done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Tells the metrics of the steps since the last time.
+        """Reports mean metrics of the steps since the last call.
 
         Raises:
           WorkdirError: they cannot be written.
@@ -93,7 +93,7 @@ class Report:
         speed = f"{tokens_per_second:,.0f} tokens/s"
         eta = datetime.timedelta(seconds=round(self._rate * (self._steps - step)))
         if self._bar is not None:
-            # A line has 80 characters, and the learning rate stands in the files.
+            # Lines of 80 characters have no room for the learning rate; the files have it.
             shown = describe({k: v for k, v in metrics.items() if k != "learning_rate"})
             self._bar.update(self._task, completed=step, metrics=f"{shown} · {speed}", left=eta)
         else:
@@ -101,7 +101,7 @@ class Report:
         self._write("train", step, {**metrics, "tokens_per_second": tokens_per_second})
 
     def evaluation(self, step: int, metrics: Metrics, seconds: float) -> None:
-        """Tells the results of an evaluation, which took `seconds`.
+        """Reports the results of an evaluation, which took `seconds`.
 
         Raises:
           WorkdirError: they cannot be written.
@@ -110,7 +110,7 @@ class Report:
         self._write("evaluation", step, {**metrics, "seconds": seconds})
 
     def pause(self, seconds: float) -> None:
-        """Takes time off the clock that went into something else than steps."""
+        """Excludes time from the step rate that was not spent on steps."""
         self._paused_s += seconds
 
     def note(self, message: str) -> None:
@@ -118,7 +118,7 @@ class Report:
         self._console.print(rich.text.Text(message), soft_wrap=True)
 
     def close(self) -> None:
-        """Ends the bar and the files."""
+        """Stops the bar and closes the files."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -144,7 +144,7 @@ class Report:
 
 
 def describe(metrics: Metrics) -> str:
-    """The metrics worth a look, in one line."""
+    """The most important metrics, in one line."""
     shown = []
     for name, value in metrics.items():
         if name == "loss":
@@ -168,7 +168,7 @@ def _make_bar(console: rich.console.Console) -> rich.progress.Progress:
 
 
 def _cut(path: pathlib.Path, last_step: int) -> None:
-    """Drops the lines of later steps, and one that a kill cut short."""
+    """Removes lines about later steps, and a line that a kill cut short."""
     if not path.exists():
         return
     kept = []
@@ -183,7 +183,7 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
 
 
 def _tensorboard(directory: pathlib.Path, first_step: int):
-    """A writer of TensorBoard's event files; it hides what an earlier run wrote past this step."""
+    """A writer of TensorBoard events; TensorBoard then ignores earlier events of later steps."""
     import tensorboardX
 
     with files.explained(directory):
@@ -191,6 +191,6 @@ def _tensorboard(directory: pathlib.Path, first_step: int):
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no word for NaN."""
+    """The value, or None if it is not finite: JSON has no NaN."""
     value = float(value)
     return value if math.isfinite(value) else None

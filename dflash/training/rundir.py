@@ -2,12 +2,12 @@
 
 config.yml        the resolved config of the latest start
 date.txt          the date of the first start, for chat templates that print it
-checkpoints/      the training state, last few and best
-damaged/          checkpoints that could not be restored, set aside
+checkpoints/      the training state: the last few, and the best
+damaged/          checkpoints with a wrong checksum or a missing file
 metrics.jsonl     a line per logged step and per evaluation
 tensorboard/      the same for TensorBoard
 features/         the target's features, with train.features=cached
-hf/               the exported weights: the best evaluated ones, or the last
+hf/               the exported weights: the best, or the last if there were no evaluations
 """
 
 import datetime

@@ -24,14 +24,14 @@ from dflash.training.trainer import Batches, LoopConfig, Outcome, StepFunctions,
 
 
 def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -> Outcome:
-    """Trains, from scratch or from where an earlier run on the directory stood.
+    """Trains, from scratch or from the newest checkpoint in the directory.
 
     Args:
-      job: what to train.
-      directory: taken.
-      drafting_test: measures τ; None where nothing drafts.
+      job: the prepared run.
+      directory: its work directory, held by this run.
+      drafting_test: measures τ; None if τ is not measured.
     Raises:
-      UserError: something is wrong with data, weights, numbers or files.
+      UserError: data, weights, numbers or files are unusable.
     """
     steps = job.steps()
     frozen = job.task.load_frozen(job.token_counts)
@@ -65,12 +65,12 @@ def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -
 
 
 def _begin(
-    job: Job, directory: RunDirectory, checkpoints: Checkpoints, steps: int, tell
+    job: Job, directory: RunDirectory, checkpoints: Checkpoints, steps: int, note
 ) -> RestoredCheckpoint:
-    """The newest good checkpoint, or else the state before the first step."""
+    """The newest good checkpoint, or the state before the first step if there is none."""
     optimizer, _ = job.optimizer(steps)
     _, abstract = states.split(job.task.learner)
-    found = checkpoints.restore(states.abstract(abstract, optimizer, job.sharding), tell)
+    found = checkpoints.restore(states.abstract(abstract, optimizer, job.sharding), note)
     if found is None:
         params = job.task.fresh_params()
         state = states.create(params, optimizer, job.config.train.seed, job.sharding)
@@ -80,7 +80,7 @@ def _begin(
             f"{directory.path}: holds checkpoints of another config than its {CONFIG} "
             "says: use another --workdir, or delete this one"
         )
-    tell(f"going on after step {found.step}")
+    note(f"continuing after step {found.step}")
     return found
 
 
@@ -122,7 +122,7 @@ def _loop_config(job: Job, steps: int, evaluation: Evaluation) -> LoopConfig:
 def _training_batches(
     job: Job, directory: RunDirectory, frozen: Params, state: Any, report: Report
 ) -> Batches:
-    """The batches that the steps learn from, with features where those are cached."""
+    """The training batches; with `train.features=cached`, they include target features."""
     config = job.config
     if config.train.features == "online" or not job.task.drafts:
         return job.batches("train", state)
@@ -148,7 +148,7 @@ def _training_batches(
 
 
 def _cache_key(job: Job) -> str:
-    """Over everything that the rows and their features hang on."""
+    """A hash of everything that the rows and their features depend on."""
     source = job.task.target_source
     weights = features.fingerprint(source.directory) if source.directory else source.seed
     return features.cache_key(
@@ -164,13 +164,13 @@ def _cache_key(job: Job) -> str:
 
 
 def _local_rows(array: jax.Array) -> np.ndarray:
-    """This process's rows of an array that is split by rows, if at all."""
+    """This process's rows of an array that is sharded by rows or replicated."""
     pieces = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
     return np.concatenate([np.asarray(pieces[start].data) for start in sorted(pieces)])
 
 
 def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> None:
-    """Writes the weights to hf/, which always holds a whole export: the old or the new."""
+    """Writes the weights to hf/, which holds a whole export at any time: the old or the new."""
     final = directory.path / rundir.EXPORT
     fresh, old = final.with_name(f".{final.name}.new"), final.with_name(f".{final.name}.old")
     if jax.process_index() == 0:
@@ -188,12 +188,12 @@ def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> Non
 def _finish(
     job: Job, directory: RunDirectory, first_step: int, outcome: Outcome, steps: int
 ) -> str:
-    """Exports the last weights where no best ones are; returns a line about what the run leaves."""
+    """Exports the last weights if there are no best ones; returns a line about the result."""
     if outcome.step < steps:
-        return f"stopped after step {outcome.step} of {steps}; the same command continues there"
+        return f"stopped after step {outcome.step} of {steps}; run the same command to continue"
     export = directory.path / rundir.EXPORT
     if export.is_dir() and first_step == steps:
-        return f"done before: {export} holds the weights"
+        return f"all {steps} steps were done before; {export} holds the weights"
     if not (export.is_dir() and outcome.best):
         _export(job, directory, outcome.state.params, outcome.step)
         return f"done: {export} holds the weights of step {outcome.step}"

@@ -1,22 +1,22 @@
-"""Signals that ask a run to end: heard between steps, so that the state can be saved first."""
+"""SIGTERM and SIGINT end a run between two steps, so that its state can be saved first."""
 
 import signal
 
 import jax
 import numpy as np
 
-_HEARD = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Listens for SIGTERM and SIGINT while open; a second one of them acts at once."""
+    """Records SIGTERM and SIGINT while it is open; a second one of a kind acts as usual."""
 
     def __init__(self):
         self.received: signal.Signals | None = None
         self._before = {}
 
     def __enter__(self):
-        for number in _HEARD:
+        for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -26,17 +26,17 @@ class StopSignal:
 
     @property
     def exit_status(self) -> int:
-        """128 + the number of the signal, as shells report it; 0 if there was none."""
+        """128 + the number of the signal, as in shells; 0 if there was none."""
         return 0 if self.received is None else 128 + self.received
 
     def agreed(self) -> bool:
-        """Whether to stop here: all processes ask this at the same step and hear the same."""
+        """Whether to stop; all processes call this at the same step and get the same answer."""
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
-            heard = multihost_utils.process_allgather(np.int32(self.received or 0))
-            if heard.max():
-                self.received = signal.Signals(int(heard.max()))
+            received = multihost_utils.process_allgather(np.int32(self.received or 0))
+            if received.max():
+                self.received = signal.Signals(int(received.max()))
         return self.received is not None
 
     def _receive(self, number: int, frame) -> None:

@@ -1,4 +1,4 @@
-"""What changes from step to step: float32 weights, optimizer state, step number and random key."""
+"""Training state: float32 weights, optimizer state, step number and random key."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ Params = Any  # nnx.State of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The whole of it: two runs with equal states and equal data go on equally.
+    """Everything that a step changes: runs with equal states and data continue equally.
 
     Attributes:
-      step: int32 []; steps done.
-      key: uint32 [2]; of the run. What a step draws hangs on this key and on its number alone.
-      params: float32 masters.
-      optimizer: optax's state.
+      step: int32 []; number of steps done.
+      key: uint32 [2]; the run's key. The random numbers of a step depend on it and the step alone.
+      params: float32 weights.
+      optimizer: state of the optax optimizer.
     """
 
     step: jax.Array
@@ -34,19 +34,19 @@ class TrainState:
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
-    """The static part of a module, and its parameters. What else it may hold: see `tables`."""
+    """The graph definition of a module, and its parameters; `tables` has its other arrays."""
     return nnx.graphdef(model), nnx.state(model, nnx.Param)
 
 
 def tables(model: nnx.Module) -> Params:
-    """What a module holds besides parameters, and does not learn; often nothing."""
+    """Arrays of a module that are not trained, such as a map of draft tokens; often none."""
     return nnx.state(model, Buffer)
 
 
 def abstract(
     params: Params, optimizer: optax.GradientTransformation, sharding: Sharding
 ) -> TrainState:
-    """Shapes, dtypes and places of a state; `params` may be abstract, and must be placed."""
+    """Shapes, dtypes and shardings of a state; `params` may be abstract, with shardings."""
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
@@ -66,7 +66,7 @@ def abstract(
 def create(
     params: Params, optimizer: optax.GradientTransformation, seed: int, sharding: Sharding
 ) -> TrainState:
-    """The state before the first step; `params` are taken over as they are."""
+    """The state before the first step; holds `params` themselves, not a copy."""
     places = shardings(abstract(params, optimizer, sharding))
     init = jax.jit(optimizer.init, out_shardings=places.optimizer)
     key = jax.random.key_data(step_key_base(seed))
@@ -79,17 +79,17 @@ def create(
 
 
 def step_key_base(seed: int) -> jax.Array:
-    """The key that all draws of the steps come from."""
+    """The key that the keys of all steps are derived from."""
     return jax.random.key(seed, impl="threefry2x32")
 
 
 def step_key(state: TrainState) -> jax.Array:
-    """The key of the step that is about to happen."""
+    """The key of the next step."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
 
 
 def shardings(state: TrainState) -> TrainState:
-    """Where each array of a state lives."""
+    """The sharding of each array of a state."""
     return jax.tree.map(lambda x: x.sharding, state)
 
 
@@ -99,7 +99,7 @@ def flatten(state: TrainState) -> dict[str, jax.Array]:
 
 
 def unflatten(like: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
-    """The inverse of `flatten`, in the structure of `like`."""
+    """The inverse of `flatten`; `like` gives the structure."""
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], like)
 
 
@@ -107,7 +107,7 @@ def unflatten(like: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
 def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The sum of each array's bits as 32-bit words, modulo 2³².
 
-    Equal however the array is spread over devices, and different after any single damage.
+    It does not depend on the sharding of the array, and any single flipped bit changes it.
     """
     return {name: _checksum(array) for name, array in arrays.items()}
 
@@ -119,7 +119,7 @@ def _checksum(array: jax.Array) -> jax.Array:
 
 
 def _place(optimizer: Any, params: Params, whole) -> Any:
-    """Places moments like the weights that they belong to, and everything else on every device."""
+    """Shards moments like their weights, and replicates everything else."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
     def place(path, leaf):
@@ -133,5 +133,5 @@ def _place(optimizer: Any, params: Params, whole) -> Any:
 
 
 def _name(path: tuple) -> str:
-    # How flax wraps a weight is no part of its name: files outlive such details.
+    # The suffix comes from how flax wraps a weight; names in files must not depend on that.
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

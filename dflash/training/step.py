@@ -16,8 +16,8 @@ from dflash.training.state import Params, TrainState
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-# (parameters in the compute dtype, frozen parameters, batch, key) -> loss, metrics. Where metrics
-# hold "weight", it is what the loss is a mean over, and pieces of a batch are joined by it.
+# (parameters in the compute dtype, frozen parameters, batch, key) -> loss, metrics. If metrics have
+# "weight", the loss is a mean over that many tokens, and pieces of a batch are averaged by it.
 LossFunction = Callable[[Params, Params, Batch, jax.Array], tuple[jax.Array, Metrics]]
 
 WEIGHT = "weight"
@@ -33,16 +33,16 @@ def make_train_step(
     sharding: Sharding,
     state: TrainState,
 ):
-    """Compiles nothing yet; returns (state, frozen, batch) -> state, metrics. Donates the state.
+    """Makes a jitted function: (state, frozen, batch) -> state, metrics. It donates the state.
 
     Args:
-      loss: of one piece of a batch.
-      optimizer: its update.
+      loss: loss of one piece of a batch.
+      optimizer: update rule.
       schedule: step -> learning rate, for the metrics.
-      dtype: of the computation; gradients and weights stay float32.
-      accumulate_steps: pieces that a batch is worked through in, one after the other.
-      sharding: of everything.
-      state: abstract.
+      dtype: compute dtype; gradients and weights stay float32.
+      accumulate_steps: number of pieces of a batch, computed one after the other.
+      sharding: the run's mesh and rules.
+      state: abstract state, for its shardings.
     """
 
     def step(state: TrainState, frozen: Params, batch: Batch):
@@ -65,7 +65,7 @@ def make_train_step(
 
 
 def make_evaluation_step(loss: LossFunction, *, dtype: jnp.dtype, sharding: Sharding):
-    """Returns (params, frozen, batch, key) -> metrics, the loss among them."""
+    """Makes a jitted function: (params, frozen, batch, key) -> metrics, including the loss."""
 
     def step(params: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
         with jax.default_matmul_precision(matmul_precision(dtype)):
@@ -76,7 +76,7 @@ def make_evaluation_step(loss: LossFunction, *, dtype: jnp.dtype, sharding: Shar
 
 
 def make_feature_step(features: Callable[[Params, Batch], Batch], *, dtype: jnp.dtype):
-    """Returns (frozen, batch) -> what the frozen model makes of a batch, as a step would see it."""
+    """Makes a jitted function: (frozen, batch) -> features, as a train step has them."""
 
     def step(frozen: Params, batch: Batch) -> Batch:
         with jax.default_matmul_precision(matmul_precision(dtype)):
@@ -86,12 +86,12 @@ def make_feature_step(features: Callable[[Params, Batch], Batch], *, dtype: jnp.
 
 
 def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
-    """Puts this process's rows of a batch where they belong.
+    """Makes global arrays from this process's rows of a batch.
 
     Args:
-      batch: [rows of this process, …] each.
-      sharding: of the run.
-      rows: of the whole batch.
+      batch: arrays [rows of this process, …].
+      sharding: the run's mesh and rules.
+      rows: rows of the batch, of all processes together.
     """
 
     def put(array):
@@ -103,9 +103,9 @@ def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
 
 
 def share_of_process(sharding: Sharding, rows: int) -> tuple[int, int]:
-    """Which share of every batch this process reads, and how many shares there are.
+    """Index of the share of every batch that this process reads, and the number of shares.
 
-    Processes that hold copies of the same rows read the same share.
+    Processes whose devices hold the same rows read the same share.
     """
     layout = sharding.named((rows,), ("batch",))
     slices = [index[0] for index in layout.addressable_devices_indices_map((rows,)).values()]
@@ -115,7 +115,7 @@ def share_of_process(sharding: Sharding, rows: int) -> tuple[int, int]:
 
 
 def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tuple[Any, Metrics]:
-    """Mean gradients and metrics over the pieces of a batch."""
+    """Gradients and metrics, averaged over the pieces of a batch."""
 
     @functools.partial(jax.grad, has_aux=True)
     def differentiate(params, batch, key):
@@ -145,12 +145,12 @@ def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tup
 
 
 def _cut(array: jax.Array, pieces: int, sharding: Sharding) -> jax.Array:
-    """[B, …] -> [pieces, B / pieces, …]; no row leaves its device."""
+    """[B, …] -> [pieces, B / pieces, …]; every row stays on its device."""
     rows = array.shape[0] // pieces
     array = array.reshape(rows, pieces, *array.shape[1:]).swapaxes(0, 1)
     return sharding.constrain(array, None, "batch", *(None,) * (array.ndim - 2))
 
 
 def _complete(value: jax.Array, metrics: Metrics) -> Metrics:
-    """The loss among the metrics, and the weight that it stands for."""
+    """The metrics with the loss, and with a weight of 1 if they have none."""
     return {WEIGHT: jnp.float32(1), **metrics, "loss": value}

@@ -1,4 +1,4 @@
-"""What learns: a target, or a drafter against a frozen target. Both turn batches into a loss."""
+"""Training tasks: a target, or a drafter against a frozen target. Each defines a loss."""
 
 import abc
 import dataclasses
@@ -29,15 +29,15 @@ CountTokens = Callable[[], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Task(abc.ABC):
-    """The models of a run, abstract until `load`.
+    """The models of a run, abstract until their weights are loaded.
 
     Attributes:
-      config: of the run.
-      target: in the compute dtype; frozen, unless it is what learns.
-      target_source: where its weights come from.
-      learner: float32; what learns.
-      working: the learner once more, in the compute dtype.
-      learner_source: where its weights start.
+      config: the run's config.
+      target: target in the compute dtype; frozen, unless it is the learner.
+      target_source: source of its weights.
+      learner: float32 model that is trained.
+      working: the learner in the compute dtype.
+      learner_source: source of its initial weights.
     """
 
     config: TrainRun
@@ -47,23 +47,23 @@ class Task(abc.ABC):
     working: nnx.Module
     learner_source: Source
 
-    drafts: ClassVar[bool]  # whether what learns is a drafter, so that τ can be measured
+    drafts: ClassVar[bool]  # whether the learner is a drafter, so that τ can be measured
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the computation."""
+        """The compute dtype."""
         return jnp.dtype(self.config.train.dtype)
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the learner begins with fresh weights."""
+        """Whether the learner starts from random weights."""
         return self.learner_source.directory is None
 
     def fresh_params(self) -> Params:
         """The learner's weights before the first step, in float32.
 
         Raises:
-          CheckpointError: they come from a checkpoint, and that is damaged.
+          CheckpointError: the checkpoint that they come from is damaged.
         """
         if self.from_scratch:
             key = jax.random.fold_in(states.step_key_base(self.config.train.seed), 2**31)
@@ -74,7 +74,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def load_frozen(self, count_tokens: CountTokens) -> Params:
-        """Reads or makes what does not learn; the loss wants it.
+        """Loads or makes the arrays that the loss needs and that are not trained.
 
         Args:
           count_tokens: see `Drafter.prepare_training`.
@@ -82,7 +82,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def abstract_frozen(self) -> Params:
-        """Shapes and places of what `load_frozen` returns."""
+        """Shapes and shardings of the result of `load_frozen`."""
 
     @abc.abstractmethod
     def loss(
@@ -103,7 +103,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """The config.json of what learns."""
+        """The config.json of the learner."""
 
 
 class TargetTask(Task):
@@ -127,9 +127,9 @@ class TargetTask(Task):
 
 
 class DrafterTask(Task):
-    """A strategy's own loss, with features of the frozen target.
+    """The loss of a strategy, on features of the frozen target.
 
-    What is frozen: {"target": its weights, "tables": of the drafter}.
+    Frozen arrays: {"target": its parameters, "tables": the drafter's tables}.
     """
 
     drafts = True
@@ -158,7 +158,7 @@ class DrafterTask(Task):
             )
 
     def features(self, frozen: Params, batch: Batch) -> Batch:
-        """What the drafter learns from beside the tokens: one forward of the target."""
+        """The target's features of a batch, and its final hidden states if the loss uses them."""
         target = nnx.merge(nnx.graphdef(self.target), frozen["target"])
         with jax.named_scope("target"):
             hidden, features = target.forward(
@@ -177,14 +177,14 @@ class DrafterTask(Task):
 
 
 def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) -> Task:
-    """Finds and builds the models.
+    """Builds the models.
 
     Args:
-      config: of the run.
-      sharding: where they live.
-      download: fetch checkpoints that are not on this machine.
+      config: the run's config.
+      sharding: the run's mesh and rules.
+      download: whether to fetch checkpoints that are not on this machine.
     Raises:
-      UserError: whatever does not fit.
+      UserError: the config and the checkpoints do not fit.
     """
     target_source = assembly.find_target(config.target, download=download)
 

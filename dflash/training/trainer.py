@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations, checkpoints, and an end that loses nothing."""
+"""The training loop: steps, evaluations, checkpoints, and a clean end."""
 
 import collections
 import contextlib
@@ -20,12 +20,12 @@ from dflash.training.state import Params, TrainState
 
 
 class Batches(Protocol):
-    """Batches of this process's rows, without end; `state` is where the next one begins."""
+    """Endless batches of this process's rows; `state` is the position of the next one."""
 
     def __next__(self) -> dict[str, np.ndarray]: ...
 
     def state(self) -> Any:
-        """As JSON has it."""
+        """The position, as JSON values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +68,13 @@ class StepFunctions:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
       state: state after the last step.
       step: number of steps done.
       best: {"goal", "evaluation", "step", "score"} of the best evaluation, if there was any.
-      exit_status: 0 when all steps are done, else 128 + the signal that asked to stop.
+      exit_status: 0 if all steps are done, else 128 + the number of the signal that stopped it.
     """
 
     state: TrainState
@@ -85,7 +85,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class _Window:
-    """Metrics of the steps since the last log; saved along, so that a restart tells the same."""
+    """Sums of metrics since the last log; part of a checkpoint, so that a restart logs the same."""
 
     count: int = 0
     sums: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -98,18 +98,18 @@ class _Window:
             self.sums[name] = self.sums.get(name, 0.0) + value
 
     def means(self) -> dict[str, float]:
-        """The loss first; the learning rate as it is now."""
+        """Mean of each metric, the loss first; of the learning rate, the last value."""
         names = ["loss", *sorted(self.sums.keys() - {"loss", "learning_rate"})]
         means = {name: self.sums[name] / self.count for name in names}
         return means | {"learning_rate": self.last["learning_rate"]}
 
 
 class TrainingError(errors.UserError):
-    """The numbers have gone wrong; the message says at which step, and what is left."""
+    """A loss or gradient is not finite; the message names the step and the last checkpoint."""
 
 
 class Trainer:
-    """One run of the loop, from wherever the state stands."""
+    """One run of the loop, from the step of its initial state."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Trainer:
             report.note(f"evaluations have changed: step {best['step']} is no longer the best")
         self._window = _Window(**metadata.get("window", {}))
         self._saved = step
-        self._under_way = False
+        self._compiled = False
 
     def run(self) -> Outcome:
         """Trains up to the last step, or until a signal asks to stop.
@@ -178,7 +178,7 @@ class Trainer:
         return Outcome(self._state, self._step, self._best, 0 if finished else stop.exit_status)
 
     def _asked(self, stop: StopSignal) -> bool:
-        # Several processes agree now and then only: it costs a round trip.
+        # Several processes agree only at log steps, because that costs a round trip.
         together = jax.process_count() > 1 and self._step % self._config.log_every
         return not together and stop.agreed()
 
@@ -187,21 +187,21 @@ class Trainer:
         return bool(every) and (last or self._step % every == 0)
 
     def _advance(self) -> None:
-        """Dispatches a step, and looks at the one before it while the device is busy."""
+        """Dispatches a step and checks the one before it while the device is busy."""
         batch = steps_lib.place(next(self._batches), self._sharding, self._config.rows)
         self._state, metrics = self._functions.train(self._state, batch)
         self._step += 1
         self._pending.append((self._step, metrics))
         while len(self._pending) > 1:
-            self._take()
-        if not self._under_way:
+            self._check_oldest()
+        if not self._compiled:
             self._settle()
             self._report.start_clock(self._step)
-            self._under_way = True
+            self._compiled = True
         self._report.step(self._step)
 
-    def _take(self) -> None:
-        """Looks at the oldest step that nobody has looked at."""
+    def _check_oldest(self) -> None:
+        """Checks the metrics of the oldest pending step."""
         step, metrics = self._pending.popleft()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         for name in ("loss", "grad_norm"):
@@ -210,7 +210,7 @@ class Trainer:
                 kept = self._checkpoints.good_step
                 left = f"the last good checkpoint is of step {kept}"
                 if kept is None:
-                    left = "nothing was saved before"
+                    left = "no checkpoint was saved before it"
                 raise TrainingError(
                     f"step {step}: {name.replace('_', ' ')} is {values[name]}; stopped, and "
                     f"{left}; a lower optimizer.learning_rate may help, in another --workdir"
@@ -219,9 +219,9 @@ class Trainer:
         self._window.add(values)
 
     def _settle(self) -> None:
-        """Waits until every dispatched step is known to be good."""
+        """Waits until the metrics of every dispatched step are checked."""
         while self._pending:
-            self._take()
+            self._check_oldest()
 
     def _log(self) -> None:
         self._settle()
@@ -258,7 +258,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[Callable[[], float]]:
-        """Keeps the block's time out of the speed of the steps; yields a clock, in seconds."""
+        """Excludes the block's time from the step rate; yields a clock, in seconds."""
         begin = time.perf_counter()
         yield lambda: time.perf_counter() - begin
         self._report.pause(time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""A model of a few hundred weights and an endless source of batches, to drive the loop with."""
+"""A model of a few hundred weights and endless batches, for tests of the training loop."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ VOCAB, WIDTH, ROWS, LENGTH = 16, 16, 8, 8
 
 
 class Toy(nnx.Module):
-    """Guesses the next token from the last one."""
+    """Predicts the next token from the last one."""
 
     def __init__(self, placed: sharding.Sharding):
         build = {"dtype": jnp.float32, "sharding": placed}
@@ -31,7 +31,7 @@ class Toy(nnx.Module):
         self.out = Linear(WIDTH, VOCAB, ("embed", "vocab"), **build)
 
     def loss(self, batch, key, noise):
-        """Cross-entropy, up to a factor of 1 + noise that hangs on the key."""
+        """Cross-entropy, times 1 + noise · a random number of the key."""
         logits = self.out(self.embed(batch["tokens"][:, :-1]))
         labels, mask = batch["tokens"][:, 1:], batch["loss_mask"][:, 1:]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -66,7 +66,7 @@ class Counting:
 
 @dataclasses.dataclass
 class Run:
-    """A run of the loop on the toy."""
+    """A run of the loop on the toy model."""
 
     directory: pathlib.Path
     steps: int = 12
@@ -111,7 +111,7 @@ class Run:
         )
 
     def go(self):
-        """Trains, or goes on with what is in the directory; returns the outcome."""
+        """Trains, from a checkpoint in the directory if there is one; returns the outcome."""
         scores = iter(self.scores)
         train_step = self.step()
         functions = StepFunctions(

@@ -1,8 +1,8 @@
-"""Trains the toy in a process of its own, or in one of several.
+"""Trains the toy model in a process of its own, or in one of several.
 
     python toy_run.py DIR STEPS CHECKPOINT_EVERY PAUSE_S [ADDRESS PROCESSES PROCESS]
 
-Leaves with the outcome's exit status, as the real command does; writes DIR/final.npz at the end.
+Exits with the outcome's status, as the real command does; writes DIR/final.npz at the end.
 """
 
 import pathlib
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def slow_down(pause_s: float) -> None:
-    """Makes every batch take a while, so that a kill has something to hit."""
+    """Makes every batch take a while, so that a signal arrives during the run."""
     read = toy.Counting.__next__
 
     def read_slowly(self):

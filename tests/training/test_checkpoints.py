@@ -82,7 +82,7 @@ def run_code(code: str, directory: pathlib.Path) -> subprocess.CompletedProcess:
     path = [str(TESTS / "training"), str(TESTS), str(TESTS.parent)]
     code = code.format(path=path, directory=str(directory))
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
 
 
@@ -281,7 +281,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_good(two_saved):
     assert (restored.step, notes) == (2, [])
 
 
-def test_checksums_do_not_hang_on_the_layout():
+def test_checksums_do_not_depend_on_the_sharding():
     mesh = toy.Run(pathlib.Path("unused"), mesh=(2, 2, 2)).sharding
     array = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     split = jax.device_put(array, mesh.named(array.shape, ("embed", "vocab")))

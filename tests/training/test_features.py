@@ -66,6 +66,12 @@ def test_rows_come_back_with_their_features(tmp_path):
     np.testing.assert_array_equal(rows["features"][:, 0, 0].astype(float), [11.5, 0, 4.5])
 
 
+def test_the_last_part_may_be_smaller(tmp_path):
+    cache = open_cache(tmp_path, num_batches=5)
+    assert (cache.num_rows, len(cache.parts)) == (5 * ROWS, 3)
+    assert numbers(cache.rows([19])) == [19]
+
+
 def test_a_finished_cache_computes_nothing(tmp_path):
     open_cache(tmp_path)
     made = Source.made
@@ -74,7 +80,7 @@ def test_a_finished_cache_computes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("dies_at", range(1, BATCHES + 1))
-def test_a_killed_build_goes_on_after_its_last_part(tmp_path, dies_at):
+def test_a_killed_build_continues_after_its_last_part(tmp_path, dies_at):
     whole = open_cache(tmp_path / "whole")
     calls = itertools.count(1)
 
@@ -113,7 +119,7 @@ def test_rows_are_shuffled_once_an_epoch(tmp_path, monkeypatch):
     assert seeds == [(0, 0), (0, 1)]
 
 
-def test_going_on_goes_on(tmp_path):
+def test_a_state_continues_the_order(tmp_path):
     cache = open_cache(tmp_path)
     source = CachedBatches(cache, ROWS, seed=0)
     for _ in range(8):
@@ -136,7 +142,7 @@ def test_damage_is_named(tmp_path):
         open_cache(tmp_path)
 
 
-def test_the_key_hangs_on_weights_and_config(tmp_path):
+def test_the_key_depends_on_weights_and_config(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"one")
     before = features.fingerprint(tmp_path)

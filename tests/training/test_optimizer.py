@@ -26,7 +26,7 @@ def test_warm_up_rises_to_the_peak(schedule):
     assert rate[10] == rate.max() == 2
 
 
-def test_courses_after_the_warm_up():
+def test_rates_after_the_warm_up():
     common = {"learning_rate": 2.0, "warmup_fraction": 0.2, "final_fraction": 0.1}
     cosine, linear, constant = (
         rates(schedule=name, **common) for name in ("cosine", "linear", "constant")
@@ -93,7 +93,7 @@ def test_norms_and_embeddings_do_not_decay(name):
     assert kinds == {(True, 1), (True, 2), (False, 2)}
 
 
-def test_adamw_by_hand():
+def test_adamw_of_equal_gradients():
     params = params_of()
     grads = random_like(params)
     config = OptimizerConfig(beta1=0.8, beta2=0.9, weight_decay=0.0, clip_norm=0.0, **CONSTANT)

@@ -1,4 +1,4 @@
-"""What a run tells, on a terminal, in a log, and in files."""
+"""The output of a run: on a terminal, in a log, and in files."""
 
 import io
 import json
@@ -94,7 +94,7 @@ def test_the_speed_leaves_pauses_out(tmp_path, monkeypatch):
     assert speeds == pytest.approx([10 * 50 / 5, 50])
 
 
-def test_going_on_drops_what_will_be_told_again(tmp_path):
+def test_a_continued_run_drops_lines_that_it_will_write_again(tmp_path):
     with open_report(tmp_path, io.StringIO()) as report:
         for step in (10, 20, 30):
             report.log(step, METRICS)
@@ -104,7 +104,7 @@ def test_going_on_drops_what_will_be_told_again(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [10, 20]
 
 
-def test_other_processes_say_and_write_nothing(tmp_path):
+def test_other_processes_have_no_output(tmp_path):
     stream = io.StringIO()
     with open_report(None, stream) as report:
         report.step(1)

@@ -1,4 +1,4 @@
-"""The loop on a toy: it learns, ends, stops, goes on, and loses nothing on the way."""
+"""The loop on a toy model: it learns, ends, stops, continues, and loses nothing."""
 
 import os
 import pathlib
@@ -86,7 +86,7 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted, tmp_path):
 
 
 def test_kill_9_at_random_moments_costs_nothing(uninterrupted, tmp_path):
-    """The first kills strike while the first, second, … checkpoint is being written or just was."""
+    """Each kill comes while a checkpoint is being written, or just after."""
     rng = random.Random(0)
     for _ in range(2):
         before = saved_steps(tmp_path)
@@ -116,13 +116,13 @@ def test_a_signal_saves_the_very_step(uninterrupted, tmp_path, number, status):
 
 
 @pytest.mark.parametrize("poisoned", [1, 2, 8, STEPS])
-def test_a_loss_that_is_no_number_stops_the_run(uninterrupted, tmp_path, poisoned):
+def test_a_loss_that_is_not_finite_stops_the_run(uninterrupted, tmp_path, poisoned):
     run = toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY, poison_at=poisoned)
     with pytest.raises(trainer_lib.TrainingError, match=f"^step {poisoned}: loss is nan") as caught:
         run.go()
     kept = (poisoned - 1) // EVERY * EVERY
-    assert (f"is of step {kept}" if kept else "nothing was saved") in str(caught.value)
-    # What was kept is good: with the data mended, the run ends as if nothing had been.
+    assert (f"is of step {kept}" if kept else "no checkpoint was saved") in str(caught.value)
+    # What was kept is good: with good data, the run ends as an undisturbed one.
     rest = toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY)
     toy.assert_identical(toy.arrays(rest.go()), uninterrupted)
     assert rest.started_at == kept
@@ -163,7 +163,7 @@ def test_eight_devices_equal_one(uninterrupted, tmp_path):
         np.testing.assert_allclose(sharded[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-def test_a_run_goes_on_on_another_mesh(uninterrupted, tmp_path):
+def test_a_run_continues_on_another_mesh(uninterrupted, tmp_path):
     toy.Run(tmp_path, steps=7, mesh=(2, 2, 2)).go()
     rest = toy.arrays(toy.Run(tmp_path, steps=STEPS).go())
     for name, value in uninterrupted.items():
@@ -206,7 +206,7 @@ def test_two_processes_equal_one(uninterrupted, tmp_path):
         np.testing.assert_allclose(found, value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-def test_metrics_of_steps_that_are_done_again_are_not_told_twice(tmp_path):
+def test_metrics_of_repeated_steps_are_written_once(tmp_path):
     toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY).go()
     whole = [(line["step"], line["loss"]) for line in toy.metrics(tmp_path)]
     with (tmp_path / "metrics.jsonl").open("a") as file:
