@@ -209,14 +209,14 @@ def _read_box(parts, bounds, dtype, transposed: bool) -> np.ndarray:
         as_stored, box = out.swapaxes(-1, -2), [*box[:-2], box[-1], box[-2]]
     with _Reader() as reader:
         for tensor, piece in parts:
-            led = list(zip(piece.lead, box, strict=False))
-            if not all(start <= i < stop for i, (start, stop) in led):
+            lead = list(zip(piece.lead, box, strict=False))
+            if not all(start <= i < stop for i, (start, stop) in lead):
                 continue
-            part = as_stored[(*(i - start for i, (start, _) in led), ...)]
+            part = as_stored[(*(i - start for i, (start, _) in lead), ...)]
             if piece.count is None:
                 part[...] = reader.read(tensor, ())
                 continue
-            (low, high), *rest = box[len(led) :]
+            (low, high), *rest = box[len(lead) :]
             first, last = max(low, piece.at), min(high, piece.at + piece.count)
             columns = tuple(slice(start, stop) for start, stop in rest)
             shift = piece.first - piece.at
@@ -250,15 +250,14 @@ class _Reader(contextlib.ExitStack):
             self._file = self.enter_context(safetensors.safe_open(tensor.file, framework="np"))
             self._path, self._touched = tensor.file, 0
         self._touched += num_bytes
-        return (
-            self._file.get_slice(tensor.name)[index]
-            if index
-            else self._file.get_tensor(tensor.name)
-        )
+        if not index:
+            return self._file.get_tensor(tensor.name)
+        return self._file.get_slice(tensor.name)[index]
 
 
 def _row_bytes(tensor: StoredTensor) -> int:
-    return max(1, (tensor.end - tensor.begin) // max(1, *tensor.shape[:1], 1))
+    """Bytes of a row; of all of a tensor without dimensions."""
+    return max(1, (tensor.end - tensor.begin) // max(1, math.prod(tensor.shape[:1])))
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:

@@ -5,11 +5,14 @@ import json
 from typing import Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.models import make_architecture
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import RopeScaling, option
+from dflash.config.schema import RopeScaling, TargetArchitecture, option
+from dflash.models.qwen3 import Qwen3
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -157,6 +160,45 @@ def test_each_unusable_field_has_a_line():
         f"config.json: vocab_size: expected an integer >= 1, got '1{'0' * 99}'",
         "config.json: hidden_size: expected an integer >= 1, got -1",
     ]
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, -1, 2**31, 2**63, 10**400, 1e308])
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(["silu", "llama3", "default", "x" * 1000]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from([*LLAMA3, "type", "rope_theta", "rope_parameters"]) | st.text(), inner
+        )
+    ),
+    max_leaves=5,
+)
+EVERY_FIELD = sorted(
+    {field.name for field in dataclasses.fields(TargetArchitecture)}
+    | {"hidden_act", "rope_parameters", "architectures", "attention_bias", "use_sliding_window"}
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.dictionaries(st.sampled_from(EVERY_FIELD), ANYTHING, min_size=1, max_size=3))
+def test_any_json_is_read_or_refused_by_field(changes):
+    lines = problems(make_config(**changes))
+    assert all(line.startswith("config.json: ") and len(line) < 500 for line in lines)
+
+
+def problems(config):
+    try:
+        arch = Qwen3.architecture_from_hf(config)
+        hf_config.read_classes(config)
+    except errors.CheckpointError as error:
+        return str(error).splitlines()
+    json.dumps(hf_config.write_architecture(arch))
+    return []
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,7 @@ def test_compact_moves_an_accepted_path():
     start, path = [2, 7], [[0, 2, 4, 4], [0, 1, 3, 4]]
     after = cache.compact(jnp.array(start), jnp.array(path), make_sharding())
     check_compacted(cache, after, start, path)
-    # That much by hand: row 2 of sequence 1's tree (slot 9) gets what slot 10 held.
+    # One row explicitly: row 2 of sequence 1's tree (slot 9) gets what slot 10 held.
     np.testing.assert_array_equal(
         rows_of(after.pools[0], after.page_table[1])[:, 9],
         rows_of(cache.pools[0], cache.page_table[1])[:, 10],
@@ -107,6 +107,55 @@ def test_compact_on_eight_devices(kv_dtype):
     compact = jax.jit(lambda *args: cache.compact(*args, sharding))
     after = compact(jnp.array(start), jnp.array(path))
     check_compacted(cache, after, start, path, shares=4)
+
+
+MIXED = [
+    (kv.CacheArray(2, 4, "kv_heads"),) * 2,  # grouped queries
+    kv.CacheArray(1, 6, None),  # one array for all heads
+    {"rows": kv.CacheArray(2, 2, "kv_heads"), "of all": kv.CacheArray(3, 8, None)},
+]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
+def test_layers_keep_what_their_attention_names(kv_dtype):
+    sharding = make_sharding(data=2, fsdp=2, tensor=2)
+    cache = make_paged(batch=4, shares=4, sharding=sharding, kv_dtype=kv_dtype, specs=MIXED)
+    assert [pool.shape for pool in cache.pools] == [
+        (2, 16, 4, 4),
+        (2, 16, 4, 4),
+        (1, 16, 4, 6),
+        (3, 16, 4, 8),  # a dictionary is ordered by its keys
+        (2, 16, 4, 2),
+    ]
+    assert cache.axes == ("kv_heads", "kv_heads", None, None, "kv_heads")
+    assert (cache.layers[1].shape, cache.layers[2]["rows"].shape) == ((1, 16, 4, 6), (2, 16, 4, 2))
+    start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
+    compact = jax.jit(lambda *args: cache.compact(*args, sharding))
+    after = compact(jnp.array(start), jnp.array(path))
+    check_compacted(cache, after, start, path, shares=4)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
+def test_insert_writes_the_pages_of_a_slot_in_its_share(kv_dtype):
+    """Other shares write their scratch page alone."""
+    sharding, slot, share, pages = make_sharding(data=2, fsdp=2, tensor=2), 2, 2, [3, 1]
+    options = {"sharding": sharding, "kv_dtype": kv_dtype, "specs": MIXED}
+    cache = make_paged(batch=4, shares=4, **options)
+    prefix = make_paged(batch=1, pages_per_sequence=2, **options)
+    prefix = jax.tree.map(lambda x: -x, prefix)
+    table = jnp.array([3, 1, 0], jnp.int32)
+    insert = jax.jit(lambda cache, prefix, *args: cache.insert(prefix, *args, sharding))
+    after = insert(cache, prefix, slot, share, table, jnp.array(pages))
+    expected = np.array(cache.page_table)
+    expected[slot] = table
+    np.testing.assert_array_equal(after.page_table, expected)
+    for old, new, one in zip(
+        *map(jax.tree.leaves, (cache.layers, after.layers, prefix.layers)), strict=True
+    ):
+        wanted, per_share = np.array(old), old.shape[1] // 4
+        wanted[:, [share * per_share + page for page in pages]] = np.asarray(one)[:, 1:]
+        kept = np.arange(old.shape[1]) % per_share != 0  # all but scratch
+        np.testing.assert_array_equal(np.asarray(new)[:, kept], wanted[:, kept])
 
 
 def make_static(batch=3, capacity=8, sharding=None):
