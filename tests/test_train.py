@@ -54,6 +54,9 @@ DRAFTER = (
     "drafter.checkpoint=random",
     "drafter.architecture.num_hidden_layers=1",
     "drafter.architecture.block_size=4",
+    "drafter.architecture.num_attention_heads=4",
+    "drafter.architecture.num_key_value_heads=2",
+    "drafter.architecture.head_dim=16",
     "drafter.architecture.target_layer_ids=[0, 1]",
 )
 
@@ -286,6 +289,10 @@ SMALL_4B = (
     "target.architecture.num_attention_heads=4",
     "target.architecture.num_key_value_heads=2",
     "target.architecture.head_dim=16",
+    "drafter.architecture.intermediate_size=96",
+    "drafter.architecture.num_attention_heads=4",
+    "drafter.architecture.num_key_value_heads=2",
+    "drafter.architecture.head_dim=16",
     "data.length=256",
     "loss.num_anchors=16",
     "train.epochs=null",
