@@ -8,7 +8,7 @@ import contextlib
 import sys
 
 from dflash import cli
-from dflash.config import benchmark_schema, loader
+from dflash.config import benchmark_schema
 
 DESCRIPTION = (
     "Measures drafting strategies against plain decoding, on held-out prompts and in turns; leaves "
@@ -68,7 +68,7 @@ def _benchmark(command: cli.Command) -> None:
     where = command.workdir if first else None
     profile = command.profile_dir
     with (
-        results.open_directory(where, loader.to_yaml(command.config)) as directory,
+        results.open_directory(where, command.config) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
         if command.config.study is not None:

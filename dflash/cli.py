@@ -110,21 +110,20 @@ def parse_arguments(
     """Parses the command line of an entry point that reads no config.
 
     Args:
-      values: a flag object of its own, so that importing defines nothing; gets --help too.
+      values: the command's own flags; --help is added.
       argv: arguments without the program; flags may stand anywhere.
-      names: of the positional arguments.
-      usage: goes with every complaint.
+      names: names of the positional arguments.
+      usage: goes with every problem.
     Returns:
       The positional arguments; after --help there may be any number.
     Raises:
       ConfigError: wrong usage.
     """
     flags.DEFINE_bool("help", False, "Print how to use this.", short_name="h", flag_values=values)
-    values.set_gnu_getopt(True)
     try:
-        _, *positional = values(["dflash", *argv])
-    except flags.Error as error:
-        raise errors.ConfigError(f"{' '.join(str(error).split())}; {usage}") from error
+        positional = _parse(values, argv)
+    except errors.ConfigError as error:
+        raise errors.ConfigError(*(f"{problem}; {usage}" for problem in error.problems)) from error
     if not values.help and len(positional) != len(names):
         problem = f"expected {' and '.join(names)}, not {len(positional)} arguments"
         raise errors.ConfigError(f"{problem}; {usage}")
@@ -208,7 +207,7 @@ def _unknown_flag(argument: str, values: flags.FlagValues) -> str:
     if "." in flag:
         key = flag.lstrip("-")
         return f"unknown flag {flag}; config keys take no dashes: {key}{equals or '='}{value}"
-    known = [f"--{known}" for known in values if len(known) > 1]
+    known = {f"--{known}" for known in values if len(known) > 1}
     return f"unknown flag {flag}{registry.suggest(flag, known)}"
 
 

@@ -4,6 +4,8 @@ Every message names the file, key or token at fault and what to do about it. Ent
 the lines on stderr and leave with `exit_status`.
 """
 
+_MAX_CHARACTERS = 1000  # of a line; a value that it quotes may be a whole file
+
 
 class UserError(Exception):
     """Something outside the program is wrong; the message says what and how to mend it."""
@@ -23,8 +25,10 @@ class ConfigError(UserError):
     exit_status = 2
 
     def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = tuple(
+            one if len(one) <= _MAX_CHARACTERS else f"{one[:_MAX_CHARACTERS]}…" for one in problems
+        )
+        super().__init__("\n".join(self.problems))
 
 
 class CheckpointError(UserError):

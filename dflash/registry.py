@@ -8,10 +8,12 @@ imports jax.
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
+
+_MAX_COMPARED = 200  # characters of a name; comparing takes time quadratic in them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +94,17 @@ def find(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
     raise errors.ConfigError(f"{what}: unknown name {name!r}{suggest(name, entries)}")
 
 
-def suggest(name: str, known) -> str:
-    """Returns "; did you mean 'x'?" for a near miss, else "; expected one of …"."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+def suggest(name: str, known: Iterable[str], *, prefix: str = "", exhaustive: bool = True) -> str:
+    """Returns "; did you mean 'x'?" for a near miss, else "; expected one of …".
+
+    Args:
+      name: what was given.
+      known: what may be given; the order of a list is kept.
+      prefix: goes before the suggested name, such as that of its group.
+      exhaustive: whether to list everything known when nothing is near, rather than nothing.
+    """
+    names = list(known) if isinstance(known, Sequence) else sorted(known)
+    near = difflib.get_close_matches(str(name)[:_MAX_COMPARED], names, n=1)
     if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; expected one of {', '.join(sorted(known))}"
+        return f"; did you mean {prefix + near[0]!r}?"
+    return f"; expected one of {', '.join(names)}" if exhaustive else ""

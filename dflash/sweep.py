@@ -54,7 +54,7 @@ def _sweep(command: cli.Command) -> int:
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where points and their table go")
     # jax is imported here, after all points have been found good.
-    from dflash.runs import directories, heat_map
+    from dflash.runs import files, heat_map
     from dflash.runs import sweeps as driver
     from dflash.runs.display import Display
 
@@ -66,7 +66,7 @@ def _sweep(command: cli.Command) -> int:
         columns = driver.columns(runner, outcome.rows.values())
         if outcome.rows:
             display.table(driver.table(sweep, columns, outcome.rows))
-        with directories.explained(directory):
+        with files.explained(directory):
             for metric in columns:
                 heat_map.draw(sweep, metric, outcome.rows, directory / f"{metric}.png")
         for name, reason in outcome.failed.items():

@@ -33,8 +33,7 @@ def _train(command: cli.Command) -> int:
 
     from dflash.parallel import distributed
     from dflash.training import job as jobs
-    from dflash.training import session
-    from dflash.training.rundir import RunDirectory
+    from dflash.training import rundir, session
 
     distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     job = jobs.prepare(command.config, dry=command.dry_run)
@@ -45,7 +44,7 @@ def _train(command: cli.Command) -> int:
         raise errors.ConfigError("--workdir: required: where checkpoints and weights go")
     profile = command.profile_dir
     with (
-        RunDirectory(command.workdir, command.config) as directory,
+        rundir.open_directory(command.workdir, command.config) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
         return session.run(job, directory, _drafting_test(job)).exit_status

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from dflash import cli, errors
+from dflash.checkpoints.files import check_vacant
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, tokenizer_training
 
@@ -68,7 +69,7 @@ def train_tokenizer(
       UserError: the data are unusable, or the destination cannot be written.
     """
     started = time.monotonic()
-    files.check_vacant(destination)
+    check_vacant(destination)
     names = list(dict.fromkeys([*names, *(["jsonl"] if files else [])]))
     config = DataConfig(mixture=dict.fromkeys(names, 1.0), files=tuple(files))
     found = [datasets.find(name, config) for name in names]

@@ -268,6 +268,22 @@ def test_what_is_wrong_is_said_in_one_line(run, tmp_path, argv, message):
 
 
 @pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["acceptance=[0]"], "acceptance: nothing published on '0'; expected one of"),
+        (["--trace=gone.json"], "gone.json: cannot be read: No such file or directory"),
+        (["--trace=t.json", "strategies.short.block_size=3"], "strategy 'short' has a block of 3"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(run, tmp_path, argv, message):
+    write_trace(tmp_path / "t.json")
+    status, _, err = run(*argv, "--dry_run")
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("rows", "message"),
     [
         ({}, "expected a list of prompts"),
@@ -290,7 +306,8 @@ def test_results_of_another_config_stay(run, tmp_path):
     (tmp_path / "out/results.json").write_text("{}")
     status, _, err = run("--workdir=out")
     assert status == 1
-    assert "belongs to a run of another config" in err
+    assert "out/config.yml: target.checkpoint: required" in err
+    assert (tmp_path / "out/results.json").read_text() == "{}"
 
 
 def test_an_interrupted_run_leaves_the_rounds_that_are_done(tmp_path):

@@ -190,7 +190,7 @@ def test_rerun_skips_what_is_done_and_refuses_another_config(run):
 def test_dry_run_allocates_and_writes_nothing(run):
     status, out, _ = run("--dry_run", "--workdir=w", "mesh.tensor=1", "decode.batch_size=4")
     assert status == 0
-    assert "mesh         data 1 × fsdp 1 × tensor 1 = 1 device" in out
+    assert "mesh         data 1 × fsdp 1 × tensor 1 × expert 1 = 1 device" in out
     assert "target weights" in out
     assert "generate" in out
     assert not os.path.exists("w")

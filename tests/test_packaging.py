@@ -79,7 +79,7 @@ def test_metadata(metadata, wheel):
     assert metadata["Name"] == "dflash"
     assert metadata["Version"] == dflash.__version__
     assert metadata["Requires-Python"] == ">=3.11"
-    assert metadata["License"] == "Apache-2.0"
+    assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata.get_all("Provides-Extra")) == {"test", "tpu", "hf", "parity"}
     (name,) = [name for name in wheel.namelist() if name.endswith("licenses/LICENSE")]
     assert b"Version 2.0, January 2004" in wheel.read(name)
@@ -103,3 +103,10 @@ def test_readme_and_checks_agree():
         assert command in readme
         assert f"\n{command}" in script
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_every_supported_python_is_named(metadata):
+    """From the oldest that installs to the newest that was tried."""
+    names = metadata.get_all("Classifier")
+    found = [name.rpartition(" ")[2] for name in names if name.startswith("Programming Language")]
+    assert found == ["3", "3.11", "3.12", "3.13"]

@@ -271,7 +271,7 @@ def test_a_dry_run_plans_and_leaves_nothing(config, tmp_path, capsys):
     workdir = tmp_path / "run"
     assert run(config, *DRAFTER, "mesh.data=4", "--dry_run", "--workdir", workdir) == 0
     plan = capsys.readouterr().out
-    assert "mesh         data 4 × fsdp 1 × tensor 1 = 4 devices" in plan
+    assert "mesh         data 4 × fsdp 1 × tensor 1 × expert 1 = 4 devices" in plan
     assert "course       6 steps of 8 × 64 tokens = 3,072 tokens" in plan
     assert "frozen target (float32)" in plan
     assert not workdir.exists()

@@ -1,6 +1,6 @@
-"""From a config to models: which classes, of which shape, and then their weights.
+"""From a config to models: first their classes and shapes, then their weights.
 
-Both steps are apart: building is cheap and finds what does not fit; loading fills the memory.
+The two steps are separate: building is cheap and finds what does not fit; loading takes memory.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ class Source:
     """Where the weights of a model come from.
 
     Attributes:
-      directory: of the checkpoint, or None for random weights or a hub that was not asked.
-      hf: its config.json, or None.
-      seed: of random weights.
+      directory: directory of the checkpoint; None for random weights, or without a download.
+      hf: content of its config.json, or None.
+      seed: seed of random weights.
     """
 
     directory: pathlib.Path | None
@@ -41,7 +41,7 @@ def find_target(config: TargetConfig, *, download: bool = True) -> Source:
 
     Args:
       config: the run's target group.
-      download: fetch what is not on this machine; if not, such a checkpoint counts as random.
+      download: fetch a checkpoint that is not on this machine; otherwise it counts as random.
     Raises:
       CheckpointError: it is missing or cannot be read.
     """
@@ -58,7 +58,7 @@ def build_target(config: TargetConfig, source: Source, *, dtype: str, sharding: 
 
     Raises:
       ConfigError: the config states another family or shape than the checkpoint has.
-      CheckpointError: the checkpoint is of no family that is known.
+      CheckpointError: the checkpoint is of an unknown family.
     """
     if source.hf is None:
         if config.name is None or config.architecture is None:
@@ -88,8 +88,8 @@ def build_drafter(
 ):
     """Builds the abstract drafter; see `Drafter.create` for the errors.
 
-    A block size of auto is none of the strategy's business: it drafts up to the largest that it
-    has by itself, and lets the loop ask for less.
+    With a block size of auto, the strategy is built with its default, the largest, and the loop
+    asks for less.
     """
     adaptive = getattr(config, "block_size", None) == AUTO
     if adaptive:
@@ -131,10 +131,10 @@ def load_weights(module: nnx.Module, source: Source) -> None:
 def find_class(
     hf: Mapping[str, Any], directory: pathlib.Path, entries: Mapping[str, registry.Entry]
 ) -> tuple[str, type]:
-    """Finds the registered name and class of what a checkpoint's config.json names.
+    """Finds the registered name and class of a checkpoint's architecture.
 
     Raises:
-      CheckpointError: none of the entries has this architecture.
+      CheckpointError: no entry has this architecture.
     """
     stated = hf_config.read_classes(hf, file=str(directory / files.CONFIG))
     known = []

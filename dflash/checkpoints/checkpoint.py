@@ -1,4 +1,4 @@
-"""Checkpoints: what a reference means, which layout a directory has, reading and writing both.
+"""Checkpoints: resolving references, and reading and writing both layouts.
 
 The light parts of this module (references, config.json) work without importing jax, so that a
 wrong name in a config is reported at once.
@@ -33,7 +33,7 @@ def resolve(reference: str) -> pathlib.Path:
       reference: a directory, as given or of this package (assets/tiny_target), or hf:org/name or
         hf:org/name@revision.
     Raises:
-      CheckpointError: there is no such directory, or it cannot be had from the hub.
+      CheckpointError: there is no such directory, or it cannot be downloaded from the hub.
     """
     if reference.startswith(HUB_PREFIX):
         return _download(reference)
@@ -51,7 +51,7 @@ def resolve(reference: str) -> pathlib.Path:
 
 
 def layout(directory: pathlib.Path) -> Layout:
-    """Tells which layout a checkpoint directory has.
+    """Detects the layout of a checkpoint directory.
 
     Raises:
       CheckpointError: neither.
@@ -101,7 +101,7 @@ def load(module: "nnx.Module", directory: pathlib.Path) -> None:
     Every parameter is created directly sharded, as its declaration says, and cast to its dtype.
 
     Raises:
-      CheckpointError: the checkpoint is missing, damaged, or another model's.
+      CheckpointError: the checkpoint is missing, damaged, or of another model.
     """
     _io(layout(directory)).load(module, directory)
 
@@ -115,13 +115,13 @@ def save_hf(
     max_shard_bytes: int = 5 * 2**30,
     companions: pathlib.Path | None = None,
 ) -> int:
-    """Writes a directory that transformers and the like can read; it appears whole or not at all.
+    """Writes a directory in the Hugging Face layout; it appears whole or not at all.
 
     Args:
       module: its parameters hold arrays.
       directory: must not exist, or be empty.
       config: becomes config.json; its dtype field is set to what is written.
-      dtype: of the stored tensors; None keeps each parameter's own.
+      dtype: dtype of the stored tensors; None keeps each parameter's own.
       max_shard_bytes: larger models are split into several files and an index.
       companions: directory whose tokenizer, generation and licence files are copied along.
     Returns:
@@ -157,7 +157,7 @@ def stored_dtype(directory: pathlib.Path) -> "jnp.dtype":
     """The narrowest dtype that holds every stored weight exactly.
 
     Raises:
-      CheckpointError: the checkpoint cannot be read, or a tensor is not of floating point.
+      CheckpointError: the checkpoint cannot be read, or a tensor is not floating-point.
     """
     import jax.numpy as jnp
 
@@ -230,7 +230,7 @@ def _download(reference: str) -> pathlib.Path:
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
         reason = "not in the local cache and the hub cannot be reached; download it while online"
         raise errors.CheckpointError(f"{reference}: {reason}, or give a directory") from error
-    except Exception as error:  # of several HTTP libraries, by version
+    except Exception as error:  # of several HTTP libraries, depending on the version
         reason = str(error).partition("\n")[0]
         raise errors.CheckpointError(f"{reference}: cannot be downloaded: {reason}") from error
     return pathlib.Path(path)

@@ -1,4 +1,4 @@
-"""What both checkpoint layouts share: small files, directories that appear whole, progress."""
+"""Files of both checkpoint layouts: JSON, directories that appear whole, progress."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from dflash import errors
 
 CONFIG = "config.json"
-# Travel with the weights unchanged. Python files are the code that `auto_map` in config.json names
-# for other programs; nothing here ever runs them.
+# Copied unchanged along with the weights. Python files are the code that `auto_map` in config.json
+# names for other programs; nothing here runs them.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",

@@ -22,8 +22,8 @@ from dflash.parallel import parameters
 
 PARAMS = "params"
 
-# Orbax restores everything it is asked for at once, each array through a host copy; asking for this
-# much at a time bounds the copies.
+# Orbax restores all requested arrays at once, each through a host copy; requesting this much at a
+# time bounds the copies.
 _GROUP_BYTES = 64 * 2**20
 
 
@@ -80,7 +80,7 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Dtypes among the stored weights; tables do not count.
+    """Dtypes among the stored weights; buffers do not count.
 
     Raises:
       CheckpointError: the description is missing or damaged.
@@ -90,7 +90,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
 
 
 def save(module: nnx.Module, directory: pathlib.Path) -> int:
-    """Writes every parameter and table of `module` to `directory`/params; all processes call this.
+    """Writes every parameter and buffer of `module` to `directory`/params; all processes call this.
 
     Returns:
       Number of arrays written.
@@ -165,7 +165,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Orbax's own account of what went wrong off stderr: the user gets our one line."""
+    """Keeps Orbax's own error logs off stderr: the user gets our one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     if not isinstance(sys.unraisablehook, _Filter):
@@ -178,10 +178,10 @@ def _quiet() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Filter:
-    """An unraisablehook that leaves out the reads that fail along with the one that is reported.
+    """An unraisablehook that drops reads that fail along with the reported one.
 
     Of several, Orbax raises the first error and closes its event loop; each of the others then
-    comes up any time later, from a thread of tensorstore or an abandoned coroutine.
+    surfaces at any later time, from a thread of tensorstore or an abandoned coroutine.
     """
 
     hook: Callable[[Any], None]

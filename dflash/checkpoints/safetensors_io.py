@@ -5,12 +5,12 @@ the device wants it, so that the host never holds more than one such buffer besi
 """
 
 import contextlib
-import dataclasses
 import fnmatch
 import functools
 import json
+import math
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,11 +20,11 @@ import safetensors
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import files
+from dflash.checkpoints import files, tensor_map
+from dflash.checkpoints.safetensors_header import INDEX, WEIGHTS, StoredTensor, read_headers
+from dflash.checkpoints.tensor_map import Piece
 from dflash.parallel import parameters
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 2**30
 # Computed from the config here, but stored as a buffer by some older checkpoints.
 IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq")
@@ -32,20 +32,8 @@ IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq")
 _PIECE_BYTES = 8 * 2**20
 _ALIGNMENT_BYTES = 64  # what lets a CPU device use a host buffer as it is
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # of weights
-_TABLE_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
-_CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _TABLE_DTYPES).items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies and what it is, as the header of its file says."""
-
-    file: pathlib.Path
-    name: str
-    code: str  # dtype as safetensors spells it: "BF16"
-    shape: tuple[int, ...]
-    begin: int  # bytes after the header
-    end: int
+_BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
+_CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _BUFFER_DTYPES).items()}
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
@@ -55,9 +43,9 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     up resident; on a CPU device, whose arrays take over the buffers, within `_PIECE_BYTES` or so.
 
     Args:
-      module: offers `checkpoint_name(path)`, and where it likes `ignored_checkpoint_names` and
-        `ignored_checkpoint_suffixes`. Parameters at a path that ends in ".kernel" are stored
-        transposed. Tables are filled too.
+      module: offers `checkpoint_name(path)`, a name or what tensor_map.py has, and optionally
+        `ignored_checkpoint_names` and `ignored_checkpoint_suffixes`. Parameters at a path that ends
+        in ".kernel" are stored transposed. Buffers are filled too.
       directory: holds model.safetensors or an index with its shards.
     Raises:
       CheckpointError: a file is missing or damaged, or the tensors are not those of the module.
@@ -65,52 +53,29 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     tensors = read_headers(directory)
     wanted = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     _check(tensors, wanted, module, directory)
+    parts = {
+        path: [
+            (tensors[piece.name], piece)
+            for piece in tensor_map.pieces(
+                module.checkpoint_name(path), tensor_map.stored_shape(path, abstract.shape)
+            )
+        ]
+        for path, abstract in wanted.items()
+    }
     in_file_order = sorted(
-        ((tensors[module.checkpoint_name(path)], path) for path in wanted),
-        key=lambda pair: (pair[0].file.name, pair[0].begin),
+        wanted, key=lambda path: (parts[path][0][0].file.name, parts[path][0][0].begin)
     )
-    sized = [(pair, pair[0].end - pair[0].begin) for pair in in_file_order]
+    sized = [(path, wanted[path].size) for path in in_file_order]
     total = sum(size for _, size in sized)
     values = {}
-    for tensor, path in files.track(sized, total, f"reading {directory.name}"):
-        values[path] = _read(tensor, wanted[path], transposed=path.endswith(".kernel"))
+    for path in files.track(sized, total, f"reading {directory.name}"):
+        transposed = tensor_map.is_transposed(path)
+        values[path] = _read(parts[path], wanted[path], transposed=transposed)
     parameters.assign(module, values)
 
 
-def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """Describes every tensor of a checkpoint, by name, without reading any.
-
-    Raises:
-      CheckpointError: a file is missing, truncated or corrupt, or the index lies.
-    """
-    index = directory / INDEX
-    if not index.exists():
-        return {tensor.name: tensor for tensor in _read_header(directory / WEIGHTS)}
-    weight_map = files.read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise errors.CheckpointError(f"{index}: no weight_map in it")
-    tensors = {}
-    for shard in sorted({str(shard) for shard in weight_map.values()}):
-        expected = [name for name in weight_map if weight_map[name] == shard]
-        file = directory / shard
-        if pathlib.PurePath(shard).name != shard:
-            raise errors.CheckpointError(f"{index}: {shard!r} is not the name of a file beside it")
-        if not file.is_file():
-            raise errors.CheckpointError(
-                f"{file}: missing; {INDEX} says it holds {files.quote_some(expected)}"
-            )
-        found = {tensor.name: tensor for tensor in _read_header(file)}
-        lacking = [name for name in expected if name not in found]
-        if lacking:
-            raise errors.CheckpointError(
-                f"{file}: lacks {files.quote_some(lacking)}, which {INDEX} says it holds"
-            )
-        tensors.update(found)
-    return tensors
-
-
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Dtypes among the stored weights; tables do not count.
+    """Dtypes among the stored weights; buffers do not count.
 
     Raises:
       CheckpointError: the checkpoint cannot be read, or a tensor is not of these floating points.
@@ -119,7 +84,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
     weights = [
         tensor
         for tensor in tensors
-        if not _matches(tensor.name, IGNORED) and tensor.code not in _TABLE_DTYPES
+        if not _matches(tensor.name, IGNORED) and tensor.code not in _BUFFER_DTYPES
     ]
     for tensor in weights:
         _check_code(tensor, _DTYPES)
@@ -129,22 +94,25 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
 def save(
     module: nnx.Module, directory: pathlib.Path, dtype=None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> int:
-    """Writes what `module` holds under its checkpoint names, one tensor in memory at a time.
+    """Writes the weights of `module` under their checkpoint names, one tensor in memory at a time.
 
     All processes of a multi-host run call this; process 0 writes.
 
     Args:
-      module: offers `checkpoint_name(path)`; its parameters and tables hold arrays.
+      module: offers `checkpoint_name(path)`; its parameters and buffers hold arrays.
       directory: exists already.
       dtype: of the stored weights; None keeps each parameter's own.
       max_shard_bytes: a larger model is split into several files and an index.
     Returns:
       Number of tensors written.
     """
-    shards = _pack(
-        [_Outgoing(module, path, leaf, dtype) for path, leaf in parameters.named_arrays(module)],
-        max_shard_bytes,
-    )
+    leaves = dict(parameters.named_arrays(module))
+    shapes = ((path, leaf.get_value().shape) for path, leaf in leaves.items())
+    outgoing = [
+        _Outgoing(name, [(path, leaves[path], piece) for path, piece in held], dtype)
+        for name, held in tensor_map.by_tensor(module, shapes).items()
+    ]
+    shards = _pack(outgoing, max_shard_bytes)
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS
@@ -159,46 +127,6 @@ def save(
     return len(weight_map)
 
 
-def _read_header(file: pathlib.Path) -> list[StoredTensor]:
-    """Reads the header of one file and checks that the file is all there.
-
-    The safetensors library finds the same faults, but does not say which tensor they cost.
-    """
-    again = "copy or download the file again"
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise errors.CheckpointError(
-                    f"{file}: truncated or corrupt: {size:,} bytes do not hold its header; {again}"
-                )
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        tensors = [
-            StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in header.items()
-        ]
-    except OSError as error:
-        raise errors.CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise errors.CheckpointError(f"{file}: corrupt header; {again}") from error
-    for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
-        needed = 8 + length + tensor.end
-        if needed > size:
-            raise errors.CheckpointError(
-                f"{file}: truncated: {size:,} bytes, but tensor {tensor.name!r} ends at "
-                f"{needed:,}; {again}"
-            )
-    try:
-        with safetensors.safe_open(file, framework="np"):
-            pass
-    except safetensors.SafetensorError as error:
-        reason = str(error).rpartition("deserializing header: ")[2]
-        raise errors.CheckpointError(f"{file}: corrupt header ({reason}); {again}") from error
-    return tensors
-
-
 def _check(tensors, wanted, module, directory) -> None:
     """Compares what is stored with what the module declares.
 
@@ -207,7 +135,7 @@ def _check(tensors, wanted, module, directory) -> None:
     """
     source = directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
     misfit = "these weights do not belong to this config.json"
-    names = {module.checkpoint_name(path): path for path in wanted}
+    names = tensor_map.by_tensor(module, ((path, leaf.shape) for path, leaf in wanted.items()))
     missing = names.keys() - tensors.keys()
     if missing:
         raise errors.CheckpointError(
@@ -221,16 +149,16 @@ def _check(tensors, wanted, module, directory) -> None:
             f"{file}: {len(unexpected)} unexpected tensors: "
             f"{files.quote_some(unexpected)}; {misfit}"
         )
-    for name, path in names.items():
-        tensor, shape = tensors[name], wanted[path].shape
-        expected = shape[::-1] if path.endswith(".kernel") else shape
+    for name, held in names.items():
+        (path, piece), *_ = held
+        tensor, expected = tensors[name], piece.shape
         if tensor.shape != expected:
             raise errors.CheckpointError(
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(expected)}; {misfit}"
             )
         is_weight = jnp.issubdtype(wanted[path].dtype, jnp.floating)
-        _check_code(tensor, _DTYPES if is_weight else _TABLE_DTYPES)
+        _check_code(tensor, _DTYPES if is_weight else _BUFFER_DTYPES)
 
 
 def _check_code(tensor: StoredTensor, known: Mapping[str, Any]) -> None:
@@ -252,8 +180,10 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _read(tensor: StoredTensor, abstract: jax.ShapeDtypeStruct, *, transposed: bool) -> jax.Array:
-    """Reads one tensor into its place on the devices of this process."""
+def _read(
+    parts: Sequence[tuple[StoredTensor, Piece]], abstract: jax.ShapeDtypeStruct, *, transposed: bool
+) -> jax.Array:
+    """Reads one parameter into its place on the devices of this process."""
     buffers = {}
 
     def read_shard(index: tuple[slice, ...]) -> np.ndarray:
@@ -261,39 +191,74 @@ def _read(tensor: StoredTensor, abstract: jax.ShapeDtypeStruct, *, transposed: b
             part.indices(length)[:2] for part, length in zip(index, abstract.shape, strict=True)
         )
         if bounds not in buffers:  # devices that hold copies share one reading
-            buffers[bounds] = _read_slice(tensor, bounds, abstract.dtype, transposed)
+            buffers[bounds] = _read_box(parts, bounds, abstract.dtype, transposed)
         return buffers[bounds]
 
     array = jax.make_array_from_callback(
         abstract.shape, abstract.sharding, read_shard, dtype=abstract.dtype
     )
-    # Transfers to an accelerator run behind our back; without waiting, buffers would pile up.
+    # Transfers to an accelerator are asynchronous; without waiting, host buffers would pile up.
     return array.block_until_ready()
 
 
-def _read_slice(tensor, bounds, dtype, transposed: bool) -> np.ndarray:
-    """Reads the part of a tensor within `bounds` (of the target's axes), cast and transposed.
-
-    The file is opened anew for each piece: pages of a memory-mapped file that were touched count as
-    this process's memory for as long as it stays mapped.
-    """
+def _read_box(parts, bounds, dtype, transposed: bool) -> np.ndarray:
+    """Reads what lies within `bounds` (of the parameter's axes), cast and transposed."""
     out = _aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
-    if not bounds:
-        with safetensors.safe_open(tensor.file, framework="np") as file:
-            out[()] = file.get_tensor(tensor.name)
-        return out
-    as_stored = out.T if transposed else out
-    (first, last), *rest = bounds[::-1] if transposed else bounds
-    columns = tuple(slice(start, stop) for start, stop in rest)
-    # The bytes mapped are those of whole stored rows, however few columns are wanted.
-    row_bytes = max(1, (tensor.end - tensor.begin) // max(1, tensor.shape[0]))
-    step = max(1, _PIECE_BYTES // row_bytes)
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        with safetensors.safe_open(tensor.file, framework="np") as file:
-            piece = file.get_slice(tensor.name)[(slice(start, stop), *columns)]
-        as_stored[start - first : stop - first] = piece
+    as_stored, box = out, list(bounds)
+    if transposed:
+        as_stored, box = out.swapaxes(-1, -2), [*box[:-2], box[-1], box[-2]]
+    with _Reader() as reader:
+        for tensor, piece in parts:
+            led = list(zip(piece.lead, box, strict=False))
+            if not all(start <= i < stop for i, (start, stop) in led):
+                continue
+            part = as_stored[(*(i - start for i, (start, _) in led), ...)]
+            if piece.count is None:
+                part[...] = reader.read(tensor, ())
+                continue
+            (low, high), *rest = box[len(led) :]
+            first, last = max(low, piece.at), min(high, piece.at + piece.count)
+            columns = tuple(slice(start, stop) for start, stop in rest)
+            shift = piece.first - piece.at
+            for start, stop in reader.steps(tensor, first, last):
+                rows = slice(start + shift, stop + shift)
+                part[start - low : stop - low] = reader.read(tensor, (rows, *columns))
     return out
+
+
+class _Reader(contextlib.ExitStack):
+    """Reads slices of tensors, and opens their files anew every `_PIECE_BYTES`.
+
+    Pages of a memory-mapped file that were touched count as this process's memory for as long as
+    the file stays mapped.
+    """
+
+    _path, _touched = None, 0
+
+    def steps(self, tensor: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Splits rows first … last - 1 into runs that are read in one go."""
+        step = max(1, _PIECE_BYTES // _row_bytes(tensor))
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
+
+    def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+        """The values at `index`, as they are stored; () for a tensor without dimensions."""
+        # The bytes mapped are those of whole stored rows, however few columns are wanted.
+        num_bytes = _row_bytes(tensor) * (index[0].stop - index[0].start if index else 1)
+        if tensor.file != self._path or self._touched + num_bytes > _PIECE_BYTES:
+            self.close()
+            self._file = self.enter_context(safetensors.safe_open(tensor.file, framework="np"))
+            self._path, self._touched = tensor.file, 0
+        self._touched += num_bytes
+        return (
+            self._file.get_slice(tensor.name)[index]
+            if index
+            else self._file.get_tensor(tensor.name)
+        )
+
+
+def _row_bytes(tensor: StoredTensor) -> int:
+    return max(1, (tensor.end - tensor.begin) // max(1, *tensor.shape[:1], 1))
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -306,25 +271,41 @@ def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
 
 
 class _Outgoing:
-    """An array on its way into a file: known by name, shape and dtype, fetched when written."""
+    """A tensor on its way into a file: known by name, shape and dtype, fetched when written."""
 
-    def __init__(self, module: nnx.Module, path: str, leaf: nnx.Variable, dtype):
-        self._value = leaf.get_value()
-        self._transposed = path.endswith(".kernel")
-        self.name = module.checkpoint_name(path)
-        if isinstance(leaf, parameters.Table):
+    def __init__(self, name: str, parts: list[tuple[str, nnx.Variable, Piece]], dtype):
+        _, leaf, piece = parts[0]
+        if isinstance(leaf, parameters.Buffer):
             dtype = leaf.stored_dtype
-        self.dtype = np.dtype(dtype or self._value.dtype)
-        self.shape = self._value.shape[::-1] if self._transposed else self._value.shape
-        self.num_bytes = self._value.size * self.dtype.itemsize
+        self._parts = parts
+        self.name = name
+        self.dtype = np.dtype(dtype or leaf.get_value().dtype)
+        self.shape = piece.shape
+        self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
 
     def fetch(self) -> np.ndarray:
         """The values as the file wants them, on this host."""
+        if len(self._parts) == 1 and self._parts[0][2].is_whole:
+            return self._fetch(*self._parts[0])
+        values = np.empty(self.shape, self.dtype)
+        for path, leaf, piece in self._parts:
+            values[piece.first : piece.first + piece.count] = self._fetch(path, leaf, piece)
+        return values
+
+    def _fetch(self, path: str, leaf: nnx.Variable, piece: Piece) -> np.ndarray:
+        """The rows of one piece."""
+        value = leaf.get_value()
         # A fresh array: a jax array that is turned into numpy keeps that host copy for its life.
-        # jax has no int64 here: tables are widened on the host.
+        # jax has no int64 here: buffers are widened on the host.
         weight = jnp.issubdtype(self.dtype, jnp.floating)
-        dtype = self.dtype if weight else self._value.dtype
-        fresh = _prepare(self._value, transposed=self._transposed, dtype=dtype)
+        fresh = _prepare(
+            value,
+            np.array(piece.lead, np.int32),
+            np.int32(piece.at),
+            count=None if piece.is_whole else piece.count,
+            transposed=tensor_map.is_transposed(path),
+            dtype=self.dtype if weight else value.dtype,
+        )
         if not fresh.is_fully_addressable:
             from jax.experimental import multihost_utils
 
@@ -332,9 +313,15 @@ class _Outgoing:
         return np.asarray(fresh).astype(self.dtype, copy=False)
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
-def _prepare(value, *, transposed, dtype):
-    return jnp.copy(value.T if transposed else value).astype(dtype)
+@functools.partial(jax.jit, static_argnames=("count", "transposed", "dtype"))
+def _prepare(value, lead, at, *, count, transposed, dtype):
+    """Rows at … at + count - 1 of value[lead], oriented as files do; all of it without a count."""
+    for i in range(lead.shape[0]):
+        value = jax.lax.dynamic_index_in_dim(value, lead[i], keepdims=False)
+    value = value.mT if transposed else value
+    if count is not None:
+        value = jax.lax.dynamic_slice_in_dim(value, at, count)
+    return jnp.copy(value).astype(dtype)
 
 
 def _pack(tensors: Iterable[_Outgoing], max_bytes: int) -> list[list[_Outgoing]]:
@@ -350,7 +337,7 @@ def _pack(tensors: Iterable[_Outgoing], max_bytes: int) -> list[list[_Outgoing]]
 
 
 def _write(file: pathlib.Path, tensors: list[_Outgoing]) -> None:
-    """Writes one file, tensor by tensor; the library itself would want them all in memory.
+    """Writes one file, tensor by tensor; the library would need all of them in memory.
 
     Source: https://huggingface.co/docs/safetensors, "Format".
     """

@@ -134,9 +134,9 @@ def target_ideals(target: Decoder, context: int, cache: PagedCache) -> dict[str,
     for path, param in parameters.named_parameters(target):
         if name := _component_of_weight(path, target):
             sizes[name] += plan.measure(param.get_value()).device_bytes
-    capacity = cache.keys[0].shape[1] * cache.page_size
+    capacity = cache.pools[0].shape[1] * cache.page_size
     share = context * cache.page_table.shape[0] / capacity
-    sizes[ATTENTION] += share * plan.measure((cache.keys, cache.values)).device_bytes
+    sizes[ATTENTION] += share * plan.measure(cache.layers).device_bytes
     return {name: Ideal(size) for name, size in sizes.items()}
 
 

@@ -120,13 +120,15 @@ def make_sharding(
       ConfigError: the mesh has another number of devices, or does not split over the slices.
     """
     described = sharding.make_sharding(axis_sizes, rules, abstract=True)
-    shape = tuple(axis_sizes[axis] for axis in sharding.MESH_AXES)
+    shape = tuple(axis_sizes.get(axis, 1) for axis in sharding.MESH_AXES)
     wanted, present = math.prod(shape), len(topology.devices)
     if wanted != present:
-        axes = " × ".join(f"{axis} {axis_sizes[axis]}" for axis in sharding.MESH_AXES)
+        axes = " × ".join(
+            f"{axis} {size}" for axis, size in zip(sharding.MESH_AXES, shape, strict=True)
+        )
         raise errors.ConfigError(
             f"mesh: {axes} = {wanted} devices, but {topology.slices} × {topology.name} "
-            f"has {present}; set mesh.data, mesh.fsdp and mesh.tensor to use them all"
+            f"has {present}; set the axes of the mesh to use them all"
         )
     mesh = Mesh(
         _arrange(topology, shape),

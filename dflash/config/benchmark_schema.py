@@ -18,9 +18,12 @@ class StudyConfig:
     """One question about costs; `values` are what it varies."""
 
     name: Literal["cycle", "verify", "draft", "block", "layers", "taps", "batch"] = "cycle"
-    values: tuple[int, ...] = option((), minimum=1)  # none: the study's own
-    contexts: tuple[int, ...] = option((), minimum=1)  # tokens in the cache; of verify and draft
-    repeats: int = option(15, minimum=1)  # timings of each point, of which the median counts
+    # None: the study's own.
+    values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
+    # Tokens in the cache; of verify and draft.
+    contexts: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
+    # Timings of each point, of which the median counts.
+    repeats: int = option(15, minimum=1, maximum=100_000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +37,19 @@ class BenchmarkRun:
     tasks: tuple[str, ...] = ()  # data sets; not read where acceptance lengths are given
     raw_dir: str | None = None  # as prompts.raw_dir
     split: Literal["train", "validation", "test"] = "test"  # of the tasks' data sets
-    prompts_per_task: int = option(16, minimum=1)
-    rounds: int = option(3, minimum=1)  # each decodes every prompt with every strategy
+    prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)
+    # Each decodes every prompt with every strategy.
+    rounds: int = option(3, minimum=1, maximum=100_000)
     thinking: bool = False  # as prompts.thinking
     trace: str | None = (
         None  # JSON of recorded acceptance lengths, which then replace the true ones
     )
     trace_tasks: tuple[str, ...] = ()  # data sets of the trace to keep; none: all
     acceptance: tuple[str, ...] = ()  # published histograms to draw acceptance lengths from
-    prompt_tokens: int | None = option(None, minimum=1)  # of made-up prompts; None: as recorded
-    replay_tokens: int = option(192, minimum=0)  # of each task's replay on the page; 0: none
+    # Of made-up prompts; None: as recorded.
+    prompt_tokens: int | None = option(None, minimum=1, maximum=schema.MAX_TOKENS)
+    # Of each task's replay on the page; 0: none.
+    replay_tokens: int = option(192, minimum=0, maximum=schema.MAX_TOKENS)
     study: StudyConfig | None = None  # instead of strategies × tasks
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
     mesh: schema.MeshConfig = dataclasses.field(default_factory=schema.MeshConfig)

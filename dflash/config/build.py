@@ -1,7 +1,6 @@
 """Turns a tree of nodes into frozen, typed dataclasses, collecting every problem on the way."""
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
@@ -157,6 +156,8 @@ class _Builder:
         return {key: value for key, value in values.items() if key not in bad}
 
     def _mismatch(self, path: Path, wanted: Any, node: Node, bounds: Mapping[str, Any]) -> Any:
+        if type(node.value) is int and node.value > schema.INT32_MAX:
+            bounds = {**bounds, "maximum": bounds.get("maximum") or schema.INT32_MAX}
         message = f"expected {_describe(wanted, bounds)}, got {_show(node)}{_near(wanted, node)}"
         self._report(path, message, node.source)
         return _INVALID
@@ -164,16 +165,14 @@ class _Builder:
     def _unknown(self, path: Path, siblings: Iterable[str]) -> None:
         """Reports an unknown key with the likeliest right one: a namesake, or a near miss."""
         namesakes = [known for known in self.known if known[-1] == path[-1]]
-        near = difflib.get_close_matches(path[-1], siblings, n=1)
-        hint = f"expected one of {', '.join(siblings)}"
+        prefix = "".join(f"{name}." for name in path[:-1])
+        hint = registry.suggest(path[-1], list(siblings), prefix=prefix)
         if tuple(".".join(path).split(".")) in self.known:
-            hint = "dots in keys are for the command line, nest mappings here"
+            hint = "; dots in keys are for the command line, nest mappings here"
         elif namesakes:
             nearest = max(namesakes, key=lambda known: _shared(known, path))
-            hint = f"did you mean {'.'.join(nearest)!r}?"
-        elif near:
-            hint = f"did you mean {'.'.join((*path[:-1], near[0]))!r}?"
-        self._report(path, f"unknown key; {hint}")
+            hint = f"; did you mean {'.'.join(nearest)!r}?"
+        self._report(path, f"unknown key{hint}")
 
     def _report(self, path: Path, message: str, source: str | None = None) -> None:
         self.problems.append(f"{source or self.tree.source(path)}: {'.'.join(path)}: {message}")
@@ -238,6 +237,8 @@ def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
     low, high = bounds.get("minimum"), bounds.get("maximum")
     if isinstance(value, str):
         return True
+    if high is None and type(value) is int:
+        high = schema.INT32_MAX
     return (low is None or value >= low) and (high is None or value <= high)
 
 
@@ -294,8 +295,7 @@ def _near(wanted: Any, node: Node) -> str:
     kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
     choices = [choice for kind in kinds for choice in typing.get_args(kind)]
     fixed = [choice for choice in choices if isinstance(choice, str)]
-    near = difflib.get_close_matches(str(text_of(node)), fixed, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return registry.suggest(str(text_of(node)), fixed, exhaustive=False)
 
 
 def _shared(one: Path, other: Path) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from dflash.config import schema
 from dflash.config.schema import option
 
 
@@ -14,7 +15,9 @@ class DataConfig:
     files: tuple[str, ...] = ()  # of the data set jsonl; alone they are the whole mixture
     held_out_percent: float = option(1.0, minimum=0.0, maximum=40.0)  # of jsonl: validation, test
     math_examples: int = option(100_000, minimum=1)  # of math, for training
-    length: int = option(1024, minimum=2)  # tokens in a row; longer conversations are cut
+    length: int = option(
+        1024, minimum=2, maximum=schema.MAX_TOKENS
+    )  # tokens in a row; longer conversations are cut
     seed: int = option(0, minimum=0, maximum=2**31 - 1)  # of the order
     data_dir: str | None = None  # None: ~/.cache/dflash/datasets
     raw_dir: str | None = None  # of files of published sets; None: raw/ in data_dir

@@ -1,7 +1,6 @@
 """Finds config files, reads them with their bases, and lays them over one another."""
 
 import dataclasses
-import difflib
 import importlib.resources
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
@@ -58,15 +57,14 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
       ConfigError: there is no such file; the message offers the nearest shipped one.
     """
     given = pathlib.Path(path)
-    if given.exists():
+    if _exists(given):
         return given
     shipped = _shipped(given)
     if shipped is not None:
         return shipped
     known = [f"configs/{name.name}" for name in package_configs().glob("*.yml")]
-    near = difflib.get_close_matches(str(path), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise errors.ConfigError(f"{path}: no such file{hint}")
+    near = registry.suggest(str(path), known, exhaustive=False)
+    raise errors.ConfigError(f"{path}: no such file{near}")
 
 
 def read(path: str | pathlib.Path, problems: list[str]) -> tuple[list[Node | None], str]:
@@ -95,6 +93,8 @@ def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]
         path = key.split(".")
         if not equals or not all(path):
             problems.append(f"{COMMAND_LINE}: {override!r}: expected key=value")
+        elif len(path) > strict_yaml.MAX_DEPTH:
+            problems.append(too_deep(COMMAND_LINE, key))
         elif path[0] == "base":
             problems.append(f"{COMMAND_LINE}: base: expected in a file only")
         else:
@@ -172,6 +172,11 @@ def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> lis
     return problems
 
 
+def too_deep(source: str, key: str) -> str:
+    """The problem of a dotted key with more names than files may nest."""
+    return f"{source}: {key[:40]}…: nested deeper than {strict_yaml.MAX_DEPTH} levels"
+
+
 def text_of(node: Node) -> object:
     """What a string field gets: the text as typed on the command line, else the value itself."""
     return node.value if node.raw is None else node.raw
@@ -246,7 +251,15 @@ def _renames(current: object, layer: Sequence[Node], group: str) -> bool:
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     shipped = package_configs().joinpath(*parts)
-    return shipped if shipped.is_file() else None
+    return shipped if _exists(shipped) and shipped.is_file() else None
+
+
+def _exists(path: pathlib.Path) -> bool:
+    """Whether there is such a file; False for a path that no file can have."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or a null character
+        return False
 
 
 def _read_with_bases(
@@ -262,7 +275,7 @@ def _read_with_bases(
     layers: list[Node | None] = []
     for base in _base_names(bases, problems):
         base_path = path.parent / base.value
-        if not base_path.exists():
+        if not _exists(base_path):
             base_path = _shipped(pathlib.Path(base.value))
         if base_path is None:
             problems.append(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import pathlib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dflash import errors
@@ -19,6 +19,7 @@ from dflash.config.schema import DecodeRun
 from dflash.config.strict_yaml import Node
 
 SWEEP = "sweep"  # the key of a sweep's block
+_CHOICE = "name"  # the key that chooses a group's schema
 Run = TypeVar("Run")
 
 
@@ -105,10 +106,45 @@ def to_yaml(config: Any) -> str:
     return strict_yaml.dump(to_dict(config))
 
 
-def config_hash(config: Any) -> str:
-    """Twelve hex digits of a SHA-256 over the resolved content; the order of keys is immaterial."""
-    canonical = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"))
+def non_defaults(config: Any) -> Any:
+    """The values of a config that differ from their defaults, as plain dicts, lists and scalars.
+
+    A key that a later version adds is not among them until it gets a value of its own. The name
+    that chooses a group's schema always is, for it says which defaults are meant.
+    """
+    if dataclasses.is_dataclass(config):
+        found = {}
+        for field in dataclasses.fields(config):
+            value, default = getattr(config, field.name), _default(field)
+            if isinstance(value, Mapping) and isinstance(default, Mapping):
+                value = {key: item for key, item in value.items() if default.get(key) != item}
+                default = {}
+            if field.name == _CHOICE or value != default:
+                found[field.name] = non_defaults(value)
+        return found
+    if isinstance(config, Mapping):
+        return {key: non_defaults(item) for key, item in config.items()}
+    return _plain(config)
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested mappings, each with its dotted key; lists are leaves."""
+    if isinstance(tree, Mapping) and tree:
+        for key, item in tree.items():
+            yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
+
+
+def digest(content: Any) -> str:
+    """Twelve hex digits of a SHA-256 over plain content; the order of keys is immaterial."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def config_hash(config: Any) -> str:
+    """The `digest` of what differs from the defaults, so that a new key changes no hash."""
+    return digest(non_defaults(config))
 
 
 def _fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
@@ -127,6 +163,12 @@ def _crossed(config: Any, tree: layers.Tree, unusable: set[layers.Path]) -> list
         if not ancestors & unusable:
             lines.append(f"{tree.source(*paths)}: {keys[0]}: {message}")
     return lines
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """The default of a field; of a required one MISSING, which equals nothing."""
+    made = field.default_factory is not dataclasses.MISSING
+    return field.default_factory() if made else field.default
 
 
 def _plain(value: Any) -> Any:

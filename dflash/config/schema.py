@@ -9,11 +9,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 AUTO = "auto"
+INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
+MAX_TOKENS = 2**24  # of a sequence
+MAX_BATCH = 2**16  # slots, or prompts of a task
+MAX_LAYERS = 1024  # each is built before anything else can be said about a model
 DType = Literal["float32", "bfloat16"]
 
 
 def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: Any = None) -> Any:
-    """A dataclass field with inclusive bounds (on each item of a list); no default: required."""
+    """A dataclass field with inclusive bounds (on each item of a list); no default: required.
+
+    An integer without a maximum is at most `INT32_MAX`.
+    """
     metadata = {"minimum": minimum, "maximum": maximum}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -27,26 +34,26 @@ class RopeScaling:
     factor: float = option(8.0, minimum=1.0)
     low_freq_factor: float = option(1.0, minimum=0.0)
     high_freq_factor: float = option(4.0, minimum=0.0)
-    original_max_position_embeddings: int = option(8192, minimum=1, maximum=2**31 - 1)
+    original_max_position_embeddings: int = option(8192, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetArchitecture:
     """Shape of a decoder-only target; read from config.json, or stated for random weights."""
 
-    vocab_size: int = option(minimum=1, maximum=2**24)
-    hidden_size: int = option(minimum=1, maximum=2**20)
-    intermediate_size: int = option(minimum=1, maximum=2**24)
-    num_hidden_layers: int = option(minimum=1, maximum=2**12)
-    num_attention_heads: int = option(minimum=1, maximum=2**16)
-    num_key_value_heads: int = option(minimum=1, maximum=2**16)
-    head_dim: int = option(minimum=2, maximum=2**16)
-    max_position_embeddings: int = option(minimum=1, maximum=2**31 - 1)
+    vocab_size: int = option(minimum=1)
+    hidden_size: int = option(minimum=1)
+    intermediate_size: int = option(minimum=1)
+    num_hidden_layers: int = option(minimum=1, maximum=MAX_LAYERS)
+    num_attention_heads: int = option(minimum=1)
+    num_key_value_heads: int = option(minimum=1)
+    head_dim: int = option(minimum=2)
+    max_position_embeddings: int = option(minimum=1)
     rms_norm_eps: float = option(1e-6, minimum=0.0)
     rope_theta: float = option(1e6, minimum=1.0)
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
-    eos_token_id: tuple[int, ...] = option((), minimum=0, maximum=2**31 - 1)
+    eos_token_id: tuple[int, ...] = option((), minimum=0)
 
 
 MAX_BLOCK_SIZE = 1024  # rows that a target verifies at once, the anchor included
@@ -263,7 +270,7 @@ class Eagle3Config(DrafterConfig):
 class DecodeConfig:
     """How tokens are chosen, when a sequence ends, and the shape of the decode loop."""
 
-    max_new_tokens: int = option(256, minimum=1)
+    max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
     temperature: float = option(0.0, minimum=0.0)  # 0: greedy
     top_k: int = option(0, minimum=0)  # 0: off
     top_p: float = option(1.0, minimum=0.0, maximum=1.0)
@@ -272,13 +279,15 @@ class DecodeConfig:
     stop_ids: tuple[int, ...] = option((), minimum=0)  # beside the checkpoint's end-of-sequence ids
     ignore_eos: bool = False
     baseline: bool = False  # decode every prompt once more without drafting, and compare
-    batch_size: int = option(1, minimum=1)
-    sync_every: int = option(8, minimum=1)  # cycles per dispatch
-    max_length: int | None = option(None, minimum=2)  # None: the longest prompt + max_new_tokens
-    page_size: int = option(128, minimum=8)  # tokens per page of the target's cache
+    batch_size: int = option(1, minimum=1, maximum=MAX_BATCH)
+    sync_every: int = option(8, minimum=1, maximum=2**16)  # cycles per dispatch
+    # None: the longest prompt + max_new_tokens.
+    max_length: int | None = option(None, minimum=2, maximum=MAX_TOKENS)
+    page_size: int = option(128, minimum=8, maximum=2**16)  # tokens per page of the target's cache
     # Of that cache. auto: the run's dtype; else 8 bits, and a scale for each token and kv head.
     kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
-    prefill_chunk: int = option(512, minimum=8)  # longest piece of a prompt run at once
+    # Longest piece of a prompt run at once.
+    prefill_chunk: int = option(512, minimum=8, maximum=2**16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,6 +313,7 @@ class MeshConfig:
     data: int = option(1, minimum=1)
     fsdp: int = option(1, minimum=1)
     tensor: int = option(1, minimum=1)
+    expert: int = option(1, minimum=1)
 
 
 # Logical axis name -> mesh axes that it is split over. "batch" is the slots of the decode loop.
@@ -315,6 +325,7 @@ SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert": ("expert",),
     "features": (),
 }
 

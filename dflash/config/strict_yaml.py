@@ -30,6 +30,7 @@ _RESOLVERS = (
     ),
 )
 _TAG = "tag:yaml.org,2002:"
+MAX_DEPTH = 40  # levels of mappings and lists; real configs have five
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Node:
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: ClassVar[dict] = {}
 
+    def __init__(self, stream):
+        super().__init__(stream)
+        self._depth = 0
+
     def compose_node(self, parent, index):
         event = self.peek_event()
         if event.anchor is not None:
@@ -63,7 +68,13 @@ class _Loader(yaml.SafeLoader):
         if getattr(event, "tag", None) is not None:
             problem = f"tags are not supported, got {event.tag}"
             raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
+        if self._depth > MAX_DEPTH:
+            problem = f"nested deeper than {MAX_DEPTH} levels"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -104,8 +115,6 @@ def parse(text: str, name: str) -> tuple[Node | None, list[str]]:
     problems: list[str] = []
     try:
         root = yaml.compose(text, Loader=_Loader)
-    except RecursionError:
-        return None, [f"{name}: nested too deeply"]
     except yaml.YAMLError as error:
         return None, [f"{_place(error, name)}: not valid YAML: {_reason(error)}"]
     if root is None:
@@ -120,7 +129,7 @@ def parse_value(text: str, source: str) -> Node:
     problems: list[str] = []
     try:
         root = yaml.compose(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError):
+    except yaml.YAMLError:
         return Node(Malformed(), source, text)
     value = None
     if root is not None:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors, registry
-from dflash.config import layers, loader
+from dflash.config import layers, loader, strict_yaml
 from dflash.config.strict_yaml import Malformed, Node
 
 MAX_POINTS = 10_000
@@ -137,9 +137,9 @@ def _read_blocks(
                 problems.append(f"{given.source}: {loader.SWEEP}.{key}: expected a mapping")
             else:
                 groups[key].update(_lists(given, f"{loader.SWEEP}.{key}", problems))
-    name = layers.text_of(run)
+    name = "a mapping" if isinstance(run.value, dict) else str(layers.text_of(run))
     if name not in registry.RUNS:
-        near = registry.suggest(str(name), registry.RUNS)
+        near = registry.suggest(name, registry.RUNS)
         problems.append(f"{run.source}: {loader.SWEEP}.run: unknown run {name!r}{near}")
     product, zipped = groups["product"], groups["zip"]
     if not product and not zipped and not problems:
@@ -155,7 +155,7 @@ def _read_blocks(
     if zipped:
         steps = zip(*(node.value for node in zipped.values()), strict=True)
         axes.append(_Axis(tuple(zipped), tuple(steps)))
-    return str(name), axes
+    return name, axes
 
 
 def _lists(node: Node, prefix: str, problems: list[str]) -> Iterator[tuple[str, Node]]:
@@ -165,6 +165,8 @@ def _lists(node: Node, prefix: str, problems: list[str]) -> Iterator[tuple[str, 
         if isinstance(given.value, dict):
             inner = _lists(given, here, problems)
             yield from ((f"{key}.{rest}", found) for rest, found in inner)
+        elif key.count(".") >= strict_yaml.MAX_DEPTH:
+            problems.append(layers.too_deep(given.source, key))
         elif isinstance(given.value, tuple) and given.value:
             yield key, given
         elif given.raw is not None and not isinstance(given.value, tuple | Malformed):

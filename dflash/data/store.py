@@ -15,7 +15,7 @@ from typing import Any
 from dflash import errors
 from dflash.data.datasets import Dataset
 from dflash.data.example import SPLITS, Example, Split
-from dflash.runs import directories
+from dflash.runs import files
 
 
 def data_directory(data_dir: str | None) -> pathlib.Path:
@@ -35,7 +35,7 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with directories.waiting_lock(directory / ".lock"):
+        with files.waiting_lock(directory / ".lock"):
             yield
     except OSError as error:
         raise _unwritable(directory, error) from error

@@ -1,4 +1,4 @@
-"""What the Pallas attention kernels share: a running softmax in VMEM, and a look at VMEM's size.
+"""Shared by the Pallas attention kernels: a running softmax in VMEM, and a check of VMEM's size.
 
 Scores are kept in units of log2, so that one multiplication serves both the scale and the base of
 the exponential. Each row's running peak is kept in all 128 lanes, and its running sum is spread
@@ -31,7 +31,7 @@ def row_tile(dtype: jnp.dtype) -> int:
 
 
 def div(a, b: int):
-    """a // b of int32 a >= 0: `//` asks for the sign, and Mosaic for the chip to tell it."""
+    """a // b of int32 a >= 0, without the sign handling of `//`, which Mosaic compiles per chip."""
     return jax.lax.div(a, jnp.int32(b))
 
 
@@ -53,7 +53,7 @@ class Softmax:
       peak: [K, R, 128]; the largest score, in every lane.
       total: [K, R, 128]; the sum over lanes is the sum of exp2(score - peak).
       weighted: [K, R, H]; sum of exp2(score - peak) · value.
-      scores: [2, R, S]; of a whole tile that is to be weighed, in turn for one head and the next.
+      scores: [2, R, S]; of a whole tile before weighting, alternating between two heads.
     """
 
     peak: jax.Ref
@@ -75,7 +75,7 @@ class Softmax:
         self.total[head] = total
         self.weighted[head] = _sum_values(weights, values)
 
-    def begin_single(self, head, queries, key, value, scale, soft_cap=None) -> None:
+    def begin_single(self, head, queries, key, value, scale) -> None:
         """Starts a head over with a single key [1, H] and its value; Mosaic has no such product."""
         # One scale a row: with a single row, of all that there is.
         key, value = (
@@ -83,7 +83,7 @@ class Softmax:
             for row in (key, value)
         )
         raw = queries.astype(jnp.float32) * key
-        found = to_log2(raw.sum(axis=-1, keepdims=True), scale, soft_cap)
+        found = raw.sum(axis=-1, keepdims=True) * (scale * LOG2_E)
         self.peak[head] = jnp.broadcast_to(found, self.peak.shape[1:])
         self.total[head] = _first_lane(jnp.ones_like(found))
         shape = self.weighted.shape[1:]
@@ -142,18 +142,12 @@ def _dot(a, b, contract_a, contract_b):
     )
 
 
-def scores(queries, keys: Rows, *, scale: float, soft_cap: float | None = None) -> jax.Array:
+def scores(queries, keys: Rows, *, scale: float) -> jax.Array:
     """Scores [R, S] of queries [R, H] and keys [S, H], in units of log2."""
     keys, key_scales = quantised.split(keys, queries.dtype)
     raw = dot(queries, keys, transpose_b=True)
-    return to_log2(raw, scale if key_scales is None else scale * key_scales, soft_cap)
-
-
-def to_log2(raw, scale, soft_cap: float | None):
-    """Scores of raw products, in units of log2; the scale is a number, or [1, S] of each key."""
-    if soft_cap is None:
-        return raw * (scale * LOG2_E)
-    return jnp.tanh(raw * (scale / soft_cap)) * (soft_cap * LOG2_E)
+    factor = scale * LOG2_E
+    return raw * (factor if key_scales is None else factor * key_scales)
 
 
 def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:

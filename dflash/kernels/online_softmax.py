@@ -59,7 +59,6 @@ def attend(
     visible: jax.Array,
     *,
     scale: float,
-    soft_cap: float | None = None,
 ) -> Partial:
     """Attention of all rows over one tile of keys.
 
@@ -69,14 +68,11 @@ def attend(
       values: [K, B, S, H].
       visible: bool, broadcastable to [B, R, S]; which keys each row may see.
       scale: factor on the scores.
-      soft_cap: bound that scores are bent towards, by tanh; None for none.
     """
     keys, key_scales = quantised.split(keys, queries.dtype)
     values, value_scales = quantised.split(values, queries.dtype)
     scores = scale * jnp.einsum("kbrh,kbsh->kbrs", queries, keys, preferred_element_type="float32")
     scores = quantised.scaled(scores, key_scales)
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, MASKED)
     # The peak cancels out: it scales sums and weights alike, so it has no gradient to carry.
     peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))

@@ -30,8 +30,6 @@ def paged_attention(
     tree_mask: jax.Array | None = None,
     *,
     scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
     implementation: str = "auto",
     sizes: tuning.BlockSizes | None = None,
 ) -> tuple[jax.Array, Rows, Rows]:
@@ -39,14 +37,12 @@ def paged_attention(
 
     Row r of sequence b is stored at cache slot `start[b] + r`. It sees every slot below
     `start[b]`, and the new rows that `tree_mask` grants it (row r and those before it by default).
-    With a window it sees, of those, the last `window` positions up to its own. A row's position is
-    `start[b]` plus the number of new rows that it sees beside itself.
 
     Slots past `start + T` are stale: the kernel may overwrite those that share a tile of memory
     with a new row.
 
-    Pages may be quantised. New rows then are too before anybody sees them, so that every row meets
-    the same keys and values whether its predecessors came in this call or in one before.
+    Pages may be quantised. New rows are then quantised before any row attends to them, so that
+    every row sees the same keys and values whether its predecessors came in this call or earlier.
 
     Args:
       queries: [B, T, N, H].
@@ -58,8 +54,6 @@ def paged_attention(
       start: int32 [B]; slots in use before this call. start + T must not exceed M · S.
       tree_mask: bool [B, T, T] or None; entry [b, r, c]: row r sees new row c.
       scale: factor on the scores.
-      window: positions that remain visible, a row's own included; None for all.
-      soft_cap: bound that scores are bent towards, by tanh; None for none.
       implementation: see `implementation.run`.
       sizes: of the kernel's blocks; None for the tuned ones.
     Returns:
@@ -72,14 +66,13 @@ def paged_attention(
     keys = quantised.encode(keys.swapaxes(1, 2), key_pages)
     values = quantised.encode(values.swapaxes(1, 2), value_pages)
     arrays = (queries, keys, values, key_pages, value_pages, page_table, start)
-    view = {"scale": scale, "window": window, "soft_cap": soft_cap}
     sizes = sizes or tuning.PAGED_ATTENTION.get(queries.shape[-1])
     return implementations.run(
         implementation,
         *arrays,
         *([] if tree_mask is None else [tree_mask]),
-        reference=functools.partial(_reference, **view),
-        pallas=functools.partial(tpu.paged_attention_tpu, **view, sizes=sizes),
+        reference=functools.partial(_reference, scale=scale),
+        pallas=functools.partial(tpu.paged_attention_tpu, scale=scale, sizes=sizes),
         unsupported=tpu.unsupported(queries, key_pages),
     )
 
@@ -95,29 +88,22 @@ def _reference(
     tree_mask=None,
     *,
     scale,
-    window,
-    soft_cap,
 ):
     """`keys` and `values` are [B, K, T, H], as the pages store them."""
     length = queries.shape[1]
     kv_heads, _, page_size, _ = key_pages.shape
     keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
     slots = slot_index(page_table, start[:, None] + jnp.arange(length), page_size)
-    # Written first and read after: the loop below then has one version of the pages to read, and
-    # XLA updates them in place.
+    # Written before they are read: the loop below then reads one version of the pages, and XLA
+    # updates them in place.
     key_pages = write_slots(key_pages, slots, keys)
     value_pages = write_slots(value_pages, slots, values)
 
     rows = online_softmax.group_queries(queries, kv_heads)
     group = queries.shape[2] // kv_heads
-    attend = functools.partial(online_softmax.attend, scale=scale, soft_cap=soft_cap)
+    attend = functools.partial(online_softmax.attend, scale=scale)
     if tree_mask is None:
         tree_mask = jnp.tril(jnp.ones((1, length, length), bool))
-    depth = tree_mask.sum(axis=-1, dtype=start.dtype) - 1
-    first_visible = jnp.zeros_like(start)[:, None]
-    if window is not None:
-        tree_mask &= depth[:, :, None] - depth[:, None, :] < window
-        first_visible = jnp.maximum(start[:, None] + depth - window + 1, 0)
     partial = attend(rows, keys, values, jnp.repeat(tree_mask, group, axis=1))
 
     pages_per_tile = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
@@ -128,15 +114,11 @@ def _reference(
         pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile, axis=1)
         slots = i * tile + jnp.arange(tile)
         visible = slots < start[:, None, None]
-        if window is not None:
-            seen_by_row = slots >= first_visible[:, :, None]
-            visible &= jnp.repeat(seen_by_row, group, axis=1)
         seen = attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
         return online_softmax.merge(partial, seen)
 
     tiles_in_use = (start.max() + tile - 1) // tile
-    first_tile = first_visible.min() // tile
-    partial = jax.lax.fori_loop(first_tile, tiles_in_use, fold_in_tile, partial)
+    partial = jax.lax.fori_loop(0, tiles_in_use, fold_in_tile, partial)
     outputs = online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), length)
     return outputs, key_pages, value_pages
 

@@ -38,8 +38,6 @@ def paged_attention_tpu(
     tree_mask=None,
     *,
     scale: float,
-    window: int | None,
-    soft_cap: float | None,
     sizes: BlockSizes,
     interpret,
 ):
@@ -49,14 +47,8 @@ def paged_attention_tpu(
     rows = plan.split_queries(queries)
     arrays = [rows, *plan.new_rows(keys, values)]
     if tree_mask is not None:
-        arrays += plan.tree_inputs(tree_mask, window)
-    kernel = functools.partial(
-        _kernel,
-        plan=plan,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-    )
+        arrays.append(plan.tree_input(tree_mask))
+    kernel = functools.partial(_kernel, plan=plan, scale=scale)
     pools = _parts(key_pages, value_pages)
     first_pool = 2 + len(arrays)
     outputs, *pools = pl.pallas_call(
@@ -152,15 +144,9 @@ class Plan:
         rows = [self.pad(x.astype(self.new_dtype), 2) for x in parts[:2]]
         return [*rows, *(self.pad(x, 3, self.scale_lanes) for x in parts[2:])]
 
-    def tree_inputs(self, tree_mask, window):
-        """Which new rows each row sees [B, R, T], and its depth in its tree [B, R, 1]."""
-        depth = tree_mask.sum(axis=-1, dtype=jnp.int32) - 1
-        if window is not None:
-            tree_mask &= depth[:, :, None] - depth[:, None, :] < window
-        return [
-            jnp.tile(tree_mask.astype(jnp.int32), (1, self.group, 1)),
-            jnp.tile(depth[:, :, None], (1, self.group, 1)),
-        ]
+    def tree_input(self, tree_mask):
+        """Which new rows each row sees, int32 [B, R, T]."""
+        return jnp.tile(tree_mask.astype(jnp.int32), (1, self.group, 1))
 
     def specs(self, arrays):
         """Block specs of queries, keys, values, their scales and what a tree adds."""
@@ -210,7 +196,7 @@ class Plan:
             "shifted rows": ((self.window_rows + staged, flash_tpu.LANES), jnp.float32),
         }
         if self.has_tree:
-            arrays["tree"] = ((2, self.rows, self.length + flash_tpu.LANES), jnp.int32)
+            arrays["tree"] = ((2, self.rows, self.length), jnp.int32)
         if self.quantised:
             lanes = 2 * BUFFERS * self.tile + 6 * self.scale_lanes
             arrays["scales"] = ((heads, 1, lanes), jnp.float32)
@@ -223,15 +209,15 @@ class Plan:
         return flash_tpu.cost(*shape, self.pool_dtype)
 
 
-def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
+def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     refs = list(refs)
     queries_ref, refs = refs[0], refs[1:]
     # Of keys and of values, and then of the scales of both if there are any.
     parts = 4 if plan.quantised else 2
     new, refs = refs[:parts], refs[parts:]
-    tree_ref, depth_ref = refs[:2] if plan.has_tree else (None, None)
+    tree_ref = refs[0] if plan.has_tree else None
     # The pools are updated in place: what comes in under them is not looked at.
-    refs = refs[2 * plan.has_tree + parts :]
+    refs = refs[plan.has_tree + parts :]
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, refs = Softmax(*refs[:4]), refs[4:]
     buffers, (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:6], refs[6:]
@@ -268,22 +254,20 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
             visit(head)
 
     def score(head, keys):
-        return flash_tpu.scores(queries_ref[head], keys, scale=scale, soft_cap=soft_cap)
+        return flash_tpu.scores(queries_ref[head], keys, scale=scale)
 
-    # Which of the new rows each row is, and how far it lies behind the first in its own past.
+    # Which of the new rows each row is.
     shape = (plan.rows, 1)
     token = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     token = token if plan.group == 1 else flash_tpu.rem(token, plan.query_tile)
     token = token + query_tile * plan.query_tile
-    depth = depth_ref[...] if plan.has_tree else token
 
     def own_visible(first_key):
         """Of the new rows from `first_key` on, those that each row sees: [R, query tile]."""
         if plan.has_tree:
             return tree_ref[...] != 0
         other = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, plan.query_tile), 1) + first_key
-        visible = other <= token
-        return visible if window is None else visible & (token - other < window)
+        return other <= token
 
     def attend_own(first_key, fold, masked):
         place = pl.ds(pl.multiple_of(first_key, plan.query_tile), plan.query_tile)
@@ -297,7 +281,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
         def visit(head):
             if plan.query_tile == 1:
                 rows = own(0, head), own(1, head)
-                softmax.begin_single(head, queries_ref[head], *rows, scale, soft_cap)
+                softmax.begin_single(head, queries_ref[head], *rows, scale)
                 return
             found = score(head, own(0, head))
             if masked:
@@ -310,14 +294,9 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
     if plan.query_tiles > 1:
 
         def earlier(i, _):
-            attend_own(i * plan.query_tile, softmax.fold_in, window is not None)
+            attend_own(i * plan.query_tile, softmax.fold_in, False)
 
-        first = 0
-        if window is not None:
-            first = flash_tpu.div(
-                jnp.maximum(query_tile * plan.query_tile - window + 1, 0), plan.query_tile
-            )
-        jax.lax.fori_loop(first, query_tile, earlier, None)
+        jax.lax.fori_loop(0, query_tile, earlier, None)
 
     def visit_last(slot, tile):
         @pl.when(last_query_tile)
@@ -330,19 +309,10 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
         slots = jax.lax.broadcasted_iota(jnp.int32, (1, plan.tile), 1) + tile * plan.tile
 
         def mask(head, found):
-            if last:
-                found = jnp.where(slots < start, found, flash_tpu.MASKED)
-            if window is not None:
-                found = jnp.where(slots > start + depth - window, found, flash_tpu.MASKED)
-            return found
+            return jnp.where(slots < start, found, flash_tpu.MASKED) if last else found
 
         filled = start - tile * plan.tile if last else None
         flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
-
-    first_tile = 0
-    if window is not None:
-        first_seen = start + query_tile * plan.query_tile * (not plan.has_tree) - window + 1
-        first_tile = flash_tpu.div(jnp.maximum(first_seen, 0), plan.tile)
 
     following = jnp.where(last_query_tile, sequence + 1, sequence)
 
@@ -354,7 +324,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale, window, soft_cap):
         sequence,
         jnp.minimum(following, plan.batch - 1),
         following < plan.batch,
-        first_tile,
+        0,
         visit_last,
         visit,
     )

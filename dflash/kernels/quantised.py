@@ -1,13 +1,13 @@
 """Keys and values in eight bits: each row of each head with a scale of its own.
 
-A row's scale is its largest magnitude over the largest number of the dtype. It depends on nothing
-but the row, so a row is stored in the same bits whichever call writes it, beside whichever others.
+A row's scale is its largest magnitude over the largest number of the dtype. It depends on the row
+alone, so a row is stored in the same bits whichever call writes it, and with whichever other rows.
 
 Scales are float32: they multiply scores and weights, which are float32 too, and cost 4 bytes beside
 a row of 128. They lie along the last dimension, so that a tile of them fits one of scores as it is
-and no row of scales is padded in a TPU's memory. Nobody multiplies keys or values themselves:
-q · (s k) = s (q · k) and w · (s v) = (s w) · v, which for a few queries is far less work, and the
-eight bits fit bfloat16 without rounding.
+and no row of scales is padded in a TPU's memory. The scales never multiply keys or values
+themselves: q · (s k) = s (q · k) and w · (s v) = (s w) · v, which for a few queries is far less
+work, and the eight bits fit bfloat16 without rounding.
 """
 
 import dataclasses

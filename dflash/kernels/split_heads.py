@@ -1,8 +1,8 @@
 """Splits the columns of a projection into heads, and norms and rotates each.
 
-In plain JAX this is a dozen small operations a layer, for a TPU keeps rows and heads of a few rows
-in different layouts: with 16 rows they take longer than reading the layer's keys and values. The
-kernel does it in one, and leaves the heads outside of the rows, as attention reads them.
+In plain JAX this is a dozen small operations a layer, because a TPU keeps rows and heads of a few
+rows in different layouts: with 16 rows they take longer than reading the layer's keys and values.
+The kernel does it in one, with heads before rows, as attention reads them.
 """
 
 import functools
@@ -21,8 +21,8 @@ class Part(NamedTuple):
 
     Attributes:
       share: how many heads it has, in proportion to the other parts.
-      rotated: by the angles of the rows' positions, after the norm if there is one; else its heads
-        are what the columns say.
+      rotated: by the angles of the rows' positions, after the norm if there is one; otherwise its
+        heads are the columns, unchanged.
     """
 
     share: int = 1
@@ -75,7 +75,7 @@ def split_heads(
         return run(*arrays)
     with_gradient = jax.custom_vjp(run)
     with_gradient.defvjp(
-        lambda *arrays: jax.vjp(reference, *arrays), lambda vjp, slopes: vjp(slopes)
+        lambda *arrays: jax.vjp(reference, *arrays), lambda vjp, cotangents: vjp(cotangents)
     )
     return with_gradient(*arrays)
 

@@ -1,21 +1,31 @@
-"""The projections around attention, shared by targets and drafters.
+"""Grouped-query attention, shared by targets and drafters.
 
-How rows meet context differs (pages for a target, a static array for a drafter), so the attention
-itself is the caller's.
+A target's rows meet their context in pages or, in training, in packed rows; how a drafter's do is
+the drafter's: it uses the projections alone.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dflash.kernels import implementation
+from dflash.kernels.causal_attention import causal_attention
+from dflash.kernels.paged_attention import paged_attention
+from dflash.kernels.quantised import Rows
 from dflash.kernels.split_heads import Part, split_heads
 from dflash.layers import linear
-from dflash.layers.cache import batch_axes
+from dflash.layers.cache import CacheArray, batch_axes
 from dflash.layers.linear import Linear, RMSNorm
 from dflash.parallel.sharding import Sharding
+
+# What `project` makes of the rows -> outputs [B, T, N, H], and whatever else the caller wants
+# back, such as updated pages. Here: rotated queries [B, T, N, H], rotated keys and values
+# [B, T, K, H].
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 class Attention(nnx.Module):
@@ -54,6 +64,7 @@ class Attention(nnx.Module):
         # What each product gives: the columns of "kv_proj" are keys and then values.
         self.products = ("q", "k", "v")
         self.heads_per_kv_head = num_heads // num_kv_heads
+        self.num_kv_heads = num_kv_heads
         self.takes_context = takes_context
         self.head_dim = head_dim
         self.sharding = sharding
@@ -85,6 +96,73 @@ class Attention(nnx.Module):
         """[B, T, N, H] -> [B, T, D]."""
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
+    def cache_spec(self) -> tuple[CacheArray, CacheArray]:
+        """What is kept of a position: keys, values."""
+        rows = CacheArray(self.num_kv_heads, self.head_dim, "kv_heads")
+        return rows, rows
+
+    def attend_pages(
+        self,
+        pages: tuple[Rows, Rows],
+        page_table: jax.Array,
+        start: jax.Array,
+        tree_mask: jax.Array | None,
+    ) -> Attend:
+        """Attention of new rows to cached ones and to one another.
+
+        Args:
+          pages: of this layer, as `cache_spec` names them.
+          page_table: int32 [B, M].
+          start: int32 [B]; slots in use before, and the slot of the first new row.
+          tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
+        Returns:
+          Attention that gives back the pages with the new rows.
+        """
+        batch, pool = batch_axes(start.shape[0], self.sharding)
+        rows, kv_rows = self._row_names(batch)
+        stored = ("kv_heads", pool, None, None)
+        fixed = [*pages, page_table, start]
+        names = [stored, stored, (batch, None), (batch,)]
+        if tree_mask is not None:
+            fixed.append(tree_mask)
+            names.append((batch, None, None))
+        sharded = self.sharding.map(
+            functools.partial(
+                paged_attention,
+                scale=self.scale,
+                implementation=implementation.for_platform(self.sharding.platform),
+            ),
+            (rows, kv_rows, kv_rows, *names),
+            (rows, stored, stored),
+        )
+
+        def attend(queries, keys, values):
+            attended, *pages = sharded(queries, keys, values, *fixed)
+            return attended, tuple(pages)
+
+        return attend
+
+    def attend_packed(self, segment_ids: jax.Array) -> Attend:
+        """Causal attention within documents, without a cache.
+
+        Args:
+          segment_ids: int32 [B, T]; rows see earlier rows of their own number, 0 is padding.
+        Returns:
+          Attention that gives back None.
+        """
+        batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
+        rows, kv_rows = self._row_names(batch)
+        sharded = self.sharding.map(
+            lambda *arrays: (causal_attention(*arrays, scale=self.scale),),
+            (rows, kv_rows, kv_rows, (batch, None)),
+            (rows,),
+        )
+
+        def attend(queries, keys, values):
+            return (*sharded(queries, keys, values, segment_ids), None)
+
+        return attend
+
     def join(self) -> None:
         """Makes one product of those that are always wanted of the same rows; see `linear.join`."""
         if self.products != ("q", "k", "v"):
@@ -98,6 +176,11 @@ class Attention(nnx.Module):
             for part in parts:
                 delattr(self, f"{part}_proj")
             self.products = products
+
+    @staticmethod
+    def _row_names(batch: str | None) -> tuple[tuple, tuple]:
+        """Logical names of the dimensions of queries, and of keys and values."""
+        return (batch, None, "heads", None), (batch, None, "kv_heads", None)
 
     def _heads_of(self, products, x, cos_sin):
         """Heads of everything that these products give, in their order."""

@@ -1,10 +1,12 @@
 """KV caches: pages for the target, static arrays for drafters that look in both directions.
 
-Neither knows its length. The decode state counts the committed tokens of each sequence, once;
-rows past that count are stale and get overwritten, nothing is ever cropped.
+Neither stores its length: the decode state counts the committed tokens of each sequence. Rows past
+that count are stale and are overwritten later; nothing is ever cropped.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,28 +19,49 @@ from dflash.parallel.sharding import Sharding
 SLOT_TILE = 32
 
 
+@dataclasses.dataclass(frozen=True)
+class CacheArray:
+    """One array that a layer's attention keeps of every position: [heads, width].
+
+    Attributes:
+      heads: rows of a position; 1 where all query heads share what is kept.
+      width: numbers in a row.
+      axis: logical name of the heads, by which they are split over devices; None: not split.
+    """
+
+    heads: int
+    width: int
+    axis: str | None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of every layer in pages, and each sequence's table of pages.
+    """What every layer keeps of the context, in pages, and each sequence's table of pages.
 
     Page indices count within a device's own share of the pool, so that no index ever points across
-    devices. Page 0 of each share is scratch: slots that nobody owns are written there.
+    devices. Page 0 of each share is scratch: rows of sequences without pages are written there.
 
     Attributes:
-      keys: one [K, P, S, H] per layer; plain, or `Quantised`.
-      values: one [K, P, S, H] per layer, likewise.
+      layers: per layer a pytree as its attention's `cache_spec`, with a pool of pages in place of
+        each `CacheArray`: [heads, P, S, width]; plain, or `Quantised`.
       page_table: int32 [B, M].
+      axes: logical name of the heads of each pool, in the order of `pools`.
     """
 
-    keys: tuple[Rows, ...]
-    values: tuple[Rows, ...]
+    layers: tuple[Any, ...]
     page_table: jax.Array
+    axes: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def pools(self) -> list[Rows]:
+        """The pools of all layers."""
+        return jax.tree.leaves(self.layers, is_leaf=_is_pool)
 
     @property
     def page_size(self) -> int:
         """Slots per page."""
-        return self.keys[0].shape[2]
+        return self.pools[0].shape[2]
 
     def insert(
         self,
@@ -59,20 +82,19 @@ class PagedCache:
           pages: int32 [pages of the prefix]; where each goes.
           sharding: of the cache.
         """
+        count = len(self.axes)
 
-        def copy(pools, prefix_pools, pages, share):
+        def copy(pages, share, *pools):
             mine = jnp.where(share == sharding.index("pages"), pages, 0)
             return jax.tree.map(
-                lambda pool, one: pool.at[:, mine].set(one[:, 1:]), pools, prefix_pools
+                lambda pool, one: pool.at[:, mine].set(one[:, 1:]), pools[:count], pools[count:]
             )
 
-        stored, whole = ("kv_heads", "pages", None, None), ("kv_heads", None, None, None)
-        keys, values = sharding.map(
-            lambda *args: copy(args[:2], args[2:4], *args[4:]),
-            (stored, stored, whole, whole, (None,), ()),
-            (stored, stored),
-        )(self.keys, self.values, prefix.keys, prefix.values, pages, share)
-        return PagedCache(keys, values, self.page_table.at[slot].set(table))
+        stored, whole = self._names("pages"), self._names(None)
+        copied = sharding.map(copy, ((None,), (), *stored, *whole), stored)(
+            pages, share, *self.pools, *prefix.pools
+        )
+        return self._replace_pools(copied, self.page_table.at[slot].set(table))
 
     def compact(self, start: jax.Array, path: jax.Array, sharding: Sharding) -> "PagedCache":
         """Moves the rows of an accepted path to their contiguous places.
@@ -83,22 +105,26 @@ class PagedCache:
         """
         rows = start[:, None] + jnp.arange(path.shape[1])
 
-        def move(keys, values, table, start, path, rows):
+        def move(table, start, path, rows, *pools):
             source = paged.slot_index(table, start[:, None] + path, self.page_size)
             destination = paged.slot_index(table, rows, self.page_size)
-            return tuple(
-                tuple(paged.move_slots(pages, source, destination) for pages in pools)
-                for pools in (keys, values)
-            )
+            return tuple(paged.move_slots(pages, source, destination) for pages in pools)
 
         batch, pages = batch_axes(path.shape[0], sharding)
-        stored = ("kv_heads", pages, None, None)
-        keys, values = sharding.map(
-            move,
-            (stored, stored, (batch, None), (batch,), (batch, None), (batch, None)),
-            (stored, stored),
-        )(self.keys, self.values, self.page_table, start, path, rows)
-        return dataclasses.replace(self, keys=keys, values=values)
+        stored = self._names(pages)
+        moved = sharding.map(
+            move, ((batch, None), (batch,), (batch, None), (batch, None), *stored), stored
+        )(self.page_table, start, path, rows, *self.pools)
+        return self._replace_pools(moved, self.page_table)
+
+    def _names(self, pages: str | None) -> list[tuple[str | None, ...]]:
+        """Logical names of the dimensions of each pool."""
+        return [(axis, pages, None, None) for axis in self.axes]
+
+    def _replace_pools(self, pools: Sequence[Rows], page_table: jax.Array) -> "PagedCache":
+        form = jax.tree.structure(self.layers, is_leaf=_is_pool)
+        layers = jax.tree.unflatten(form, pools)
+        return dataclasses.replace(self, layers=layers, page_table=page_table)
 
 
 def batch_axes(batch: int, sharding: Sharding) -> tuple[str | None, str | None]:
@@ -111,10 +137,8 @@ def batch_axes(batch: int, sharding: Sharding) -> tuple[str | None, str | None]:
 
 
 def paged_cache(
+    specs: Sequence[Any],
     *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
     batch: int,
     pages_per_sequence: int,
     num_pages: int,
@@ -123,18 +147,30 @@ def paged_cache(
     quantised: bool = False,
     sharding: Sharding,
 ) -> PagedCache:
-    """An abstract cache; filled with zeros, every sequence owns the scratch page alone.
+    """An abstract cache; filled with zeros, every sequence owns only the scratch page.
 
-    Args: quantised: rows of `dtype` have scales, which are split over devices as they are.
+    Args:
+      specs: per layer, what its attention keeps of a position: a pytree of `CacheArray`s.
+      quantised: rows of `dtype` have scales, which are split over devices as they are.
     """
     batch_name, pages_name = batch_axes(batch, sharding)
-    names = ("kv_heads", pages_name, None, None)
-    pool = sharding.abstract((num_kv_heads, num_pages, page_size, head_dim), names, dtype)
-    if quantised:
-        scales = (num_kv_heads, num_pages, 1, page_size)
-        pool = Quantised(pool, sharding.abstract(scales, names, jnp.float32))
+
+    def pool(spec: CacheArray) -> Rows:
+        names = (spec.axis, pages_name, None, None)
+        rows = sharding.abstract((spec.heads, num_pages, page_size, spec.width), names, dtype)
+        if not quantised:
+            return rows
+        scales = (spec.heads, num_pages, 1, page_size)
+        return Quantised(rows, sharding.abstract(scales, names, jnp.float32))
+
     table = sharding.abstract((batch, pages_per_sequence), (batch_name, None), jnp.int32)
-    return PagedCache((pool,) * num_layers, (pool,) * num_layers, table)
+    axes = tuple(spec.axis for spec in jax.tree.leaves(tuple(specs)))
+    return PagedCache(jax.tree.map(pool, tuple(specs)), table, axes)
+
+
+def _is_pool(node: Any) -> bool:
+    """Whether a node of `PagedCache.layers` is a pool with parts of its own."""
+    return isinstance(node, Quantised)
 
 
 @jax.tree_util.register_dataclass

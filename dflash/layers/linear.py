@@ -90,9 +90,10 @@ class RMSNorm(nnx.Module):
 def join(linears: Sequence[Linear]) -> Linear:
     """One linear map in place of several of the same rows, to all of their columns.
 
-    Few rows are multiplied as fast as weights stream, and a stream takes its time to begin: see
-    docs/results/tpu_compile.md. Where columns are split over devices, every device has its share of
-    those of the first map, then of the second, and so on: what was a device's own stays its own.
+    With few rows, a product takes as long as reading its weights, and each product has a fixed
+    start-up cost: see docs/results/tpu_compile.md. Where columns are split over
+    devices, every device holds its share of the first map's, then of the second's, and so on: no
+    column changes devices.
 
     Args:
       linears: with weights or abstract; see `can_join`.
@@ -104,7 +105,7 @@ def join(linears: Sequence[Linear]) -> Linear:
     if not isinstance(kernels[0], jax.ShapeDtypeStruct):
         shares, place = sharding.size(first.axes[1]), joined.kernel.get_value().sharding
         values = _side_by_side(shares, place)(kernels)
-        # Else the next layer's copy would be made before this one's sources are gone.
+        # Otherwise the next layer's copy would be made before this one's sources are freed.
         joined.kernel.set_value(jax.block_until_ready(values))
     return joined
 
@@ -133,13 +134,13 @@ def _project(
 ) -> jax.Array:
     """x [..., D] @ weights [D, F], or [F, D] if transposed, in `dtype` (None: as they come)."""
     weights = widen_late(x, weights, sharding)
-    if not _is_lone_row(x, sharding):
+    if not _is_single_row(x, sharding):
         return _product(x, weights, transposed, dtype)
     pair = jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, 1), (0, 0)))
     return _product(pair, weights, transposed, dtype)[..., :1, :]
 
 
-def _is_lone_row(x: jax.Array, sharding: Sharding) -> bool:
+def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:
     """Each device of a TPU has one row of x.
 
     XLA multiplies one row by the vector units, which it expects to take three times as long as
@@ -165,13 +166,13 @@ def _product_forward(x, weights, transposed, dtype):
     return _product(x, weights, transposed, dtype), (x, weights)
 
 
-def _product_backward(transposed, dtype, kept, slopes):
+def _product_backward(transposed, dtype, kept, cotangents):
     x, weights = kept
     # Float32 logits of bfloat16 factors: no factor is widened for their gradient.
-    slopes = slopes.astype(jnp.result_type(x, weights))
-    by_x = jnp.einsum("...f,fd->...d" if transposed else "...f,df->...d", slopes, weights)
-    rows, slopes = (array.reshape(-1, array.shape[-1]) for array in (x, slopes))
-    by_weights = jnp.einsum("rd,rf->df", rows, slopes)
+    cotangents = cotangents.astype(jnp.result_type(x, weights))
+    by_x = jnp.einsum("...f,fd->...d" if transposed else "...f,df->...d", cotangents, weights)
+    rows, cotangents = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))
+    by_weights = jnp.einsum("rd,rf->df", rows, cotangents)
     by_weights = by_weights.T if transposed else by_weights
     return by_x.astype(x.dtype), by_weights.astype(weights.dtype)
 

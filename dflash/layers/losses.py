@@ -23,10 +23,10 @@ Unembed = Callable[[jax.Array], jax.Array]
 
 
 class TokenScores(NamedTuple):
-    """What became of each predicted token.
+    """Scores of each predicted token.
 
     Attributes:
-      objective: float32 [B, M]; to be minimised. Alone carries gradients if the head is frozen.
+      objective: float32 [B, M]; to be minimized. With a frozen head, only this carries gradients.
       nll: float32 [B, M]; -log of the label's probability.
       correct: bool [B, M]; the label is the most probable token, the first of them in a tie.
     """
@@ -46,7 +46,7 @@ def score_tokens(
     frozen_head: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenScores:
-    """Compares the distributions that hidden states stand for with labels, or with the target's.
+    """Compares the distributions that hidden states predict with labels, or with the target's.
 
     The objective is (1 - kl_weight) · nll + kl_weight · KL(target ‖ drafter).
 
@@ -54,8 +54,8 @@ def score_tokens(
       hidden: [B, M, D]; after the final norm.
       labels: int32 [B, M].
       unembed: [B, m, D] -> float32 logits [B, m, V].
-      target_hidden: [B, M, D]; makes the target's logits, and gets no gradient.
-      kl_weight: share of the divergence in the objective.
+      target_hidden: [B, M, D]; for the target's logits; gets no gradient.
+      kl_weight: weight of the divergence in the objective, in [0, 1].
       frozen_head: nothing inside `unembed` is trained. Gradients of a row are then worked out with
         its loss, and no logits are computed twice.
       chunk_tokens: positions of each sequence per step.
@@ -73,16 +73,18 @@ def score_tokens(
 
     if frozen_head:
         pulled = jax.lax.map(lambda arrays: _score_and_pull(score, *arrays), _split(rows, chunks))
-        scores, slopes = _join(pulled, length)
-        # Worth nothing, but its gradient is the slopes.
+        scores, gradients = _join(pulled, length)
+        # Zero, but with the precomputed gradients as its gradient.
         wide = hidden.astype(jnp.float32)
-        lever = jnp.sum(slopes.astype(jnp.float32) * (wide - jax.lax.stop_gradient(wide)), axis=-1)
-        return scores._replace(objective=scores.objective + lever)
+        zero = jnp.sum(
+            gradients.astype(jnp.float32) * (wide - jax.lax.stop_gradient(wide)), axis=-1
+        )
+        return scores._replace(objective=scores.objective + zero)
     return in_chunks(score, rows, chunk_tokens)
 
 
 def in_chunks(function: Callable, rows: tuple, chunk_tokens: int = CHUNK_TOKENS) -> Any:
-    """function(*rows) worked out over chunks of the second dimension, and again for its gradient.
+    """Computes function(*rows) in chunks of the second dimension, and again for its gradient.
 
     Args:
       function: arrays [B, m, ...] -> a pytree of arrays [B, m, ...], each row by itself.
@@ -103,12 +105,12 @@ def mean_over(values: jax.Array, weights: jax.Array) -> jax.Array:
 def block_weights(
     nll: jax.Array, counted: jax.Array, options: LossConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """What each drafted slot counts in the loss, and what the weighted sum is divided by.
+    """The weight of each draft position in the loss, and the divisor of the weighted sum.
 
     Args:
-      nll: float32 [B, A, G]; of slots 1 … G of each block.
-      counted: bool [B, A, G]; slots that have a label.
-      options: the rule, and its parameters.
+      nll: float32 [B, A, G]; at draft positions 1 … G of each block.
+      counted: bool [B, A, G]; draft positions with a label.
+      options: the weighting rule and its parameters.
     Returns:
       weights float32 [B, A, G], without gradient, and a divisor float32 [].
     """
@@ -120,17 +122,17 @@ def block_weights(
     return weights, jnp.where(total == 0, 1, total)
 
 
-def decay_weights(num_slots: int, gamma: float) -> np.ndarray:
-    """exp(-(k - 1) / gamma) for slots k = 1 … num_slots, float32; ones if gamma is 0.
+def decay_weights(num_draft_tokens: int, gamma: float) -> np.ndarray:
+    """exp(-(k - 1) / gamma), float32, at draft positions k = 1, 2, …; ones if gamma is 0.
 
     Source: arXiv 2602.06036.
     """
-    slots = np.arange(num_slots)
-    return np.exp(-slots / gamma if gamma else 0.0 * slots).astype(np.float32)
+    steps = np.arange(num_draft_tokens)
+    return np.exp(-steps / gamma if gamma else 0.0 * steps).astype(np.float32)
 
 
 def derived_gamma(block_size: int) -> float:
-    """The paper's 4, 5 and 7 for blocks of 8, 10 and 16; straight lines between and beyond."""
+    """The paper's 4, 5 and 7 for blocks of 8, 10 and 16; linear between and beyond."""
     sizes, gammas = _PAPER_BLOCK_SIZES, _PAPER_GAMMAS
     if block_size < sizes[0]:
         return gammas[0] * block_size / sizes[0]
@@ -139,16 +141,16 @@ def derived_gamma(block_size: int) -> float:
 
 
 def dpace_weights(nll: jax.Array, counted: jax.Array, alpha: float) -> jax.Array:
-    """Weights each slot by the expected run of accepted slots that passes through it.
+    """Weights each draft position by the expected number of accepted positions from it on.
 
-    With p = exp(-nll) a slot survives with q = (1 - alpha) p + alpha, a block up to slot k with
-    C_k = q_1 · … · q_k, and slot k weighs Σ_{m ≥ k} C_m. Slots without a label survive and weigh
-    nothing.
+    With p = exp(-nll), position k is accepted with q_k = (1 - alpha) p_k + alpha, all positions up
+    to k with C_k = q_1 · … · q_k, and position k has weight Σ_{m ≥ k} C_m. Positions without a
+    label count as accepted and have weight 0.
 
     Args:
       nll: float32 [..., G].
       counted: bool [..., G].
-      alpha: floor under a slot's chance of survival.
+      alpha: lower bound of q, in [0, 1].
     Returns:
       float32 [..., G], without gradient.
     Source: arXiv 2605.18810.
@@ -159,11 +161,11 @@ def dpace_weights(nll: jax.Array, counted: jax.Array, alpha: float) -> jax.Array
 
 
 def acceptance_lengths(correct: jax.Array, counted: jax.Array) -> jax.Array:
-    """Tokens that a cycle would commit with each block: its run of correct slots, and one more.
+    """Tokens that a cycle would commit with each block: its run of correct tokens, plus one.
 
     Args:
       correct: bool [..., G].
-      counted: bool [..., G]; a slot without a label ends the run.
+      counted: bool [..., G]; a position without a label ends the run.
     Returns:
       int32 [...], in [1, G + 1].
     """
@@ -201,8 +203,8 @@ def _score_and_pull(score, hidden, *rest):
         return scores.objective, scores
 
     value, pull, scores = jax.vjp(objective, hidden, has_aux=True)
-    (slopes,) = pull(jnp.ones_like(value))
-    return jax.lax.stop_gradient((scores, slopes))
+    (gradients,) = pull(jnp.ones_like(value))
+    return jax.lax.stop_gradient((scores, gradients))
 
 
 def _split(arrays, chunks: int):

@@ -1,22 +1,39 @@
 """The pre-norm transformer layer that every network here is made of."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dflash.config.schema import TargetArchitecture
-from dflash.layers.attention import Attention
+from dflash.layers.attention import Attend, Attention
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import RMSNorm
 from dflash.layers.mlp import Mlp
 from dflash.parallel.sharding import Sharding
 
-# Rotated queries [B, T, N, H], rotated keys and values [B, T, K, H] -> outputs [B, T, N, H], and
-# whatever else the caller wants back, such as an updated cache.
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+class TargetAttention(Protocol):
+    """What a target needs of the attention of its layers; `Attention` is one of these.
+
+    What `project` makes of the rows and what is kept of a position is its own affair.
+    """
+
+    def cache_spec(self) -> Any:
+        """What is kept of a position: a pytree of `CacheArray`s."""
+
+    def project(self, normed: jax.Array, angles: Any) -> tuple:
+        """Rows [B, T, D] and the model's `rotary_angles` -> the arguments of an `Attend`."""
+
+    def attend_pages(self, pages, page_table, start, tree_mask) -> Attend:
+        """Attention to cached rows and to one another, which gives back the new pages."""
+
+    def attend_packed(self, segment_ids) -> Attend:
+        """Attention within documents without a cache, which gives back None."""
+
+    def output(self, attended: jax.Array) -> jax.Array:
+        """The outputs of an `Attend` -> [B, T, D]."""
 
 
 class TransformerLayer(nnx.Module):
@@ -26,15 +43,25 @@ class TransformerLayer(nnx.Module):
         self,
         arch: TargetArchitecture,
         *,
-        qk_norm: bool,
+        attention: TargetAttention | None = None,
+        mlp: nnx.Module | None = None,
+        qk_norm: bool = False,
         takes_context: bool = False,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
-        """Args: qk_norm: heads are normed; takes_context: see `Attention`."""
+        """Builds an abstract layer.
+
+        Args:
+          arch: shape of the decoder.
+          attention: of the layer; None: grouped queries, as `arch` has them.
+          mlp: [B, ..., D] -> [B, ..., D]; None: the gated one, of `arch.intermediate_size`.
+          qk_norm: grouped queries have normed heads.
+          takes_context: grouped queries with context; see `Attention`.
+        """
         build = {"dtype": dtype, "sharding": sharding}
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.self_attn = Attention(
+        self.self_attn = attention or Attention(
             arch.hidden_size,
             num_heads=arch.num_attention_heads,
             num_kv_heads=arch.num_key_value_heads,
@@ -45,27 +72,25 @@ class TransformerLayer(nnx.Module):
             **build,
         )
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
+        self.mlp = mlp or Mlp(arch.hidden_size, arch.intermediate_size, **build)
         self.sharding = sharding
 
-    def __call__(
-        self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, angles: Any, attend: Attend) -> tuple[jax.Array, Any]:
         """[B, T, D] -> [B, T, D], and what `attend` gave back beside its outputs."""
         batch, _ = batch_axes(x.shape[0], self.sharding)
         # The compile report and profiles tell the parts of a program apart by these names.
         with jax.named_scope("attention"):
-            branch, kept = self.attention_branch(self.input_layernorm(x), cos_sin, attend)
+            branch, kept = self.attention_branch(self.input_layernorm(x), angles, attend)
             x = self.sharding.constrain(x + branch, batch, None, None)
         with jax.named_scope("mlp"):
             x = x + self.mlp_branch(self.post_attention_layernorm(x))
             return self.sharding.constrain(x, batch, None, None), kept
 
     def attention_branch(
-        self, normed: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend
+        self, normed: jax.Array, angles: Any, attend: Attend
     ) -> tuple[jax.Array, Any]:
         """What attention adds to the residual stream, from its normed rows [B, T, D]."""
-        attended, kept = attend(*self.self_attn.project(normed, cos_sin))
+        attended, kept = attend(*self.self_attn.project(normed, angles))
         return self.self_attn.output(attended), kept
 
     def mlp_branch(self, normed: jax.Array) -> jax.Array:
@@ -84,5 +109,5 @@ def join_projections(model: nnx.Module) -> None:
       model: with weights or abstract; what is joined already stays so.
     """
     for _, module in list(nnx.iter_modules(model)):
-        if isinstance(module, Attention | Mlp):
+        if hasattr(module, "join"):
             module.join()

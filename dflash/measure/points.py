@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.config import loader
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure import bench as benches
 from dflash.measure import results, session
@@ -40,7 +39,7 @@ class BenchmarkPoints(Runner):
         # Another target goes before this one comes: there may be no room for both.
         self._targets = {one: target for one, target in self._targets.items() if one == key}
         bench = benches.prepare(config, target=self._targets.get(key))
-        with results.open_directory(str(directory), loader.to_yaml(config)) as opened:
+        with results.open_directory(directory, config) as opened:
             values = session.run(bench, opened, Display.silent())
         self._targets[key] = bench.target
         return {

@@ -4,85 +4,36 @@ Every file is written whole, and results.json after every round of every task, s
 run leaves the rounds that are done.
 """
 
-import contextlib
 import csv
 import dataclasses
 import io
-import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure.cells import Average, Cell
-from dflash.runs import directories
+from dflash.runs.directory import RunDirectory
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
-RESULTS, STUDY, LOCK = "results.json", "study.json", ".lock"
+RESULTS, STUDY = "results.json", "study.json"
 
 
-class Directory:
-    """A run's directory; nothing at all without one."""
-
-    def __init__(self, path: pathlib.Path | None):
-        """Use `open_directory`."""
-        self.path = path
-
-    def write(self, name: str, content: str | bytes) -> None:
-        """Writes a file whole.
-
-        Raises:
-          WorkdirError: it cannot be written.
-        """
-        if self.path is None:
-            return
-        with directories.explained(self.path / name):
-            if isinstance(content, str):
-                directories.write_whole(self.path / name, content)
-            else:
-                temporary = self.path / f".{name}.tmp"
-                temporary.write_bytes(content)
-                temporary.replace(self.path / name)
-
-    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Writes values as JSON."""
-        text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
-        self.write(name, text + "\n")
-
-
-@contextlib.contextmanager
-def open_directory(path: str | None, config_yaml: str) -> Iterator[Directory]:
-    """Takes a directory for one run, and makes it where it is missing.
-
-    What an earlier run of the same config left is replaced.
+def open_directory(path: str | os.PathLike | None, config: BenchmarkRun) -> RunDirectory:
+    """Takes a directory for a benchmark; what an earlier one of the same config left is replaced.
 
     Args:
-      path: where; `~` is the home directory; None for nowhere.
-      config_yaml: the resolved config, kept beside the results.
+      path: where; None for a run that leaves nothing.
+      config: of the run.
     Raises:
       WorkdirError: it cannot be written, is in use, or belongs to a run of another config.
     """
-    if path is None:
-        yield Directory(None)
-        return
-    directory = pathlib.Path(path).expanduser()
-    with directories.explained(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        directories.lock(directory, descriptor)
-        _check_config(directory, config_yaml)
-        opened = Directory(directory)
-        opened.write(directories.CONFIG, config_yaml)
-        yield opened
-    finally:
-        os.close(descriptor)
+    return RunDirectory(path, config, is_used=_has_results)
 
 
-def _check_config(directory: pathlib.Path, config_yaml: str) -> None:
-    """Refuses to write over the results of another config."""
-    if any((directory / name).exists() for name in (RESULTS, STUDY)):
-        directories.check_config(directory, config_yaml)
+def _has_results(directory: pathlib.Path) -> bool:
+    return any((directory / name).exists() for name in (RESULTS, STUDY))
 
 
 def as_values(

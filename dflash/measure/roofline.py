@@ -94,7 +94,7 @@ def target_work(
     token = target.new_cache(
         batch=1, pages_per_sequence=1, num_pages=1, page_size=1, kv_dtype=kv_dtype
     )
-    cached = plan.measure((token.keys, token.values)).total_bytes * batch * (context + rows)
+    cached = plan.measure(token.layers).total_bytes * batch * (context + rows)
     flops = 2 * weights * batch * rows + scores
     return Work(flops, weights * target.dtype.itemsize + cached)
 

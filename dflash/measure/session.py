@@ -15,6 +15,7 @@ from dflash.measure import cells, page, plots, replay, results, studies, workloa
 from dflash.measure.bench import Bench
 from dflash.offline import job as jobs
 from dflash.runs import outputs
+from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
 from dflash.text.prompts import Prompt
 
@@ -24,13 +25,20 @@ PAGE = "report.html"
 def plan(config: BenchmarkRun) -> list[str]:
     """What each strategy will take, as lines; nothing is allocated."""
     lines = []
+    longest = {}
     for name, drafter in benches.with_baseline(config.strategies).items():
         job = jobs.prepare(config.decode_run(drafter), stdin=sys.stdin, dry=True)
         lines += [f"strategy {name}", *job.plan().lines(), ""]
+        longest[name] = job.drafter.longest_path
+    if config.forced:
+        found = workload.read(config, job)  # which needs no more of a job than its vocabulary
+        if config.study is None:
+            drafting = {name: size for name, size in longest.items() if size > 1}
+            workload.check_lengths(found, drafting)
     return lines[:-1]
 
 
-def run(bench: Bench, directory: results.Directory, display: Display) -> dict[str, Any]:
+def run(bench: Bench, directory: RunDirectory, display: Display) -> dict[str, Any]:
     """Measures every cell and writes what there is after every round of every task.
 
     Returns:
@@ -66,7 +74,7 @@ def run(bench: Bench, directory: results.Directory, display: Display) -> dict[st
     return values
 
 
-def study(config: BenchmarkRun, directory: results.Directory, display: Display) -> None:
+def study(config: BenchmarkRun, directory: RunDirectory, display: Display) -> None:
     """Answers the config's study and writes study.json, study.csv and study.png."""
     with display.status(f"study {config.study.name}"):
         answer = studies.STUDIES[config.study.name](config)
@@ -87,7 +95,7 @@ def study(config: BenchmarkRun, directory: results.Directory, display: Display) 
     _say([*answer.text(), words["words"]])
 
 
-def report(bench: Bench, found: list[cells.Cell], values, directory: results.Directory) -> None:
+def report(bench: Bench, found: list[cells.Cell], values, directory: RunDirectory) -> None:
     """Writes the plots and the page."""
     note = "acceptance lengths are forced, not found" if bench.workload.forced else ""
     drawn = {

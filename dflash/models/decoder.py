@@ -1,7 +1,7 @@
-"""The decoder-only network that every dense target family shares.
+"""The decoder-only network that all target families share.
 
-A family is this network plus what sets it apart: a few class attributes and how its config.json
-reads. See qwen3.py and llama3.py.
+A family is this network with a few class attributes, such as qwen3.py and llama3.py, and overrides
+of what differs; see docs/adding_a_target.md.
 """
 
 import dataclasses
@@ -15,9 +15,6 @@ from flax import nnx
 
 from dflash.checkpoints import hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
-from dflash.kernels import implementation
-from dflash.kernels.causal_attention import causal_attention
-from dflash.kernels.paged_attention import paged_attention
 from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
@@ -30,8 +27,8 @@ class TargetOutput(NamedTuple):
     """What one target forward returns.
 
     Attributes:
-      hidden: [B, T, D]; after the final norm. `unembed` turns the rows that are wanted into logits:
-        a prompt needs one row of [V] and not all of them.
+      hidden: [B, T, D]; after the final norm. `unembed` turns selected rows into logits: a
+        prompt needs one row of [V], not all.
       features: [B, T, C·D]; the residual stream after each of the feature layers, concatenated.
       cache: the cache with the T new rows.
     """
@@ -44,28 +41,33 @@ class TargetOutput(NamedTuple):
 class Decoder(nnx.Module):
     """A target: tokens in, hidden states and features out, context kept in a paged cache.
 
-    Subclasses set the class attributes; a registered family differs in nothing else.
+    Subclasses set the class attributes, and override what differs, such as `make_layer`.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]]
     hf_model_type: ClassVar[str]
     qk_norm: ClassVar[bool]
-    # Named in some checkpoints, computed here.
+    # Stored in some checkpoints, but computed here.
     ignored_checkpoint_suffixes: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 
     def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
-        build = {"dtype": dtype, "sharding": sharding}
-        self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
-        self.layers = nnx.List(
-            TransformerLayer(arch, qk_norm=self.qk_norm, **build)
-            for _ in range(arch.num_hidden_layers)
-        )
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        head = (arch.hidden_size, arch.vocab_size, ("embed", "vocab"))
-        self.lm_head = None if arch.tie_word_embeddings else Linear(*head, **build)
         self.arch = arch
         self.dtype = jnp.dtype(dtype)
         self.sharding = sharding
+        build = {"dtype": self.dtype, "sharding": sharding}
+        self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
+        self.layers = nnx.List(self.make_layer(i, **build) for i in range(arch.num_hidden_layers))
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
+        head = (arch.hidden_size, arch.vocab_size, ("embed", "vocab"))
+        self.lm_head = None if arch.tie_word_embeddings else Linear(*head, **build)
+
+    def make_layer(self, i: int, *, dtype: jnp.dtype, sharding: Sharding) -> TransformerLayer:
+        """Layer i; a family whose layers differ, in attention or in mlp, overrides this."""
+        return TransformerLayer(self.arch, qk_norm=self.qk_norm, dtype=dtype, sharding=sharding)
+
+    def rotary_angles(self, positions: jax.Array) -> Any:
+        """What the attention of every layer gets of the positions int32 [B, T]: cos and sin."""
+        return rotary.angles(positions, self.arch)
 
     def __call__(
         self,
@@ -87,13 +89,11 @@ class Decoder(nnx.Module):
           tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
         """
         attends = [
-            self._attend_pages(i, layer.self_attn.scale, cache, positions[:, 0], tree_mask)
-            for i, layer in enumerate(self.layers)
+            layer.self_attn.attend_pages(pages, cache.page_table, positions[:, 0], tree_mask)
+            for layer, pages in zip(self.layers, cache.layers, strict=True)
         ]
         hidden, features, pages = self._run_layers(tokens, positions, attends, feature_layers)
-        keys, values = zip(*pages, strict=True)
-        cache = dataclasses.replace(cache, keys=keys, values=values)
-        return TargetOutput(hidden, features, cache)
+        return TargetOutput(hidden, features, dataclasses.replace(cache, layers=tuple(pages)))
 
     def forward(
         self,
@@ -110,25 +110,13 @@ class Decoder(nnx.Module):
           tokens: int32 [B, T].
           positions: int32 [B, T]; for rotary embedding.
           segment_ids: int32 [B, T]; rows see earlier rows of their own number. 0 is padding, whose
-            outputs are finite and mean nothing.
+            outputs are finite but meaningless.
           feature_layers: as in `__call__`.
-          remat: keep one activation per layer for the backward pass, and compute the rest again.
+          remat: keep one activation per layer for the backward pass, and recompute the rest.
         Returns:
           hidden [B, T, D] after the final norm, features [B, T, C·D].
         """
-        batch, _ = kv.batch_axes(tokens.shape[0], self.sharding)
-        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
-        scale = self.layers[0].self_attn.scale
-        sharded = self.sharding.map(
-            lambda *arrays: (causal_attention(*arrays, scale=scale),),
-            (rows, kv_rows, kv_rows, (batch, None)),
-            (rows,),
-        )
-
-        def attend(queries, keys, values):
-            return (*sharded(queries, keys, values, segment_ids), None)
-
-        attends = [attend] * len(self.layers)
+        attends = [layer.self_attn.attend_packed(segment_ids) for layer in self.layers]
         hidden, features, _ = self._run_layers(
             tokens, positions, attends, feature_layers, remat=remat
         )
@@ -140,14 +128,14 @@ class Decoder(nnx.Module):
         """Cross-entropy of each supervised token given those before it in its document.
 
         Args:
-          batch: its features and hidden states are not read.
+          batch: packed rows; features and hidden states are not read.
           remat: as in `forward`.
         Returns:
           loss float32 [], and metrics, each float32 []: "loss"; "token_accuracy"; "weight", the
           number of tokens that the loss is a mean over.
         """
         hidden, _ = self.forward(batch.tokens, batch.positions, batch.segment_ids, remat=remat)
-        # The last row has nothing to predict; it stays so that rows divide into even chunks.
+        # The last row has no next token; it stays so that rows divide into even chunks.
         last = jnp.arange(batch.tokens.shape[1]) == batch.tokens.shape[1] - 1
         labels, mask, segments = (
             jnp.roll(array, -1, axis=1)
@@ -165,45 +153,19 @@ class Decoder(nnx.Module):
 
     def _run_layers(self, tokens, positions, attends, feature_layers, *, remat=False):
         """Hidden states [B, T, D], features [B, T, C·D], and what each layer's attend gave back."""
-        cos_sin = rotary.angles(positions, self.arch)
+        angles = self.rotary_angles(positions)
         x = self.embed(tokens)
         tapped = {}
         kept = []
         for i, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
             call = functools.partial(layer, attend=attend)
-            x, layer_kept = (jax.checkpoint(call) if remat else call)(x, cos_sin)
+            x, layer_kept = (jax.checkpoint(call) if remat else call)(x, angles)
             kept.append(layer_kept)
             if i in feature_layers:
                 tapped[i] = x
         none = jnp.zeros((*tokens.shape, 0), x.dtype)
         features = jnp.concatenate([tapped[i] for i in feature_layers] or [none], axis=-1)
         return self.norm(x), features, kept
-
-    def _attend_pages(self, i: int, scale: float, cache, start, tree_mask):
-        """Attention of layer i over its pages; gives back the pages with the new rows."""
-        batch, pool = kv.batch_axes(start.shape[0], self.sharding)
-        rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
-        stored = ("kv_heads", pool, None, None)
-        fixed = [cache.keys[i], cache.values[i], cache.page_table, start]
-        names = [stored, stored, (batch, None), (batch,)]
-        if tree_mask is not None:
-            fixed.append(tree_mask)
-            names.append((batch, None, None))
-        sharded = self.sharding.map(
-            functools.partial(
-                paged_attention,
-                scale=scale,
-                implementation=implementation.for_platform(self.sharding.platform),
-            ),
-            (rows, kv_rows, kv_rows, *names),
-            (rows, stored, stored),
-        )
-
-        def attend(queries, keys, values):
-            attended, *pages = sharded(queries, keys, values, *fixed)
-            return attended, pages
-
-        return attend
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [B, T] -> [B, T, D]."""
@@ -229,9 +191,7 @@ class Decoder(nnx.Module):
         """An abstract paged cache for `batch` sequences; see `DecodeConfig.kv_dtype`."""
         quantised = kv_dtype != AUTO
         return kv.paged_cache(
-            num_layers=self.arch.num_hidden_layers,
-            num_kv_heads=self.arch.num_key_value_heads,
-            head_dim=self.arch.head_dim,
+            [layer.self_attn.cache_spec() for layer in self.layers],
             batch=batch,
             pages_per_sequence=pages_per_sequence,
             num_pages=num_pages,
@@ -257,7 +217,7 @@ class Decoder(nnx.Module):
         """Reads a checkpoint's config.json.
 
         Raises:
-          CheckpointError: a field is missing, or asks for what this network does not do.
+          CheckpointError: a field is missing or unusable, or asks for an unsupported option.
         """
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             hf_config.check_only(config, key, False)

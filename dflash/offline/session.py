@@ -15,15 +15,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dflash.config import loader
 from dflash.config.schema import DecodeRun
 from dflash.inference import scheduler
 from dflash.inference.engine import Engine
 from dflash.offline.job import Job
-from dflash.runs import outputs, workdir
+from dflash.runs import outputs
+from dflash.runs import records as records_lib
+from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display, summary_line
 from dflash.runs.outputs import Record, Summary
-from dflash.runs.workdir import Records
+from dflash.runs.records import Records
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import IncrementalDecoder
 
@@ -45,18 +46,13 @@ def open_records(directory: str | os.PathLike | None, config: DecodeRun) -> Iter
     Raises:
       WorkdirError: the directory cannot be used.
     """
-
-    def open_one(name: str) -> Records:
-        if directory is None or jax.process_index() != 0:
-            return Records()
-        config_hash = loader.config_hash(config)
-        return workdir.Workdir.open(directory, loader.to_yaml(config), config_hash, name)
-
+    path = directory if jax.process_index() == 0 else None
     with contextlib.ExitStack() as stack:
-        drafted = stack.enter_context(open_one(workdir.OUTPUTS))
+        held = stack.enter_context(RunDirectory(path, config, is_used=records_lib.has_outputs))
+        drafted = stack.enter_context(records_lib.open_in(held, records_lib.OUTPUTS))
         baseline = None
         if config.decode.baseline:
-            baseline = stack.enter_context(open_one(workdir.BASELINE))
+            baseline = stack.enter_context(records_lib.open_in(held, records_lib.BASELINE))
         yield RunRecords(drafted, baseline)
 
 

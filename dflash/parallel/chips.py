@@ -1,4 +1,4 @@
-"""What accelerators can do at best: the one table behind every floor, ridge and roofline.
+"""Peak rates of accelerators: the one table behind every bound, ridge and roofline.
 
 Source: the vendors' published peaks (dense bfloat16, no sparsity).
 """
@@ -11,15 +11,15 @@ from dflash import errors, registry
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One chip, as sold.
+    """Peak rates and memory of one chip.
 
     Attributes:
-      name: as in a topology's name, such as "v5p".
+      name: its name in topologies, such as "v5p".
       tflops: peak bfloat16 TFLOP/s.
       hbm_gb_per_s: peak memory bandwidth in GB/s (10⁹ bytes).
       hbm_gb: memory in GB, as the vendor counts them.
-      devices: that jax shows for one chip; each has an even share of the rest.
-      clock_ghz: that turns the compiler's cycles into time; None where nobody has said.
+      devices: jax devices per chip; each has an equal share of the rates and of the memory.
+      clock_ghz: clock rate in GHz, for the compiler's cycles; None if unpublished.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Chip:
         return size_bytes / (self.hbm_gb_per_s / self.devices * 1e6)
 
     def ideal_ms(self, flops: float, size_bytes: float) -> float:
-        """The longer of the two: what no program on one device can beat."""
+        """The longer of the two: a lower bound for any program on one device."""
         return max(self.compute_ms(flops), self.stream_ms(size_bytes))
 
 

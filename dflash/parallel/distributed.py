@@ -10,18 +10,18 @@ AUTO = "auto"
 def initialize(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Joins this process to the others; does nothing when nothing is given.
+    """Joins this process to the others; does nothing if no argument is given.
 
     Must run before anything touches a device.
 
     Args:
-      coordinator_address: "host:port" of process 0, or "auto" where the cluster itself tells each
-        process its place (TPU pods, Slurm, Kubernetes and what else jax detects).
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
+      coordinator_address: "host:port" of process 0, or "auto" where jax detects the cluster (TPU
+        pods, Slurm, Kubernetes, …).
+      num_processes: number of processes.
+      process_id: index of this process, from 0.
     Raises:
-      ConfigError: some of the three are missing, or do not fit together.
-      UserError: the others cannot be reached, or no cluster is detected.
+      ConfigError: some of the three are missing or inconsistent.
+      UserError: the other processes cannot be reached, or no cluster is detected.
     """
     given = {
         "--coordinator_address": coordinator_address,
@@ -36,7 +36,7 @@ def initialize(
     missing = [flag for flag, value in given.items() if value is None]
     if missing:
         raise errors.ConfigError(
-            f"{', '.join(missing)}: required, for {', '.join(given)} go together "
+            f"{', '.join(missing)}: required: {', '.join(given)} go together "
             f"(or --coordinator_address={AUTO} alone)"
         )
     _check(coordinator_address, num_processes, process_id)

@@ -1,6 +1,6 @@
 """Parameters are declared once: shape, dtype, logical axes and initializer in one place.
 
-A module is born abstract: its `nnx.Param` leaves hold `jax.ShapeDtypeStruct`s that carry their
+A module starts abstract: its `nnx.Param` leaves hold `jax.ShapeDtypeStruct`s with their
 sharding, so a plan of any size costs nothing. Weights then arrive leaf by leaf, each created
 directly in its place on the devices: from `initialize` or `scramble` here, or from a checkpoint.
 """
@@ -19,16 +19,16 @@ from flax import nnx
 from dflash.parallel.sharding import Sharding
 
 
-class Table(nnx.Variable):
-    """Integers or flags that belong to a checkpoint as weights do, but that nothing learns.
+class Buffer(nnx.Variable):
+    """Integers or flags that belong to a checkpoint as weights do, but are never trained.
 
     Metadata:
-      stored_dtype: by which files keep it, such as "int64"; in memory it may be narrower.
-      ones: where no checkpoint says what it holds, its first `ones` entries are 1, the rest 0.
+      stored_dtype: its dtype in files, such as "int64"; in memory it may be narrower.
+      ones: how many of its first entries are 1 without a checkpoint; the rest are 0.
     """
 
 
-_ARRAYS = nnx.Any(nnx.Param, Table)
+_ARRAYS = nnx.Any(nnx.Param, Buffer)
 
 
 def declare(
@@ -47,7 +47,7 @@ def declare(
     return nnx.Param(sharding.abstract(shape, axes, dtype), stddev=stddev, offset=offset)
 
 
-def declare_table(
+def declare_buffer(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     *,
@@ -55,16 +55,16 @@ def declare_table(
     stored_dtype: str,
     ones: int = 0,
     sharding: Sharding,
-) -> Table:
-    """An abstract table of one dimension; see `Table`."""
+) -> Buffer:
+    """An abstract one-dimensional buffer; see `Buffer`."""
     abstract = sharding.abstract(shape, axes, dtype)
-    return Table(abstract, stored_dtype=stored_dtype, ones=ones)
+    return Buffer(abstract, stored_dtype=stored_dtype, ones=ones)
 
 
 def named_arrays(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
-    """Yields (dotted path, variable) for every parameter and then for every table."""
+    """Yields (dotted path, variable) for every parameter, then for every buffer."""
     yield from named_parameters(module)
-    yield from _named(nnx.state(module, Table))
+    yield from _named(nnx.state(module, Buffer))
 
 
 def named_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
@@ -73,7 +73,7 @@ def named_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
 
 
 def initialize(module: nnx.Module, key: jax.Array) -> None:
-    """Fills an abstract `module` for training, one sharded leaf at a time, with normal draws."""
+    """Fills an abstract `module` for training with normal draws, one sharded leaf at a time."""
 
     def draw(seed, shape):
         return jax.random.normal(jax.random.fold_in(key, seed), shape)
@@ -82,10 +82,10 @@ def initialize(module: nnx.Module, key: jax.Array) -> None:
 
 
 def scramble(module: nnx.Module, seed: int) -> None:
-    """Fills an abstract `module` with noise of the same spread as `initialize`, and quickly.
+    """Fills an abstract `module` with noise of the same variance as `initialize`, but faster.
 
-    For studies of shape and speed: a hash of each element's index is good enough noise, and 50
-    times cheaper on a CPU than a generator; billions of weights take seconds.
+    For studies of shape and speed: a hash of each element's index is random enough, and 50 times
+    faster on a CPU than a generator; billions of weights take seconds.
     """
     bound = math.sqrt(3)  # of a uniform distribution with variance 1
 
@@ -99,7 +99,7 @@ def scramble(module: nnx.Module, seed: int) -> None:
 
 
 def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:
-    """Puts arrays, by dotted path, into the parameters and tables of `module`."""
+    """Puts arrays, by dotted path, into the parameters and buffers of `module`."""
     state = nnx.state(module, _ARRAYS)
     variables = dict(_named(state))
     for path, value in values.items():
@@ -112,13 +112,13 @@ def count(module: nnx.Module) -> int:
     return sum(param.get_value().size for _, param in named_parameters(module))
 
 
-def fill_tables(module: nnx.Module) -> None:
-    """Gives each table of `module` that is still abstract its initial values."""
+def fill_buffers(module: nnx.Module) -> None:
+    """Fills each buffer of `module` that is still abstract with its initial values."""
     values = {}
-    for path, table in _named(nnx.state(module, Table)):
-        leaf = table.get_value()
+    for path, buffer in _named(nnx.state(module, Buffer)):
+        leaf = buffer.get_value()
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            values[path] = put(np.arange(leaf.size) < table.ones, leaf)
+            values[path] = put(np.arange(leaf.size) < buffer.ones, leaf)
     assign(module, values)
 
 
@@ -134,7 +134,7 @@ def _named(state: Any) -> Iterator[tuple[str, nnx.Variable]]:
 
 
 def _fill(module: nnx.Module, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]) -> None:
-    """Fills each parameter with stddev · draw(a seed of its own, shape), or ones; and tables."""
+    """Fills each parameter with stddev · draw(its own seed, shape) or ones, and each buffer."""
 
     @functools.cache  # layers repeat their shapes: one program serves them all
     def program(shape, dtype, sharding, stddev, offset):
@@ -152,11 +152,11 @@ def _fill(module: nnx.Module, draw: Callable[[jax.Array, tuple[int, ...]], jax.A
         create = program(leaf.shape, leaf.dtype, leaf.sharding, param.stddev, param.offset)
         values[path] = create(np.uint32(zlib.crc32(path.encode())))
     assign(module, values)
-    fill_tables(module)
+    fill_buffers(module)
 
 
 def _mix(bits: jax.Array) -> jax.Array:
-    """A bijection of 32-bit integers in which every output bit hangs on every input bit.
+    """A bijection of 32-bit integers in which every output bit depends on every input bit.
 
     Source: the finalizer of MurmurHash3 (Austin Appleby, public domain).
     """

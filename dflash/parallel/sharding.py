@@ -1,7 +1,7 @@
 """Logical axes -> mesh axes: where every parameter, cache and activation lives.
 
 Code names the axes of an array by what they mean ("heads", "vocab", "batch"); a table of rules says
-over which mesh axes each is split. Whatever does not fit is an error up front, never a silent
+over which mesh axes each is split. An axis that does not fit is an error up front, never silent
 replication.
 """
 
@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dflash import errors, registry
+from dflash.config.schema import MeshConfig
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = tuple(field.name for field in dataclasses.fields(MeshConfig))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Sharding:
 
     @property
     def platform(self) -> str:
-        """What the programs will run on; "unknown" for an abstract mesh."""
+        """Platform of the devices, such as "tpu"; "unknown" for an abstract mesh."""
         return "unknown" if isinstance(self.mesh, AbstractMesh) else self.devices[0].platform
 
     def axes(self, name: str | None) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ class Sharding:
         return NamedSharding(self.mesh, spec)
 
     def abstract(self, shape, names, dtype) -> jax.ShapeDtypeStruct:
-        """An array to be: its shape, dtype and place, without its memory."""
+        """An abstract array: shape, dtype and sharding, without memory."""
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.named(shape, names))
 
     def replicated(self) -> NamedSharding:
@@ -126,7 +127,7 @@ def make_sharding(
     """Builds the mesh that a config asks for.
 
     Args:
-      axis_sizes: devices along each of `MESH_AXES`.
+      axis_sizes: devices along each of `MESH_AXES`; 1 where left out.
       rules: logical axis -> mesh axes.
       abstract: describe the mesh without touching a device (`--dry_run`).
     Raises:
@@ -145,16 +146,18 @@ def make_sharding(
             "give both the same axes"
         )
     frozen = tuple(sorted((name, tuple(axes)) for name, axes in rules.items()))
-    shape = tuple(axis_sizes[axis] for axis in MESH_AXES)
+    shape = tuple(axis_sizes.get(axis, 1) for axis in MESH_AXES)
     # Explicit axes, jax's default, would make every layer spell out the sharding of its outputs.
     types = (AxisType.Auto,) * len(MESH_AXES)
     if abstract:
         return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), frozen)
     wanted, present = math.prod(shape), jax.device_count()
-    if wanted > present or (jax.process_count() > 1 and wanted != present):
+    several = jax.process_count() > 1
+    if wanted > present or (several and wanted != present):
+        rest = ", all of which several processes must use" if several else ""
         raise errors.ConfigError(
-            f"mesh: data × fsdp × tensor = {' × '.join(map(str, shape))} = {wanted} devices, "
-            f"but {present} are present"
+            f"mesh: {' × '.join(MESH_AXES)} = {' × '.join(map(str, shape))} = {wanted} devices, "
+            f"but {present} are present{rest}"
         )
     if wanted == present:
         mesh = jax.make_mesh(shape, MESH_AXES, axis_types=types)

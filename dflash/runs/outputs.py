@@ -4,13 +4,15 @@ import collections
 import dataclasses
 import importlib.metadata
 import json
+import math
 import operator
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import dflash
+from dflash.config.schema import INT32_MAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +158,12 @@ def decode(line: bytes) -> Record:
     """Reads back a line of outputs.jsonl.
 
     Raises:
-      ValueError: it is no such line.
+      ValueError: it is no such line, or its fields cannot come from one prompt; names the field.
     """
-    fields = json.loads(line.decode("utf-8"))
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(fields, dict):
         raise ValueError("not an object")
     # Lines from before cycles had block sizes of their own are read as they are.
@@ -167,13 +172,57 @@ def decode(line: bytes) -> Record:
     if missing:
         raise ValueError(f"no {', '.join(missing)}")
     values = {field.name: fields[field.name] for field in dataclasses.fields(Record)}
-    for name in ("prompt_ids", "output_ids", "acceptance_lengths", "block_sizes"):
+    for name, problem in _problems(values):
+        raise ValueError(f"{name}: {problem}")
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Record(**values | lists)
+
+
+_TIMES = ("prefill_ms", "decode_ms", "decode_clock_s")
+_INTEGERS = {"prompt_ids": 0, "output_ids": 0, "acceptance_lengths": 1, "block_sizes": 1}  # minima
+
+
+def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the fields of a line that are not what a finished prompt leaves, and why."""
+    if not _is_integer(values["index"], 0):
+        yield "index", f"expected an integer >= 0, got {values['index']!r}"
+    if not isinstance(values["prompt"], str | list | None):
+        yield "prompt", "expected text, messages or null"
+    if not isinstance(values["text"], str):
+        yield "text", "expected text"
+    if values["finish_reason"] not in ("stop", "length"):
+        yield "finish_reason", f"expected stop or length, got {values['finish_reason']!r}"
+    for name in _TIMES:
+        value = values[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value < math.inf:
+            yield name, f"expected a finite number >= 0, got {value!r}"
+    sound = True
+    for name, low in _INTEGERS.items():
         if not isinstance(values[name], list):
-            raise ValueError(f"{name} is not a list")
-        values[name] = tuple(values[name])
-    if isinstance(values["prompt"], list):
-        values["prompt"] = tuple(values["prompt"])
-    return Record(**values)
+            sound = False
+            yield name, "expected a list"
+        elif not all(_is_integer(item, low) for item in values[name]):
+            sound = False
+            yield name, f"expected integers >= {low}"
+    if sound:
+        yield from _cycle_problems(values)
+
+
+def _cycle_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What does not add up: each cycle commits at most its rows, all of them the output."""
+    lengths, sizes = values["acceptance_lengths"], values["block_sizes"]
+    if sizes and len(sizes) != len(lengths):
+        yield "block_sizes", f"{len(sizes)} of them, but {len(lengths)} acceptance_lengths"
+    elif any(length > size for length, size in zip(lengths, sizes, strict=False)):
+        yield "acceptance_lengths", "more tokens than rows in a cycle (see block_sizes)"
+    later = len(values["output_ids"]) - 1
+    if sum(lengths) != later:
+        yield "acceptance_lengths", f"sum to {sum(lengths)}, not to len(output_ids) - 1 = {later}"
+
+
+def _is_integer(value: Any, low: int) -> bool:
+    return type(value) is int and low <= value <= INT32_MAX
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash import errors
-from dflash.runs import directories
-from dflash.runs.display import Display
 from dflash.config import loader
 from dflash.config.sweep import Point, Sweep, label
+from dflash.runs import files
+from dflash.runs.directory import another_config, check_config
+from dflash.runs.display import Display
 
 POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
 
@@ -97,7 +98,7 @@ def run(
     rows = finished(sweep, directory)
     pending = [point for point in chosen if point.name not in rows]
     _check(runner, directory, pending)
-    with directories.explained(directory):
+    with files.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for name, row in rows.items():
             add_row(directory / TABLE, name, row)
@@ -133,11 +134,12 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
             found, metrics = content["config_hash"], content["metrics"]
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise errors.WorkdirError(f"{path}: damaged: delete it to run it again") from error
-        if found != loader.config_hash(point.config):
-            directories.check_config(path.parent, loader.to_yaml(point.config))
-            raise directories.another_config(path.parent)
+        # Another hash may be an earlier version's; then the config itself decides.
+        same = found == loader.config_hash(point.config)
+        if not same and not check_config(path.parent, point.config):
+            raise another_config(path.parent)
         rows[point.name] = {**point.values, **metrics, "config_hash": found}
     return rows
 
@@ -152,7 +154,7 @@ def add_row(path: pathlib.Path, name: str, row: Mapping[str, Any]) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    with directories.waiting_lock(path.with_name(f".{path.name}.lock")):
+    with files.waiting_lock(path.with_name(f".{path.name}.lock")):
         table = {line["name"]: line for line in read_rows(path)}
         table[name] = {"name": name, **{key: _cell(value) for key, value in row.items()}}
         columns = list(dict.fromkeys(key for line in table.values() for key in line))
@@ -161,7 +163,7 @@ def add_row(path: pathlib.Path, name: str, row: Mapping[str, Any]) -> None:
         writer.writeheader()
         writer.writerows(table.values())
         if not path.exists() or path.read_text(encoding="utf-8") != text.getvalue():
-            directories.write_whole(path, text.getvalue())
+            files.write_whole(path, text.getvalue())
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
@@ -205,7 +207,7 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) ->
     problems: dict[str, list[str]] = {}
     for point in pending:
         try:
-            directories.check_config(_directory(directory, point), loader.to_yaml(point.config))
+            check_config(_directory(directory, point), point.config)
             runner.check(point.config)
         except errors.UserError as error:
             for line in str(error).splitlines():
@@ -232,9 +234,9 @@ def _record(directory: pathlib.Path, point: Point, metrics: Mapping[str, Any]) -
     config_hash = loader.config_hash(point.config)
     content = {"config_hash": config_hash, "values": point.values, "metrics": metrics}
     row = {**point.values, **metrics, "config_hash": config_hash}
-    with directories.explained(directory):
+    with files.explained(directory):
         path = _directory(directory, point) / POINT
-        directories.write_whole(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        files.write_whole(path, files.to_json(content))
         add_row(directory / TABLE, point.name, row)
     return row
 

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from dflash import errors
-from dflash.runs import directories
+from dflash.runs import files
 from dflash.training.trainer import Batches
 
 Arrays = dict[str, np.ndarray]
@@ -89,8 +89,8 @@ def cache_key(*content: Any) -> str:
 
 def fingerprint(directory: pathlib.Path) -> list[tuple[str, int, int]]:
     """Names, sizes and times of a checkpoint's weight files: other weights, other features."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    stats = [(path, path.stat()) for path in files if path.suffix not in (".md", ".txt")]
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    stats = [(path, path.stat()) for path in paths if path.suffix not in (".md", ".txt")]
     return [(str(path.relative_to(directory)), s.st_size, s.st_mtime_ns) for path, s in stats]
 
 
@@ -119,7 +119,7 @@ def open_cache(
       InputError: it is damaged.
     """
     mine = directory / f"share-{share}-of-{shares}"
-    with directories.explained(mine):
+    with files.explained(mine):
         mine.mkdir(parents=True, exist_ok=True)
         if not (mine / _DONE).exists():
             _build(mine, num_batches, batches, compute, progress)
@@ -141,7 +141,7 @@ def _build(mine, num_batches, batches, compute, progress) -> None:
         _write_part(mine / _part_name(part), group, {"batches": finished, "state": source.state()})
         part += 1
         progress(finished)
-    directories.write_whole(mine / _DONE, json.dumps({"parts": part, "batches": finished}))
+    files.write_whole(mine / _DONE, json.dumps({"parts": part, "batches": finished}))
 
 
 def _groups(source, compute, count: int) -> Iterator[list[Arrays]]:
@@ -169,7 +169,7 @@ def _write_part(path: pathlib.Path, group: list[Arrays], facts: Mapping[str, Any
             np.save(file, array)
             file.flush()
             os.fsync(file.fileno())
-    directories.write_whole(partial / _NEXT, json.dumps(facts))
+    files.write_whole(partial / _NEXT, json.dumps(facts))
     partial.rename(path)
 
 

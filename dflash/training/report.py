@@ -15,7 +15,7 @@ import rich.progress
 import rich.table
 import rich.text
 
-from dflash.runs import directories
+from dflash.runs import files
 from dflash.training import rundir
 
 Metrics = Mapping[str, float]
@@ -55,7 +55,7 @@ class Report:
         self._bar = None
         if not self._silent:
             self._path = directory / rundir.METRICS
-            with directories.explained(self._path):
+            with files.explained(self._path):
                 _cut(self._path, first_step)
             self._board = _tensorboard(directory / rundir.TENSORBOARD, first_step)
             if self._console.is_terminal:
@@ -135,10 +135,10 @@ class Report:
         if self._silent:
             return
         values = {name: _finite(value) for name, value in metrics.items()}
-        with directories.explained(self._path), self._path.open("a", encoding="utf-8") as file:
+        with files.explained(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         if self._board is not None:
-            with directories.explained(self._path.parent / rundir.TENSORBOARD):
+            with files.explained(self._path.parent / rundir.TENSORBOARD):
                 for name, value in metrics.items():
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
@@ -179,14 +179,14 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, TypeError, KeyError):
             continue
-    directories.write_whole(path, "".join(kept))
+    files.write_whole(path, "".join(kept))
 
 
 def _tensorboard(directory: pathlib.Path, first_step: int):
     """A writer of TensorBoard's event files; it hides what an earlier run wrote past this step."""
     import tensorboardX
 
-    with directories.explained(directory):
+    with files.explained(directory):
         return tensorboardX.SummaryWriter(str(directory), purge_step=first_step + 1)
 
 

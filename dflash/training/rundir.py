@@ -9,84 +9,60 @@ features/         the target's features, with train.features=cached
 hf/               the exported weights: the best evaluated ones, or the last
 """
 
-import hashlib
-import json
 import os
 import pathlib
 
 import jax
 
-from dflash import errors
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
-from dflash.runs import directories
+from dflash.runs.directory import RunDirectory
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 TENSORBOARD, FEATURES, EXPORT = "tensorboard", "features", "hf"
-_LOCK = ".lock"
+_VERSION = "2:"  # of the way in which an identity is computed
 
 
-class RunDirectory:
-    """A work directory that this run holds alone, until it is closed."""
+def open_directory(path: str | os.PathLike, config: TrainRun) -> RunDirectory:
+    """Takes the work directory of a training run; all processes return once the first has it.
 
-    def __init__(self, directory: str | os.PathLike, config: TrainRun):
-        """Takes the directory, and makes it where it is missing.
+    Raises:
+      WorkdirError: it cannot be written, is in use by another run, or holds checkpoints of a run
+        with other values of keys that must not change.
+    """
+    directory = RunDirectory(
+        path,
+        config,
+        is_used=_has_checkpoints,
+        may_change=train_schema.is_free,
+        take=jax.process_index() == 0,
+    )
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
 
-        Raises:
-          WorkdirError: it cannot be written, is in use by another run, or holds checkpoints of a
-            run that differs in what matters.
-        """
-        self.path = pathlib.Path(directory).expanduser().absolute()
-        self.identity = identity(config)
-        self._descriptor = -1
-        if jax.process_index() == 0:
-            with directories.explained(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-                try:
-                    directories.lock(self.path, self._descriptor)
-                    self._check(config)
-                    directories.write_whole(self.path / directories.CONFIG, loader.to_yaml(config))
-                except BaseException:
-                    self.close()
-                    raise
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices("work directory taken")
-
-    def close(self) -> None:
-        """Lets the next run have the directory."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)  # and with it goes the lock
-            self._descriptor = -1
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *unused):
-        self.close()
-
-    def _check(self, config: TrainRun) -> None:
-        """Compares this run's config with that of the checkpoints, in the keys that matter."""
-        checkpoints = self.path / CHECKPOINTS
-        if not checkpoints.is_dir() or not any(p.name.isdecimal() for p in checkpoints.iterdir()):
-            return  # nothing was learned here yet
-        if not directories.check_config(self.path, loader.to_yaml(config), _matters):
-            raise errors.WorkdirError(
-                f"{self.path / directories.CONFIG}: missing, so nobody knows what the checkpoints "
-                "are of: use another --workdir"
-            )
+        multihost_utils.sync_global_devices("work directory taken")
+    return directory
 
 
 def identity(config: TrainRun) -> str:
-    """Twelve hex digits over what a continued run must not change."""
-    flat = directories.flatten(loader.to_dict(config))
-    content = {key: value for key, value in flat if _matters(key)}
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    """A hash of what a continued run must not change; saved with each checkpoint.
+
+    It covers the values that differ from their defaults, so a new key changes no identity.
+    """
+    flat = loader.flatten(loader.non_defaults(config))
+    fixed = {key: value for key, value in flat if not train_schema.is_free(key)}
+    return _VERSION + loader.digest(fixed)
 
 
-def _matters(key: str) -> bool:
-    """Whether a continued run must not change the value of a dotted key."""
-    return not train_schema.is_free(key)
+def same_run(saved: str | None, config: TrainRun) -> bool:
+    """Whether a checkpoint with this identity belongs to a run of `config`.
+
+    The first version hashed every key, defaults included. Its identities have no version in front
+    and cannot be compared; the directory's config.yml has been.
+    """
+    return saved is not None and (not saved.startswith(_VERSION) or saved == identity(config))
+
+
+def _has_checkpoints(directory: pathlib.Path) -> bool:
+    checkpoints = directory / CHECKPOINTS
+    return checkpoints.is_dir() and any(one.name.isdecimal() for one in checkpoints.iterdir())

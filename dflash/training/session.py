@@ -10,7 +10,8 @@ import numpy as np
 
 from dflash import errors
 from dflash.config import loader
-from dflash.runs import directories
+from dflash.runs import files
+from dflash.runs.directory import CONFIG, RunDirectory
 from dflash.training import features, rundir
 from dflash.training import state as states
 from dflash.training import step as steps_lib
@@ -18,7 +19,6 @@ from dflash.training.checkpoints import Checkpoints, Restored
 from dflash.training.evaluation import DraftingTest, Evaluation
 from dflash.training.job import Job
 from dflash.training.report import Report
-from dflash.training.rundir import RunDirectory
 from dflash.training.state import Params, TrainState
 from dflash.training.trainer import Batches, Course, Outcome, Tools, Trainer
 
@@ -76,10 +76,10 @@ def _begin(
     if found is None:
         params = job.task.fresh_params()
         state = states.create(params, optimizer, job.config.train.seed, job.sharding)
-        return Restored(0, state, {"data": None, "identity": directory.identity})
-    if found.facts.get("identity") != directory.identity:
+        return Restored(0, state, {"data": None, "identity": rundir.identity(job.config)})
+    if not rundir.same_run(found.facts.get("identity"), job.config):
         raise errors.WorkdirError(
-            f"{directory.path}: holds checkpoints of another config than its {directories.CONFIG} "
+            f"{directory.path}: holds checkpoints of another config than its {CONFIG} "
             "says: use another --workdir, or delete this one"
         )
     tell(f"going on after step {found.step}")
@@ -153,12 +153,11 @@ def _cache_key(job: Job) -> str:
     """Over everything that the rows and their features hang on."""
     source = job.task.target_source
     weights = features.fingerprint(source.directory) if source.directory else source.seed
-    config = loader.to_dict(job.config)
     return features.cache_key(
-        config["target"],
-        config["data"],
-        config["train"]["dtype"],
-        config["train"]["batch_size"],
+        loader.non_defaults(job.config.target),
+        loader.non_defaults(job.config.data),
+        job.config.train.dtype,
+        job.config.train.batch_size,
         job.task.working.feature_layers,
         job.config.loss.uses_target_hidden,
         job.tokenizer.fingerprint,
@@ -181,7 +180,7 @@ def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> Non
             shutil.rmtree(leftover, ignore_errors=True)
     job.task.export(params, fresh, job.tokenizer_directory)
     if jax.process_index() == 0:
-        with directories.explained(final):
+        with files.explained(final):
             if final.exists():
                 final.rename(old)
             fresh.rename(final)

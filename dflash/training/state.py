@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from dflash.parallel.parameters import Table
+from dflash.parallel.parameters import Buffer
 from dflash.parallel.sharding import Sharding
 
 Params = Any  # nnx.State of arrays
@@ -40,7 +40,7 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
 
 def tables(model: nnx.Module) -> Params:
     """What a module holds besides parameters, and does not learn; often nothing."""
-    return nnx.state(model, Table)
+    return nnx.state(model, Buffer)
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:

@@ -138,7 +138,7 @@ class DrafterTask(Task):
         assembly.load_weights(self.target, self.target_source)
         if self.from_scratch:
             self.learner.prepare_training(count_tokens)
-            parameters.fill_tables(self.learner)
+            parameters.fill_buffers(self.learner)
         elif jax.tree.leaves(states.tables(self.learner)):
             assembly.load_weights(self.learner, self.learner_source)
         nnx.update(self.working, states.tables(self.learner))

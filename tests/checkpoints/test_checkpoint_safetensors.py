@@ -1,12 +1,17 @@
 """The Hugging Face layout: reading sharded, casting, damage, writing."""
 
 import json
+import pathlib
+import tempfile
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from support.golden import import_transformers, load
 from support.models import make_sharding
@@ -229,6 +234,21 @@ def test_corrupt_index(tmp_path):
     )
 
 
+@pytest.mark.parametrize("shard", [None, 5, ["a"], {"a": "b"}])
+def test_index_of_other_things_than_names(tmp_path, shard):
+    write_index(tmp_path, {UP: shard})
+    assert failure(tmp_path) == (
+        f"{tmp_path}/model.safetensors.index.json: weight_map: '{UP}': "
+        f"expected the name of a file, got {shard!r}"
+    )
+
+
+@pytest.mark.parametrize("shard", ["x" * 300, "", "..", "a\0b"])
+def test_index_of_names_that_no_file_has(tmp_path, shard):
+    write_index(tmp_path, {UP: shard})
+    assert f"missing; model.safetensors.index.json says it holds '{UP}'" in failure(tmp_path)
+
+
 def test_truncated_file_names_the_tensor(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(make_tensors(), file)
@@ -252,6 +272,32 @@ def test_file_too_short_for_its_header(tmp_path, content):
 
 @pytest.mark.parametrize("header", [b"not json", b"[1]", b'{"a":1}', b'{"a":{"dtype":"F32"}}'])
 def test_corrupt_header(tmp_path, header):
+    check_corrupt(tmp_path, header)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    st.sampled_from(["dtype", "shape", "data_offsets"]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+        max_leaves=4,
+    ),
+)
+def test_any_header_is_read_or_refused_in_a_line(field, value):
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | {field: value}
+    header = json.dumps({UP: entry}).encode()
+    with tempfile.TemporaryDirectory() as directory:
+        file = pathlib.Path(directory) / "model.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+        assert directory in failure(pathlib.Path(directory))
+
+
+def test_a_header_that_nests_too_deeply(tmp_path):
+    check_corrupt(tmp_path, b"[" * 100_000)
+
+
+def check_corrupt(tmp_path, header):
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     assert failure(tmp_path) == f"{file}: corrupt header; {AGAIN}"
@@ -308,6 +354,22 @@ def test_writes_another_dtype(tmp_path):
     assert written[UP].tobytes() == tensors[UP].astype(jnp.bfloat16).tobytes()
     assert checkpoint.read_config(tmp_path / "out") == {"dtype": "bfloat16"}
     assert config == {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([4, 4, 4, 4], [[4, 4], [4, 4]]),
+        ([8, 1, 7, 1], [[8], [1, 7], [1]]),
+        ([9, 9], [[9], [9]]),
+        ([3, 9, 3, 5], [[3], [9], [3, 5]]),
+        ([], [[]]),
+    ],
+)
+def test_shards_are_filled_one_after_another(sizes, expected):
+    tensors = [types.SimpleNamespace(num_bytes=size) for size in sizes]
+    shards = safetensors_io._pack(tensors, 8)
+    assert [[tensor.num_bytes for tensor in shard] for shard in shards] == expected
 
 
 def test_splits_into_shards(tmp_path):

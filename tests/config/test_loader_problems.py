@@ -15,7 +15,7 @@ from dflash.registry import DRAFTERS
          "target.block_size: unknown key; did you mean 'drafter.block_size'?"),
         ("drafter.architecture.vocab_size=9", "drafter.architecture.vocab_size: unknown key; "
          "did you mean 'target.architecture.vocab_size'?"),
-        ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor"),
+        ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor, expert"),
         ("decode.copy=1", "decode.copy: unknown key; expected one of max_new_tokens, temperature, "
          "top_k, top_p, seed, verify, stop_ids, ignore_eos, baseline, batch_size, sync_every, "
          "max_length, page_size, kv_dtype, prefill_chunk"),
@@ -44,7 +44,18 @@ from dflash.registry import DRAFTERS
         ("decode.stop_ids=x", "decode.stop_ids: expected an integer >= 0, got 'x'"),
         ("decode.stop_ids=[1", "decode.stop_ids: expected a list of integers >= 0, "
          "got '[1' (not valid YAML)"),
-        ("decode.max_length=x", "decode.max_length: expected an integer >= 2 or null, got 'x'"),
+        ("decode.max_length=x", "decode.max_length: expected an integer in [2, 16777216] or null, "
+         "got 'x'"),
+        ("decode.top_k=2147483648", "decode.top_k: expected an integer in [0, 2147483647], "
+         "got 2147483648"),
+        ("decode.sync_every=4294967296", "decode.sync_every: expected an integer >= 1, "
+         "got 4294967296"),
+        ("decode.page_size=131072", "decode.page_size: expected an integer in [8, 65536], "
+         "got 131072"),
+        ("decode.batch_size=1000000000000", "decode.batch_size: expected an integer >= 1, "
+         "got 1000000000000"),
+        ("decode.stop_ids=[2147483648]", "decode.stop_ids[0]: expected an integer in "
+         "[0, 2147483647], got 2147483648"),
         ("decode=3", "decode: expected a mapping, got 3"),
         ("prompts.text.x=3", "prompts.text: expected a list of strings, got a mapping"),
         ("sharding_rules=[1]", "sharding_rules: expected a mapping to lists of strings, "
@@ -118,9 +129,9 @@ def test_missing_keys_are_named_with_what_they_expect(write):
     )
     prefix = "target.architecture"
     assert problems("c.yml") == [
-        f"c.yml:4: {prefix}.intermediate_size: required: an integer in [1, 16777216]",
-        f"c.yml:4: {prefix}.num_key_value_heads: required: an integer in [1, 65536]",
-        f"c.yml:4: {prefix}.head_dim: required: an integer in [2, 65536]",
+        f"c.yml:4: {prefix}.intermediate_size: required: an integer >= 1",
+        f"c.yml:4: {prefix}.num_key_value_heads: required: an integer >= 1",
+        f"c.yml:4: {prefix}.head_dim: required: an integer >= 2",
         f"c.yml:10: {prefix}.rope_scaling.factor: expected a number >= 1, got 0.5",
     ]
 

@@ -28,7 +28,7 @@ TEXTS = st.text(max_size=20) | st.sampled_from(
 NAMES = TEXTS.filter(bool)
 
 
-def ints(low, high=2**40):
+def ints(low, high=schema.INT32_MAX):
     return st.integers(low, high)
 
 
@@ -48,7 +48,7 @@ TARGET_SHAPES = st.builds(
     vocab_size=ints(1000),
     hidden_size=ints(1),
     intermediate_size=ints(1),
-    num_hidden_layers=ints(50),
+    num_hidden_layers=ints(50, schema.MAX_LAYERS),
     num_attention_heads=st.sampled_from([4, 8]),
     num_key_value_heads=st.sampled_from([1, 2, 4]),
     head_dim=st.sampled_from([2, 64]),
@@ -88,7 +88,7 @@ DECODES = st.builds(
     seed=ints(0, 2**32 - 1),
     verify=st.sampled_from(["coupled", "rejection"]),
     stop_ids=st.lists(ints(0, 999), max_size=3).map(tuple),
-    max_length=st.none() | ints(101),
+    max_length=st.none() | ints(101, schema.MAX_TOKENS),
     page_size=st.sampled_from([8, 256]),
 )
 PROMPTS = st.builds(

@@ -108,7 +108,7 @@ def test_sources_name_the_line_of_the_key():
         ("[1, 2]\n", ["f.yml: expected a mapping of keys to values, got a list"]),
         ("hello\n", ["f.yml: expected a mapping of keys to values, got 'hello'"]),
         ("? [1]\n: 2\n", ["f.yml:1: a key must be a plain name, got a list"]),
-        ("[" * 5000, ["f.yml: nested too deeply"]),
+        ("[" * 5000, ["f.yml:1: not valid YAML: nested deeper than 40 levels"]),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_one_line_each(text, expected):

@@ -27,7 +27,7 @@ def test_a_mesh_decodes_as_one_device(name, mesh):
     )
     check_plain_outputs(run, random_prompts(LENGTHS), LIMITS, STOP_IDS)
     state = run.new_state()
-    keys = state.cache.keys[0]
+    keys = state.cache.pools[0]
     assert len(keys.sharding.device_set) == 8
     assert keys.addressable_shards[0].data.size * 8 == keys.size, "the cache is not split"
     assert jax.tree.all(jax.tree.map(lambda x: len(x.sharding.device_set) == 8, state))
@@ -41,6 +41,6 @@ def test_a_mesh_splits_quantised_pages_and_their_scales():
     done = decode(run, prompts, limits)
     assert [one.output_ids for one in done] == [one.output_ids for one in wanted]
     assert max(max(one.acceptance_lengths) for one in done) > 1, "no draft was accepted"
-    keys = run.new_state().cache.keys[0]
+    keys = run.new_state().cache.pools[0]
     for part in (keys.values, keys.scales):
         assert part.addressable_shards[0].data.size * 8 == part.size, "the cache is not split"

@@ -126,8 +126,8 @@ def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree, dept
             np.testing.assert_allclose(state.drafter["features"][i, :held], features, atol=1e-4)
             assert int(state.anchor[i]) == text[held]
             for rows, wanted in zip(
-                jax.tree.leaves((state.cache.keys, state.cache.values)),
-                jax.tree.leaves((fresh[i].cache.keys, fresh[i].cache.values)),
+                jax.tree.leaves(state.cache.layers),
+                jax.tree.leaves(fresh[i].cache.layers),
                 strict=True,
             ):
                 held_rows = cached_rows(rows, state.cache.page_table[i], held)

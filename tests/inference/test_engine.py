@@ -75,7 +75,7 @@ def test_what_prefill_holds_does_not_depend_on_bucket_and_chunks(compiled, lengt
 
 def rows(prefix, count: int) -> list[np.ndarray]:
     """The first rows of every layer's keys and values, each [K, count, H]."""
-    leaves = map(np.asarray, jax.tree.leaves((prefix.cache.keys, prefix.cache.values)))
+    leaves = map(np.asarray, jax.tree.leaves(prefix.cache.layers))
     return [
         pages[:, 1:].reshape(pages.shape[0], -1, pages.shape[-1])[:, :count] for pages in leaves
     ]

@@ -4,6 +4,7 @@ Rows of prompts, blocks and trees must end up in the same bits as rows that come
 drafting would change what is drafted from.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -55,8 +56,8 @@ def test_trees_accepted_here_and_there_leave_what_a_prompt_would(kv_dtype):
     for i, text in enumerate(texts):
         fresh, held = run.prefill(text[:-1], i), len(text) - 1
         for rows, wanted in zip(
-            (*state.cache.keys, *state.cache.values),
-            (*fresh.cache.keys, *fresh.cache.values),
+            state.cache.pools,
+            fresh.cache.pools,
             strict=True,
         ):
             now, scale = cached_rows(rows, state.cache.page_table[i], held)
@@ -87,7 +88,7 @@ def logits_over(kv_dtype):
         batch=1, pages_per_sequence=3, num_pages=4, page_size=16, kv_dtype=kv_dtype
     )
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-    cache = type(cache)(cache.keys, cache.values, jnp.array([[2, 1, 3]]))
+    cache = dataclasses.replace(cache, page_table=jnp.array([[2, 1, 3]]))
     tokens = jnp.array(random_prompts([48]))
     found = []
     for rows in (slice(0, 40), slice(40, 48)):
@@ -114,9 +115,7 @@ def test_logits_stay_close():
 def test_the_plan_counts_scales():
     """A row of 8 numbers takes 8 bytes and a scale's 4, where float32 takes 32."""
     sizes = {
-        kv_dtype: plan.measure(
-            (cache := engine(kv_dtype=kv_dtype).abstract_state().cache).keys + cache.values
-        ).total_bytes
+        kv_dtype: plan.measure(engine(kv_dtype=kv_dtype).abstract_state().cache.pools).total_bytes
         for kv_dtype in ("auto", *KV_DTYPES)
     }
     assert sizes["int8"] == sizes["float8_e4m3fn"] == sizes["auto"] * 12 // 32

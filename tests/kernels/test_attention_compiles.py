@@ -58,8 +58,8 @@ def test_shapes_of_paged_attention(length, kv_heads, group, width, dtype):
     compile_for(V5P, call, paged_shapes(length, kv_heads, group, width, dtype, pages=16))
 
 
-def test_trees_windows_and_soft_caps():
-    call = functools.partial(paged_attention, scale=0.1, window=64, soft_cap=30.0)
+def test_trees():
+    call = functools.partial(paged_attention, scale=0.1)
     compile_for(V5P, call, paged_shapes(33, 2, 4, 128, BF16, tree=True))
 
 
@@ -102,7 +102,7 @@ def compile_quantised(chip, kv_dtype, length, *args, **options):
     def call(*arrays):
         *plain, key_scales, value_scales = arrays
         plain[3:5] = Quantised(plain[3], key_scales), Quantised(plain[4], value_scales)
-        return paged_attention(*plain, scale=0.1, soft_cap=30.0)
+        return paged_attention(*plain, scale=0.1)
 
     compile_for(chip, call, shapes)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from support.interpreter import interpret
-from support.paged_cases import ancestry, make_case
+from support.paged_cases import SCALE, ancestry, make_case
 
 from dflash.kernels import flash_tpu
 from dflash.kernels.paged_attention import paged_attention
@@ -29,7 +29,7 @@ def check(case, *, keys, queries=128):
         paged_attention,
         implementation="interpret",
         sizes=BlockSizes(keys, queries),
-        **case.view,
+        scale=SCALE,
     )
     result = interpret(lambda arguments: call(**arguments), case.arguments)
     case.check(
@@ -58,15 +58,13 @@ def test_ragged_starts_and_page_edges(length, starts, page, dtype, kv_heads, gro
 
 
 def test_long_prompts_take_several_tiles_of_queries():
-    case = make_case([9, 0], 37, kv_heads=1, width=64, page_size=8, window=20)
+    case = make_case([9, 0], 37, kv_heads=1, width=64, page_size=8)
     check(case, keys=16, queries=16)
 
 
-def test_trees_with_a_window_and_a_soft_cap():
+def test_trees():
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
-    case = make_case(
-        [0, 19, 8], 6, kv_heads=1, width=64, page_size=8, tree_mask=trees, window=4, soft_cap=1.5
-    )
+    case = make_case([0, 19, 8], 6, kv_heads=1, width=64, page_size=8, tree_mask=trees)
     check(case, keys=8)
 
 
@@ -78,7 +76,7 @@ def test_a_sequence_without_context_starts_no_copy():
     keys, values = (case.arguments[name].swapaxes(1, 2) for name in ("keys", "values"))
     params = pltpu.InterpretParams(dma_execution_mode="eager", out_of_bounds_reads="raise")
     call = functools.partial(
-        paged_attention_tpu, sizes=BlockSizes(16, 128), interpret=params, **case.view
+        paged_attention_tpu, sizes=BlockSizes(16, 128), interpret=params, scale=SCALE
     )
     result = jax.jit(call)(**case.arguments | {"keys": keys, "values": values})
     case.check(result, 2e-5, stale_unit=case.page_size)
@@ -104,7 +102,7 @@ def test_quantised_pages(length, starts, kv_heads, group, dtype, kv_dtype, queri
 def test_trees_over_quantised_pages():
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
     case = make_case(
-        [126, 0], 6, kv_heads=1, width=64, page_size=128, tree_mask=trees, window=100, soft_cap=1.5,
+        [126, 0], 6, kv_heads=1, width=64, page_size=128, tree_mask=trees,
         kv_dtype="int8",
     )  # fmt: skip
     check(case, keys=128)
@@ -113,7 +111,7 @@ def test_trees_over_quantised_pages():
 def test_scales_need_pages_of_whole_tiles_of_lanes():
     case = make_case([3], 2, width=64, page_size=32, kv_dtype="int8")
     with pytest.raises(ValueError, match="scales of pages of 32 rows are no multiple of 128"):
-        paged_attention(**case.arguments, **case.view, implementation="pallas")
+        paged_attention(**case.arguments, scale=SCALE, implementation="pallas")
 
 
 def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
@@ -122,7 +120,7 @@ def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
         name: jnp.zeros((2, 2, 1 << 16, 128), BF16) for name in ("key_pages", "value_pages")
     }
     with pytest.raises(ValueError, match=r"needs .* MiB of VMEM of 56: .*pages 6×1×65536×128") as e:
-        paged_attention(**case.arguments, **case.view, implementation="interpret")
+        paged_attention(**case.arguments, scale=SCALE, implementation="interpret")
     assert str(e.value).startswith("paged_attention: ")
 
 
@@ -133,4 +131,4 @@ def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
 def test_what_the_kernel_does_not_cover(width, page, message):
     case = make_case([3], 2, width=width, page_size=page)
     with pytest.raises(ValueError, match=message):
-        paged_attention(**case.arguments, **case.view, implementation="pallas")
+        paged_attention(**case.arguments, scale=SCALE, implementation="pallas")

@@ -1,5 +1,7 @@
 """Tests of the paged and the static cache."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +14,19 @@ from dflash.parallel import sharding as shardings
 
 
 def make_paged(
-    batch=2, pages_per_sequence=3, page_size=4, *, shares=1, sharding=None, kv_dtype=None
+    batch=2,
+    pages_per_sequence=3,
+    page_size=4,
+    *,
+    shares=1,
+    sharding=None,
+    kv_dtype=None,
+    specs=None,
 ):
-    """A cache of two layers whose every slot holds a number of its own, or has such a scale."""
+    """A cache whose every slot holds a number of its own, or has such a scale; of two layers."""
+    rows = kv.CacheArray(2, 4, "kv_heads")
     abstract = kv.paged_cache(
-        num_layers=2,
-        num_kv_heads=2,
-        head_dim=4,
+        specs or [(rows, rows)] * 2,
         batch=batch,
         pages_per_sequence=pages_per_sequence,
         num_pages=shares * (batch // shares * pages_per_sequence + 1),
@@ -27,7 +35,7 @@ def make_paged(
         quantised=kv_dtype is not None,
         sharding=sharding or make_sharding(),
     )
-    pools, form = jax.tree.flatten((abstract.keys, abstract.values))
+    pools, form = jax.tree.flatten(abstract.layers)
     numbers = [
         jax.device_put(
             (np.arange(pool.size).reshape(pool.shape) % most + 1e4 * i % most).astype(pool.dtype),
@@ -40,7 +48,8 @@ def make_paged(
     local = batch // shares * pages_per_sequence
     table = np.tile(np.arange(local, 0, -1), shares).reshape(batch, pages_per_sequence)
     table = jax.device_put(table.astype(np.int32), abstract.page_table.sharding)
-    return kv.PagedCache(*jax.tree.unflatten(form, numbers), table)
+    layers = jax.tree.unflatten(form, numbers)
+    return dataclasses.replace(abstract, layers=layers, page_table=table)
 
 
 def rows_of(pages, table, page_base=0):
@@ -51,10 +60,9 @@ def rows_of(pages, table, page_base=0):
 
 def check_compacted(before, after, start, path, shares=1):
     batch = len(start)
-    per_share = before.keys[0].shape[1] // shares
+    per_share = before.pools[0].shape[1] // shares
     olds, news = (
-        [part for pool in (*cache.keys, *cache.values) for part in by_slot(pool)]
-        for cache in (before, after)
+        [part for pool in cache.pools for part in by_slot(pool)] for cache in (before, after)
     )
     for old, new in zip(olds, news, strict=True):
         expected_pool = np.array(old)
@@ -76,10 +84,10 @@ def test_compact_moves_an_accepted_path():
     start, path = [2, 7], [[0, 2, 4, 4], [0, 1, 3, 4]]
     after = cache.compact(jnp.array(start), jnp.array(path), make_sharding())
     check_compacted(cache, after, start, path)
-    # That much by hand: row 2 of sequence 1's tree (slot 9) gets what slot 10 held.
+    # One row explicitly: row 2 of sequence 1's tree (slot 9) gets what slot 10 held.
     np.testing.assert_array_equal(
-        rows_of(after.keys[0], after.page_table[1])[:, 9],
-        rows_of(cache.keys[0], cache.page_table[1])[:, 10],
+        rows_of(after.pools[0], after.page_table[1])[:, 9],
+        rows_of(cache.pools[0], cache.page_table[1])[:, 10],
     )
 
 
@@ -94,11 +102,60 @@ def test_compact_of_a_chain_changes_nothing():
 def test_compact_on_eight_devices(kv_dtype):
     sharding = make_sharding(data=2, fsdp=2, tensor=2)
     cache = make_paged(batch=4, shares=4, sharding=sharding, kv_dtype=kv_dtype)
-    assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(cache.keys))
+    assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(cache.layers))
     start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
     compact = jax.jit(lambda *args: cache.compact(*args, sharding))
     after = compact(jnp.array(start), jnp.array(path))
     check_compacted(cache, after, start, path, shares=4)
+
+
+MIXED = [
+    (kv.CacheArray(2, 4, "kv_heads"),) * 2,  # grouped queries
+    kv.CacheArray(1, 6, None),  # one array for all heads
+    {"rows": kv.CacheArray(2, 2, "kv_heads"), "of all": kv.CacheArray(3, 8, None)},
+]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
+def test_layers_keep_what_their_attention_names(kv_dtype):
+    sharding = make_sharding(data=2, fsdp=2, tensor=2)
+    cache = make_paged(batch=4, shares=4, sharding=sharding, kv_dtype=kv_dtype, specs=MIXED)
+    assert [pool.shape for pool in cache.pools] == [
+        (2, 16, 4, 4),
+        (2, 16, 4, 4),
+        (1, 16, 4, 6),
+        (3, 16, 4, 8),  # a dictionary is ordered by its keys
+        (2, 16, 4, 2),
+    ]
+    assert cache.axes == ("kv_heads", "kv_heads", None, None, "kv_heads")
+    assert (cache.layers[1].shape, cache.layers[2]["rows"].shape) == ((1, 16, 4, 6), (2, 16, 4, 2))
+    start, path = [2, 7, 0, 3], [[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 2, 2]]
+    compact = jax.jit(lambda *args: cache.compact(*args, sharding))
+    after = compact(jnp.array(start), jnp.array(path))
+    check_compacted(cache, after, start, path, shares=4)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
+def test_insert_writes_the_pages_of_a_slot_in_its_share(kv_dtype):
+    """Other shares write their scratch page alone."""
+    sharding, slot, share, pages = make_sharding(data=2, fsdp=2, tensor=2), 2, 2, [3, 1]
+    options = {"sharding": sharding, "kv_dtype": kv_dtype, "specs": MIXED}
+    cache = make_paged(batch=4, shares=4, **options)
+    prefix = make_paged(batch=1, pages_per_sequence=2, **options)
+    prefix = jax.tree.map(lambda x: -x, prefix)
+    table = jnp.array([3, 1, 0], jnp.int32)
+    insert = jax.jit(lambda cache, prefix, *args: cache.insert(prefix, *args, sharding))
+    after = insert(cache, prefix, slot, share, table, jnp.array(pages))
+    expected = np.array(cache.page_table)
+    expected[slot] = table
+    np.testing.assert_array_equal(after.page_table, expected)
+    for old, new, one in zip(
+        *map(jax.tree.leaves, (cache.layers, after.layers, prefix.layers)), strict=True
+    ):
+        wanted, per_share = np.array(old), old.shape[1] // 4
+        wanted[:, [share * per_share + page for page in pages]] = np.asarray(one)[:, 1:]
+        kept = np.arange(old.shape[1]) % per_share != 0  # all but scratch
+        np.testing.assert_array_equal(np.asarray(new)[:, kept], wanted[:, kept])
 
 
 def make_static(batch=3, capacity=8, sharding=None):
@@ -140,10 +197,10 @@ def test_caches_lie_where_their_sequences_are():
     sharding = make_sharding(data=2, fsdp=2, tensor=2)
     paged, static = make_paged(4, shares=4, sharding=sharding), make_static(4, sharding=sharding)
     spec = jax.sharding.PartitionSpec
-    assert paged.keys[0].sharding.spec == spec("tensor", ("data", "fsdp"), None, None)
-    quantised = make_paged(4, shares=4, sharding=sharding, kv_dtype=jnp.int8).keys[0]
+    assert paged.pools[0].sharding.spec == spec("tensor", ("data", "fsdp"), None, None)
+    quantised = make_paged(4, shares=4, sharding=sharding, kv_dtype=jnp.int8).pools[0]
     assert quantised.scales.sharding.spec == quantised.values.sharding.spec
-    assert quantised.scales.sharding.spec == paged.keys[0].sharding.spec
+    assert quantised.scales.sharding.spec == paged.pools[0].sharding.spec
     assert paged.page_table.sharding.spec == spec(("data", "fsdp"), None)
     assert static.keys[0].sharding.spec == spec(("data", "fsdp"), "tensor", None, None)
 

@@ -184,7 +184,12 @@ scalings = st.builds(
     theta=st.floats(1, 1e8),
     eps=st.floats(0, 1e-2),
     sizes=st.fixed_dictionaries(
-        dict.fromkeys(("vocab_size", "hidden_size", "head_dim", "num_key_value_heads"), positive)
+        {
+            "vocab_size": positive,
+            "hidden_size": positive,
+            "head_dim": st.integers(1, 2**15).map(lambda half: 2 * half),
+            "num_key_value_heads": st.sampled_from([1, 2, 4]),
+        }
     ),
 )
 def test_config_round_trip(name, scaling, tied, eos, theta, eps, sizes):

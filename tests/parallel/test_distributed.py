@@ -37,9 +37,9 @@ FLAGS = "--coordinator_address, --num_processes, --process_id"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("host:1", None, None), f"--num_processes, --process_id: required, for {FLAGS} go "
+        (("host:1", None, None), f"--num_processes, --process_id: required: {FLAGS} go "
          "together (or --coordinator_address=auto alone)"),
-        ((None, 2, 0), f"--coordinator_address: required, for {FLAGS} go together "
+        ((None, 2, 0), f"--coordinator_address: required: {FLAGS} go together "
          "(or --coordinator_address=auto alone)"),
         (("host", 2, 0), "--coordinator_address: expected host:port or auto, got 'host'"),
         (("host:x", 2, 0), "--coordinator_address: expected host:port or auto, got 'host:x'"),

@@ -97,3 +97,16 @@ def test_assign_puts_arrays_where_their_paths_say():
     assert module.more[0][0, 0] == 0
     assert module.scale[0] == 1
     assert module.table[0, 0] == 2
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_an_offset_is_added_to_what_is_drawn(fill):
+    module = nnx.Dict(
+        rows=parameters.declare(
+            (2, 500), (None, None), dtype=jnp.float32, sharding=make_sharding(), stddev=0.1,
+            offset=((0.0,), (3.0,)),
+        )
+    )  # fmt: skip
+    FILLS[fill](module)
+    means = np.asarray(values(module)["rows"]).mean(axis=1)
+    np.testing.assert_allclose(means, [0, 3], atol=0.05)

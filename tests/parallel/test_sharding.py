@@ -100,14 +100,31 @@ def test_unknown_mesh_axis():
 
 def test_more_devices_than_there_are():
     assert failure(make_sharding, data=3, tensor=4) == (
-        "mesh: data × fsdp × tensor = 3 × 1 × 4 = 12 devices, but 8 are present"
+        "mesh: data × fsdp × tensor × expert = 3 × 1 × 4 × 1 = 12 devices, but 8 are present"
     )
 
 
 def test_a_mesh_may_leave_devices_idle():
     mesh = make_sharding(data=3, tensor=2).mesh
-    assert mesh.devices.tolist() == np.reshape(jax.devices()[:6], (3, 1, 2)).tolist()
+    assert mesh.devices.tolist() == np.reshape(jax.devices()[:6], (3, 1, 2, 1)).tolist()
     assert hash(make_sharding(data=3)) == hash(make_sharding(data=3))
+
+
+def test_several_processes_leave_no_device_out(monkeypatch):
+    """A process whose devices are all left out would wait for the others for good."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert make_sharding(data=8).mesh.size == 8
+    assert failure(make_sharding, data=4) == (
+        "mesh: data × fsdp × tensor × expert = 4 × 1 × 1 × 1 = 4 devices, but 8 are present, all "
+        "of which several processes must use"
+    )
+
+
+def test_the_axes_are_those_of_the_config():
+    assert sharding.MESH_AXES == ("data", "fsdp", "tensor", "expert")
+    assert describe().mesh.axis_names == sharding.MESH_AXES
+    eight = make_sharding(data=2, expert=4)
+    assert eight.spec("batch", "expert") == P("data", "expert")
 
 
 def test_constrain():

@@ -30,25 +30,36 @@ def make_record(index=0, **changes):
     return outputs.Record(**{**values, **changes})
 
 
+@st.composite
+def make_records(draw):
+    """Records of sequences that could have been decoded."""
+    cycles = draw(st.lists(st.integers(1, 16).flatmap(_committed), max_size=5))
+    lengths, sizes = zip(*cycles, strict=True) if cycles else ((), ())
+    count = 1 + sum(lengths)
+    return outputs.Record(
+        index=draw(st.integers(0, 9)),
+        prompt=draw(st.none() | text | st.tuples(message)),
+        prompt_ids=draw(st.lists(ids, max_size=5).map(tuple)),
+        output_ids=draw(st.lists(ids, min_size=count, max_size=count).map(tuple)),
+        text=draw(text),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        acceptance_lengths=lengths,
+        prefill_ms=draw(time),
+        decode_ms=draw(time),
+        decode_clock_s=draw(time),
+        block_sizes=draw(st.sampled_from([sizes, ()])),
+    )
+
+
+def _committed(size):
+    return st.tuples(st.integers(1, size), st.just(size))
+
+
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-ids = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
+ids = st.integers(0, 2**31 - 1)
 time = st.floats(0, 1e9)
-records = st.builds(
-    outputs.Record,
-    index=st.integers(0, 9),
-    prompt=st.none()
-    | text
-    | st.tuples(st.fixed_dictionaries({"role": st.just("user"), "content": text})),
-    prompt_ids=ids,
-    output_ids=ids,
-    text=text,
-    finish_reason=st.sampled_from(["stop", "length"]),
-    acceptance_lengths=st.lists(st.integers(1, 16), max_size=5).map(tuple),
-    prefill_ms=time,
-    decode_ms=time,
-    decode_clock_s=time,
-    block_sizes=st.lists(st.integers(1, 16), max_size=5).map(tuple),
-)
+message = st.fixed_dictionaries({"role": st.just("user"), "content": text})
+records = make_records()
 
 
 def test_line_has_the_documented_fields():
@@ -117,13 +128,43 @@ def test_not_a_number_is_a_defect():
     [
         (lambda fields: [], "not an object"),
         (lambda fields: {"index": 1, "prompt": None}, "no prompt_ids, output_ids, text"),
-        (lambda fields: fields | {"output_ids": 3}, "output_ids is not a list"),
+        (lambda fields: fields | {"output_ids": 3}, "output_ids: expected a list"),
+        (lambda fields: fields | {"output_ids": [5, 6]}, r"acceptance_lengths: sum to 4, not to "),
+        (
+            lambda fields: fields | {"output_ids": [5, 6.0, 7, 8, 9]},
+            "output_ids: expected integers",
+        ),
+        (lambda fields: fields | {"output_ids": [5, True, 7, 8, 9]}, "output_ids: expected integ"),
+        (lambda fields: fields | {"prompt_ids": [-1]}, "prompt_ids: expected integers >= 0"),
+        (lambda fields: fields | {"prompt_ids": [2**31]}, "prompt_ids: expected integers >= 0"),
+        (lambda fields: fields | {"acceptance_lengths": [4, 0]}, "lengths: expected integers >= 1"),
+        (
+            lambda fields: fields | {"acceptance_lengths": [99], "block_sizes": [128]},
+            "acceptance_lengths: sum to 99, not to len",
+        ),
+        (lambda fields: fields | {"block_sizes": [4, 0]}, "block_sizes: expected integers >= 1"),
+        (lambda fields: fields | {"block_sizes": [4]}, "block_sizes: 1 of them, but 2 acceptance"),
+        (lambda fields: fields | {"block_sizes": [2, 4]}, "acceptance_lengths: more tokens than"),
+        (lambda fields: fields | {"decode_ms": float("nan")}, "decode_ms: expected a finite num"),
+        (lambda fields: fields | {"prefill_ms": -1}, "prefill_ms: expected a finite number >= 0"),
+        (lambda fields: fields | {"decode_clock_s": float("inf")}, "decode_clock_s: expected a"),
+        (lambda fields: fields | {"decode_clock_s": "1"}, "decode_clock_s: expected a finite"),
+        (lambda fields: fields | {"index": -1}, "index: expected an integer >= 0, got -1"),
+        (lambda fields: fields | {"index": "1"}, "index: expected an integer >= 0, got '1'"),
+        (lambda fields: fields | {"text": None}, "text: expected text"),
+        (lambda fields: fields | {"prompt": 7}, "prompt: expected text, messages or null"),
+        (lambda fields: fields | {"finish_reason": "end"}, "finish_reason: expected stop or len"),
     ],
 )
 def test_other_json_is_no_record(change, message):
     fields = json.loads(outputs.encode(make_record()))
     with pytest.raises(ValueError, match=message):
         outputs.decode(json.dumps(change(fields)).encode())
+
+
+def test_a_line_of_brackets():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        outputs.decode(b"[" * 100_000 + b"\n")
 
 
 def test_rates_of_one_record():

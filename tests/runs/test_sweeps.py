@@ -7,9 +7,10 @@ import multiprocessing
 import pytest
 
 from dflash import errors
+from dflash.config import loader
+from dflash.config import sweep as sweep_lib
 from dflash.runs import heat_map, sweeps
 from dflash.runs.display import Display
-from dflash.config import sweep as sweep_lib
 
 CONFIG = """
 base: [random_tiny_dflash.yml]
@@ -138,18 +139,34 @@ def test_another_config_s_points_are_refused(load, tmp_path):
     with pytest.raises(errors.WorkdirError, match="belongs to a run of another config"):
         run(load("decode.max_new_tokens=3"), tmp_path)
     path = tmp_path / "points" / "decode.seed=1,decode.top_k=10" / sweeps.POINT
-    path.write_text("{")
-    with pytest.raises(errors.WorkdirError, match="damaged: delete it to run it again"):
-        run(load(), tmp_path)
+    for damage in ("{", "[]", '{"config_hash": "x"}', "[" * 100_000):
+        path.write_text(damage)
+        with pytest.raises(errors.WorkdirError, match="damaged: delete it to run it again"):
+            run(load(), tmp_path)
 
 
 def test_a_run_begun_with_another_config_is_refused_up_front(load, tmp_path):
-    directory = tmp_path / "points" / "decode.seed=1,decode.top_k=10"
+    point = load("decode.max_new_tokens=3").points["decode.seed=1,decode.top_k=10"]
+    directory = tmp_path / "points" / point.name
     directory.mkdir(parents=True)
-    (directory / "config.yml").write_text("decode: {seed: 1}\n")
+    (directory / "config.yml").write_text(loader.to_yaml(point.config))
     with pytest.raises(errors.ConfigError) as caught:
         run(load(), tmp_path)
-    assert "belongs to a run of another config (" in str(caught.value)
+    assert "another config (decode.max_new_tokens: 3 there, 64 here)" in str(caught.value)
+    assert str(caught.value).endswith(f"[{point.name}]")
+
+
+def test_a_point_of_an_earlier_version_counts_as_finished(load, tmp_path):
+    """It has another hash, but its config.yml says the same."""
+    sweep = load()
+    run(sweep, tmp_path)
+    point = sweep.points["decode.seed=1,decode.top_k=10"]
+    path = tmp_path / "points" / point.name / sweeps.POINT
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"config_hash": "of before"}))
+    with pytest.raises(errors.WorkdirError, match="belongs to a run of another config: use"):
+        run(sweep, tmp_path)  # without config.yml, the hash decides
+    path.with_name("config.yml").write_text(loader.to_yaml(point.config))
+    assert run(sweep, tmp_path)[0] == []
 
 
 def _append(path, start):
@@ -159,7 +176,7 @@ def _append(path, start):
 
 def test_processes_that_share_a_table_lose_no_line(tmp_path):
     path = tmp_path / "t.csv"
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     running = [context.Process(target=_append, args=(path, 10 * i)) for i in range(4)]
     for process in running:
         process.start()

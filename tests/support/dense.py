@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def dense_attention(queries, keys, values, visible, scale, soft_cap=None):
+def dense_attention(queries, keys, values, visible, scale):
     """Softmax attention of one sequence in float64, one head at a time.
 
     Args:
@@ -12,15 +12,12 @@ def dense_attention(queries, keys, values, visible, scale, soft_cap=None):
       values: [L, K, H].
       visible: bool [T, L].
       scale: factor on the scores.
-      soft_cap: bound that scores are bent towards, by tanh.
     """
     queries, keys, values = (np.asarray(x, np.float64) for x in (queries, keys, values))
     outputs = np.zeros(queries.shape)
     group = queries.shape[1] // keys.shape[1]
     for head in range(queries.shape[1]):
         scores = scale * queries[:, head] @ keys[:, head // group].T
-        if soft_cap is not None:
-            scores = soft_cap * np.tanh(scores / soft_cap)
         scores = np.where(visible, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)

@@ -17,9 +17,11 @@ from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters, sharding
 
 
-def make_sharding(data: int = 1, fsdp: int = 1, tensor: int = 1) -> sharding.Sharding:
+def make_sharding(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1
+) -> sharding.Sharding:
     """A mesh over the first devices, one of them unless axis sizes say otherwise."""
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
     return sharding.make_sharding(sizes, schema.SHARDING_RULES)
 
 
@@ -155,13 +157,13 @@ def make_cache(target, batch: int, max_length: int, *, page_size: int = 8):
         page_size=page_size,
     )
     stale = jax.tree.map(
-        lambda x: jnp.full(x.shape, 100, x.dtype, device=x.sharding),
-        (abstract.keys, abstract.values),
+        lambda x: jnp.full(x.shape, 100, x.dtype, device=x.sharding), abstract.layers
     )
     rng = np.random.default_rng(0)
     table = np.stack([rng.permutation(owned) + 1 for _ in range(shares)])
     table = table.reshape(batch, per_sequence).astype(np.int32)
-    return type(abstract)(*stale, jax.device_put(table, abstract.page_table.sharding))
+    table = jax.device_put(table, abstract.page_table.sharding)
+    return dataclasses.replace(abstract, layers=stale, page_table=table)
 
 
 def move(module, abstract):

@@ -22,7 +22,6 @@ class Case:
     expected: np.ndarray
     page_size: int
     owned: np.ndarray  # bool [P, S]; slots that the call must write
-    view: dict
 
     def check(self, result, tolerance, *, stale_unit=1):
         """Compares outputs and pools; stale slots up to a multiple of the unit may be cleared."""
@@ -85,7 +84,7 @@ class Case:
 
 def make_case(
     starts, length, *, group=2, kv_heads=2, width=8, page_size=4, table_pages=None,
-    tree_mask=None, window=None, soft_cap=None, dtype=jnp.float32, kv_dtype=None, seed=0,
+    tree_mask=None, dtype=jnp.float32, kv_dtype=None, seed=0,
 ):  # fmt: skip
     """Random arguments whose pages lie in any order, and what dense attention makes of them.
 
@@ -122,14 +121,9 @@ def make_case(
             owned[table[b, slot // page_size], slot % page_size] = True
         inside = np.tril(np.ones((length, length), bool)) if tree_mask is None else tree_mask[b]
         visible = np.concatenate([np.ones((length, start), bool), inside], axis=1)
-        if window is not None:
-            depth = inside.sum(axis=1) - 1
-            positions = np.concatenate([np.arange(start), start + depth])
-            visible &= positions > (start + depth - window)[:, None]
         expected[b] = dense_attention(
-            queries[b], keys[b, : start + length], values[b, : start + length], visible, SCALE,
-            soft_cap,
-        )  # fmt: skip
+            queries[b], keys[b, : start + length], values[b, : start + length], visible, SCALE
+        )
     arguments = {
         "queries": jnp.asarray(queries, dtype),
         "keys": jnp.asarray(new[0], dtype),
@@ -141,8 +135,7 @@ def make_case(
     }
     if tree_mask is not None:
         arguments["tree_mask"] = jnp.asarray(tree_mask)
-    view = {"scale": SCALE, "window": window, "soft_cap": soft_cap}
-    return Case(arguments, expected, page_size, owned, view)
+    return Case(arguments, expected, page_size, owned)
 
 
 def by_slot(rows):

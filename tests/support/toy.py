@@ -80,7 +80,7 @@ class Run:
     noise: float = 0.1
 
     def __post_init__(self):
-        sizes = dict(zip(sharding.MESH_AXES, self.mesh, strict=True))
+        sizes = dict(zip(sharding.MESH_AXES, self.mesh, strict=False))
         self.sharding = sharding.make_sharding(sizes, schema.SHARDING_RULES)
         self.notes: list[str] = []
         self.exported: list[int] = []

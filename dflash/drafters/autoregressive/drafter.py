@@ -27,13 +27,11 @@ class DraftModelState:
     """Context of B sequences, anchor included: one row more than was observed.
 
     Attributes:
-      keys: one [K, B, M, S, H] per layer; each sequence owns M pages of S rows.
-      values: likewise. Rows past the anchor are stale.
+      cache: of the model; sequence b owns pages b·M … b·M + M - 1. Rows past the anchor are stale.
       hidden: [B, D]; after the final norm, of the anchor. It makes the first draft.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    cache: PagedCache
     hidden: jax.Array
 
 
@@ -71,11 +69,14 @@ class Autoregressive(Drafter):
         arch, sharding = self.model.arch, self.model.sharding
         name, _ = batch_axes(batch, sharding)
         pages = -(-(max_length + self.block_size + 1) // self.page_size)
-        shape = arch.num_key_value_heads, batch, pages, self.page_size, arch.head_dim
-        pool = sharding.abstract(shape, ("kv_heads", name, None, None, None), self.model.dtype)
-        pools = (pool,) * arch.num_hidden_layers
+        cache = self.model.new_cache(
+            batch=batch,
+            pages_per_sequence=pages,
+            num_pages=batch * pages,
+            page_size=self.page_size,
+        )
         hidden = sharding.abstract((batch, arch.hidden_size), (name, None), self.model.dtype)
-        return DraftModelState(pools, pools, hidden)
+        return DraftModelState(cache, hidden)
 
     def draft(self, state, anchor, position, sampler, heads):
         """Writes a chain; keys and values of the drafts go past the anchor's. See `Drafter.draft`.
@@ -109,29 +110,28 @@ class Autoregressive(Drafter):
         """The model over tokens int32 [B, T] at start int32 [B] and on.
 
         Returns:
-          hidden [B, T, D] after the final norm, and the state with T rows of keys and values more.
+          hidden [B, T, D] after the final norm, and the state with T rows of context more.
         """
-        kv_heads, batch, pages, page_size, width = state.keys[0].shape
+        batch, pages = state.cache.page_table.shape
         name, _ = batch_axes(batch, self.model.sharding)
         # Page indices count within a device's share of the pool.
         local = jnp.arange(batch) % (batch // self.model.sharding.size(name))
-        table = local[:, None] * pages + jnp.arange(pages)
-        flat, deep = (kv_heads, batch * pages, page_size, width), state.keys[0].shape
-        pools = jax.tree.map(lambda pool: pool.reshape(flat), (state.keys, state.values))
+        table = (local[:, None] * pages + jnp.arange(pages)).astype(jnp.int32)
         positions = start[:, None] + jnp.arange(tokens.shape[1])
-        output = self.model(tokens, positions, PagedCache(*pools, table.astype(jnp.int32)))
-        pools = output.cache.keys, output.cache.values
-        keys, values = jax.tree.map(lambda pool: pool.reshape(deep), pools)
-        return output.hidden, dataclasses.replace(state, keys=keys, values=values)
+        output = self.model(tokens, positions, dataclasses.replace(state.cache, page_table=table))
+        return output.hidden, dataclasses.replace(state, cache=output.cache)
 
     def insert(self, state, prefix, slot):
         """Copies a sequence's pages, which may be fewer; see `Drafter.insert`."""
 
-        def put(pool, one):
-            return jax.lax.dynamic_update_slice(pool, one, (0, slot, 0, 0, 0))
+        _, pages = state.cache.page_table.shape
 
-        keys, values = jax.tree.map(put, (state.keys, state.values), (prefix.keys, prefix.values))
-        return DraftModelState(keys, values, super().insert(state.hidden, prefix.hidden, slot))
+        def put(pool, one):
+            return jax.lax.dynamic_update_slice(pool, one, (0, slot * pages, 0, 0))
+
+        layers = jax.tree.map(put, state.cache.layers, prefix.cache.layers)
+        cache = dataclasses.replace(state.cache, layers=layers)
+        return DraftModelState(cache, super().insert(state.hidden, prefix.hidden, slot))
 
     def loss(self, batch, heads, key, options, *, remat=False) -> Any:
         """Not here: the model learns as a target does."""

@@ -85,10 +85,10 @@ class Eagle3(WeightedDrafter):
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
         self.lm_head = Linear(decoder.hidden_size, drafted, ("embed", "vocab"), **build)
         # Target token of draft token i: i + d2t[i]. t2d: which target tokens can be drafted.
-        self.d2t = parameters.declare_table(
+        self.d2t = parameters.declare_buffer(
             (drafted,), (None,), dtype=jnp.int32, stored_dtype="int64", sharding=sharding
         )  # fmt: skip
-        self.t2d = parameters.declare_table(
+        self.t2d = parameters.declare_buffer(
             (decoder.vocab_size,), (None,), dtype=jnp.bool_, stored_dtype="bool", ones=drafted,
             sharding=sharding,
         )  # fmt: skip

@@ -113,6 +113,6 @@ def test_a_mesh_splits_the_pages_as_it_splits_the_batch():
     model = Autoregressive(
         Qwen3(ARCHITECTURE, dtype=jnp.float32, sharding=sharding), block_size=4, page_size=16
     )
-    pool = model.init_state(6, 40).keys[0]
-    assert pool.shape == (4, 6, 3, 16, 8)
-    assert pool.sharding.shard_shape(pool.shape) == (2, 3, 3, 16, 8)
+    pool = model.init_state(6, 40).cache.pools[0]
+    assert pool.shape == (4, 6 * 3, 16, 8)
+    assert pool.sharding.shard_shape(pool.shape) == (2, 3 * 3, 16, 8)

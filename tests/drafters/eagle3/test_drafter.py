@@ -124,7 +124,7 @@ def test_the_frequent_tokens_are_drafted_and_the_first_of_equals():
 def test_a_whole_vocabulary_counts_nothing():
     model = create(architecture=None)
     model.prepare_training(lambda: pytest.fail("counted"))
-    parameters.fill_tables(model)
+    parameters.fill_buffers(model)
     np.testing.assert_array_equal(model.vocabulary().target_ids, np.arange(48))
     assert model.t2d[...].all()
 

@@ -219,7 +219,7 @@ def test_training_steps():
 def test_training_loss_and_gradients(remat):
     vectors, (model, batch, heads) = golden(TRAINING), training_case()
     rows = vectors["step_hidden"].shape[2]
-    graph, params, tables = nnx.split(model, nnx.Param, parameters.Table)
+    graph, params, tables = nnx.split(model, nnx.Param, parameters.Buffer)
 
     @jax.jit
     @jax.value_and_grad

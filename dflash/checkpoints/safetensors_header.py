@@ -1,0 +1,117 @@
+"""What a checkpoint of safetensors holds, by the headers of its files: no tensor is read."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors
+
+from dflash import errors
+from dflash.checkpoints import files
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies and what it is, as the header of its file says."""
+
+    file: pathlib.Path
+    name: str
+    code: str  # dtype as safetensors spells it: "BF16"
+    shape: tuple[int, ...]
+    begin: int  # bytes after the header
+    end: int
+
+
+def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
+    """Describes every tensor of a checkpoint, by name, without reading any.
+
+    Raises:
+      CheckpointError: a file is missing, truncated or corrupt, or the index lies.
+    """
+    index = directory / INDEX
+    if not index.exists():
+        return {tensor.name: tensor for tensor in _read_header(directory / WEIGHTS)}
+    weight_map = files.read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise errors.CheckpointError(f"{index}: no weight_map in it")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise errors.CheckpointError(
+                f"{index}: weight_map: {name!r}: expected the name of a file, got {shard!r}"
+            )
+    tensors = {}
+    for shard in sorted(set(weight_map.values())):
+        expected = [name for name in weight_map if weight_map[name] == shard]
+        file = directory / shard
+        if pathlib.PurePath(shard).name != shard:
+            raise errors.CheckpointError(f"{index}: {shard!r} is not the name of a file beside it")
+        if not _is_file(file):
+            raise errors.CheckpointError(
+                f"{file}: missing; {INDEX} says it holds {files.quote_some(expected)}"
+            )
+        found = {tensor.name: tensor for tensor in _read_header(file)}
+        lacking = [name for name in expected if name not in found]
+        if lacking:
+            raise errors.CheckpointError(
+                f"{file}: lacks {files.quote_some(lacking)}, which {INDEX} says it holds"
+            )
+        tensors.update(found)
+    return tensors
+
+
+def _read_header(file: pathlib.Path) -> list[StoredTensor]:
+    """Reads the header of one file and checks that the file is all there.
+
+    The safetensors library finds the same faults, but does not say which tensor they cost.
+    """
+    again = "copy or download the file again"
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise errors.CheckpointError(
+                    f"{file}: truncated or corrupt: {size:,} bytes do not hold its header; {again}"
+                )
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        tensors = [_stored_tensor(file, name, entry) for name, entry in header.items()]
+    except OSError as error:
+        raise errors.CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise errors.CheckpointError(f"{file}: corrupt header; {again}") from error
+    for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
+        needed = 8 + length + tensor.end
+        if needed > size:
+            raise errors.CheckpointError(
+                f"{file}: truncated: {size:,} bytes, but tensor {tensor.name!r} ends at "
+                f"{needed:,}; {again}"
+            )
+    try:
+        with safetensors.safe_open(file, framework="np"):
+            pass
+    except safetensors.SafetensorError as error:
+        reason = str(error).rpartition("deserializing header: ")[2]
+        raise errors.CheckpointError(f"{file}: corrupt header ({reason}); {again}") from error
+    return tensors
+
+
+def _stored_tensor(file: pathlib.Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    """One entry of a header; raises what a malformed one leads to."""
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(type(number) is int for number in (begin, end, *shape)):
+        raise ValueError("shape and data_offsets are integers")
+    return StoredTensor(file, name, entry["dtype"], shape, begin, end)
+
+
+def _is_file(path: pathlib.Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False

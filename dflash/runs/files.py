@@ -1,0 +1,80 @@
+"""Files that outlive a crash: written whole or not at all; failures of the disk as one line."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash import errors
+
+
+def write_whole(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file so that readers see the old content or the new, never a part.
+
+    Args:
+      path: the file; replaced if it exists.
+      content: text is written as UTF-8.
+    Raises:
+      OSError: it cannot be written; the old file stays.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: pathlib.Path) -> None:
+    """Makes a file, or the names in a directory, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def to_json(values: Mapping[str, Any]) -> str:
+    """Returns the text of a JSON file.
+
+    Raises:
+      ValueError: a number is not finite.
+    """
+    return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextlib.contextmanager
+def explained(path: pathlib.Path) -> Iterator[None]:
+    """Turns failures of the file system into one line.
+
+    Raises:
+      WorkdirError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        reason = "not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise errors.WorkdirError(f"{where}: cannot be written: {reason or error}") from error
+
+
+@contextlib.contextmanager
+def waiting_lock(path: pathlib.Path) -> Iterator[None]:
+    """Holds a lock file for a moment; other processes that want it wait.
+
+    Raises:
+      OSError: the file cannot be made.
+    """
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
+        yield
