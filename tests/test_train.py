@@ -56,6 +56,9 @@ DRAFTER = (
     "drafter.checkpoint=random",
     "drafter.architecture.num_hidden_layers=1",
     "drafter.architecture.block_size=4",
+    "drafter.architecture.num_attention_heads=4",
+    "drafter.architecture.num_key_value_heads=2",
+    "drafter.architecture.head_dim=16",
     "drafter.architecture.target_layer_ids=[0, 1]",
 )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.models import make_architecture, make_sharding, make_target
+from support.models import make_architecture, make_sharding, make_target, zeros
 
 from dflash import errors
 from dflash.checkpoints import assembly, checkpoint
@@ -127,6 +127,24 @@ def test_a_whole_vocabulary_counts_nothing():
     parameters.fill_buffers(model)
     np.testing.assert_array_equal(model.vocabulary().target_ids, np.arange(48))
     assert model.t2d[...].all()
+
+
+def test_tokens_outside_the_draft_vocabulary_are_never_drafted():
+    model = make_drafter()
+
+    class Drawn(Exception):
+        """Holds the logits that the first draft is drawn from."""
+
+    def propose(logits, positions):
+        raise Drawn(logits)
+
+    state = zeros(model.init_state(1, 16))
+    state = dataclasses.replace(state, hidden=jnp.ones_like(state.hidden))
+    anchor, sampler = jnp.zeros(1, jnp.int32), types.SimpleNamespace(propose=propose)
+    with pytest.raises(Drawn) as caught:
+        model.draft(state, anchor, anchor, sampler, make_target())
+    logits = np.asarray(caught.value.args[0])[0, 0]
+    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits)), np.arange(1, 40, 2))
 
 
 @pytest.mark.parametrize("save", [checkpoint.save_hf, checkpoint.save_orbax])

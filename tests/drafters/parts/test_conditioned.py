@@ -291,6 +291,8 @@ def test_the_config_of_speculators():
     shape = model("dflash2").shape
     assert shape.target_layer_ids == (0, 1)  # what enters layers 1 and 2
     assert shape.num_target_layers is None
+    target = schema.TargetArchitecture(32, 32, 64, 6, 4, 2, 16, 128)
+    assert DFlash2.shapes.fit(shape, target).num_target_layers == 6
     assert (shape.conv_kernel_size, shape.conv_group_size) == (2, 8)
     assert (shape.selector_rank, shape.selector_top_k) == (12, 6)
 
@@ -341,3 +343,5 @@ def test_architectures_have_the_defaults_of_the_schema():
     assert (two.conv_kernel_size, two.conv_group_size) == (2, 16)
     assert (two.selector_rank, two.selector_top_k) == (256, 16)
     assert (spark.markov_rank, spark.markov_head_type) == (256, "vanilla")
+    assert spark.enable_confidence_head
+    assert spark.confidence_head_with_markov
