@@ -72,7 +72,7 @@ def run(tmp_path):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """What a whole run prints and leaves; for all who want to look at it."""
+    """What a whole run prints and writes; run once for all tests."""
     directory = tmp_path_factory.mktemp("measured")
     path = directory / "raw" / "spec_bench" / "question.jsonl"
     path.parent.mkdir(parents=True)

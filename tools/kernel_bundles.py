@@ -2,12 +2,14 @@
 
     python tools/kernel_bundles.py [TOPOLOGY]
 
+Run it from the repository root, with the package and jax[tpu] installed; no TPU is needed.
+
 16 queries a sequence, 32 query heads over 8 kv heads of 128, bfloat16, pages of 128: the shapes of
 Qwen3-4B's verification. A bundle is one cycle where nothing stalls, so the bundles of the inner
 loop times its trips are a lower bound of the time, not a measurement. Trips are those of the busier
 core: on a chip with two cores behind one device our kernel splits the heads over both, jax's runs
-on one. What is counted differs in this: jax's kernel reads the new rows from the pages, where
-something else must have written them; ours writes them.
+on one. One difference in what is counted: jax's kernel reads the new rows from the pages, where
+another operation must have written them; ours writes them.
 """
 
 import functools

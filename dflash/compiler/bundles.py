@@ -30,12 +30,12 @@ class Section:
 
     @property
     def spills(self) -> int:
-        """Stores of registers that there were not enough of, and loads of them."""
+        """Slots that spill registers to memory or fill them again."""
         return self.used.get(_FILL, 0) + self.used.get(_SPILL, 0)
 
     @property
     def matmuls(self) -> int:
-        """Slots that the matrix units are given."""
+        """Slots of the matrix units."""
         return self.used.get(_MXU, 0)
 
 
@@ -46,7 +46,7 @@ def sections(schedule: str, utilization: str) -> list[Section]:
       schedule: text of `…final_bundles.txt`.
       utilization: text of `…final_hlo-static-per-bundle-utilization.txt`, a line per bundle.
     Raises:
-      ValueError: the two are not of one program.
+      ValueError: the two belong to different programs.
     """
     depths = _depths(schedule)
     names, rows = _utilization(utilization)

@@ -14,14 +14,14 @@ ATTENTION, MLP, UNEMBED, DRAFTER, REST = (
 )  # fmt: skip
 COMPONENTS = (ATTENTION, MLP, UNEMBED, DRAFTER, REST)
 
-# A smaller copy is no business of the memory's.
+# Smaller copies take negligible time.
 BIG_COPY_BYTES = 1 << 20
 _MOVES = frozenset(("copy", "transpose"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ideal:
-    """What a component cannot do without, on one device: each weight and each context row once.
+    """The least that a component reads on one device: each weight and each context row once.
 
     Attributes:
       num_bytes: to be read.
@@ -37,7 +37,7 @@ class Component:
     Attributes:
       flops: of matrix products.
       hbm_bytes: read and written.
-      ideal_ms: what `Ideal` says takes at the chip's peak rates.
+      ideal_ms: time of `Ideal` at the chip's peak rates.
       roofline_ms: each operation at the rates of the compiler's roofline, one after the other.
       cycles_ms: the compiler's estimate of cycles; asynchronous copies count nothing.
       async_ms: those copies, at the roofline's rate.
@@ -77,7 +77,7 @@ def summarize(
 
     Args:
       operations: of the program, or of its loop.
-      ideals: by component; what is missing has none.
+      ideals: by component; zero where missing.
       chip: its peaks, and the clock that turns cycles into time.
       rates: of the compiler's roofline.
     """
@@ -98,7 +98,7 @@ def total(components: Iterable[Component]) -> Component:
 
 
 def scaled(component: Component, factor: float) -> Component:
-    """As if it ran `factor` times."""
+    """The component run `factor` times."""
     return Component(*(factor * value for value in dataclasses.astuple(component)))
 
 
@@ -121,7 +121,7 @@ def collectives(operations: Iterable[Operation]) -> dict[str, tuple[int, int]]:
 
 
 def big_copies(operations: Iterable[Operation]) -> list[Operation]:
-    """Copies and transpositions, of a MiB and more, that stand in the way of the work."""
+    """Copies and transpositions, of a MiB and more, that other operations wait for."""
     return [
         one
         for one in operations
@@ -132,7 +132,7 @@ def big_copies(operations: Iterable[Operation]) -> list[Operation]:
 
 
 def _names_a_move(instruction: Instruction) -> bool:
-    """A fusion that does nothing but move carries that in its name."""
+    """Whether a fusion only moves data, which its name tells."""
     words = set(re.split(r"[-_.\d]+", instruction.name)) - {"", "fusion", "bitcast", "clone"}
     return instruction.opcode == "fusion" and bool(words) and words <= {*_MOVES, "slice", "dynamic"}
 

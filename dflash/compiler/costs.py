@@ -1,4 +1,4 @@
-"""What each scheduled operation of a compiled program costs, with loops multiplied in.
+"""The cost of each scheduled operation of a compiled program, loops multiplied by their trips.
 
 All figures are per device.
 """
@@ -22,7 +22,7 @@ COLLECTIVES = frozenset(
 )
 
 # (a loop or a conditional, with its scope as op_name) -> turns of the loop, or index of the
-# branch; None where it cannot say.
+# branch; None where unknown.
 Rule = Callable[[Instruction], int | None]
 
 
@@ -32,12 +32,12 @@ class Operation:
 
     Attributes:
       instruction: of the program.
-      scope: the jax scopes that it belongs to; for what the compiler made up, those of its reader.
-      times: how often it runs, loops multiplied in.
+      scope: the jax scopes that it belongs to; for what the compiler added, those of its reader.
+      times: number of runs, loops multiplied by their trips.
       flops: multiplications and additions of its matrix products.
       read_bytes: from main memory.
       written_bytes: to main memory.
-      cycles: by the compiler; 0 where it says nothing.
+      cycles: the compiler's estimate; 0 without one.
       loops: names of the loops around it, outermost first.
     """
 
@@ -137,7 +137,7 @@ def _scope(one: Instruction, by_name, users) -> str:
         if now.op_name:
             return now.op_name
         for user in users.get(now.name, ()):
-            # A tuple feeds a loop or leaves the computation: what it means is not to be told.
+            # A tuple feeds a loop or leaves the computation: ambiguous, so skipped.
             if user.name not in seen and user.opcode != "tuple":
                 seen.add(user.name)
                 todo.append(user)

@@ -1,6 +1,6 @@
 """The cost of verifying R rows at once: flat while weights stream, rising past the ridge.
 
-Two layers of the target are compiled with its head, and counted as often as the target is deep.
+Two layers of the target are compiled with its head, and scaled to the target's depth.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from dflash.layers.linear import matmul_precision
 from dflash.parallel.chips import Chip
 
 _LAYERS = 2
-# Where the cost has risen by so much over a single row's, it is no longer flat.
+# Cost over that of a single row from which on the curve is no longer flat.
 _FLAT = 1.1
 
 
@@ -67,7 +67,7 @@ def measure(
       rows: numbers of rows, all of one sequence.
       machine: to compile for.
       rates: of its compiler's roofline.
-      progress: told what is done.
+      progress: called with a line for each number of rows.
     Raises:
       ConfigError: the target's shape is not in the config.
     """

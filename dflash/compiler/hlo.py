@@ -50,7 +50,7 @@ class Instruction:
       results: arrays of the result; several if it is a tuple.
       operands: names of instructions of the same computation.
       called: names of computations by attribute; "branch_computations" in their order.
-      op_name: the path of jax scopes that it came from; empty if the compiler made it up.
+      op_name: the path of jax scopes that it came from; empty if the compiler added it.
       cycles: the compiler's estimate, or None.
       trip_count: of a loop, where the compiler knows it, or None.
       parameter: which of the computation's parameters it is, or None.

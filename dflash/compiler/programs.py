@@ -1,4 +1,4 @@
-"""The programs of a run, compiled for a topology, and what each cannot do without."""
+"""The programs of a run, compiled for a topology, and the least that each reads."""
 
 import dataclasses
 import time
@@ -37,7 +37,7 @@ class Program:
       title: what one run of it does, in words.
       compiled: for the topology.
       seconds: that compiling it took.
-      context: tokens per sequence that its attention walks through.
+      context: tokens per sequence that its attention reads.
       ideals: by component, per device. Those of unembed are of one read of the head.
       arguments: bytes on each device by kind, of what it is given.
       turns: of its outermost loop in one dispatch; 1 for a program without one.
@@ -54,12 +54,12 @@ class Program:
 
     @property
     def is_loop(self) -> bool:
-        """It is one loop, of which a turn is what counts."""
+        """Whether it is one loop, so that figures are those of one turn."""
         return self.name == CYCLE
 
 
 def of_decoding(config: DecodeRun, tpu: TpuConfig, sharding: Sharding) -> Iterator[Program]:
-    """The cycle and the largest prefill of a decoding run, each compiled when it is asked for."""
+    """The cycle and the largest prefill of a decoding run, each compiled on demand."""
     build = {"dtype": config.dtype, "sharding": sharding}
     source = assembly.find_target(config.target, download=False)
     target = assembly.build_target(config.target, source, **build)
@@ -135,7 +135,7 @@ def cycle_ideals(
 
 
 def target_ideals(target: Decoder, context: int, cache: PagedCache) -> dict[str, Ideal]:
-    """What one forward of a target cannot do without, on each device.
+    """The least that one forward of a target reads on each device.
 
     Args:
       target: may be abstract.

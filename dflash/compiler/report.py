@@ -1,4 +1,4 @@
-"""The compile report: what the compiler says of a run's programs, as a table and as JSON.
+"""The compile report: the compiler's figures for a run's programs, as data and as JSON.
 
 All of it is the compiler's estimate. Nothing here has run on a chip.
 """
@@ -29,7 +29,7 @@ class Situation:
     """What a program's loops and branches depend on.
 
     Attributes:
-      context: tokens per sequence that attention walks through.
+      context: tokens per sequence that attention reads.
       sampled: some sequence samples, so noise is drawn.
       filtered: by top-k or top-p too.
     """
@@ -65,9 +65,9 @@ class ProgramReport:
 
     Attributes:
       title: what one run of it does.
-      compile_s: how long the compiler took.
+      compile_s: compile time in seconds.
       components: of one run; of a loop, of one turn.
-      once: what stands around the loop, once per dispatch of up to `turns` turns.
+      once: outside of the loop, once per dispatch of up to `turns` turns.
       turns: see there.
       collectives: by kind, how many and the bytes of their results.
       copies: those of a MiB and more inside the loop: name, times, bytes, milliseconds by cycles.
@@ -105,7 +105,7 @@ class Report:
       rates: of the compiler's roofline.
       memory: bytes on each device by kind.
       capacity_bytes: of each device.
-      refused: what the compiler said of a program that does not fit, or None.
+      refused: the compiler's message about a program that does not fit, or None.
       programs: by name.
     """
 

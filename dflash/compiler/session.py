@@ -10,18 +10,18 @@ from dflash.compiler.programs import Program
 from dflash.compiler.report import ProgramReport, Report, Situation
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
 
-# How the compiler words that a program wants more memory than there is.
+# How the compiler reports that a program exceeds the memory.
 _FULL = "Ran out of memory"
 
 
 def compile_run(
     config: CompileDecode | CompileTrain, progress: Callable[[str], None] = lambda line: None
 ) -> Report:
-    """Compiles every program of a run, and reads what the compiler says of it.
+    """Compiles every program of a run, and reads the compiler's figures.
 
     Args:
       config: with the machine in its `tpu` group.
-      progress: told what is done, a line at a time.
+      progress: called with a line for each program.
     Raises:
       ConfigError: no such machine, or a mesh or model that does not fit it.
     """

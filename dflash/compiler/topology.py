@@ -15,13 +15,13 @@ from dflash import errors
 from dflash.parallel import chips, sharding
 from dflash.parallel.sharding import Sharding
 
-# Of the hundred stages of every operation, the last alone.
+# Only the last of the hundred stages of every operation.
 _DUMP = ("--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=.*final_.*bundle.*")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    # Nothing here takes hold of a chip, so several compilers may be at work at once.
+    # No chip is acquired, so several compilers may run at once.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-    # What a TPU machine would be asked for; without it the compiler complains at length.
+    # What a TPU machine would answer; without it the compiler logs many warnings.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -55,7 +55,7 @@ class Topology:
 
 
 def prepare_environment(schedules: str | None = None) -> None:
-    """Sets what the TPU compiler wants on a host without TPUs; before it is loaded.
+    """Sets the variables that the TPU compiler needs on a host without TPUs, before it is loaded.
 
     Args:
       schedules: directory that it is to write the final schedule of everything to, or None.
@@ -146,7 +146,7 @@ def _arrange(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
     if shape[0] % slices:
         raise errors.ConfigError(
             f"mesh.data: {shape[0]} does not divide over tpu.slices={slices}; slices split the "
-            "data axis, the only one whose traffic the data center network can bear"
+            "data axis, the only one with little enough traffic for the data center network"
         )
     within = (shape[0] // slices, *shape[1:])
     across = (slices, *(1,) * (len(shape) - 1))
@@ -155,7 +155,7 @@ def _arrange(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What the compiler's own roofline takes a device to be capable of."""
+    """Peak rates of a device as the compiler's own roofline has them."""
 
     flops_per_s: float
     bytes_per_s: float

@@ -33,7 +33,7 @@ class Sample:
       group: number, within the task, of the group of conversations that the prompts are from.
       round: number of the round.
       completions: one per prompt, in their order.
-      marks: whether each came to the right answer; None where there is none to come to.
+      marks: whether each output has the right answer; None where its prompt has none.
     """
 
     task: str
@@ -45,12 +45,12 @@ class Sample:
 
     @property
     def began_at(self) -> float:
-        """When the last of the prompts was on the device, its first token known; seconds."""
+        """Time at which the last prompt's first token was known, in seconds."""
         return max(one.finished_at - one.decode_ms / 1e3 for one in self.completions)
 
     @property
     def wall_ms(self) -> float:
-        """From then to the last token of all."""
+        """Time from `began_at` to the last token of all prompts."""
         return 1e3 * (max(one.finished_at for one in self.completions) - self.began_at)
 
     @property
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def cycles(self) -> int:
-        """Trips of the loop that the group took; each is a cycle of every prompt still running."""
+        """Trips of the loop for the group; each is a cycle of every prompt still running."""
         return max(len(one.acceptance_lengths) for one in self.completions)
 
 
@@ -73,7 +73,7 @@ class Sample:
 class TaskRound:
     """One round over one task: its samples, and the times of each strategy's parts.
 
-    A strategy that chooses its block size has no parts: no two cycles need be alike.
+    A strategy that chooses its block size has no parts: its cycles differ.
     """
 
     task: str
@@ -105,7 +105,7 @@ class Bench:
 
     @property
     def baseline(self) -> str:
-        """Name of the strategy that all are compared with."""
+        """Name of the strategy that all others are compared with."""
         return next(iter(self.jobs))
 
     @property
@@ -120,11 +120,11 @@ class Bench:
 
     @property
     def longest_paths(self) -> dict[str, int]:
-        """What a cycle may commit at most, by strategy."""
+        """The most tokens that a cycle may commit, by strategy."""
         return {name: job.drafter.longest_path for name, job in self.jobs.items()}
 
     def load(self) -> None:
-        """Reads all weights, the target's once, if they are not there already."""
+        """Reads all weights; the target's once, unless it came with them."""
         if not self._target_loaded:
             source = self.jobs[self.baseline].target_source
             weights.load(self.target, source, self.target.sharding)
@@ -132,10 +132,10 @@ class Bench:
             weights.load(job.drafter, job.drafter_source, self.target.sharding)
 
     def converse(self) -> None:
-        """Makes the later turns of conversations prompts like all others.
+        """Turns the later turns of conversations into prompts of their own.
 
-        They answer what the baseline has said before, whichever strategy decodes them, so that all
-        decode the same.
+        Each follows the baseline's answers, whichever strategy decodes it, so that all strategies
+        decode the same prompts.
 
         Raises:
           InputError: a conversation has grown too long.
@@ -170,7 +170,7 @@ class Bench:
         )
 
     def warm_up(self) -> None:
-        """Decodes one group of each task with every strategy, and times parts, for nothing."""
+        """Decodes a group of each task with every strategy and times parts; drops the results."""
         for task in self.workload.tasks:
             self.task_round(task, 0, self.groups(task)[:1])
 
@@ -188,13 +188,13 @@ class Bench:
 
     def _request(self, item: Item) -> Request:
         index = item.prompt.index
-        # Forced acceptance commits whatever was drafted: a stop token there stops nothing.
+        # Forced acceptance commits whatever was drafted; a stop token in it means nothing.
         stop_ids = () if self.workload.forced else self.jobs[self.baseline].stop_ids
         sampling = Sampling.from_config(self.config.decode, index)
         return Request(index, item.prompt.ids, item.max_new_tokens, sampling, stop_ids)
 
     def marks(self, group: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
-        """Whether each output comes to the right answer; None where there is none to come to."""
+        """Whether each output has the right answer; None where its prompt has none."""
         words = self.jobs[self.baseline].tokenizer
         return tuple(
             item.grader(words.decode(one.output_ids), finished=one.finish_reason == "stop")
@@ -204,7 +204,7 @@ class Bench:
         )
 
     def run(self) -> Iterator[TaskRound]:
-        """Measures: strategies take turns prompt by prompt, so that drift meets all alike.
+        """Measures: strategies take turns prompt by prompt, so that drift affects all equally.
 
         The parts of each strategy's cycle are timed between the prompts, for the same reason.
         """
@@ -225,7 +225,7 @@ class Bench:
             probes = probes or self._probes(group, samples[0])
             for name, probe in probes.items():
                 times.setdefault(name, []).append(probe.parts())
-        parts = {name: _middle(some) for name, some in times.items()}
+        parts = {name: _median(some) for name, some in times.items()}
         return TaskRound(task, number, tuple(samples), parts)
 
     def _probes(self, group: tuple[Item, ...], plain: Sample) -> dict[str, Probe]:
@@ -245,14 +245,14 @@ class Bench:
 def script(item: Item, longest: int) -> list[int]:
     """The item's acceptance lengths, none over `longest`; empty where none are given.
 
-    Where they were cut they begin again from the first, so that they last to the end.
+    Lengths that were cut are repeated, so that they last to the end of the output.
     """
     lengths = [min(length, longest) for length in item.lengths or ()]
     repeated = itertools.cycle(lengths) if tuple(lengths) != item.lengths else lengths
     return list(itertools.islice(repeated, item.max_new_tokens if lengths else 0))
 
 
-def _middle(some: Sequence[Parts]) -> Parts:
+def _median(some: Sequence[Parts]) -> Parts:
     """The medians of several timings."""
     return Parts(
         draft_ms=statistics.median(one.draft_ms for one in some),
@@ -303,7 +303,7 @@ def prepare_models(
 
 
 def with_baseline(strategies: Mapping[str, DrafterConfig]) -> dict[str, DrafterConfig]:
-    """The strategies, with the one that drafts nothing in front, under its own name.
+    """The strategies, preceded by the baseline under its own name.
 
     Raises:
       ConfigError: another strategy has taken that name.

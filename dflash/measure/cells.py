@@ -1,8 +1,8 @@
 """From samples to figures: plain arithmetic on the host, the same for every device.
 
-A cell is one strategy on one task. Its words: τ tokens per cycle; T_1 a cycle of the baseline,
-which is a plain token; T_draft and T_verify the two forwards of a cycle; rest what a cycle takes
-beside them. Then
+A cell is one strategy on one task. Symbols: τ is the tokens per cycle; T_1 the time of a cycle of
+the baseline, which is a plain token; T_draft and T_verify the times of a cycle's two forwards; rest
+what is left of the cycle. Then
 
     speed-up = τ · T_1 / cycle,   and were there no rest:   ideal = τ · T_1 / (T_draft + T_verify).
 """
@@ -55,8 +55,8 @@ class Cell:
       output_tokens, cycles: of all rounds; tokens without each prompt's first.
       tau: mean acceptance length.
       acceptance_histogram: cycles by acceptance length.
-      joint_acceptance: for each drafted slot, the share of cycles that accepted it.
-      conditional_acceptance: the share of those cycles in which the slots before it were.
+      joint_acceptance: for each draft position, the share of cycles that accepted it.
+      conditional_acceptance: the same share among cycles that accepted all positions before it.
       ttft_ms: median over prompts and rounds, from the prompt's dispatch to its first token.
       tpot_ms: time per token after the first, of a prompt.
       tokens_per_second: of all slots together.
@@ -64,13 +64,13 @@ class Cell:
       speedup_interval: the two ends of its bootstrap interval; None with under `MIN_GROUPS` groups.
       speedup_with_prefill: the same with every prompt's time to first token in both clocks.
       identical_share: of prompts whose output is that of the baseline, token for token.
-      checked: outputs, rounds counted singly, that have an answer to come to.
-      correct_share: of these, how many came to it; None without any.
+      checked: outputs of all rounds whose prompt has a right answer.
+      correct_share: share of these with the right answer; None without any.
       cost_ms: of a cycle.
       baseline_cycle_ms: T_1.
       ideal_speedup: see above.
       share_of_ideal: speedup over that.
-      losses: by what factor each term keeps the speed-up below τ: "verify" T_verify over T_1,
+      losses: factors by which the speed-up is below τ: "verify" T_verify over T_1,
         "draft" (T_draft + T_verify) over T_verify, "rest" a cycle over T_draft + T_verify.
     """
 
@@ -117,7 +117,7 @@ def cells(
       baseline: name of the strategy that the others are compared with.
       block_sizes: rows that the target verifies, by strategy.
       longest_paths: what a cycle may commit at most, by strategy.
-      forced: acceptance lengths were given, so that outputs mean nothing and are not compared.
+      forced: acceptance lengths were given, so outputs are meaningless and not compared.
     """
     found = []
     for task in dict.fromkeys(one.task for one in rounds):
@@ -207,7 +207,7 @@ def _cell(
     lengths = [length for one in completions for length in one.acceptance_lengths]
     counts = Counter(lengths)
     marks = [mark for sample in samples for mark in sample.marks if mark is not None]
-    joint, conditional = slot_acceptance(
+    joint, conditional = position_acceptance(
         [(one.acceptance_lengths, one.block_sizes) for one in completions], longest_path
     )
     speed = _tokens_per_ms(samples)
@@ -248,35 +248,35 @@ def _cell(
     )
 
 
-def slot_acceptance(
+def position_acceptance(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]], longest_path: int
 ) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
-    """Joint and conditional acceptance of drafted slots 1 … G.
+    """Joint and conditional acceptance of draft positions 1 … G.
 
     The last cycle of each sequence is left out, for a limit or a stop token may have cut it short.
-    A cycle says nothing about slots past its block; so the joint share is the product of the
-    conditional ones (Kaplan & Meier 1958), which is a mere share where all blocks are alike.
+    A cycle says nothing about positions past its block; so the joint share is the product of the
+    conditional ones (Kaplan & Meier 1958), a plain share where all blocks have the same size.
 
     Args:
       sequences: for each its cycles' acceptance lengths, bonus included, and rows verified.
       longest_path: G + 1.
     Returns:
-      For each slot the share of cycles that accepted it; and that share among the cycles that had
-      accepted all slots before it, None where there is none.
+      For each position the share of cycles that accepted it; and that share among the cycles that
+      accepted all positions before it, None where there are none.
     """
     cycles = [pair for one in sequences for pair in list(zip(*one, strict=True))[:-1]]
     lengths, rows = np.array(cycles, int).reshape(-1, 2).T
     conditional = []
-    for slot in range(1, longest_path):
-        tried = int(np.count_nonzero((lengths >= slot) & (rows > slot)))
-        kept = int(np.count_nonzero((lengths > slot) & (rows > slot)))
+    for position in range(1, longest_path):
+        tried = int(np.count_nonzero((lengths >= position) & (rows > position)))
+        kept = int(np.count_nonzero((lengths > position) & (rows > position)))
         conditional.append(kept / tried if tried else None)
     joint = np.cumprod([share or 0.0 for share in conditional])
     return tuple(joint.tolist()), tuple(conditional)
 
 
 def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float:
-    """Share of decoded prompts, rounds counted singly, whose output is the baseline's."""
+    """Share of the outputs of all rounds that equal the baseline's."""
     expected = {one.id: one.output_ids for sample in plain for one in sample.completions}
     equal = [one.output_ids == expected[one.id] for sample in samples for one in sample.completions]
     return statistics.fmean(equal)
@@ -369,7 +369,7 @@ def _losses(cost: Cost | None, baseline_ms: float | None) -> dict[str, float]:
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
-    """part / whole; None where that says nothing."""
+    """part / whole; None where one of them is zero or unknown."""
     return part / whole if part and whole else None
 
 

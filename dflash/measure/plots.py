@@ -56,16 +56,16 @@ def _reach(cells: Sequence[Cell]) -> list[list[float]]:
 
 
 def survival(cells: Sequence[Cell], note: str = "") -> bytes:
-    """The share of cycles in which each drafted slot and all before it were accepted."""
+    """The share of cycles that accepted each draft position and all before it."""
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
     figure, axes = _figure(7.0 if len(drafting) <= _WITHIN else 9.6)
     strategies = list(dict.fromkeys(cell.strategy for cell in drafting))
     tasks = list(dict.fromkeys(cell.task for cell in drafting))
     lines = ("-", "--", ":", "-.")
     for cell in drafting:
-        slots = range(len(cell.joint_acceptance) + 1)
+        positions = range(len(cell.joint_acceptance) + 1)
         axes.plot(
-            slots,
+            positions,
             (1.0, *cell.joint_acceptance),
             lines[tasks.index(cell.task) // len(COLOURS) % len(lines)]
             if len(strategies) == 1
@@ -76,14 +76,14 @@ def survival(cells: Sequence[Cell], note: str = "") -> bytes:
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",
         )
     axes.set_ylim(0, 1.03)
-    axes.set_xlabel("drafted slot (0: the anchor)")
+    axes.set_xlabel("draft position (0: the anchor)")
     axes.set_ylabel("share of cycles that accept up to here")
-    _finish(axes, "Acceptance by slot", note)
+    _finish(axes, "Acceptance by draft position", note)
     return png(figure)
 
 
 def costs(cells: Sequence[Cell], note: str = "") -> bytes:
-    """What a cycle is made of, beside the plain token of its task."""
+    """The parts of a cycle, beside the plain token of its task."""
     shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
     figure, axes = _figure(8.0, 1.4 + 0.36 * len(shown))
     labels = [f"{cell.task}, {cell.strategy}" for cell in shown]
@@ -119,10 +119,10 @@ def curves(
 
     Args:
       lines: places and values by name.
-      title, x, y: what it says.
+      title, x, y: of the plot and its axes.
       log: both axes in powers of two.
-      dashed: names of lines that were worked out, not measured.
-      note: set small below the title.
+      dashed: names of lines that are computed, not measured.
+      note: small print below the title.
     """
     figure, axes = _figure(7.0)
     solid = 0

@@ -1,4 +1,4 @@
-"""Published acceptance lengths, to be forced upon weights that have none of their own."""
+"""Published acceptance lengths, to be forced where weights are random."""
 
 from collections.abc import Mapping
 
@@ -12,8 +12,8 @@ def _shares(*lines: str) -> tuple[float, ...]:
     return tuple(float(share) for line in lines for share in line.split())
 
 
-# Share of cycles that committed 1 … 16 tokens, bonus included. Rounded to four digits where they
-# come from: the shares of a set add up to 1 within 0.0001.
+# Share of cycles that committed 1 … 16 tokens, bonus included. The source rounds to four digits:
+# the shares of a set add up to 1 within 0.0001.
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "aime24": _shares(
         "0.1083 0.1458 0.1189 0.1107 0.0668 0.0464 0.0521 0.0456",

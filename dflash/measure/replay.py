@@ -1,4 +1,4 @@
-"""Decodes a prompt once more, off the clock, and keeps what was drafted beside what was kept."""
+"""Decodes a prompt once more, untimed, and records drafts beside what was accepted."""
 
 import dataclasses
 from collections.abc import Sequence

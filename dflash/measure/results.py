@@ -123,7 +123,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def limits(cells: Sequence[Cell]) -> list[str]:
-    """For each strategy that drafts, the term that most keeps its speed-up below τ."""
+    """For each strategy that drafts, the largest of its losses."""
     found = []
     for cell in cells:
         if cell.block_size == 1 or not cell.losses or cell.tau is None:
@@ -132,12 +132,12 @@ def limits(cells: Sequence[Cell]) -> list[str]:
         rows, loss = cell.block_size, cell.losses[worst]
         words = {
             "verify": f"verifying {rows} rows costs {loss:.2f} plain tokens",
-            "draft": f"with the draft a cycle's forwards cost {loss:.2f} times the verification",
+            "draft": f"draft and verification cost {loss:.2f} times the verification",
             "rest": f"a cycle costs {loss:.2f} times its two forwards",
         }
         found.append(
-            f"{cell.task}, {cell.strategy}: τ {cell.tau:.2f} comes to {cell.speedup or 0:.2f}×, "
-            f"held back most by this: {words[worst]}"
+            f"{cell.task}, {cell.strategy}: τ {cell.tau:.2f} gives {cell.speedup or 0:.2f}×; "
+            f"largest loss: {words[worst]}"
         )
     return found
 

@@ -1,7 +1,7 @@
-"""What a forward costs at least: the longer of computing at the peak and reading at full speed.
+"""The least time of a forward: the longer of computing and reading, both at the peak rate.
 
-The peaks are the vendor's where the chip is known, else measured on the spot: a large matrix
-product, and a product of a matrix and a vector, which is nothing but reading.
+The peaks are the vendor's where the chip is known, else measured: by a large matrix product, and by
+a product of a matrix and a vector, whose time is that of reading.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What must be done at least.
+    """The least work of a forward.
 
     Attributes:
       flops: of the matrix products.

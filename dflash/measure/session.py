@@ -1,4 +1,4 @@
-"""A benchmark from its first byte to its last file."""
+"""A benchmark run: its plan, the measuring, studies, and the files that it leaves."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ def run(bench: Bench, directory: RunDirectory, display: Display) -> dict[str, An
     with display.status("loading weights"):
         bench.load()
     if bench.workload.has_later_turns:
-        with display.status("decoding what later turns answer to"):
+        with display.status("decoding the answers that later turns follow"):
             bench.converse()
     with display.status(f"compiling for {len(bench.jobs)} strategies"):
         bench.compile()
@@ -120,7 +120,7 @@ def report(bench: Bench, found: list[cells.Cell], values, directory: RunDirector
 
 
 def record_replays(bench: Bench, found: list[cells.Cell]) -> dict:
-    """Each task's first prompt once more with every strategy, off the clock."""
+    """Each task's first prompt once more with every strategy, untimed."""
     size = bench.config.replay_tokens
     if not size:
         return {}
@@ -129,7 +129,7 @@ def record_replays(bench: Bench, found: list[cells.Cell]) -> dict:
         lanes = {}
         for name, engine in bench.engines.items():
             if not engine.has_parts:
-                continue  # cycle by cycle, from outside of the loop, nothing would be chosen
+                continue  # outside the loop, cycle by cycle, no block size would be chosen
             cell = next(one for one in found if (one.task, one.strategy) == (task, name))
             recorded = replay.record(engine, items[0], bench.jobs[name].tokenizer, size)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
@@ -157,7 +157,7 @@ def summarize(bench: Bench, done, *, complete: bool) -> dict[str, Any]:
 
 
 def facts(bench: Bench) -> dict[str, Any]:
-    """What the figures depend on beside the samples."""
+    """What the figures depend on besides the samples."""
     return {
         "acceptance": dict(bench.workload.acceptance),
         "baseline": bench.baseline,
@@ -179,13 +179,13 @@ def common_facts(config: BenchmarkRun) -> dict[str, Any]:
 
 
 def show(bench: Bench, found, averages) -> None:
-    """Prints the table, where acceptance comes from, and what limits whom."""
+    """Prints the table, where acceptance comes from, and each strategy's largest loss."""
     words = bench.workload.acceptance["words"]
     notes = [words, *results.limits(found), *results.notes(found)]
     _say([*results.lines(found, averages), "", *notes])
 
 
 def _say(lines: list[str]) -> None:
-    """Prints lines, of several processes in the first one."""
+    """Prints lines on the first process."""
     if jax.process_index() == 0:
         print("\n".join(lines), flush=True)

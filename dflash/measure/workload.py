@@ -32,9 +32,9 @@ class Item:
     Attributes:
       prompt: its tokens, numbered over all tasks.
       max_new_tokens: at which decoding ends.
-      lengths: acceptance lengths to be forced, a cycle each; None for those that come about.
-      grader: says of a text whether it comes to the right answer, None if it cannot be said; None
-        where the prompt has no answer to come to, as all but the last turn of a conversation.
+      lengths: acceptance lengths to be forced, one per cycle; None to measure them.
+      grader: text -> whether it has the right answer, None if undecided; None where the prompt has
+        no right answer, such as all but the last turn of a conversation.
       turn: number in its conversation, from 0; items of a conversation are neighbours.
     """
 
@@ -51,8 +51,8 @@ class Workload:
 
     Attributes:
       tasks: items by task.
-      acceptance: where acceptance lengths come from: {"source": "measured"}, or what is forced and
-        since when it is known; goes into the results as it is.
+      acceptance: source of the acceptance lengths as results.json states it: {"source":
+        "measured"}, or what is forced and where it is from.
     """
 
     tasks: Mapping[str, tuple[Item, ...]]
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def has_later_turns(self) -> bool:
-        """Whether some turns are not items yet, since they answer what is not said yet."""
+        """Whether some turns are not items yet: the answers before them are not known."""
         return any(item.prompt.later_turns for item in self.items)
 
     @property
@@ -132,7 +132,7 @@ def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
 
 
 def words(config: BenchmarkRun) -> dict[str, Any]:
-    """Where acceptance lengths come from, for whoever reads the results."""
+    """Where acceptance lengths come from, as the results state it."""
     if config.trace is not None:
         return {"source": "trace", "file": config.trace, "words": _TRACE_WORDS}
     if config.acceptance:
@@ -145,14 +145,14 @@ def words(config: BenchmarkRun) -> dict[str, Any]:
     return {"source": "measured", "words": _MEASURED_WORDS}
 
 
-_MEASURED_WORDS = "acceptance lengths are those that drafter and target came to"
+_MEASURED_WORDS = "acceptance lengths are measured"
 _TRACE_WORDS = (
-    "acceptance lengths are forced: they were recorded elsewhere; the work of drafting and "
-    "verifying is done in full, the output means nothing"
+    "acceptance lengths are forced: they were recorded elsewhere; drafting and verification are "
+    "computed in full, the output is meaningless"
 )
 _DRAWN_WORDS = (
-    "acceptance lengths are forced: they are drawn from published shares, each cycle for itself; "
-    "the work of drafting and verifying is done in full, the output means nothing"
+    "acceptance lengths are forced: each is drawn independently from published shares; drafting "
+    "and verification are computed in full, the output is meaningless"
 )
 
 

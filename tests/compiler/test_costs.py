@@ -31,7 +31,7 @@ def test_turns_multiply(module):
 def test_the_branch_that_is_taken_counts(module):
     assert "draw.3" not in run(module)
     assert run(module, sampled=1)["draw.3"].cycles == 9000
-    assert run(module, sampled=None)["draw.3"].times == 3  # the dearest, if nobody knows
+    assert run(module, sampled=None)["draw.3"].times == 3  # the most expensive, if unknown
 
 
 def test_a_slice_is_read_as_far_as_it_goes(module):

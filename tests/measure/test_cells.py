@@ -83,25 +83,25 @@ def test_the_cost_adds_up_and_gives_the_ideal():
     assert cell.tau / product == pytest.approx(cell.speedup)
 
 
-def test_slots_leave_out_the_cycle_that_was_cut_short():
-    joint, conditional = cells.slot_acceptance(
+def test_acceptance_leaves_out_the_cycle_that_was_cut_short():
+    joint, conditional = cells.position_acceptance(
         [([4, 2, 1], [4, 4, 4]), ([1, 4, 4], [4, 4, 4])], longest_path=4
     )
-    # 4, 2 and 1, 4 count: three of four accept slot 1, two of these three slots 2 and 3.
+    # 4, 2 and 1, 4 count: three of four accept position 1, two of these three positions 2 and 3.
     assert joint == pytest.approx((0.75, 0.5, 0.5))
     assert conditional == (0.75, pytest.approx(2 / 3), 1.0)
 
 
-def test_slots_that_nobody_reached_have_no_condition():
-    joint, conditional = cells.slot_acceptance([([1, 1, 1], [4, 4, 4])], longest_path=4)
+def test_positions_never_reached_have_no_conditional_acceptance():
+    joint, conditional = cells.position_acceptance([([1, 1, 1], [4, 4, 4])], longest_path=4)
     assert joint == (0.0, 0.0, 0.0)
     assert conditional == (0.0, None, None)
 
 
-def test_a_cycle_says_nothing_about_slots_that_it_did_not_draft():
+def test_a_cycle_says_nothing_about_positions_that_it_did_not_draft():
     lengths, rows = [1, 2, 4, 2, 1, 1], [1, 2, 4, 4, 2, 4]
-    joint, conditional = cells.slot_acceptance([(lengths, rows)], longest_path=4)
-    # Slot 1 was drafted by four cycles that count and kept by three; slot 2 by two, kept by one.
+    joint, conditional = cells.position_acceptance([(lengths, rows)], longest_path=4)
+    # Position 1 was drafted by four cycles that count, kept by three; 2 by two, kept by one.
     assert conditional == (0.75, 0.5, 1.0)
     assert joint == pytest.approx((0.75, 0.375, 0.375))
 
@@ -194,8 +194,8 @@ def test_the_interval_is_of_95_percent():
 def test_the_largest_loss_holds_the_speedup_back():
     cell = cells_of(rounds(parts=(2.5, 3.0)))["dflash"]
     assert results.limits([cell]) == [
-        "math, dflash: τ 3.00 comes to 1.50×, held back most by this: with the draft a cycle's "
-        "forwards cost 1.83 times the verification"
+        "math, dflash: τ 3.00 gives 1.50×; largest loss: draft and verification cost 1.83 times "
+        "the verification"
     ]
     assert results.limits([cells_of(rounds())["none"]]) == []
 

@@ -1,4 +1,4 @@
-"""The least that a forward can cost, by hand for a target of round numbers."""
+"""The least time of a forward, computed independently for a target of round numbers."""
 
 import types
 
@@ -20,7 +20,7 @@ def test_the_slower_of_computing_and_reading_counts():
 
 
 def test_a_target_reads_its_weights_once_and_computes_every_row():
-    """D 32, F 48, V 48, 3 layers, N/K/H 4/2/16, head not tied: by hand 3 · (6144 + 4608 + 96) …"""
+    """D 32, F 48, V 48, 3 layers, N/K/H 4/2/16, head not tied."""
     target = make_target()
     layer = 32 * (2 * 4 + 2 * 2) * 16 + 3 * 32 * 48 + 2 * 32 + 2 * 16  # projections, mlp, norms
     weights = 3 * layer + 32 + 48 * 32
@@ -55,7 +55,7 @@ def test_a_known_chip_has_its_vendors_peaks(kind, chips):
     assert "vendor" in found.source
 
 
-def test_a_machine_that_nobody_knows_is_measured():
+def test_an_unknown_machine_is_measured():
     machine = roofline.machine_of(make_sharding())
     assert "measured" in machine.source
     assert machine.flops_per_s > 1e8

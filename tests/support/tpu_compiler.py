@@ -1,4 +1,4 @@
-"""Compiles for TPUs that are not there; see `needs_compiler`."""
+"""Compiles for TPUs that are not present; see `needs_compiler`."""
 
 import importlib.util
 import os
@@ -26,7 +26,7 @@ def compile_for(topology, function, shapes, donate=()):
       donate: numbers of the arguments whose memory results may take.
     """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Nothing takes hold of a chip: other processes may be compiling too.
+    # No chip is acquired: other processes may be compiling too.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     place = jax.sharding.SingleDeviceSharding(device)

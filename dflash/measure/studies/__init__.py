@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure.studies import timings, variants
-from dflash.measure.studies.table import Table as Table
+from dflash.measure.studies.result import StudyResult as StudyResult
 
-STUDIES: Mapping[str, Callable[[BenchmarkRun], Table]] = {
+STUDIES: Mapping[str, Callable[[BenchmarkRun], StudyResult]] = {
     "cycle": timings.cycle,
     "verify": timings.verify,
     "draft": timings.draft,

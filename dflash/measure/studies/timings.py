@@ -17,7 +17,7 @@ from dflash.measure import roofline
 from dflash.measure.engine import MeasuredEngine, seconds_of
 from dflash.measure.forced import Canned
 from dflash.measure.parts import Probe
-from dflash.measure.studies.table import Table, machine_note
+from dflash.measure.studies.result import StudyResult, machine_note
 from dflash.offline.job import Job
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -27,7 +27,7 @@ BLOCK_SIZES = (2, 4, 8, 16, 32)
 CYCLE_CONTEXTS = (128,)
 
 
-def cycle(config: BenchmarkRun) -> Table:
+def cycle(config: BenchmarkRun) -> StudyResult:
     """What a cycle in the loop costs beside the sum of its two forwards, for every strategy."""
     jobs = _loaded(benches.prepare_models(config))
     context = _contexts(config, jobs, CYCLE_CONTEXTS)[0]
@@ -66,12 +66,12 @@ def cycle(config: BenchmarkRun) -> Table:
         for key in ("cycle", "draft", "verify", "roofline")
     }
     notes = [f"context {context} tokens, batch {config.decode.batch_size}", machine_note(machine)]
-    return Table(
+    return StudyResult(
         "A cycle beside its parts", rows, lines, "rows", "milliseconds", ("roofline",), False, notes
     )
 
 
-def verify(config: BenchmarkRun) -> Table:
+def verify(config: BenchmarkRun) -> StudyResult:
     """Is verification flat in its rows?"""
     only_target = dataclasses.replace(config, strategies={})
     job = next(iter(_loaded(benches.prepare_models(only_target)).values()))
@@ -118,10 +118,10 @@ def verify(config: BenchmarkRun) -> Table:
         machine_note(machine),
     ]
     title = "Cost of verification by rows"
-    return Table(title, rows, lines, "rows per sequence", "milliseconds", dashed, True, notes)
+    return StudyResult(title, rows, lines, "rows per sequence", "milliseconds", dashed, True, notes)
 
 
-def draft(config: BenchmarkRun) -> Table:
+def draft(config: BenchmarkRun) -> StudyResult:
     """What a draft costs by block size."""
     sizes = config.study.values or BLOCK_SIZES
     variants = {}
@@ -165,7 +165,7 @@ def draft(config: BenchmarkRun) -> Table:
     lines["roofline"] = (list(ideals), list(ideals.values()))
     notes = [f"batch {config.decode.batch_size}", machine_note(machine)]
     title = "Cost of a draft by block size"
-    return Table(title, rows, lines, "block size", "milliseconds", ("roofline",), True, notes)
+    return StudyResult(title, rows, lines, "block size", "milliseconds", ("roofline",), True, notes)
 
 
 def with_block_size(name: str, drafter, size: int):

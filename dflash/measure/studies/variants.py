@@ -8,7 +8,7 @@ from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
 from dflash.measure import bench as benches
 from dflash.measure import cells, roofline
-from dflash.measure.studies.table import Table, machine_note
+from dflash.measure.studies.result import StudyResult, machine_note
 from dflash.measure.studies.timings import with_block_size
 
 USED_BLOCKS = (4, 8, 12, 16)
@@ -17,7 +17,7 @@ TAPS = (1, 3, 5)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def block(config: BenchmarkRun) -> Table:
+def block(config: BenchmarkRun) -> StudyResult:
     """Which block to use with a drafter of which trained block."""
     values = config.study.values or USED_BLOCKS
     trained = {}
@@ -34,21 +34,21 @@ def block(config: BenchmarkRun) -> Table:
     return _table("Block size, trained × used", *measured, "used", ("drafter", "trained"))
 
 
-def layers(config: BenchmarkRun) -> Table:
+def layers(config: BenchmarkRun) -> StudyResult:
     """What another number of draft layers costs; with random weights, at forced acceptance."""
     values = config.study.values or LAYERS
     measured = _architectures(config, "num_hidden_layers", "layers", values)
     return _table("Number of draft layers", *measured, "layers", ("drafter",))
 
 
-def taps(config: BenchmarkRun) -> Table:
+def taps(config: BenchmarkRun) -> StudyResult:
     """What another number of tapped target layers costs; see `layers`."""
     values = config.study.values or TAPS
     measured = _architectures(config, "num_target_features", "taps", values)
     return _table("Number of tapped layers", *measured, "taps", ("drafter",))
 
 
-def batch(config: BenchmarkRun) -> Table:
+def batch(config: BenchmarkRun) -> StudyResult:
     """What drafting is worth when the target has other sequences to serve too."""
     rows, machine, target = [], None, None
     for size in config.study.values or BATCHES:
@@ -152,7 +152,7 @@ def _rows(
 
 def _table(
     title: str, rows: list[dict], machine: roofline.Machine, column: str, names: tuple[str, ...]
-) -> Table:
+) -> StudyResult:
     """The rows and, for every drafter and task, a line of the speed-up."""
 
     def label(row) -> str:
@@ -165,4 +165,4 @@ def _table(
         values.append(row["speedup"] or 0.0)
     notes = ["speed-up over plain decoding of the same batch, prompts in turns"]
     notes.append(machine_note(machine))
-    return Table(title, rows, lines, column, "speed-up", (), False, notes)
+    return StudyResult(title, rows, lines, column, "speed-up", (), False, notes)

@@ -1,4 +1,4 @@
-"""What a study comes to: a table, and the lines of its plot."""
+"""The result of a study: a table, and the lines of its plot."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from dflash.measure.roofline import Machine
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class StudyResult:
     """The answer to a study's question.
 
     Attributes:
@@ -17,9 +17,9 @@ class Table:
       rows: of the same keys each.
       lines: places and values of each line of the plot.
       x, y: what they are.
-      dashed: lines that were worked out, not measured.
+      dashed: lines that are computed, not measured.
       log: both axes logarithmic.
-      notes: sentences that belong with the figures.
+      notes: sentences to be shown with the figures.
     """
 
     title: str
@@ -53,7 +53,7 @@ class Table:
 
 
 def machine_note(machine: Machine) -> str:
-    """Against what the roofline was drawn."""
+    """The peak rates that the roofline assumes."""
     return (
         f"roofline: {machine.name}, {machine.flops_per_s / 1e12:.3g} TFLOP/s and "
         f"{machine.bytes_per_s / 1e9:.4g} GB/s ({machine.source})"
