@@ -168,6 +168,11 @@ def test_bytes_have_no_special_tokens():
     assert tokenizer.encode("<s>", special_tokens=True) == tokenizer.encode("<s>") == list(b"<s>")
 
 
+def test_what_is_no_text_is_left_as_it_is():
+    message = {"n": 1, "none": None, "list": [1.5, True, "x"]}
+    assert SPECIAL.mark(message) == message
+
+
 def test_every_text_of_a_message_is_marked(tmp_path):
     train_byte_level(tmp_path)
     template = (
