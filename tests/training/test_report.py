@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+import tensorboardX
 
 from dflash import errors
 from dflash.training import report as report_lib
@@ -92,6 +93,27 @@ def test_the_speed_leaves_pauses_out(tmp_path, monkeypatch):
         report.log(12, METRICS)  # at 31 s
     speeds = [line["tokens_per_second"] for line in lines(tmp_path)]
     assert speeds == pytest.approx([10 * 50 / 5, 50])
+
+
+def test_a_first_step_that_is_logged_alone_counts_from_the_opening(tmp_path, monkeypatch):
+    clock = iter([0.0, 10.0, 12.5])
+    monkeypatch.setattr(report_lib.time, "perf_counter", lambda: next(clock))
+    with open_report(tmp_path, io.StringIO()) as report:
+        report.start_clock(1)
+        report.log(1, METRICS)
+    assert [line["tokens_per_second"] for line in lines(tmp_path)] == [50 / 12.5]
+
+
+def test_tensorboard_drops_events_after_the_first_step_alone(tmp_path, monkeypatch):
+    seen = []
+    writer = tensorboardX.SummaryWriter
+    monkeypatch.setattr(
+        tensorboardX,
+        "SummaryWriter",
+        lambda *args, purge_step: seen.append(purge_step) or writer(*args, purge_step=purge_step),
+    )
+    open_report(tmp_path, io.StringIO(), first_step=20).close()
+    assert seen == [21]
 
 
 def test_a_continued_run_drops_lines_that_it_will_write_again(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -83,6 +84,17 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted, tmp_path):
     again = toy.Run(tmp_path, steps=STEPS)
     toy.assert_identical(toy.arrays(again.go()), uninterrupted)
     assert again.started_at == STEPS
+
+
+def test_a_restart_within_a_log_window_logs_the_same(tmp_path):
+    """Steps 7 and 8 are part of the mean at step 9."""
+    toy.Run(tmp_path, steps=12, checkpoint_every=4).go()
+    before = [line["loss"] for line in toy.metrics(tmp_path)]
+    shutil.rmtree(tmp_path / "checkpoints" / "12")
+    again = toy.Run(tmp_path, steps=12, checkpoint_every=4)
+    again.go()
+    assert again.started_at == 8
+    assert [line["loss"] for line in toy.metrics(tmp_path)] == before
 
 
 def test_kill_9_at_random_moments_costs_nothing(uninterrupted, tmp_path):
