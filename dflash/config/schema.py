@@ -41,13 +41,13 @@ class RopeScaling:
 class TargetArchitecture:
     """Shape of a decoder-only target; read from config.json, or stated for random weights."""
 
-    vocab_size: int = option(minimum=1, maximum=2**24)
-    hidden_size: int = option(minimum=1, maximum=2**20)
-    intermediate_size: int = option(minimum=1, maximum=2**24)
+    vocab_size: int = option(minimum=1)
+    hidden_size: int = option(minimum=1)
+    intermediate_size: int = option(minimum=1)
     num_hidden_layers: int = option(minimum=1, maximum=MAX_LAYERS)
-    num_attention_heads: int = option(minimum=1, maximum=2**16)
-    num_key_value_heads: int = option(minimum=1, maximum=2**16)
-    head_dim: int = option(minimum=2, maximum=2**16)
+    num_attention_heads: int = option(minimum=1)
+    num_key_value_heads: int = option(minimum=1)
+    head_dim: int = option(minimum=2)
     max_position_embeddings: int = option(minimum=1)
     rms_norm_eps: float = option(1e-6, minimum=0.0)
     rope_theta: float = option(1e6, minimum=1.0)
