@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from dflash import errors
+from dflash.runs.files import sync
 
 CONFIG = "config.json"
 # Copied unchanged along with the weights. Python files are the code that `auto_map` in config.json
@@ -96,9 +97,9 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
         yield partial
         _barrier(f"{partial} written")
         if first:
-            _sync(partial)
+            _sync_tree(partial)
             partial.rename(destination)
-            _sync_path(destination.parent)
+            sync(destination.parent)
         _barrier(f"{partial} renamed")
     except BaseException as error:
         if first:
@@ -172,20 +173,12 @@ def _make_bar():
     )
 
 
-def _sync(directory: pathlib.Path) -> None:
+def _sync_tree(directory: pathlib.Path) -> None:
     """Forces a tree to disk, so that after a crash the name never stands for half of it."""
     for parent, _, names in os.walk(directory):
         for name in names:
-            _sync_path(pathlib.Path(parent, name))
-        _sync_path(pathlib.Path(parent))
-
-
-def _sync_path(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(pathlib.Path(parent, name))
+        sync(pathlib.Path(parent))
 
 
 def _process_index() -> int:

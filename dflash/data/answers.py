@@ -1,12 +1,12 @@
 r"""Final answers in the text of a solution, and whether two of them are the same.
 
 A number counts however it is written (1,000 = 1{,}000.0 = \frac{2000}{2}), and other expressions
-count by their value (2x = x+x); see `latex_values` for what is understood. Everything else is
+count by their value (2x = x+x); see `latex_values` for what is supported. Everything else is
 compared as LaTeX without its decoration, so a right answer in another form counts as wrong.
 
 Libraries for this (math-verify 0.9) understand more of LaTeX, but bound their time by signals,
-which threads cannot use, and hang on some answers all the same. Here each step is linear in the
-text, or of bounded size.
+which threads cannot use, and still hang on some answers. Here each step is linear in the text, or
+of bounded size.
 """
 
 import re

@@ -216,7 +216,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     parts = 4 if plan.quantised else 2
     new, refs = refs[:parts], refs[parts:]
     tree_ref = refs[0] if plan.has_tree else None
-    # The pools are updated in place: what comes in under them is not looked at.
+    # The pools are updated in place: their inputs are aliased to outputs, and not read.
     refs = refs[plan.has_tree + parts :]
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, refs = Softmax(*refs[:4]), refs[4:]

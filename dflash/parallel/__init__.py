@@ -1,1 +1,1 @@
-"""The mesh, named axes, abstract parameters, processes, and what is known of chips."""
+"""The mesh, named axes, abstract parameters, processes, and data of chips."""
