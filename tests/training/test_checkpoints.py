@@ -137,6 +137,7 @@ def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(two_saved):
     flip_a_bit(files_of(two_saved, 2)[0])
     with Checkpoints(two_saved / "checkpoints", keep_last=2) as checkpoints:
         checkpoints.restore(like(make_state(0)), lambda note: None)
+        assert checkpoints.good_step == 1
         checkpoints.save(2, make_state(2), {}, best=None)
         checkpoints.wait()
     restored, _ = restore(two_saved)
