@@ -220,14 +220,15 @@ def _fingerprint(directory: pathlib.Path, variables: Mapping[str, Any], date: da
     digest = hashlib.sha256()
     patterns = ("tokenizer*", "special_tokens_map.json", "chat_template*")
     paths = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
-    dated = False
+    names = set()  # variables and functions that a template may refer to
     for path in sorted(paths):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode())
         digest.update(content)
-        dated = dated or b"strftime_now" in content
-    if variables:
-        digest.update(json.dumps(variables, sort_keys=True).encode())
-    if dated:
+        names |= {name for name in (*variables, "strftime_now") if name.encode() in content}
+    used = {name: variables[name] for name in variables if name in names}
+    if used:
+        digest.update(json.dumps(used, sort_keys=True).encode())
+    if "strftime_now" in names:
         digest.update(date.isoformat().encode())
     return digest.hexdigest()

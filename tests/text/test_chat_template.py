@@ -144,3 +144,9 @@ def test_template_variables_reach_the_template(tmp_path):
         for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
     }
     assert len(prints) == 3  # what was encoded with one is not what another encodes
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    plain, thinking = (
+        tokenization.load_tokenizer(tmp_path, **variables).fingerprint
+        for variables in ({}, {"enable_thinking": False})
+    )
+    assert plain == thinking, "a variable that no template reads changes nothing"
