@@ -52,8 +52,6 @@ class Scheduler:
         # By slot, in the order of admission: the last one is the youngest.
         self._running: dict[int, _Sequence] = {}
         self._pool = PagePool(layout.num_shares, layout.pages_per_share)
-        # Shares in which a sequence was preempted: nothing enters until another one has ended.
-        self._held: set[int] = set()
         self._dispatched: tuple[Report, float] | None = None
         self._clock_s = 0.0
         # Empty caches exist before the clock of the first prompt starts.
@@ -163,7 +161,6 @@ class Scheduler:
         self._state = self._engine.release(self._state, index)
         self._pool.give_back(share, sequence.pages)
         sequence.pages = ()
-        self._held.discard(share)
 
     # --- pages ----------------------------------------------------------------------------------
 
@@ -202,7 +199,6 @@ class Scheduler:
         self._vacate(index)
         sequence.preemptions += 1
         self._queue.appendleft(sequence)
-        self._held.add(share)
 
     # --- admission ------------------------------------------------------------------------------
 
@@ -211,7 +207,7 @@ class Scheduler:
         events: list[Event] = []
         for index in range(self._layout.batch_size):
             share = self._layout.share_of(index)
-            while index not in self._running and share not in self._held and self._queue:
+            while index not in self._running and self._queue:
                 pages = self._pool.take(share, self._missing_pages(self._queue[0]))
                 if pages is None:
                     break

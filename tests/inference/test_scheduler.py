@@ -249,7 +249,7 @@ def test_coming_back_compiles_nothing():
 
 
 def test_a_preempted_sequence_waits_until_another_has_ended():
-    """Otherwise it would come back at once, and be preempted again by the next dispatch."""
+    """It needs at least the pages that it had, of which an older sequence has taken some."""
     one = Scheduler(run(num_pages=FEW_PAGES))
     for request in make_requests(random_prompts([15, 14, 13]), 32):
         one.submit(request)
