@@ -182,16 +182,18 @@ class Bench:
         """Decodes prompts together; there is a slot for each."""
         engine = self.engines[strategy]
         engine.follow([script(item, self.longest_paths[strategy]) for item in group])
-        events = decode(engine, [self._request(item) for item in group])
+        events = decode(engine, [self.request(item) for item in group])
         done = [event for event in events if isinstance(event, Completion)]
         return tuple(sorted(done, key=lambda one: one.id))
 
-    def _request(self, item: Item) -> Request:
+    def request(self, item: Item, at_most: int | None = None) -> Request:
+        """What an item asks of an engine, cut to `at_most` new tokens."""
         index = item.prompt.index
+        new_tokens = min(item.max_new_tokens, at_most or item.max_new_tokens)
         # Forced acceptance commits whatever was drafted; a stop token in it means nothing.
         stop_ids = () if self.workload.forced else self.jobs[self.baseline].stop_ids
         sampling = Sampling.from_config(self.config.decode, index)
-        return Request(index, item.prompt.ids, item.max_new_tokens, sampling, stop_ids)
+        return Request(index, item.prompt.ids, new_tokens, sampling, stop_ids)
 
     def marks(self, group: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
         """Whether each output has the right answer; None where its prompt has none."""

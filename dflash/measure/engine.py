@@ -102,7 +102,11 @@ class MeasuredEngine(Engine):
         canned = Canned(proposal, self.drafter)
         if self._target_alone is None:
             self._target_alone = MeasuredEngine(
-                self.target, canned, self.config, max_length=self.layout.max_length
+                self.target,
+                canned,
+                self.config,
+                max_length=self.layout.max_length,
+                num_stop_ids=self.num_stop_ids,
             )
         self._target_alone.set_drafter(canned)
         return self._target_alone

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dflash.inference.engine import Slot
+from dflash.inference.pages import Slot
+from dflash.inference.request import Request
 from dflash.measure.engine import MeasuredEngine
-from dflash.measure.workload import Item
 from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -37,22 +37,24 @@ class Replay:
     frames: tuple[Frame, ...]
 
 
-def record(engine: MeasuredEngine, item: Item, tokenizer: Tokenizer, max_tokens: int) -> Replay:
+def record(
+    engine: MeasuredEngine, request: Request, lengths: Sequence[int], tokenizer: Tokenizer
+) -> Replay:
     """Decodes a prompt cycle by cycle.
 
     Args:
-      engine: of the strategy.
-      item: the prompt.
-      tokenizer: of the target.
-      max_tokens: at which the replay ends, if the prompt does not end before.
+      engine: the strategy's.
+      request: what to decode.
+      lengths: acceptance lengths to force; empty where they are found.
+      tokenizer: the target's.
     """
-    engine.follow([item.lengths or ()])
-    prefix = engine.prefill(item.prompt.ids, item.prompt.index)
-    limit = len(item.prompt.ids) + min(item.max_new_tokens, max_tokens)
-    pages = tuple(range(1, 1 + engine.layout.pages_per_sequence))
-    state = engine.insert(engine.new_state(), prefix, Slot(0, pages), limit)
+    engine.follow([lengths])
+    prefix = engine.prefill(request.prompt, request.sampling)
+    anchor = int(jax.device_get(prefix.anchor)[0])
+    slot = Slot(0, engine.layout.standing_pages(0))
+    state = engine.insert(engine.new_state(), prefix, slot, request, anchor)
     words = IncrementalDecoder(tokenizer)
-    first = words.push([int(jax.device_get(prefix.anchor)[0])])
+    first = words.push([anchor])
     frames = []
     while jax.device_get(state.active)[0]:
         state, tokens, counts, proposal = engine.show_cycle(state)

@@ -126,12 +126,13 @@ def record_replays(bench: Bench, found: list[cells.Cell]) -> dict:
         return {}
     replays = {}
     for task, items in bench.workload.tasks.items():
-        lanes = {}
+        request, lanes = bench.request(items[0], at_most=size), {}
         for name, engine in bench.engines.items():
             if not engine.has_parts:
                 continue  # outside the loop, cycle by cycle, no block size would be chosen
             cell = next(one for one in found if (one.task, one.strategy) == (task, name))
-            recorded = replay.record(engine, items[0], bench.jobs[name].tokenizer, size)
+            words = bench.jobs[name].tokenizer
+            recorded = replay.record(engine, request, items[0].lengths or (), words)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
             lanes[name] = page.Timed(recorded, cell.ttft_ms, cycle_ms)
         replays[task] = (_shown(items[0].prompt), lanes)

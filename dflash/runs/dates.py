@@ -37,8 +37,8 @@ def find(directory: str | os.PathLike | None) -> datetime.date:
 def _read(path: pathlib.Path) -> datetime.date | None:
     try:
         return datetime.date.fromisoformat(path.read_text(encoding="utf-8").strip())
-    except FileNotFoundError:
-        return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # taking the directory says what is wrong with it
     except (OSError, ValueError) as error:
         raise errors.WorkdirError(
             f"{path}: not a date such as 2026-01-31: mend it, or delete it for today's"

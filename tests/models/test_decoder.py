@@ -211,7 +211,7 @@ def test_unsupported_options_are_refused(key):
     config = Qwen3.config_to_hf(make_architecture()) | {key: True}
     with pytest.raises(errors.CheckpointError) as caught:
         Qwen3.architecture_from_hf(config)
-    assert str(caught.value) == f"config.json: {key}: true is not supported"
+    assert str(caught.value) == f"config.json: {key}: true is not supported, only false"
 
 
 def test_no_features_unless_asked_for():

@@ -75,9 +75,9 @@ def test_before_anything_was_learned_everything_may_change(tmp_path):
 
 
 def test_a_checkpoint_that_a_kill_left_unfinished_is_nothing_learned(tmp_path):
-    rundir.open_directory(tmp_path, BASE).close()
+    rundir.open_directory(tmp_path, BASE, DATE).close()
     (tmp_path / "checkpoints" / "100.orbax-checkpoint-tmp").mkdir(parents=True)
-    rundir.open_directory(tmp_path, change("train", steps=99)).close()
+    rundir.open_directory(tmp_path, change("train", steps=99), DATE).close()
 
 
 def test_many_differences_are_counted_not_listed(used):
