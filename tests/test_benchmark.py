@@ -279,9 +279,9 @@ def test_what_is_wrong_is_said_in_one_line(run, tmp_path, argv, message):
         (["--trace=t.json"], "t.json: prompt 0 (gsm8k): commits 4 tokens in a cycle, but strategy"),
         (["--trace=t.json", "study.name=batch"], "t.json: prompt 0 (gsm8k): commits 4 tokens"),
         (["--trace=gone.json"], "gone.json: cannot be read: No such file or directory"),
-        (["--acceptance=alpaca", "prompt_tokens=10000000000000"], "acceptance=alpaca: 10000000000"),
+        (["--acceptance=alpaca", "prompt_tokens=16777216"], "acceptance=alpaca: 16777216"),
         (
-            ["--acceptance=alpaca", "decode.max_new_tokens=2147483647"],
+            ["--acceptance=alpaca", "decode.max_new_tokens=16777216"],
             "the target was made for 256 positions",
         ),
     ],

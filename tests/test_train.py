@@ -59,6 +59,7 @@ DRAFTER = (
     "drafter.architecture.num_attention_heads=4",
     "drafter.architecture.num_key_value_heads=2",
     "drafter.architecture.head_dim=16",
+    "drafter.architecture.intermediate_size=64",
     "drafter.architecture.target_layer_ids=[0, 1]",
 )
 

@@ -178,7 +178,7 @@ def test_a_sequence_that_gives_way_says_what_it_would_have_said(form):
         batch_size=3,
         sync_every=2,
         max_length=48,
-        num_pages=8,
+        num_pages=7,
     )
     how = {"temperature": 0.8, "seed": 3}
     prompts, limits = random_prompts([15, 14, 13, 5]), [32, 32, 31, 20]

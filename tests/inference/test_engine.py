@@ -78,7 +78,7 @@ def test_the_anchor_is_the_one_that_is_given(compiled):
 def test_other_weights_must_be_of_the_same_shapes(compiled):
     run, _ = compiled
     with pytest.raises(ValueError, match="differ in shape or dtype"):
-        run.set_drafter(drafter("dflash", tree=True, block_size=3, arch=make_architecture()))
+        run.set_drafter(drafter("dflash", block_size=3, arch=make_architecture(hidden_size=64)))
 
 
 def test_a_program_of_ones_own(compiled):
