@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import gc
+import logging as std_logging
 import math
 import pathlib
 import sys
@@ -48,13 +50,12 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
                 restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
                 partial_restore=True,
             )
-            try:
-                restored = checkpointer.restore(params, args=restore)
-            except Exception as error:  # tensorstore's reasons come as several types
+            restored = _restore(checkpointer, params, restore)
+            if restored is None:
                 raise errors.CheckpointError(
                     f"{params}: damaged, while reading {files.quote_some(group)}; "
                     "copy or convert the checkpoint again"
-                ) from error
+                )
             values |= jax.block_until_ready(_flatten(restored))
     parameters.assign(module, values)
 
@@ -163,17 +164,33 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _restore(checkpointer: ocp.Checkpointer, params: pathlib.Path, args: Any) -> Any:
+    """What Orbax reads; None if it fails, for which tensorstore has several types of errors.
+
+    Arrays are read concurrently. When one fails, asyncio complains about the others as soon as they
+    are freed: that happens here, while it is quiet, and not later, while an error propagates.
+    """
+    try:
+        return checkpointer.restore(params, args=args)
+    except Exception:
+        pass
+    gc.collect()
+    return None
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps Orbax's own error logs off stderr: the user gets our one line."""
-    verbosity = logging.get_verbosity()
+    verbosity, loop = logging.get_verbosity(), std_logging.getLogger("asyncio")
     logging.set_verbosity(logging.ERROR)
+    was_disabled, loop.disabled = loop.disabled, True
     if not isinstance(sys.unraisablehook, _Filter):
         sys.unraisablehook = _Filter(sys.unraisablehook)
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        loop.disabled = was_disabled
 
 
 @dataclasses.dataclass(frozen=True)
