@@ -51,6 +51,7 @@ class Scheduler:
         self._queue: collections.deque[_Sequence] = collections.deque()
         # By slot, in the order of admission: the last one is the youngest.
         self._running: dict[int, _Sequence] = {}
+        self._ids: set[int] = set()  # of all requests in flight
         self._pool = PagePool(layout.num_shares, layout.pages_per_share)
         self._dispatched: tuple[Report, float] | None = None
         self._clock_s = 0.0
@@ -70,8 +71,9 @@ class Scheduler:
           ValueError: another request in flight has its id.
         """
         self._engine.check(request)
-        if any(one.request.id == request.id for one in (*self._queue, *self._running.values())):
+        if request.id in self._ids:
             raise ValueError(f"request {request.id} is in flight already")
+        self._ids.add(request.id)
         self._queue.append(_Sequence(request))
 
     def cancel(self, id: int) -> bool:
@@ -83,10 +85,12 @@ class Scheduler:
         for sequence in self._queue:
             if sequence.request.id == id:
                 self._queue.remove(sequence)
+                self._ids.discard(id)
                 return True
         for index, sequence in self._running.items():
             if sequence.request.id == id:
                 self._vacate(index)
+                self._ids.discard(id)
                 return True
         return False
 
@@ -141,6 +145,7 @@ class Scheduler:
     def _finish(self, index: int, now: float) -> Completion:
         sequence = self._running[index]
         self._vacate(index)
+        self._ids.discard(sequence.request.id)
         stopped = sequence.output_ids[-1] in sequence.request.stop_ids
         return Completion(
             id=sequence.request.id,
