@@ -1,7 +1,8 @@
 """Errors that a user can act on: each is one or more plain lines, never a traceback.
 
 Every message names the file, key or token at fault and what to do about it. Entry points print
-the lines on stderr and exit with `exit_status`.
+the lines on stderr and exit with `exit_status`: 2 for what was given to a run (config, input,
+checkpoints), 1 for the run itself.
 """
 
 _MAX_CHARACTERS = 1000  # of a line; a value that it quotes may be a whole file
@@ -34,6 +35,8 @@ class ConfigError(UserError):
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit; the message names file and tensor."""
 
+    exit_status = 2
+
 
 class WorkdirError(UserError):
-    """The work directory cannot be written, or belongs to a run of another configuration."""
+    """Results cannot be written, or their directory belongs to another run, or is damaged."""

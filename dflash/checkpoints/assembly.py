@@ -13,11 +13,12 @@ from flax import nnx
 
 from dflash import errors, registry
 from dflash.checkpoints import checkpoint, files, hf_config
+from dflash.config import schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
-RANDOM = "random"
+RANDOM = schema.RANDOM
 _TARGET_SEED, _DRAFTER_SEED = 0, 1
 
 

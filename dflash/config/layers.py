@@ -1,17 +1,17 @@
 """Finds config files, reads them with their bases, and merges the layers."""
 
 import dataclasses
-import importlib.resources
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
 
 import ml_collections
 
 from dflash import errors, registry
-from dflash.config import strict_yaml
+from dflash.config import encoding, strict_yaml
 from dflash.config.strict_yaml import Node
 
 COMMAND_LINE = "command line"
+_MAX_BYTES = 2**20  # of a config file; the largest resolved one has a few thousand
 Path = tuple[str, ...]  # of a key: ("decode", "seed")
 
 
@@ -45,7 +45,8 @@ class Tree:
 
 def package_configs() -> pathlib.Path:
     """The directory of the shipped configs: package data, or `configs/` of a source checkout."""
-    package = pathlib.Path(str(importlib.resources.files("dflash")))
+    # By this file's own place: `dflash` may also be the name of a directory that users are in.
+    package = pathlib.Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
@@ -58,11 +59,14 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     """
     given = pathlib.Path(path)
     if _exists(given):
+        if given.is_dir():
+            raise errors.ConfigError(f"{path}: a directory, expected a config{_inside(given)}")
         return given
     shipped = _shipped(given)
     if shipped is not None:
         return shipped
-    known = [f"configs/{name.name}" for name in package_configs().glob("*.yml")]
+    configs = package_configs()
+    known = [f"configs/{one.relative_to(configs)}" for one in configs.rglob("*.yml")]
     near = registry.suggest(str(path), known, exhaustive=False)
     raise errors.ConfigError(f"{path}: no such file{near}")
 
@@ -248,6 +252,15 @@ def _renames(current: object, layer: Sequence[Node], group: str) -> bool:
     return bool(names) and names[-1].value is not None and text_of(names[-1]) != text_of(old)
 
 
+def _inside(directory: pathlib.Path) -> str:
+    """What to give instead of a directory."""
+    if (directory / "config.yml").is_file():
+        return f"; that of the run in it is {directory / 'config.yml'}"
+    if (directory / "config.json").is_file():
+        return f"; a checkpoint goes with one: CONFIG target.checkpoint={directory}"
+    return ", such as configs/tiny_dflash.yml"
+
+
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     shipped = package_configs().joinpath(*parts)
@@ -294,12 +307,15 @@ def _read_with_bases(
 
 def _read_one(path: pathlib.Path, name: str) -> tuple[Node | None, list[str]]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return None, [f"{name}: not a text file in UTF-8"]
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            return None, [f"{name}: larger than {_MAX_BYTES:,} bytes: no config"]
+        return strict_yaml.parse(encoding.decode(content), name)
+    except errors.InputError as error:
+        return None, [f"{name}: {error}"]
     except OSError as error:
         return None, [f"{name}: cannot be read: {error.strerror}"]
-    return strict_yaml.parse(text, name)
 
 
 def _base_names(bases: Node | None, problems: list[str]) -> list[Node]:
