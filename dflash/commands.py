@@ -1,4 +1,4 @@
-"""The subcommands of `dflash`, and which module each one is. Imports nothing, so help is instant."""
+"""The subcommands of `dflash`, and the module of each. Imports nothing, so help is instant."""
 
 # name: (module, what it does)
 COMMANDS = {

@@ -7,13 +7,16 @@ import pytest
 from dflash import errors
 from dflash.checkpoints import checkpoint, foreign
 
+PICKLES = (
+    "holds pickled PyTorch weights only, which are never loaded because they can run code; convert "
+    "them to safetensors (save_pretrained of transformers does)"
+)
 FORMATS = {
-    "adapter_config.json": "holds a LoRA adapter; merge it into its model (merge_and_unload of peft)",
+    "adapter_config.json": "holds a LoRA adapter; merge it into its model (merge_and_unload of "
+    "peft)",
     "model-q4_k_m.gguf": "holds GGUF weights of llama.cpp; take the model's original checkpoint",
-    "pytorch_model.bin": "holds pickled PyTorch weights only, which are never loaded because they "
-    "can run code; convert them to safetensors (save_pretrained of transformers does)",
-    "consolidated.00.pth": "holds pickled PyTorch weights only, which are never loaded because they "
-    "can run code; convert them to safetensors (save_pretrained of transformers does)",
+    "pytorch_model.bin": PICKLES,
+    "consolidated.00.pth": PICKLES,
     "consolidated.safetensors": "holds weights in Mistral's layout; take the Hugging Face layout",
     "tf_model.h5": "holds TensorFlow weights; take the safetensors version",
     "flax_model.msgpack": "holds Flax weights; take the safetensors version",
