@@ -50,7 +50,7 @@ def help_text() -> str:
             "dflash COMMAND --help explains a command, with its flags and examples.",
             "",
             "examples:",
-            "  dflash decode configs/tiny_dflash.yml        the embedded tiny models; no download",
+            "  dflash decode configs/tiny_dflash.yml      the embedded models; no download",
             "  dflash decode configs/qwen3_4b_dflash.yml --dry_run",
             "  dflash doctor",
         ]

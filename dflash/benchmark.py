@@ -28,11 +28,8 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 
 def _overrides(values: flags.FlagValues) -> list[str]:
-    """The two flags as overrides; one of them alone clears the other one in the config."""
-    trace, acceptance = values.trace, values.acceptance
-    if trace is None and acceptance is None:
-        return []
-    return [f"trace={'null' if trace is None else trace}", f"acceptance=[{acceptance or ''}]"]
+    trace = [] if values.trace is None else [f"trace={values.trace}"]
+    return trace + ([] if values.acceptance is None else [f"acceptance=[{values.acceptance}]"])
 
 
 SUBCOMMAND = cli.Subcommand(

@@ -9,6 +9,6 @@ COMMANDS = {
     "compile": ("dflash.compile", "Compile a run for TPUs that need not be present."),
     "convert": ("dflash.convert", "Convert a checkpoint between its two layouts."),
     "train_tokenizer": ("dflash.train_tokenizer", "Train a tokenizer."),
-    "doctor": ("dflash.doctor", "Say what is installed, what is missing, and where caches are."),
+    "doctor": ("dflash.doctor", "Say what is installed, missing and cached."),
     "completion": ("dflash.completion", "Print the completion script for bash, zsh or fish."),
 }

@@ -32,9 +32,9 @@ SUBCOMMAND = cli.Subcommand(
     "skipped.",
     examples=(
         "dflash sweep configs/sweeps/block_size.yml --workdir runs/block_size",
-        "dflash sweep configs/sweeps/block_size.yml --dry_run           # lists the points",
+        "dflash sweep configs/sweeps/block_size.yml --dry_run    # lists the points",
         "dflash sweep configs/sweeps/block_size.yml --index 3 --workdir w",
-        "dflash sweep configs/tiny_dflash.yml sweep.product.decode.seed=[1,2] --dry_run",
+        "dflash sweep configs/tiny_dflash.yml sweep.zip.decode.seed=[1,2]",
     ),
     schema=tuple(registry.load(entry.schema) for entry in registry.RUNS.values()),
     load=sweeps.load,

@@ -31,7 +31,7 @@ SUBCOMMAND = cli.Subcommand(
     "<|pad|>, <|end|>, <|system|>, <|user|>, <|assistant|>, <|mask|>.",
     examples=(
         "dflash train_tokenizer runs/tiny/tokenizer",
-        "dflash train_tokenizer runs/mine --datasets=math --files=mine.jsonl --vocab_size=8192",
+        "dflash train_tokenizer w --datasets=math --files=mine.jsonl --vocab_size=8192",
     ),
     arguments=("DESTINATION",),
     define_flags=_define_flags,

@@ -30,6 +30,8 @@ class StudyConfig:
 class BenchmarkRun:
     """Everything that `dflash benchmark` reads from its config."""
 
+    ALTERNATIVES = ("trace", "acceptance")
+
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
     # Keys that strategies with the same drafter share; not a strategy itself.
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)

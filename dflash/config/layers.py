@@ -109,16 +109,23 @@ def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]
     return nodes
 
 
-def merge(layers: Sequence[Sequence[Node]], named_groups: Collection[str], origin: str) -> Tree:
+def merge(
+    layers: Sequence[Sequence[Node]],
+    named_groups: Collection[str],
+    origin: str,
+    alternatives: Sequence[Collection[Path]] = (),
+) -> Tree:
     """Merges layers: mappings merge, anything else replaces.
 
     A layer that gives one of `named_groups` another `name` resets that group: keys of one drafter
-    do not apply to another.
+    do not apply to another. Likewise, a layer that gives one of several alternatives drops the
+    others.
 
     Args:
       layers: each a sequence of mappings that count as one (the arguments of the command line).
       named_groups: top-level keys whose `name` chooses their schema.
       origin: the name of the main file.
+      alternatives: sets of keys of which one may be given.
     """
     content, places = _empty(), {}
     for layer in layers:
@@ -127,6 +134,11 @@ def merge(layers: Sequence[Sequence[Node]], named_groups: Collection[str], origi
                 del content[group]
                 for path in [path for path in places if path[0] == group]:
                     del places[path]
+        for paths in alternatives:
+            given = [path for path in paths if any(_gives(node, path) for node in layer)]
+            for path in paths if given else ():
+                if path not in given:
+                    _drop(content, path, places)
         for node in layer:
             _merge_into(content, node.value, (), places)
     return Tree(content, places, origin)
@@ -259,6 +271,25 @@ def _inside(directory: pathlib.Path) -> str:
     if (directory / "config.json").is_file():
         return f"; a checkpoint goes with one: CONFIG target.checkpoint={directory}"
     return ", such as configs/tiny_dflash.yml"
+
+
+def _gives(layer: Node, path: Path) -> bool:
+    """Whether a layer has a value for a key: neither null nor an empty list."""
+    node = layer
+    for name in path:
+        if not isinstance(node.value, dict) or name not in node.value:
+            return False
+        node = node.value[name]
+    return node.value is not None and node.value != ()
+
+
+def _drop(content, path: Path, places: dict[Path, Node]) -> None:
+    """Removes a key and its place, if they are there."""
+    for name in path[:-1]:
+        content = content.get(name) if isinstance(content, ml_collections.ConfigDict) else None
+    if isinstance(content, ml_collections.ConfigDict) and path[-1] in content:
+        del content[path[-1]]
+        places.pop(path, None)
 
 
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:

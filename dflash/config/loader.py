@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from dflash import errors, registry
 from dflash.config import build, checks, layers, strict_yaml
+from dflash.config.keys import CHOICES
 from dflash.config.layers import find_config as find_config
 from dflash.config.schema import DecodeRun
 from dflash.config.strict_yaml import Node
@@ -47,7 +48,7 @@ def load(
     if len(readable) == len(files):
         check_command(readable, origin, schema if isinstance(schema, tuple) else (schema,))
     if isinstance(schema, tuple):
-        schema = _fitting(schema, readable)
+        schema = fitting(schema, readable)
     for node in (*files, *command_line):
         if node is not None and SWEEP in node.value:
             place = node.value[SWEEP].source
@@ -79,10 +80,12 @@ def resolve(
     """
     readable = [file for file in files if file is not None]
     complete = len(readable) == len(files)
-    tree = layers.merge([*([file] for file in readable), *over], build.named_groups(schema), origin)
+    layered = [*([file] for file in readable), *over]
+    others = build.alternatives(schema)
+    tree = layers.merge(layered, build.named_groups(schema), origin, others)
     inherited: list[str] = []
     for mapping, group in build.overriding_groups(schema):
-        names = build.CHOICES[typing.get_type_hints(schema)[group]]
+        names = CHOICES[typing.get_type_hints(schema)[group]]
         inherited += layers.inherit(tree, mapping, group, names)
     config, unusable, problems = build.build(tree, schema, complete=complete)
     problems = inherited + problems
@@ -174,10 +177,11 @@ def config_hash(config: Any) -> str:
     return digest(non_defaults(config))
 
 
-def _fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
-    keys = {key for file in files for key in file.value}
+def fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
+    """The schema, of several, that has most of the groups in these files."""
+    groups = {key for file in files for key in file.value}
     return max(
-        schemas, key=lambda one: len(keys & {field.name for field in dataclasses.fields(one)})
+        schemas, key=lambda one: len(groups & {field.name for field in dataclasses.fields(one)})
     )
 
 

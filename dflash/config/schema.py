@@ -313,6 +313,8 @@ class DecodeConfig:
 class PromptsConfig:
     """Where prompts come from; stdin (one per line) if nothing is given."""
 
+    ALTERNATIVES = ("text", "file", "dataset")
+
     text: tuple[str, ...] = ()
     file: str | None = location("file")
     chat: bool = False  # wrap text prompts as one user message, by the checkpoint's chat template
