@@ -20,6 +20,7 @@ from absl import flags
 
 from dflash import errors, preflight, registry
 from dflash.config import loader
+from dflash.parallel import host
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -183,9 +184,32 @@ def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
         command = _plain(subcommand, values, positional)
     if command is None:
         return 0
+    host.quiet_without_tpu()
     if subcommand.cpu_only and "jax" not in sys.modules:
         os.environ["JAX_PLATFORMS"] = "cpu"
+    if command.coordinator_address is not None:
+        _keep_stdout_for_results()
     return main(command) or 0
+
+
+def _keep_stdout_for_results() -> None:
+    """Leaves stdout to Python alone: gloo, which joins processes, writes there too.
+
+    Its lines come from native code, which knows the file descriptor only. That one leads nowhere
+    from now on.
+    """
+    try:
+        own = sys.stdout.fileno() == 1
+    except OSError:  # it has none, as in a notebook or a test
+        own = False
+    if own:
+        sys.stdout.flush()
+        encoding, errors_, line = sys.stdout.encoding, sys.stdout.errors, sys.stdout.line_buffering
+        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        buffering = 1 if line else -1
+        sys.stdout = open(kept, "w", buffering, encoding=encoding, errors=errors_)  # noqa: SIM115
 
 
 def _plain(subcommand: Subcommand, values: flags.FlagValues, positional: list[str]) -> Command:
