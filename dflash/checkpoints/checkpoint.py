@@ -73,7 +73,7 @@ def check(reference: str, *, weights: bool) -> None:
 
     Args:
       reference: see `resolve`; or `random`, which is always right.
-      weights: whether weights must be there, and not config.json alone.
+      weights: whether weights must be there and whole, and not config.json alone.
     Raises:
       CheckpointError: the reference, config.json or the layout is unusable.
     """
@@ -83,8 +83,12 @@ def check(reference: str, *, weights: bool) -> None:
     if not reference.startswith(HUB_PREFIX):
         directory = resolve(reference)
         read_config(directory)
-        if weights:
-            layout(directory)
+        if weights and layout(directory) == "hf":
+            from dflash.checkpoints import (
+                safetensors_header,
+            )  # a library that --help can do without
+
+            safetensors_header.read_headers(directory)
 
 
 def layout(directory: pathlib.Path) -> Layout:

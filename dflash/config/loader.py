@@ -115,7 +115,7 @@ def check_command(files: Sequence[Node], origin: str, schemas: Sequence[type]) -
     }
     best = min(others, key=others.get)
     if others[best] < strange(schemas):
-        raise errors.ConfigError(f"{origin}: a config of another command: dflash {best} {origin}")
+        raise errors.ConfigError(f"{origin}: a config of dflash {best}, not of this command")
 
 
 def without_sweep(node: Node | None) -> Node | None:
