@@ -61,9 +61,9 @@ def _problem(name: str, rest: Sequence[str]) -> str:
     if name.endswith((".yml", ".yaml")):
         line = " ".join(["dflash decode", name, *rest])
         return f"{name}: a config, where a command is expected; did you mean {line!r}?"
-    from dflash import registry
+    from dflash import errors, registry
 
-    return f"{name}: no such command{registry.suggest(name, list(COMMANDS))}"
+    return f"{errors.shorten(name, 60)}: no such command{registry.suggest(name, list(COMMANDS))}"
 
 
 if __name__ == "__main__":

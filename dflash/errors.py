@@ -13,6 +13,9 @@ class UserError(Exception):
 
     exit_status = 1
 
+    def __init__(self, message: str):
+        super().__init__("\n".join(shorten(line) for line in message.splitlines()))
+
 
 class InputError(UserError):
     """Prompts, prompt files or other input data are unusable."""
@@ -26,9 +29,7 @@ class ConfigError(UserError):
     exit_status = 2
 
     def __init__(self, *problems: str):
-        self.problems = tuple(
-            one if len(one) <= _MAX_CHARACTERS else f"{one[:_MAX_CHARACTERS]}…" for one in problems
-        )
+        self.problems = tuple(map(shorten, problems))
         super().__init__("\n".join(self.problems))
 
 
@@ -40,3 +41,8 @@ class CheckpointError(UserError):
 
 class WorkdirError(UserError):
     """Results cannot be written, or their directory belongs to another run, or is damaged."""
+
+
+def shorten(text: str, characters: int = _MAX_CHARACTERS) -> str:
+    """The beginning of a text that may be too long to show."""
+    return text if len(text) <= characters else f"{text[:characters]}…"

@@ -195,11 +195,11 @@ MISTAKES = {
         "decode configs/train/tiny_dflash.yml", "a config of dflash train, not of this command"
     ),
     "decoding config": Mistake("train c.yml", "a config of dflash decode, not of this command"),
-    "decoding config to measure": Mistake("benchmark c.yml", "a config of dflash decode, not of this command"),
+    "decoding config to measure": Mistake("benchmark c.yml", "config of dflash decode, not of"),
     "benchmark config": Mistake(
         "decode configs/benchmark/tiny.yml", "a config of dflash benchmark, not of this command"
     ),
-    "training config to sweep": Mistake("sweep t.yml", "a config of dflash train, not of this command"),
+    "training config to sweep": Mistake("sweep t.yml", "config of dflash train, not of"),
     "nothing to sweep": Mistake("sweep c.yml", "sweep: required: keys and their values"),
     "sweep": Mistake("decode configs/sweeps/block_size.yml", "sweep: for dflash sweep; no other "),
     "key": Mistake("decode c.yml decode.sead=1", "unknown key; did you mean 'decode.seed'?"),
@@ -413,7 +413,7 @@ MISTAKES = {
         "decode c.yml --workdir=w", "another config (decode.seed: 5 there, 0 here)", 1, another_run
     ),
     "directory of a training run": Mistake(
-        "decode c.yml --workdir=w", "a config of dflash train, not of this command; the config of a ",
+        "decode c.yml --workdir=w", "a config of dflash train, not of this command; the config ",
         1, training_directory,
     ),
     "full disk": Mistake(
