@@ -58,11 +58,11 @@ def help_text() -> str:
 
 
 def _problem(name: str, rest: Sequence[str]) -> str:
-    if name.endswith((".yml", ".yaml")):
-        line = " ".join(["dflash decode", name, *rest])
-        return f"{name}: a config, where a command is expected; did you mean {line!r}?"
     from dflash import errors, registry
 
+    if name.endswith((".yml", ".yaml")):
+        line = errors.shorten(" ".join(["dflash decode", name, *rest]), 200)
+        return f"{name}: a config, where a command is expected; did you mean {line!r}?"
     return f"{errors.shorten(name, 60)}: no such command{registry.suggest(name, list(COMMANDS))}"
 
 

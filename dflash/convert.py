@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, registry
+from dflash import cli, errors, preflight, registry
 from dflash.checkpoints import checkpoint, files
 from dflash.config import schema
 
@@ -54,6 +54,8 @@ def _convert(command: cli.Command) -> None:
     source, destination = command.arguments
     if command.flags["to"] is None:
         raise errors.ConfigError(f"--to is missing; usage: {SUBCOMMAND.usage}; see --help")
+    files.check_vacant(pathlib.Path(destination))
+    preflight.check_writable(destination)
     print(convert(source, pathlib.Path(destination), **command.flags))
 
 

@@ -28,7 +28,7 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
             elif place == "directory":
                 _check_directory(given)
             elif files:
-                _check_file(given)
+                check_file(given)
         except errors.UserError as error:
             found |= {f"{key}: {line}": type(error) for line in str(error).splitlines()}
     if found:
@@ -58,7 +58,12 @@ def check_writable(*directories: str | None) -> None:
             raise errors.WorkdirError(f"{given}: cannot be written: {reason}")
 
 
-def _check_file(given: str) -> None:
+def check_file(given: str) -> None:
+    """Refuses what is no file that can be read.
+
+    Raises:
+      InputError: it is missing, a directory, or not readable; the message offers a near name.
+    """
     path = pathlib.Path(given).expanduser()
     try:
         path.stat()
