@@ -104,7 +104,7 @@ def known_architectures():
 
     classes = [
         registry.load(entry.implementation)
-        for entry in (registry.TARGETS | registry.DRAFTERS).values()
+        for entry in {**registry.TARGETS, **registry.DRAFTERS}.values()
     ]
     return sorted(name for cls in classes for name in getattr(cls, "hf_architectures", ()))
 

@@ -10,6 +10,7 @@ serves all requests. Every shape is static: there is one prefill and one insert 
 and one generate. `compile` builds them ahead of time; nothing compiles inside a measured call.
 """
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -101,6 +102,10 @@ class Engine:
     def vocab_size(self) -> int:
         """Token ids of the target."""
         return self.target.arch.vocab_size
+
+    def has_room(self, max_length: int, num_stop_ids: int) -> bool:
+        """Whether it serves sequences of `max_length` tokens with so many stop ids."""
+        return max_length <= self.layout.max_length and num_stop_ids <= self.num_stop_ids
 
     def check(self, request: Request) -> None:
         """Raises InputError if a request cannot be decoded here."""
@@ -247,6 +252,22 @@ class Engine:
         if _shapes(params) != _shapes(self._drafter_params):
             raise ValueError("the drafter's weights differ in shape or dtype from those before")
         self._drafter_params = params
+
+    def with_drafter(self, drafter: Drafter) -> "Engine | None":
+        """An engine with another drafter that shares all programs of this one.
+
+        Returns:
+          The engine; None if the drafter is not built as this one's, so that programs differ.
+        """
+        if nnx.graphdef(drafter) != nnx.graphdef(self.drafter):
+            return None
+        twin = copy.copy(self)
+        try:
+            twin.set_drafter(drafter)
+        except ValueError:
+            return None
+        twin.drafter, twin._known = drafter, None
+        return twin
 
     # --- ahead of time --------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
 def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:
     """The engine so far, or a new one if a conversation has outgrown it."""
     needed = max_length(job.requests(ready))
-    if engine is not None and needed <= engine.layout.max_length:
+    if engine is not None and engine.has_room(needed, len(job.stop_ids)):
         return engine
     return job.engine(ready)
 
