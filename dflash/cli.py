@@ -147,6 +147,9 @@ def _run(main, name: str, load, define_flags, description: str, argv: Sequence[s
         print(loader.to_yaml(config), end="")
         return 0
     shared = {field.name for field in dataclasses.fields(Command)} & common
+    from dflash.runs import compilation_cache  # imports jax, after the config has been found good
+
+    compilation_cache.enable(values.compilation_cache)
     command = Command(
         config=config,
         config_hash=loader.config_hash(config),
@@ -179,6 +182,12 @@ def _define_flags() -> flags.FlagValues:
         "process_id", None, "Several processes: which one this is, from 0.", lower_bound=0, **where
     )
     flags.DEFINE_bool("stream", True, "Print text as it is accepted.", **where)
+    flags.DEFINE_string(
+        "compilation_cache",
+        None,
+        "Directory for compiled programs, or off; default: ~/.cache/dflash/programs.",
+        **where,
+    )
     flags.DEFINE_bool("help", False, "Print this text.", short_name="h", **where)
     flags.DEFINE_bool("helpfull", False, "The same.", **where)
     return values

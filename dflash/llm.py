@@ -30,7 +30,7 @@ from dflash.inference.engine import Engine
 from dflash.offline import job as jobs
 from dflash.offline.decoding import decode
 from dflash.offline.job import Job
-from dflash.runs import compilation_cache
+from dflash.runs import compilation_cache as compilation_cache_lib
 from dflash.text import prompts as prompts_lib
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -160,7 +160,7 @@ class LLM:
         *overrides: str,
         target: str | os.PathLike | None = None,
         drafter: str | os.PathLike | None = None,
-        cache_programs: str | None = None,
+        compilation_cache: str | None = None,
     ):
         """Reads the config, and the weights.
 
@@ -169,7 +169,7 @@ class LLM:
           *overrides: `key=value`, as the commands take them.
           target: directory or hf:org/name of the target, instead of the config's.
           drafter: that of a drafter, or the name of a strategy, such as "ngram".
-          cache_programs: directory for compiled programs; "off" to keep none.
+          compilation_cache: directory for compiled programs, or "off"; see --compilation_cache.
         Raises:
           UserError: the config is unusable, or a checkpoint is missing or damaged.
         """
@@ -180,7 +180,7 @@ class LLM:
         self._path = config
         self._overrides = (*overrides, *_target_overrides(target), *_drafter_overrides(drafter))
         run = loader.load(self._path, self._overrides)
-        compilation_cache.enable(cache_programs)
+        compilation_cache_lib.enable(compilation_cache)
         self._job = jobs.prepare_models(run)
         self._job.load_weights()
         self._engine: Engine | None = None
