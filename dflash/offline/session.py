@@ -149,8 +149,8 @@ def _decode(
     engine, clock_s = None, 0.0
     while ready:
         engine = _engine(job, engine, ready)
-        with display.status("compiling"):
-            engine.compile(len(prompt.ids) for prompt in ready)
+        with display.compiling() as progress:
+            engine.compile((len(prompt.ids) for prompt in ready), progress)
         with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
             clock_s = _round(job, engine, ready, records, display, clock_s)
         ready = _ready(job, records)
