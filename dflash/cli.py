@@ -39,7 +39,7 @@ _STATUSES = (
 )
 RUN_FLAGS = (
     *("workdir", "dry_run", "print_config", "profile_dir"),
-    *("coordinator_address", "num_processes", "process_id"),
+    *("coordinator_address", "num_processes", "process_id", "compilation_cache"),
 )
 
 
@@ -110,6 +110,7 @@ class Command:
       profile_dir: directory for a profiler trace, or None.
       coordinator_address, num_processes, process_id: see `distributed.initialize`.
       stream: whether to print text as it is accepted.
+      compilation_cache: see `compilation_cache.enable`.
       flags: values of the subcommand's own flags, by name.
     """
 
@@ -124,6 +125,7 @@ class Command:
     num_processes: int | None = None
     process_id: int | None = None
     stream: bool = True
+    compilation_cache: str | None = None
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -189,6 +191,12 @@ def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
     if command.coordinator_address is not None:
         _keep_stdout_for_results()
+    if "compilation_cache" in subcommand.shared and not command.dry_run:
+        from dflash.runs import (
+            compilation_cache,
+        )  # imports jax, after the config has been found good
+
+        compilation_cache.enable(command.compilation_cache)
     return main(command) or 0
 
 
@@ -278,6 +286,12 @@ def _define_shared() -> flags.FlagValues:
         "process_id", None, "Several processes: which one this is, from 0.", lower_bound=0, **where
     )
     flags.DEFINE_bool("stream", True, "Print text as it is accepted.", **where)
+    flags.DEFINE_string(
+        "compilation_cache",
+        None,
+        "Directory for compiled programs, or off; default: ~/.cache/dflash/programs.",
+        **where,
+    )
     return values
 
 

@@ -43,7 +43,7 @@ SUBCOMMAND = cli.Subcommand(
         "    tpu.topology=v5p:2x2x1",
     ),
     schema=(tpu_schema.CompileDecode, tpu_schema.CompileTrain),
-    shared=("workdir", "print_config"),
+    shared=("workdir", "print_config", "compilation_cache"),
     define_flags=_define_flags,
     statuses="3: the run does not fit, or passes tpu.max_hbm_gb or tpu.max_cycle_ms",
 )

@@ -104,7 +104,7 @@ def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Modul
     from dflash.parallel import sharding
 
     config = checkpoint.read_config(directory)
-    name, cls = assembly.find_class(config, directory, registry.TARGETS | registry.DRAFTERS)
+    name, cls = assembly.find_class(config, directory, {**registry.TARGETS, **registry.DRAFTERS})
     one_device = sharding.make_sharding(dict.fromkeys(sharding.MESH_AXES, 1), schema.SHARDING_RULES)
     architecture = cls.architecture_from_hf(config)
     return name, cls(architecture, dtype=jnp.dtype(dtype), sharding=one_device)

@@ -39,7 +39,7 @@ SUBCOMMAND = cli.Subcommand(
     schema=tuple(registry.load(entry.schema) for entry in registry.RUNS.values()),
     load=sweeps.load,
     configs=lambda sweep: (point.config for point in sweep.points.values()),
-    shared=("workdir", "dry_run", "print_config"),
+    shared=("workdir", "dry_run", "print_config", "compilation_cache"),
     define_flags=_define_flags,
     statuses="1 also if some points failed",
 )

@@ -107,7 +107,7 @@ def known_architectures():
 
     return [
         f"{one} ({name})"
-        for name, entry in (registry.TARGETS | registry.DRAFTERS).items()
+        for name, entry in {**registry.TARGETS, **registry.DRAFTERS}.items()
         for one in getattr(registry.load(entry.implementation), "hf_architectures", ())
     ]
 

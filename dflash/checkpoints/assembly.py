@@ -148,6 +148,30 @@ def find_class(
     )
 
 
+def find_strategy(reference: str) -> str:
+    """The name of the strategy that drafts with a checkpoint, by what its config.json names.
+
+    A language model belongs to the strategy that has checkpoints, but no architectures of its own.
+
+    Args:
+      reference: directory or hf:org/name.
+    Raises:
+      CheckpointError: it is missing or cannot be read, or no strategy has this architecture.
+    """
+    directory = checkpoint.resolve(reference)
+    entries = {**registry.DRAFTERS, **registry.TARGETS}
+    name, _ = find_class(checkpoint.read_config(directory), directory, entries)
+    return name if name in registry.DRAFTERS else _drafts_with_models()
+
+
+def _drafts_with_models() -> str:
+    for name, entry in registry.DRAFTERS.items():
+        keys = {field.name for field in dataclasses.fields(registry.load(entry.schema))}
+        if "checkpoint" in keys and not registry.load(entry.implementation).hf_architectures:
+            return name
+    raise LookupError("no strategy drafts with language models")
+
+
 def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
     """The directory of a reference; None for one of the hub that is not to be downloaded.
 

@@ -25,14 +25,14 @@ Run = TypeVar("Run")
 
 
 def load(
-    path: str | pathlib.Path,
+    path: str | pathlib.Path | None,
     overrides: Sequence[str] = (),
     schema: type[Run] | tuple[type[Run], ...] = DecodeRun,
 ) -> Run:
     """Loads a config.
 
     Args:
-      path: a YAML file, looked up as given, then among the shipped configs.
+      path: a YAML file, looked up as given, then among the shipped configs; None for the defaults.
       overrides: `key=value` arguments; keys are dotted, values are YAML. A string field takes the
         text as typed, and a list field takes a bare value as a list of one.
       schema: the dataclass to fill; of several, the one with most of the file's groups.
@@ -42,7 +42,7 @@ def load(
       ConfigError: anything is wrong; holds every problem, one line each.
     """
     problems: list[str] = []
-    files, origin = layers.read(path, problems)
+    files, origin = ([], layers.COMMAND_LINE) if path is None else layers.read(path, problems)
     command_line = layers.parse_overrides(overrides, problems)
     readable = [file for file in files if file is not None]
     if len(readable) == len(files):

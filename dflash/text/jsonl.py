@@ -189,7 +189,7 @@ def check_ids(value: Any, what: str = "prompt_ids") -> tuple[int, ...]:
 
 def quote(value: Any) -> str:
     """The beginning of a value as JSON."""
-    text = json.dumps(value)
+    text = json.dumps(value, default=repr)
     if len(text) > MAX_QUOTED_CHARACTERS:
         return f"{text[:MAX_QUOTED_CHARACTERS]}…"
     return text
