@@ -7,6 +7,8 @@ acceptance=NAME: acceptance lengths are then forced, so that weights of any size
 import contextlib
 import sys
 
+from absl import flags
+
 from dflash import cli
 from dflash.config import benchmark_schema
 
@@ -26,7 +28,14 @@ def main(argv: list[str] | None = None) -> None:
         name="dflash.benchmark",
         schema=benchmark_schema.BenchmarkRun,
         description=DESCRIPTION,
+        define_flags=_define_flags,
         argv=_as_overrides(sys.argv[1:] if argv is None else argv),
+    )
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_bool(
+        "wide", False, "Print all figures, not only those of 80 columns.", flag_values=values
     )
 
 
@@ -66,15 +75,15 @@ def _benchmark(command: cli.Command) -> None:
     first = jax.process_index() == 0
     display = Display() if first else Display.silent()
     where = command.workdir if first else None
-    profile = command.profile_dir
+    profile, wide = command.profile_dir, command.flags["wide"]
     with (
         results.open_directory(where, command.config) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
         if command.config.study is not None:
-            session.study(command.config, directory, display)
+            session.study(command.config, directory, display, wide=wide)
         else:
-            session.run(benches.prepare(command.config), directory, display)
+            session.run(benches.prepare(command.config), directory, display, wide=wide)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import rich.text
 from dflash.runs import outputs
 
 HISTOGRAM_WIDTH = 40  # characters of the longest bar
+BAR_WIDTH = 24  # characters of a progress bar
+QUIET_S = 30.0  # the least time between lines of progress where there is no terminal
 EXCERPT_WIDTH = 24  # characters of a prompt in a table
 
 # A model's text may hold control characters, which could move the cursor or worse. Terminals get
@@ -102,14 +104,44 @@ class Display:
         self._status_open = False
 
     @contextlib.contextmanager
-    def progress(self, message: str, total: float) -> Iterator[Callable[[float], None]]:
-        """Shows a progress bar on stderr, if that is a terminal; yields a call to advance it."""
+    def progress(self, message: str) -> Iterator[Callable[[str, float], None]]:
+        """Shows on stderr how far something is and what runs; ends with how long it took.
+
+        On a terminal that is a bar; elsewhere a line now and then, so that a log is not silent.
+
+        Yields:
+          a call to be made before each step, with its name and the share that is done, 0 to 1.
+        """
         self._fresh_line()
-        with rich.progress.Progress(
-            console=self._console, transient=True, disable=not self._console.is_terminal
-        ) as bar:
-            task = bar.add_task(message, total=total)
-            yield lambda amount=1: bar.advance(task, amount)
+        start = said = time.perf_counter()
+        bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.BarColumn(bar_width=BAR_WIDTH),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TimeElapsedColumn(),
+            # Last, and cut, so that nothing moves when it changes.
+            rich.progress.TextColumn(
+                "{task.fields[what]}",
+                markup=False,
+                table_column=rich.table.Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
+            console=self._console,
+            transient=True,
+            expand=True,
+            disable=not self._console.is_terminal,
+        )
+        task = bar.add_task(message, total=1.0, what="")
+
+        def step(what: str, done: float) -> None:
+            nonlocal said
+            bar.update(task, completed=done, what=what)
+            if bar.disable and time.perf_counter() - said >= QUIET_S:
+                said = time.perf_counter()
+                self.note(f"{message} · {100 * done:.0f} % · {what}")
+
+        with bar:
+            yield step
+        self.note(f"{message} … {time.perf_counter() - start:.1f} s")
 
     def results(self, summary: outputs.Summary) -> None:
         """Shows the summary of a run as a table on stderr."""
