@@ -35,5 +35,9 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit; the message names file and tensor."""
 
 
+class NumericsError(UserError):
+    """A model computes values that are not finite; the message says where that begins."""
+
+
 class WorkdirError(UserError):
     """The work directory cannot be written, or belongs to a run of another configuration."""
