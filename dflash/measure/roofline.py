@@ -18,12 +18,12 @@ from dflash.offline import plan
 from dflash.parallel import chips, parameters
 from dflash.parallel.sharding import Sharding
 
-_PRODUCT_SIZES = (512, 1024, 2048)  # of square matrix products, up to 17 GFLOP
+_PRODUCT_SIZES = (512, 1024)  # of square matrix products, up to 2 GFLOP
 # Bytes of matrices that are read: the smaller ones stay in caches, as the weights of a small model
 # do, and are read faster.
-_READ_BYTES = tuple(2**20 * size for size in (1, 4, 16, 64, 256))
+_READ_BYTES = tuple(2**20 * size for size in (1, 8, 64, 256))
 _READ_ROWS = (1, 16)  # of what they are multiplied with
-_TRIES = 5
+_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,12 @@ So piping or redirecting stdout leaves clean text, and a terminal shows both.
 
 import collections
 import contextlib
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
 import rich.console
 import rich.progress
@@ -22,6 +23,9 @@ HISTOGRAM_WIDTH = 40  # characters of the longest bar
 BAR_WIDTH = 24  # characters of a progress bar
 QUIET_S = 30.0  # the least time between lines of progress where there is no terminal
 EXCERPT_WIDTH = 24  # characters of a prompt in a table
+PROMPT_LINES = 6  # of a prompt before its answer
+PROMPT_CHARACTERS = 400  # likewise
+EMPTY_ROWS = 2  # so many rows of a histogram without a cycle become one
 
 # A model's text may hold control characters, which could move the cursor or worse. Terminals get
 # Unicode's pictures of them; files and pipes get the text unchanged.
@@ -52,6 +56,7 @@ class Display:
         self._console = rich.console.Console(file=stderr, highlight=False, markup=False)
         self._stdout_is_terminal = self._stdout.isatty()
         self._prompt_tokens: dict[int, int] = {}
+        self._prompts: dict[int, str] = {}
         self._order: collections.deque[int] = collections.deque()
         self._begun = False  # the header of the first of `_order` has been shown
         self._held: dict[int, list[str]] = collections.defaultdict(list)
@@ -65,9 +70,17 @@ class Display:
         nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, as long as the run
         return cls(stream=False, stdout=nowhere, stderr=nowhere)
 
-    def expect(self, prompt_tokens: Mapping[int, int]) -> None:
-        """Announces the prompts to come: the index of each, and its length in tokens."""
+    def expect(
+        self, prompt_tokens: Mapping[int, int], prompts: Mapping[int, str] | None = None
+    ) -> None:
+        """Announces the prompts to come.
+
+        Args:
+          prompt_tokens: length of each in tokens, by index.
+          prompts: text of each, shown before its answer; those without one are only counted.
+        """
         self._prompt_tokens.update(prompt_tokens)
+        self._prompts.update(prompts or {})
         self._order.extend(sorted(prompt_tokens))
 
     def token(self, index: int, text: str) -> None:
@@ -204,7 +217,8 @@ class Display:
                 return
             if not self._begun:
                 self._fresh_line()
-                self._say(f"── {self._title(index)}\n", style="dim")
+                lines = [f"── {self._title(index)}", *quoted(self._prompts.pop(index, ""))]
+                self._say("".join(f"{line}\n" for line in lines), style="dim")
                 self._begun = True
             self._write("".join(self._held.pop(index, [])))
             if index not in self._summaries:
@@ -237,6 +251,15 @@ class Display:
         self._status_open = False
         if self._stdout_is_terminal:
             self._mid_line = False
+
+
+def quoted(prompt: str) -> list[str]:
+    """A prompt as lines that are told apart from its answer; what is long loses its end."""
+    text = prompt.strip()[:PROMPT_CHARACTERS].translate(_CONTROL_PICTURES)
+    lines = text.splitlines()[:PROMPT_LINES]
+    left = len(prompt.strip()) - len("\n".join(lines))
+    more = [f"… and {left} more characters"] if lines and left > 0 else []
+    return [f"> {line}".rstrip() for line in (*lines, *more)]
 
 
 def summary_line(record: outputs.Record) -> str:
@@ -289,22 +312,36 @@ def comparison_rows(
 
 
 def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
-    """Returns a bar chart of acceptance lengths, one line each, with shares in percent."""
+    """Returns a bar chart of acceptance lengths, with shares in percent.
+
+    A line each; neighbours without a cycle share one.
+    """
     total = sum(histogram.values())
     most = max(histogram.values())
+    rows: list[tuple[str, int]] = []
+    for is_empty, some in itertools.groupby(histogram.items(), lambda row: not row[1]):
+        run = list(some)
+        together = is_empty and len(run) >= EMPTY_ROWS
+        rows += [(f"{run[0][0]}–{run[-1][0]}", 0)] if together else run
     return [
-        f"{length:>4} {100 * count / total:5.1f} % {'█' * round(HISTOGRAM_WIDTH * count / most)}"
-        for length, count in histogram.items()
+        f"{length:>5} {100 * count / total:5.1f} % "
+        f"{'█' * round(HISTOGRAM_WIDTH * count / most)}".rstrip()
+        for length, count in rows
     ]
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """A prompt as its reader asked it: of a conversation the last message; "" for token ids."""
+    if prompt is None or isinstance(prompt, str):
+        return prompt or ""
+    return str(prompt[-1].get("content"))
 
 
 def _excerpt(record: outputs.Record) -> str:
     """The first line of a prompt (of its last message), cut to fit a table."""
-    prompt = record.prompt
-    if prompt is None:
+    if record.prompt is None:
         return f"prompt {record.index}"
-    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
-    line = next(iter(text.strip().splitlines()), "")
+    line = next(iter(prompt_text(record.prompt).strip().splitlines()), "")
     return line if len(line) <= EXCERPT_WIDTH else line[: EXCERPT_WIDTH - 1] + "…"
 
 
