@@ -117,11 +117,16 @@ class Display:
         self._status_open = False
 
     @contextlib.contextmanager
-    def progress(self, message: str) -> Iterator[Callable[[str, float], None]]:
+    def progress(
+        self, message: str, *, every_s: float | None = None
+    ) -> Iterator[Callable[[str, float], None]]:
         """Shows on stderr how far something is and what runs; ends with how long it took.
 
         On a terminal that is a bar; elsewhere a line now and then, so that a log is not silent.
 
+        Args:
+          message: what it is.
+          every_s: the least seconds between such lines; None: `QUIET_S`.
         Yields:
           a call to be made before each step, with its name and the share that is done, 0 to 1.
         """
@@ -148,7 +153,8 @@ class Display:
         def step(what: str, done: float) -> None:
             nonlocal said
             bar.update(task, completed=done, what=what)
-            if bar.disable and time.perf_counter() - said >= QUIET_S:
+            least = QUIET_S if every_s is None else every_s
+            if bar.disable and time.perf_counter() - said >= least:
                 said = time.perf_counter()
                 self.note(f"{message} · {100 * done:.0f} % · {what}")
 
