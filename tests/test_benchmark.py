@@ -256,6 +256,10 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
     assert status == 0, err
     values = json.loads((tmp_path / "out/study.json").read_text())
     assert (values["schema"], values["study"]) == ("dflash.study/1", study)
+    assert values["complete"]
+    # Where nothing is decoded, what is accepted plays no part.
+    assert ("forced" in out) == (study not in ("verify", "cycle"))
+    assert max(map(len, out.splitlines())) <= 80
     assert len(values["rows"]) == rows
     assert set(keys.split()) <= set(values["rows"][0])
     assert any("roofline" in note for note in values["notes"])

@@ -256,6 +256,11 @@ def prepare(
     """
     prepared = prepare_models(config, target, dry=dry)
     work = workloads.read(config, prepared[BASELINE.name])
+    if work.forced and config.decode.num_pages is not None:
+        raise errors.ConfigError(
+            "decode.num_pages: forced acceptance lengths do not survive the interruption of a "
+            "sequence; leave it unset"
+        )
     prompts = [item.prompt for item in work.items]
     ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
     bench = Bench(config, ready, work, target_loaded=target is not None)
