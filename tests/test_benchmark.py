@@ -282,6 +282,8 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
         (["--trace=t.json", "strategies.short.block_size=3"], "t.json: prompt 0 (gsm8k): commits 4 "
          "tokens in a cycle, but strategy 'short' has a block of 3"),
         (["--trace=t.json", "trace_tasks=[gsm]"], "has no 'gsm'; did you mean 'gsm8k'?"),
+        (["--trace=t.json", "decode.num_pages=40"], "decode.num_pages: forced acceptance lengths do "
+         "not survive the interruption of a sequence; leave it unset"),
         (["--acceptance=math50"], "nothing published on 'math50'; did you mean 'math500'?"),
         (["--acceptance=alpaca", "--trace=t.json"], "trace: excludes acceptance"),
         (["--workdir=file/out"], "cannot be written: Not a directory"),
