@@ -44,7 +44,8 @@ sweep: {run: benchmark, product: {decode.batch_size: [1, 2]}}
 """
 # Every token would end a sequence, did stop ids count where acceptance is forced.
 SWEPT = [
-    *("trace=trace.json", "rounds=1", "replay_tokens=4", "decode.max_new_tokens=24"),
+    *("trace=trace.json", "rounds=1", "prompts_per_task=3", "replay_tokens=4"),
+    "decode.max_new_tokens=24",
     f"decode.stop_ids={list(range(256))}",
 ]
 LENGTHS = [[4, 1, 2, 4, 3], [1, 1, 4], [2, 2, 2, 2], [3, 3]]
@@ -154,7 +155,7 @@ def test_figures_that_cannot_be_trusted_are_marked(measured):
     words = "2 prompts (or conversations): an interval takes 6 or more; raise prompts_per_task"
     for cell in results["cells"]:
         assert {"about": "speedup", "words": words} in cell["doubts"]
-    assert f"not trustworthy? speed-up of every cell: {words}" in " ".join(out.split())
+    assert f"not trustworthy (?), speed-up of every cell: {words}" in " ".join(out.split())
     assert "largest loss" not in out
     assert results["machine"]["flops_per_s"] > 0
     assert 0 <= results["load"]["others_share"] <= 1
@@ -282,8 +283,9 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
         (["--trace=t.json", "strategies.short.block_size=3"], "t.json: prompt 0 (gsm8k): commits 4 "
          "tokens in a cycle, but strategy 'short' has a block of 3"),
         (["--trace=t.json", "trace_tasks=[gsm]"], "has no 'gsm'; did you mean 'gsm8k'?"),
-        (["--trace=t.json", "decode.num_pages=40"], "decode.num_pages: forced acceptance lengths do "
-         "not survive the interruption of a sequence; leave it unset"),
+        (["--trace=t.json", "decode.num_pages=40"],
+         "decode.num_pages: forced acceptance lengths do not survive the interruption of a "
+         "sequence; leave it unset"),
         (["--acceptance=math50"], "nothing published on 'math50'; did you mean 'math500'?"),
         (["--acceptance=alpaca", "--trace=t.json"], "trace: excludes acceptance"),
         (["--workdir=file/out"], "cannot be written: Not a directory"),

@@ -229,7 +229,7 @@ def curves(
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     hollow = any(any(line.doubtful or ()) for line in lines)
-    words = f"hollow points: not trustworthy{MARK}" if hollow else ""
+    words = "hollow: not trustworthy, see the notes" if hollow else ""
     _finish(axes, theme, title, [note, words])
     return png(figure)
 

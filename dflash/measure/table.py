@@ -115,10 +115,9 @@ def doubt_lines(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         for doubt in cell.doubts:
             found.setdefault(doubt, []).append(cell)
-    return [
-        f"not trustworthy{MARK} {_CONCERNED[doubt.about]} of {_names(some, cells)}: {doubt.words}"
-        for doubt, some in found.items()
-    ]
+    which = {doubt: f"{_CONCERNED[doubt.about]} of {_names(some, cells)}"
+             for doubt, some in found.items()}  # fmt: skip
+    return [f"not trustworthy ({MARK}), {which[doubt]}: {doubt.words}" for doubt in found]
 
 
 def _names(some: Sequence[Cell], everything: Sequence[Cell]) -> str:

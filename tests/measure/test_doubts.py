@@ -110,9 +110,9 @@ def test_a_line_of_doubt_names_the_cells_that_it_is_about():
             ("code", "x", (one,)),
         )
     ]
-    assert table.doubt_lines(some) == ["not trustworthy? speed-up of math, code (x): why"]
+    assert table.doubt_lines(some) == ["not trustworthy (?), speed-up of math, code (x): why"]
     every = [dataclasses.replace(cell, doubts=(one,)) for cell in some]
-    assert table.doubt_lines(every) == ["not trustworthy? speed-up of every cell: why"]
+    assert table.doubt_lines(every) == ["not trustworthy (?), speed-up of every cell: why"]
 
 
 def test_a_mean_is_as_doubtful_as_its_tasks():
@@ -139,7 +139,9 @@ def test_a_study_marks_its_rows():
     text = found.text()
     assert [line.endswith("?") for line in text[2:5]] == [False, False, True]
     words = "verification took 1 ms, less than the 2 ms of the roofline"
-    assert f"not trustworthy? rows 2, context 64: {words}" in " ".join(" ".join(text[5:]).split())
+    assert f"not trustworthy (?), rows 2, context 64: {words}" in " ".join(
+        " ".join(text[5:]).split()
+    )
     sound = dataclasses.replace(found, lines=[dataclasses.replace(line, doubtful=None)])
     assert found.png() != sound.png()
 

@@ -69,7 +69,7 @@ class StudyResult:
             if row[DOUBTS]:
                 first, second = list(row.items())[:2]
                 where = ", ".join(f"{key} {_shown(value)}" for key, value in (first, second))
-                found.append(f"not trustworthy{MARK} {where}: {row[DOUBTS]}")
+                found.append(f"not trustworthy ({MARK}), {where}: {row[DOUBTS]}")
         return found
 
 
