@@ -29,11 +29,12 @@ def examples(split: Split) -> Iterator[Example]:
     No question occurs twice, and training has nothing whose docstring begins with the paragraph
     that one of another split begins with.
     """
-    yield from _library_examples(split)
+    yield from library_examples(split)
     yield from facts.examples(TASK, split)
 
 
-def _library_examples(split: Split) -> Iterator[Example]:
+def library_examples(split: Split) -> Iterator[Example]:
+    """Yields the examples about the library."""
     excluded: set[str] = set()
     if split == "train":
         held_out = (module for other in ("validation", "test") for module in _modules(other))

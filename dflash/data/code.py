@@ -72,7 +72,7 @@ def _subjects(split: Split) -> Iterator[tuple[str, str]]:
             if definition.is_class:
                 continue
             text = _text(definition)
-            if MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS and _function(text) is not None:
+            if MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS and _is_simple(definition.node):
                 yield source, text
             head = _head(definition)
             if head:
@@ -103,14 +103,19 @@ def _head(definition: stdlib.Definition) -> str:
     return f"class {owner}({', '.join(fields)})"
 
 
-def _function(text: str) -> ast.FunctionDef | None:
-    """The only function in a text; None where it is more than that, or less."""
+def _is_simple(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function has no scope within its own."""
+    scopes = sum(isinstance(found, _SCOPES) for found in ast.walk(node))
+    return isinstance(node, ast.FunctionDef) and scopes == 1
+
+
+def _parse(text: str) -> ast.stmt | None:
+    """The only statement of a text; None where it is not Python."""
     try:
         (node,) = ast.parse(text).body
     except (SyntaxError, ValueError):
         return None
-    inner = any(isinstance(found, _SCOPES) for found in ast.walk(node) if found is not node)
-    return node if isinstance(node, ast.FunctionDef) and not inner else None
+    return node
 
 
 def _class_tasks(head: str) -> Iterator[Task]:
@@ -127,7 +132,9 @@ def _class_tasks(head: str) -> Iterator[Task]:
 
 
 def _function_tasks(text: str) -> Iterator[Task]:
-    node = _function(text)
+    node = _parse(text)
+    if node is None:
+        return  # a string in it has lines that are indented less
     answers = (
         _renamed_argument(node, text),
         _renamed_function(node, text),
@@ -139,7 +146,7 @@ def _function_tasks(text: str) -> Iterator[Task]:
     for found in answers:
         if found is not None:
             question, shown, answer = found
-            if _function(answer) is not None or answer.startswith("class "):
+            if _parse(answer) is not None:
                 yield f"{question}\n\n{shown}", answer
 
 

@@ -224,7 +224,7 @@ _THINGS = World(
     "Here are some facts.",
     ("What do we know about {s}?", "Describe {s}.", "What does the text say about {s}?"),
 )
-_WORLDS = (_PEOPLE, _THINGS)
+WORLDS = (_PEOPLE, _THINGS)
 Facts = Mapping[str, Mapping[str, str]]  # subject -> kind -> value
 Pair = tuple[str, str]  # subject and kind
 
@@ -238,7 +238,7 @@ def examples(task: str, split: Split) -> Iterator[Example]:
 def example(task: str, split: Split, index: int) -> Example:
     """Makes one text; equal arguments give equal texts."""
     rng = random.Random(f"{split}/{index}")
-    world = rng.choice(_WORLDS)
+    world = rng.choice(WORLDS)
     facts, asked = _draw(world, split, rng)
     source = _pair_name(asked[0], facts[asked[0]][asked[1]])
     turns = rng.randint(2, MAX_TURNS) if rng.random() < SEVERAL_TURNS else 1
@@ -282,7 +282,8 @@ def _pair_name(subject: str, value: str) -> str:
     return f"{subject}/{value}"
 
 
-def _fill(text: str, subject: str, value: str = "") -> str:
+def fill(text: str, subject: str, value: str = "") -> str:
+    """A phrasing with its subject and value; it begins with a capital letter."""
     filled = text.format(s=subject, S=subject[0].upper() + subject[1:], v=value)
     return filled[0].upper() + filled[1:]
 
@@ -292,13 +293,13 @@ def _tell(world: World, facts: Facts, rng: random.Random) -> str:
     sentences = []
     for subject, known in facts.items():
         for kind in rng.sample(list(known), len(known)):
-            sentences.append(_fill(rng.choice(world.kinds[kind].says), subject, known[kind]))
+            sentences.append(fill(rng.choice(world.kinds[kind].says), subject, known[kind]))
     return " ".join(sentences)
 
 
 def _answer(world: World, facts: Facts, pair: Pair) -> str:
     subject, kind = pair
-    return _fill(world.kinds[kind].answers, subject, facts[subject][kind])
+    return fill(world.kinds[kind].answers, subject, facts[subject][kind])
 
 
 def _several(facts: Facts, asked: Pair, rng: random.Random) -> list[Pair]:
@@ -314,7 +315,7 @@ def _ask_values(world: World, facts: Facts, asked: Pair, rng: random.Random) -> 
     for subject, kind in _several(facts, asked, rng):
         known = world.kinds[kind]
         phrasing = rng.choice((*known.asks, known.who))
-        questions.append(_fill(phrasing, subject, facts[subject][kind]))
+        questions.append(fill(phrasing, subject, facts[subject][kind]))
         answers.append(_answer(world, facts, (subject, kind)))
     return _numbered(questions), _numbered(answers)
 
@@ -323,7 +324,7 @@ def _ask_claims(world: World, facts: Facts, asked: Pair, rng: random.Random) -> 
     claims, verdicts = [], []
     for subject, kind in _several(facts, asked, rng):
         claimed = rng.choice([facts[subject][kind], facts[rng.choice(list(facts))][kind]])
-        claims.append(_fill(world.kinds[kind].answers, subject, claimed))
+        claims.append(fill(world.kinds[kind].answers, subject, claimed))
         verdict = "Right" if claimed == facts[subject][kind] else "Wrong"
         verdicts.append(f"{verdict}: {_answer(world, facts, (subject, kind))}")
     return f"{rng.choice(_CHECKS)}\n{_numbered(claims)}", _numbered(verdicts)
@@ -332,7 +333,7 @@ def _ask_claims(world: World, facts: Facts, asked: Pair, rng: random.Random) -> 
 def _ask_subject(world: World, facts: Facts, asked: Pair, rng: random.Random) -> tuple[str, str]:
     subject, _ = asked
     told = " ".join(_answer(world, facts, (subject, kind)) for kind in sorted(facts[subject]))
-    return _fill(rng.choice(world.about), subject), told
+    return fill(rng.choice(world.about), subject), told
 
 
 def _ask_kind(world: World, facts: Facts, asked: Pair, rng: random.Random) -> tuple[str, str]:
