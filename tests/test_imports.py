@@ -1,9 +1,9 @@
 """Tests of the structure: who may import whom, and what an import may do.
 
 Imports go one way: errors, registry, config → {parallel, text} → runs → {kernels, checkpoints} →
-{layers, data} → {models, drafters} → inference → {offline, training} → {compiler, measure} → entry
-points. A package may import whatever stands left of it, and itself; packages in braces never import
-each other.
+{layers, data} → {models, drafters} → inference → {offline, training} → {compiler, measure} →
+distillation → entry points. A package may import whatever stands left of it, and itself; packages
+in braces never import each other.
 """
 
 import ast
@@ -30,9 +30,20 @@ LEVELS = (
     {"inference"},
     {"offline", "training"},
     {"compiler", "measure"},
+    {"distillation"},
     {"cli"},
     # entry points
-    {"benchmark", "compile", "convert", "decode", "serve", "sweep", "train", "train_tokenizer"},
+    {
+        "benchmark",
+        "compile",
+        "convert",
+        "decode",
+        "distill",
+        "serve",
+        "sweep",
+        "train",
+        "train_tokenizer",
+    },
 )
 # Comparisons with words that only look like a strategy's or target's name: (module, word).
 NAMESAKES = {("dflash.checkpoints.hf_config", "llama3")}  # a rope type of Hugging Face's
