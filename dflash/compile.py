@@ -1,8 +1,4 @@
-"""Compiles a run for TPUs that need not be present: python -m dflash.compile CONFIG tpu.topology=…
-
-Exit status: 0; 3 when the run does not fit, or passes tpu.max_hbm_gb or tpu.max_cycle_ms; 2 for an
-unusable config.
-"""
+"""Compiles a run for TPUs that need not be present: dflash compile CONFIG tpu.topology=…"""
 
 import contextlib
 import dataclasses
@@ -10,29 +6,15 @@ import json
 import pathlib
 import sys
 import tempfile
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from absl import flags
 
 from dflash import cli
 from dflash.config import loader, tpu_schema
 
-DESCRIPTION = (
-    "Compiles the programs of a decoding or training config for a TPU topology, on any Linux host, "
-    "and reports what the compiler says of memory, time, copies and collectives."
-)
 _OVER_BUDGET = 3
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command; see `python -m dflash.compile --help`."""
-    cli.run(
-        _compile,
-        name="dflash.compile",
-        schema=(tpu_schema.CompileDecode, tpu_schema.CompileTrain),
-        description=DESCRIPTION,
-        argv=argv,
-        define_flags=_define_flags,
-    )
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -50,6 +32,28 @@ def _define_flags(values: flags.FlagValues) -> None:
     )
 
 
+SUBCOMMAND = cli.Subcommand(
+    "compile",
+    "Compiles the programs of a decoding or training config for a TPU topology, on any Linux host, "
+    "and reports what the compiler says of memory, time, copies and collectives.",
+    examples=(
+        "dflash compile configs/qwen3_4b_dflash.yml tpu.topology=v5e:1x1",
+        "dflash compile configs/qwen3_4b_dflash.yml tpu.topology=v5e:1x1 --rows 1,16",
+        "dflash compile configs/train/qwen3_4b_dflash.yml mesh.fsdp=4 \\",
+        "    tpu.topology=v5p:2x2x1",
+    ),
+    schema=(tpu_schema.CompileDecode, tpu_schema.CompileTrain),
+    shared=("workdir", "print_config", "compilation_cache"),
+    define_flags=_define_flags,
+    statuses="3: the run does not fit, or passes tpu.max_hbm_gb or tpu.max_cycle_ms",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash compile --help`."""
+    cli.run(SUBCOMMAND, _compile, argv)
+
+
 def _compile(command: cli.Command) -> int:
     # jax is imported below, after the config has been found good.
     from dflash.compiler import topology
@@ -64,37 +68,59 @@ def _compile(command: cli.Command) -> int:
 
 def _report(command: cli.Command, schedules: str | None) -> int:
     from dflash.compiler import bundles, curve, report, session, table
+    from dflash.runs.display import Display
 
-    rows = curve.parse_rows(command.flags["rows"])
+    rows, display = curve.parse_rows(command.flags["rows"]), Display()
 
-    def progress(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    def keep(found: report.Report, points=(), kernels=None, *, complete: bool = False) -> None:
+        if command.workdir:
+            _write(command, report.to_json(found), points, kernels or {}, complete)
 
-    found = session.compile_run(command.config, progress)
+    with display.progress("compiling", every_s=0) as progress:
+        found = session.compile_run(command.config, progress, keep)
     print("\n".join(table.lines(found)), flush=True)
     kernels = {}
     if schedules:
         names = {name for program in found.programs.values() for name in program.kernels}
         kernels = bundles.of_kernels(pathlib.Path(schedules), sorted(names))
         print("\n".join(bundles.lines(kernels)))
-    points = curve.measure(command.config, rows, found.topology, found.rates, progress)
-    print("\n".join(curve.lines(points, found.topology.chip)))
-    if command.workdir:
-        directory = pathlib.Path(command.workdir)
-        directory.mkdir(parents=True, exist_ok=True)
-        content = report.to_json(found) | {
-            "rows": curve.to_json(points),
-            "kernels": {
-                name: [dataclasses.asdict(part) for part in parts]
-                for name, parts in kernels.items()
-            },
-        }
-        (directory / "compile.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
-        (directory / "config.yml").write_text(loader.to_yaml(command.config), encoding="utf-8")
+    points = []
+    if rows:
+        with display.progress("compiling by rows", every_s=0) as progress:
+            points = curve.measure(
+                command.config,
+                rows,
+                found.topology,
+                found.rates,
+                progress,
+                lambda some: keep(found, some, kernels),
+            )
+        print("\n".join(curve.lines(points, found.topology.chip)))
+    keep(found, points, kernels, complete=True)
     broken = found.broken_budgets(command.config.tpu)
     for line in broken:
         print(f"over budget: {line}", file=sys.stderr)
     return _OVER_BUDGET if broken else 0
+
+
+def _write(command: cli.Command, found: dict[str, Any], points, kernels, complete: bool) -> None:
+    """Writes compile.json and config.yml to the work directory."""
+    from dflash.compiler import curve
+    from dflash.runs import files
+
+    content = {
+        "complete": complete,
+        **found,
+        "rows": curve.to_json(points),
+        "kernels": {
+            name: [dataclasses.asdict(part) for part in parts] for name, parts in kernels.items()
+        },
+    }
+    directory = pathlib.Path(command.workdir).expanduser()
+    with files.explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        files.write_whole(directory / "compile.json", json.dumps(content, indent=2))
+        files.write_whole(directory / "config.yml", loader.to_yaml(command.config))
 
 
 if __name__ == "__main__":

@@ -179,6 +179,17 @@ RUNS: Mapping[str, Entry] = {
     ),
 }
 
+# The schemas of each command's configs, by which a config that is given to another one is known.
+CONFIGS: Mapping[str, tuple[str, ...]] = {
+    "decode": ("dflash.config.schema:DecodeRun",),
+    "train": ("dflash.config.train_schema:TrainRun",),
+    "benchmark": ("dflash.config.benchmark_schema:BenchmarkRun",),
+    "compile": (
+        "dflash.config.tpu_schema:CompileDecode",
+        "dflash.config.tpu_schema:CompileTrain",
+    ),
+}
+
 
 def load(reference: str) -> Any:
     """Imports `reference` ("module:Class") and returns the object.

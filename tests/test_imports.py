@@ -32,9 +32,13 @@ LEVELS = (
     {"inference"},
     {"offline", "training"},
     {"compiler", "measure"},
-    {"cli", "llm"},
+    {"preflight"},
+    {"cli", "commands", "llm"},
     # entry points
-    {"benchmark", "compile", "convert", "decode", "serve", "sweep", "train", "train_tokenizer"},
+    {
+        *("__main__", "benchmark", "chat", "compile", "completion", "convert", "decode", "doctor"),
+        *("serve", "sweep", "train", "train_tokenizer"),
+    },
 )
 # Comparisons with words that only look like a strategy's or target's name: (module, word).
 NAMESAKES = {("dflash.checkpoints.hf_config", "llama3")}  # a rope type of Hugging Face's

@@ -13,12 +13,14 @@ from flax import nnx
 
 from dflash import errors, registry
 from dflash.checkpoints import checkpoint, files, hf_config
+from dflash.config import schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
-RANDOM = "random"
+RANDOM = schema.RANDOM
 _TARGET_SEED, _DRAFTER_SEED = 0, 1
+_MAX_QUOTED = 100  # characters of a foreign name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +140,11 @@ def find_class(
         kind = registry.load(entry.implementation)
         if set(stated) & set(kind.hf_architectures):
             return name, kind
-        known += kind.hf_architectures
+        known += [f"{one} ({name})" for one in kind.hf_architectures]
+    what = ", ".join(stated) or f"none (model_type {hf.get('model_type')!r})"
     raise errors.CheckpointError(
-        f"{directory / files.CONFIG}: architectures: {list(stated)} is not known, "
-        f"only {', '.join(sorted(known))}"
+        f"{directory / files.CONFIG}: architectures: {what[:_MAX_QUOTED]} is not supported, only "
+        f"{', '.join(known)}"
     )
 
 
@@ -169,11 +172,20 @@ def _drafts_with_models() -> str:
     raise LookupError("no strategy drafts with language models")
 
 
-def _find(reference: str, seed: int, download: bool) -> Source:
+def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
+    """The directory of a reference; None for one of the hub that is not to be downloaded.
+
+    Raises:
+      CheckpointError: see `checkpoint.resolve`.
+    """
     remote = reference.startswith(checkpoint.HUB_PREFIX)
-    if reference == RANDOM or (remote and not download):
+    return None if remote and not download else checkpoint.resolve(reference)
+
+
+def _find(reference: str, seed: int, download: bool) -> Source:
+    directory = None if reference == RANDOM else find_directory(reference, download=download)
+    if directory is None:
         return Source(None, None, seed)
-    directory = checkpoint.resolve(reference)
     return Source(directory, checkpoint.read_config(directory), seed)
 
 

@@ -17,7 +17,6 @@ from dflash.config import schema
 
 Problem = tuple[tuple[str, ...], str]
 
-_RANDOM = "random"
 _FILES = "jsonl"  # the data set that is made from the user's files
 _MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig))
 
@@ -31,13 +30,13 @@ def problems(config: Any) -> Iterator[Problem]:
 
 def _checkpoints(config: Any) -> Iterator[Problem]:
     for group in ("target", "drafter"):
-        if not getattr(getattr(config, group, None), "checkpoint", _RANDOM):
+        if not getattr(getattr(config, group, None), "checkpoint", schema.RANDOM):
             key = f"{group}.checkpoint"
             yield (key,), "required: a directory, hf:org/name, or random"
 
 
 def _random_target(config: Any) -> Iterator[Problem]:
-    if config.target.checkpoint != _RANDOM:
+    if config.target.checkpoint != schema.RANDOM:
         return
     for key in ("name", "architecture"):
         if getattr(config.target, key) is None:
@@ -254,7 +253,7 @@ def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Prob
 def _shape(group: Any) -> Any:
     """The group's architecture: as given, or for random weights its defaults."""
     stated = getattr(group, "architecture", None)
-    if stated is not None or getattr(group, "checkpoint", None) != _RANDOM:
+    if stated is not None or getattr(group, "checkpoint", None) != schema.RANDOM:
         return stated
     kind = typing.get_type_hints(type(group)).get("architecture")
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)

@@ -1,6 +1,7 @@
 """Reads the prompts of a run: from the config, a JSONL file, or standard input."""
 
 import dataclasses
+import io
 import itertools
 import numbers
 import sys
@@ -210,9 +211,9 @@ def _stdin_entries(stdin: TextIO) -> _Entries:
     if stdin.isatty():
         print("reading prompts, one a line; Ctrl-D ends them", file=sys.stderr)
     # Bytes where there are any: decoding line by line lets an error name the line.
-    lines = getattr(stdin, "buffer", None) or (line.encode("utf-8") for line in stdin)
-    for number, line in jsonl.numbered_lines(lines):
-        yield f"stdin:{number}", lambda line=line: {"prompt": jsonl.decode(line)}
+    lines = getattr(stdin, "buffer", None) or io.BytesIO(stdin.read().encode("utf-8"))
+    for place, line in jsonl.placed_lines(lines, "stdin"):
+        yield place, lambda line=line: {"prompt": jsonl.decode(line)}
 
 
 def _make_prompt(

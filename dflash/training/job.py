@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from dflash import errors
+from dflash.checkpoints import assembly
 from dflash.config.schema import PromptsConfig
 from dflash.config.train_schema import TrainRun
 from dflash.data import batches, datasets
@@ -152,9 +153,7 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     task = tasks.make_task(config, placed, download=not dry)
     directory = task.target_source.directory
     if config.tokenizer is not None:
-        directory = pathlib.Path(config.tokenizer).expanduser()
-        if not directory.is_dir():
-            raise errors.ConfigError(f"tokenizer: {directory}: no such directory")
+        directory = assembly.find_directory(config.tokenizer, download=not dry)
     words = tokenizer.for_target(directory, thinking=config.data.thinking, date=date)
     job = Job(config, placed, task, words, directory)
     _check(job)
