@@ -3,6 +3,7 @@
 # name: (module, what it does)
 COMMANDS = {
     "decode": ("dflash.decode", "Decode prompts with a target and a drafter."),
+    "chat": ("dflash.chat", "Talk to a target in the terminal."),
     "train": ("dflash.train", "Train a drafter, or a target."),
     "benchmark": ("dflash.benchmark", "Measure drafting strategies against plain decoding."),
     "sweep": ("dflash.sweep", "Run a config over a grid of values."),

@@ -138,7 +138,9 @@ def cache_directories(environment: Mapping[str, str]) -> dict[str, pathlib.Path]
     cache = pathlib.Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     home = pathlib.Path(environment.get("HF_HOME") or cache / "huggingface").expanduser()
     hub = pathlib.Path(environment.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    return {"data sets": cache / "dflash" / "datasets", "hub": hub}
+    given = environment.get("JAX_COMPILATION_CACHE_DIR")
+    programs = pathlib.Path(given).expanduser() if given else cache / "dflash" / "programs"
+    return {"programs": programs, "data sets": cache / "dflash" / "datasets", "hub": hub}
 
 
 def caches() -> Iterator[str]:
