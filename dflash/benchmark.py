@@ -12,6 +12,7 @@ from dflash.config import benchmark_schema
 
 def _define_flags(values: flags.FlagValues) -> None:
     where = {"flag_values": values}
+    flags.DEFINE_bool("wide", False, "Print all figures, not only those of 80 columns.", **where)
     flags.DEFINE_string(
         "trace",
         None,
@@ -28,8 +29,10 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 
 def _overrides(values: flags.FlagValues) -> list[str]:
-    trace = [] if values.trace is None else [f"trace={values.trace}"]
-    return trace + ([] if values.acceptance is None else [f"acceptance=[{values.acceptance}]"])
+    """The flags as overrides; where one of the two is given, it replaces the config's other one."""
+    if values.trace is None and values.acceptance is None:
+        return []
+    return [f"trace={values.trace or 'null'}", f"acceptance=[{values.acceptance or ''}]"]
 
 
 SUBCOMMAND = cli.Subcommand(
@@ -71,15 +74,15 @@ def _benchmark(command: cli.Command) -> None:
     first = jax.process_index() == 0
     display = Display() if first else Display.silent()
     where = command.workdir if first else None
-    profile = command.profile_dir
+    profile, wide = command.profile_dir, command.flags["wide"]
     with (
         results.open_directory(where, command.config) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
         if command.config.study is not None:
-            session.study(command.config, directory, display)
+            session.study(command.config, directory, display, wide=wide)
         else:
-            session.run(benches.prepare(command.config), directory, display)
+            session.run(benches.prepare(command.config), directory, display, wide=wide)
 
 
 if __name__ == "__main__":

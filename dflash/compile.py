@@ -68,35 +68,49 @@ def _compile(command: cli.Command) -> int:
 
 def _report(command: cli.Command, schedules: str | None) -> int:
     from dflash.compiler import bundles, curve, report, session, table
+    from dflash.runs.display import Display
 
-    rows = curve.parse_rows(command.flags["rows"])
+    rows, display = curve.parse_rows(command.flags["rows"]), Display()
 
-    def progress(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    def keep(found: report.Report, points=(), kernels=None, *, complete: bool = False) -> None:
+        if command.workdir:
+            _write(command, report.to_json(found), points, kernels or {}, complete)
 
-    found = session.compile_run(command.config, progress)
+    with display.progress("compiling", every_s=0) as progress:
+        found = session.compile_run(command.config, progress, keep)
     print("\n".join(table.lines(found)), flush=True)
     kernels = {}
     if schedules:
         names = {name for program in found.programs.values() for name in program.kernels}
         kernels = bundles.of_kernels(pathlib.Path(schedules), sorted(names))
         print("\n".join(bundles.lines(kernels)))
-    points = curve.measure(command.config, rows, found.topology, found.rates, progress)
-    print("\n".join(curve.lines(points, found.topology.chip)))
-    if command.workdir:
-        _write(command, report.to_json(found), points, kernels)
+    points = []
+    if rows:
+        with display.progress("compiling by rows", every_s=0) as progress:
+            points = curve.measure(
+                command.config,
+                rows,
+                found.topology,
+                found.rates,
+                progress,
+                lambda some: keep(found, some, kernels),
+            )
+        print("\n".join(curve.lines(points, found.topology.chip)))
+    keep(found, points, kernels, complete=True)
     broken = found.broken_budgets(command.config.tpu)
     for line in broken:
         print(f"over budget: {line}", file=sys.stderr)
     return _OVER_BUDGET if broken else 0
 
 
-def _write(command: cli.Command, found: dict[str, Any], points, kernels) -> None:
+def _write(command: cli.Command, found: dict[str, Any], points, kernels, complete: bool) -> None:
     """Writes compile.json and config.yml to the work directory."""
     from dflash.compiler import curve
     from dflash.runs import files
 
-    content = found | {
+    content = {
+        "complete": complete,
+        **found,
         "rows": curve.to_json(points),
         "kernels": {
             name: [dataclasses.asdict(part) for part in parts] for name, parts in kernels.items()
@@ -105,9 +119,8 @@ def _write(command: cli.Command, found: dict[str, Any], points, kernels) -> None
     directory = pathlib.Path(command.workdir).expanduser()
     with files.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=2)
-        (directory / "compile.json").write_text(text, encoding="utf-8")
-        (directory / "config.yml").write_text(loader.to_yaml(command.config), encoding="utf-8")
+        files.write_whole(directory / "compile.json", json.dumps(content, indent=2))
+        files.write_whole(directory / "config.yml", loader.to_yaml(command.config))
 
 
 if __name__ == "__main__":

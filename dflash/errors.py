@@ -39,6 +39,10 @@ class CheckpointError(UserError):
     exit_status = 2
 
 
+class NumericsError(UserError):
+    """A model computes values that are not finite; the message says where that begins."""
+
+
 class WorkdirError(UserError):
     """Results cannot be written, or their directory belongs to another run, or is damaged."""
 

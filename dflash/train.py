@@ -37,6 +37,7 @@ def _train(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
     import jax
 
+    from dflash.offline.evaluation import DraftingTest
     from dflash.parallel import distributed
     from dflash.runs import dates
     from dflash.training import job as jobs
@@ -56,23 +57,7 @@ def _train(command: cli.Command) -> int:
         rundir.open_directory(command.workdir, command.config, date) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
-        return session.run(job, directory, _drafting_test(job)).exit_status
-
-
-def _drafting_test(job):
-    """A test that measures τ on held-out prompts with the decode engine; None if not wanted."""
-    from dflash.offline.evaluation import DraftingTest
-
-    wanted = job.config.evaluation
-    if not wanted.prompts or not job.task.drafts:
-        return None
-    return DraftingTest(
-        job.task.target,
-        job.task.working,
-        job.config.evaluation_decode,
-        job.held_out_prompts,
-        stop_ids=job.task.target.arch.eos_token_id,
-    )
+        return session.run(job, directory, job.drafting_test(DraftingTest)).exit_status
 
 
 if __name__ == "__main__":

@@ -44,10 +44,11 @@ sweep: {run: benchmark, product: {decode.batch_size: [1, 2]}}
 """
 # Every token would end a sequence, did stop ids count where acceptance is forced.
 SWEPT = [
-    *("trace=trace.json", "rounds=1", "replay_tokens=4", "decode.max_new_tokens=24"),
+    *("trace=trace.json", "rounds=1", "prompts_per_task=3", "replay_tokens=4"),
+    "decode.max_new_tokens=24",
     f"decode.stop_ids={list(range(256))}",
 ]
-LENGTHS = [[4, 1, 2, 4, 3], [1, 1, 4], [2, 2, 2, 2]]
+LENGTHS = [[4, 1, 2, 4, 3], [1, 1, 4], [2, 2, 2, 2], [3, 3]]
 
 
 def command(argv, directory: pathlib.Path, entry=benchmark, config="c.yml"):
@@ -99,7 +100,7 @@ def swept(tmp_path_factory):
 def write_trace(path: pathlib.Path, rows=None) -> None:
     rows = rows or [
         {"dataset": name, "prompt_tokens": 20, "acceptance_lengths": lengths}
-        for name, lengths in zip(("gsm8k", "gsm8k", "alpaca"), LENGTHS, strict=True)
+        for name, lengths in zip(("gsm8k", "gsm8k", "alpaca", "gsm8k"), LENGTHS, strict=True)
     ]
     path.write_text(json.dumps(rows))
 
@@ -142,6 +143,25 @@ def test_every_cell_is_measured(measured):
     for name in ("speedup", "acceptance", "cost"):
         assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "dflash" in out
+    # The table and all sentences fit on a terminal.
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.splitlines()[0].split() == ["task", "strategy", "τ", "speed-up", "(95", "%)", "same"]
+
+
+def test_figures_that_cannot_be_trusted_are_marked(measured):
+    """Two conversations are too few, whatever they took."""
+    directory, out = measured
+    results = json.loads((directory / "results.json").read_text())
+    words = "2 prompts (or conversations): an interval takes 6 or more; raise prompts_per_task"
+    for cell in results["cells"]:
+        assert {"about": "speedup", "words": words} in cell["doubts"]
+    assert f"not trustworthy (?), speed-up of every cell: {words}" in " ".join(out.split())
+    assert "largest loss" not in out
+    assert results["machine"]["flops_per_s"] > 0
+    assert 0 <= results["load"]["others_share"] <= 1
+    with (directory / "results.csv").open() as lines:
+        assert all(words in row["doubts"] for row in csv.DictReader(lines))
+    assert page_data(directory / "report.html")["results"]["cells"] == results["cells"]
 
 
 def test_the_page_replays_what_every_strategy_wrote(measured):
@@ -161,7 +181,7 @@ def test_the_page_replays_what_every_strategy_wrote(measured):
 
 
 def test_a_trace_decides_acceptance_and_every_output_says_so(swept):
-    """Two prompts at a time, so that each slot follows a script of its own."""
+    """Three prompts in two slots: each follows its own script, whichever slot it gets."""
     point = swept / "w/points/decode.batch_size=2"
     results = json.loads((point / "results.json").read_text())
     assert results["batch_size"] == 2
@@ -172,7 +192,9 @@ def test_a_trace_decides_acceptance_and_every_output_says_so(swept):
     cells = {(cell["task"], cell["strategy"]): cell for cell in results["cells"]}
     alpaca, gsm8k = cells["alpaca", "dflash"], cells["gsm8k", "dflash"]
     assert alpaca["acceptance_histogram"] == {"1": 0, "2": 4, "3": 0, "4": 0}
-    assert gsm8k["acceptance_histogram"] == {"1": 3, "2": 1, "3": 1, "4": 3}
+    assert gsm8k["acceptance_histogram"] == {"1": 3, "2": 1, "3": 3, "4": 3}
+    assert (gsm8k["prompts"], gsm8k["groups"]) == (3, 3)
+    assert 1 < gsm8k["busy_slots"] <= 2
     assert alpaca["tau"] == 2.0
     assert cells["alpaca", "none"]["output_tokens"] == alpaca["output_tokens"] == 8
     assert alpaca["identical_share"] is None
@@ -235,6 +257,10 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
     assert status == 0, err
     values = json.loads((tmp_path / "out/study.json").read_text())
     assert (values["schema"], values["study"]) == ("dflash.study/1", study)
+    assert values["complete"]
+    # Where nothing is decoded, what is accepted plays no part.
+    assert ("forced" in out) == (study not in ("verify", "cycle"))
+    assert max(map(len, out.splitlines())) <= 80
     assert len(values["rows"]) == rows
     assert set(keys.split()) <= set(values["rows"][0])
     assert any("roofline" in note for note in values["notes"])
@@ -257,6 +283,9 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
         (["--trace=t.json", "strategies.short.block_size=3"], "t.json: prompt 0 (gsm8k): commits 4 "
          "tokens in a cycle, but strategy 'short' has a block of 3"),
         (["--trace=t.json", "trace_tasks=[gsm]"], "has no 'gsm'; did you mean 'gsm8k'?"),
+        (["--trace=t.json", "decode.num_pages=40"],
+         "decode.num_pages: forced acceptance lengths do not survive the interruption of a "
+         "sequence; leave it unset"),
         (["--acceptance=math50"], "nothing published on 'math50'; did you mean 'math500'?"),
         (["--acceptance=alpaca", "--trace=t.json"], "trace: excludes acceptance"),
         (["--workdir=file/out"], "cannot be written: Not a directory"),

@@ -48,9 +48,13 @@ def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     done = run(*TINY, "--workdir", str(tmp_path), "--rows", "1,16", "tpu.max_cycle_ms=0.0001")
     assert done.returncode == 3, done.stderr
     assert "over budget: tpu.max_cycle_ms: 0." in done.stderr
+    # What runs is said before it does.
+    assert "compiling · 0 % · cycle: batch 1" in done.stderr
+    assert "compiling by rows · 50 % · 16 rows" in done.stderr
     assert "compiler estimates: nothing here was measured on a chip" in done.stdout
     found = json.loads((tmp_path / "compile.json").read_text())
     assert found["fits"]
+    assert found["complete"]
     assert (found["chips"], found["mesh"]["tensor"]) == (4, 4)
     cycle = found["programs"]["cycle"]
     # Two of each transformer layer and one of each unembedding, of 16 rows at most.

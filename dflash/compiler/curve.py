@@ -4,7 +4,6 @@ Two layers of the target are compiled with its head, and scaled to the target's 
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +57,8 @@ def measure(
     rows: Sequence[int],
     machine: Topology,
     rates: Rates,
-    progress: Callable[[str], None],
+    progress: Callable[[str, float], None] = lambda what, done: None,
+    keep: Callable[[Sequence[Point]], None] = lambda points: None,
 ) -> list[Point]:
     """Compiles a forward for each number of rows.
 
@@ -67,7 +67,8 @@ def measure(
       rows: numbers of rows, all of one sequence.
       machine: to compile for.
       rates: of its compiler's roofline.
-      progress: called with a line for each number of rows.
+      progress: called before each number of rows, with words and the share that is done.
+      keep: called after each with the points so far.
     Raises:
       ConfigError: the target's shape is not in the config.
     """
@@ -86,10 +87,10 @@ def measure(
     weights.arrange(target, sharding)
     points = []
     for count in rows:
-        begin = time.perf_counter()
+        progress(f"{count} rows", len(points) / len(rows))
         cost = _cost(target, count, config, machine.chip, rates, shape.num_hidden_layers)
-        progress(f"compiled {count} rows in {time.perf_counter() - begin:.0f} s")
         points.append(Point(count, cost))
+        keep(points)
     return points
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,7 +58,21 @@ class Program:
         return self.name == CYCLE
 
 
-def of_decoding(config: DecodeRun, tpu: TpuConfig, sharding: Sharding) -> Iterator[Program]:
+# Called with the title of each program before it is compiled.
+Starting = Callable[[str], None]
+
+
+def count(config: DecodeRun | CompileTrain, tpu: TpuConfig) -> int:
+    """How many programs a run compiles."""
+    decoding = [CYCLE, PREFILL]
+    if isinstance(config, CompileTrain):
+        decoding = [TRAIN, *(decoding if config.evaluation.prompts else ())]
+    return sum(_wanted(name, tpu) for name in decoding)
+
+
+def of_decoding(
+    config: DecodeRun, tpu: TpuConfig, sharding: Sharding, starting: Starting
+) -> Iterator[Program]:
     """The cycle and the largest prefill of a decoding run, each compiled on demand."""
     build = {"dtype": config.dtype, "sharding": sharding}
     source = assembly.find_target(config.target, download=False)
@@ -67,16 +81,18 @@ def of_decoding(config: DecodeRun, tpu: TpuConfig, sharding: Sharding) -> Iterat
     drafter = assembly.build_drafter(config.drafter, found, target.arch, **build)
     for model in (target, drafter):
         weights.arrange(model, sharding)
-    yield from _decoding(target, drafter, config.decode, tpu, adaptive=config.drafter.adaptive)
+    adaptive = config.drafter.adaptive
+    yield from _decoding(target, drafter, config.decode, tpu, starting, adaptive=adaptive)
 
 
-def of_training(config: CompileTrain, sharding: Sharding) -> Iterator[Program]:
+def of_training(config: CompileTrain, sharding: Sharding, starting: Starting) -> Iterator[Program]:
     """The step of a training run; for a drafter, the cycle and prefill that judge it too."""
     task = tasks.make_task(config, sharding, download=False)
     if _wanted(TRAIN, config.tpu):
-        yield _train_step(task, sharding)
+        yield _train_step(task, sharding, starting)
     if task.drafts and config.evaluation.prompts:
-        yield from _decoding(task.target, task.working, config.evaluation_decode, config.tpu)
+        decode = config.evaluation_decode
+        yield from _decoding(task.target, task.working, decode, config.tpu, starting)
 
 
 def _wanted(name: str, tpu: TpuConfig) -> bool:
@@ -84,7 +100,13 @@ def _wanted(name: str, tpu: TpuConfig) -> bool:
 
 
 def _decoding(
-    target, drafter, config: DecodeConfig, tpu: TpuConfig, *, adaptive: bool = False
+    target,
+    drafter,
+    config: DecodeConfig,
+    tpu: TpuConfig,
+    starting: Starting,
+    *,
+    adaptive: bool = False,
 ) -> Iterator[Program]:
     max_length = config.max_length or config.prefill_chunk + config.max_new_tokens
     engine = Engine(target, drafter, config, max_length=max_length, adaptive_blocks=adaptive)
@@ -99,6 +121,7 @@ def _decoding(
     }
     if _wanted(CYCLE, tpu):
         title = f"cycle: batch {config.batch_size}, {drafter.block_size} rows each, after {context}"
+        starting(title)
         compiled, seconds = _timed(engine, "generate")
         ideals = cycle_ideals(target, arguments, context, state.cache, engine.layout.capacity)
         turns = config.sync_every
@@ -108,6 +131,7 @@ def _decoding(
         chunk = engine.layout.chunk(bucket)
         before = bucket - chunk
         title = f"prefill: {chunk} tokens after {before}"
+        starting(title)
         compiled, seconds = _timed(engine, "prefill", bucket)
         ideals = cycle_ideals(target, arguments, 0, state.cache, engine.layout.capacity)
         yield Program(PREFILL, title, compiled, seconds, before, ideals, arguments)
@@ -164,7 +188,7 @@ def _component_of_weight(path: str, target: Decoder) -> str | None:
     return None if path.startswith("embed_tokens") else REST
 
 
-def _train_step(task: tasks.Task, sharding: Sharding) -> Program:
+def _train_step(task: tasks.Task, sharding: Sharding, starting: Starting) -> Program:
     config = task.config
     steps = config.train.steps or 1
     optimizer, schedule = (
@@ -184,6 +208,8 @@ def _train_step(task: tasks.Task, sharding: Sharding) -> Program:
         sharding=sharding,
         state=state,
     )
+    title = f"train step: {config.train.batch_size} rows of {config.data.length} tokens"
+    starting(title)
     begin = time.perf_counter()
     compiled = step.lower(state, frozen, batch).compile()
     seconds = time.perf_counter() - begin
@@ -199,7 +225,6 @@ def _train_step(task: tasks.Task, sharding: Sharding) -> Program:
     sizes[learner] = sizes.get(learner, 0) + 2 * (
         arguments["learning weights"] + arguments["optimizer"]
     )
-    title = f"train step: {config.train.batch_size} rows of {config.data.length} tokens"
     ideals = {name: Ideal(size) for name, size in sizes.items()}
     return Program(TRAIN, title, compiled, seconds, config.data.length, ideals, arguments)
 

@@ -184,11 +184,17 @@ def _tasks(config: Any) -> Iterator[Problem]:
 
 def _data(config: Any) -> Iterator[Problem]:
     data = config.data
+    makes_files = hasattr(config, "answers")  # the run itself, before it trains
     for name in data.mixture:
         if name not in registry.DATASETS:
             near = registry.suggest(name, registry.DATASETS)
             yield (f"data.mixture.{name}", "data.mixture"), f"unknown data set {name!r}{near}"
-    if not data.shares:
+    if makes_files and data.mixture and _FILES not in data.shares:
+        message = f"no share for {_FILES}, the answers; leave the mixture out for answers alone"
+        yield ("data.mixture",), message
+    elif makes_files:
+        return
+    elif not data.shares:
         yield (
             ("data.mixture", "data.files"),
             "required: a share for each data set, such as {math: 1.0}; or data.files",
@@ -198,6 +204,22 @@ def _data(config: Any) -> Iterator[Problem]:
         yield keys, f"belongs to the data set {_FILES}, which data.mixture has no share for"
     elif _FILES in data.shares and not data.files:
         yield ("data.files", "data.mixture"), f"required by the data set {_FILES} of data.mixture"
+
+
+def _distillation(config: Any) -> Iterator[Problem]:
+    """Questions to answer, data sets to test on, and how both are decoded."""
+    if not config.answers.tasks and not config.answers.files:
+        example = "questions of data sets, such as {math: 3000}; or answers.files"
+        yield ("answers.tasks", "answers.files"), f"required: {example}"
+    for key in ("answers", "test"):
+        for name in getattr(config, key).tasks:
+            if name == _FILES or name not in registry.DATASETS:
+                near = registry.suggest(name, set(registry.DATASETS) - {_FILES})
+                yield (f"{key}.tasks",), f"unknown data set {name!r}{near}"
+        alone = types.SimpleNamespace(target=config.target, decode=getattr(config, key).decode)
+        for keys, message in (*_stop_ids(alone), *_lengths(alone)):
+            renamed = (re.sub(r"^decode\b", f"{key}.decode", one) for one in keys)
+            yield tuple(renamed), re.sub(r"\bdecode\.", f"{key}.decode.", message)
 
 
 def _sharding_rules(config: Any) -> Iterator[Problem]:
@@ -273,6 +295,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("strategies", "target"), _strategies),
     (("tasks", "trace", "acceptance"), _tasks),
     (("data",), _data),
+    (("answers", "test"), _distillation),
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),
     (("train", "optimizer", "mesh", "sharding_rules"), _training_length),

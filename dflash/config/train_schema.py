@@ -63,15 +63,22 @@ class TrainRun:
 
     @property
     def evaluation_decode(self) -> schema.DecodeConfig:
-        """How held-out prompts are decoded: `evaluation.decode`, with slots for every replica.
+        """How held-out prompts are decoded: `evaluation.decode`, with slots for every replica."""
+        return with_slots(self.evaluation.decode, self.mesh, self.sharding_rules)
 
-        The output does not depend on the number of slots, so it is rounded up as the mesh needs.
-        """
-        decode, axes = self.evaluation.decode, self.sharding_rules.get("batch", ())
-        replicas = math.prod(getattr(self.mesh, axis) for axis in axes)
-        return dataclasses.replace(
-            decode, batch_size=math.ceil(decode.batch_size / replicas) * replicas
-        )
+
+def with_slots(
+    decode: schema.DecodeConfig,
+    mesh: schema.MeshConfig,
+    sharding_rules: Mapping[str, tuple[str, ...]],
+) -> schema.DecodeConfig:
+    """A decode group whose number of slots is rounded up to a multiple of the mesh's replicas.
+
+    The output does not depend on the number of slots.
+    """
+    replicas = math.prod(getattr(mesh, axis) for axis in sharding_rules.get("batch", ()))
+    slots = math.ceil(decode.batch_size / replicas) * replicas
+    return dataclasses.replace(decode, batch_size=slots)
 
 
 # Keys, or groups of keys, that a continued run may change: they affect where it runs and how often

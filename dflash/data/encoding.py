@@ -120,6 +120,8 @@ def open_corpus(
             if not path.exists():
                 print(f"data: encoding {name}: {len(examples)} examples, once", file=sys.stderr)
                 _write(path, (part for example in examples for part in encode(example, tokenizer)))
+                size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+                print(f"data: encoded {name}, {size:.1f} MB on disk", file=sys.stderr)
     max_id = _check(path)
     tokens, offsets = np.load(path / _TOKENS, mmap_mode="r"), np.load(path / _OFFSETS)
     return Corpus(name, fingerprint, tokens, offsets, max_id)

@@ -5,6 +5,7 @@ DATA_DIR/encoded/…                                         token ids; see `enc
 """
 
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -88,6 +89,8 @@ def open_split(dataset: Dataset, split: Split, directory: pathlib.Path) -> Seque
             print(f"data: making {dataset.name}, once, in {directory}", file=sys.stderr)
             _prepare(builder)
             builder = make_builder(dataset, directory)
+            size = f"{builder.info.dataset_size / 1e6:.1f} MB on disk"
+            print(f"data: made {dataset.name}, {size}", file=sys.stderr)
     if split not in builder.info.splits:
         raise dataset.empty(split)
     return _Examples(builder.as_data_source(split))
@@ -96,11 +99,9 @@ def open_split(dataset: Dataset, split: Split, directory: pathlib.Path) -> Seque
 def _prepare(builder: Any) -> None:
     from tensorflow_datasets.core.utils import tqdm_utils
 
-    # tfds prints to stdout, which is for our own results.
-    with contextlib.redirect_stdout(sys.stderr):
-        bars = contextlib.nullcontext() if sys.stderr.isatty() else _quiet(tqdm_utils)
-        with bars:
-            builder.download_and_prepare()
+    # tfds prints how it goes about it, and draws a bar for every shard.
+    with contextlib.redirect_stdout(io.StringIO()), _quiet(tqdm_utils):
+        builder.download_and_prepare()
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Heads, Proposal
+from dflash.inference import broken, verify
 from dflash.inference import tree as trees
-from dflash.inference import verify
 from dflash.inference.sampling import SequenceSampler
 from dflash.inference.state import DecodeState, Report
 from dflash.models.decoder import Decoder
@@ -72,6 +72,9 @@ def cycle(
         cache = cache.compact(position, verdict.path, target.sharding)
         features = jnp.take_along_axis(features, verdict.path[..., None], axis=1)
     num_committed, active = _commit(state, committed, verdict.num_accepted + 1)
+    sound = _sound_rows(verdict, logits)
+    num_committed, broken_at = _cut_broken(state, sound, num_committed)
+    active &= broken_at == 0
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = state.adaptive
     if adaptive is not None:
@@ -93,6 +96,7 @@ def cycle(
         cache=cache,
         drafter=drafter_state,
         adaptive=adaptive,
+        broken_at=broken_at,
     )
     return state, committed, num_committed
 
@@ -124,6 +128,7 @@ def run_cycles(
         num_committed=jnp.zeros((max_cycles, batch), jnp.int32),
         active=state.active,
         block_sizes=jnp.zeros(max_cycles, jnp.int32),
+        broken_at=state.broken_at,
     )
 
     def go_on(carry):
@@ -140,6 +145,7 @@ def run_cycles(
             num_committed=report.num_committed.at[i].set(num_committed),
             active=state.active,
             block_sizes=report.block_sizes.at[i].set(size),
+            broken_at=state.broken_at,
         )
         return _choose(state, sizes), report
 
@@ -265,3 +271,27 @@ def _commit(
     count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
     count = jnp.where(state.active, count, 0)
     return count, state.active & ~stopped & (state.length + count < state.limit)
+
+
+def _sound_rows(verdict: verify.Verdict, logits: jax.Array) -> jax.Array:
+    """Whether each row of the accepted path has finite logits: bool [B, longest path]."""
+    picked = verdict.sampled
+    if picked is None:  # probabilities take the same argmax, which the compiler finds out
+        picked = jnp.argmax(logits, axis=-1)
+    sound = broken.finite_rows(logits, picked)
+    return sound if verdict.path is None else jnp.take_along_axis(sound, verdict.path, axis=1)
+
+
+def _cut_broken(
+    state: DecodeState, sound: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts what is committed before the first token whose logits are not finite.
+
+    Returns:
+      num_committed int32 [B], broken_at int32 [B].
+    """
+    wrong = ~sound & (jnp.arange(sound.shape[1]) < count[:, None])
+    first = jnp.argmax(wrong, axis=1).astype(jnp.int32)
+    is_wrong = wrong.any(axis=1)
+    broken_at = jnp.where(is_wrong, state.length + first, state.broken_at)
+    return jnp.where(is_wrong, first, count), broken_at

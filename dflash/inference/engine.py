@@ -21,9 +21,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from dflash import errors
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, block_choice, cycle, timing
+from dflash.inference import adaptive, block_choice, broken, cycle, timing
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.programs import Programs
 from dflash.inference.request import Request, Sampling, check_request
@@ -151,6 +152,30 @@ class Engine:
                 np.int32(following),
             )
         return prefix
+
+    def explain(self, request: Request, said: Sequence[int]) -> errors.NumericsError:
+        """The error of a sequence whose next logits are not finite, after finding the layer.
+
+        Args:
+          request: the sequence.
+          said: its output so far.
+        """
+        tokens = (*request.prompt, *said)
+        bucket = self.layout.bucket(len(tokens))
+        chunk, sound = self.layout.chunk(bucket), True
+        try:
+            cache = self.program("new_prefix", bucket)(*request.sampling.scalars()).cache
+            run = self.program("examine", bucket)
+            for start in range(0, len(tokens), chunk):
+                piece = np.zeros((1, chunk), np.int32)
+                part = tokens[start : start + chunk]
+                piece[0, : len(part)] = part
+                where = np.int32(start), np.int32(len(part))
+                cache, found = run(self._target_params, cache, piece, *where)
+                sound = sound & jax.device_get(found)
+        except jax.errors.JaxRuntimeError:
+            sound = None
+        return broken.error(self.target, request, said, sound)
 
     def insert(
         self, state: DecodeState, prefix: Prefix, slot: Slot, request: Request, anchor: int

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, cycle, timing
+from dflash.inference import adaptive, broken, cycle, timing
 from dflash.inference.lowering import loop_options, lower
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import prefill_chunk
@@ -102,6 +102,7 @@ class Programs:
                 target.dtype,
                 self.sharding,
             ),
+            broken_at=ints,
         )
 
     # --- over the models and the state ----------------------------------------------------------
@@ -206,6 +207,20 @@ class Programs:
             self._scalar(), self._scalar(), out=abstract, donate=(2,),
         )  # fmt: skip
 
+    def _compile_examine(self, bucket: int):
+        cache = self._abstract_prefix(bucket).cache
+        tokens = self._whole((1, self.layout.chunk(bucket)), jnp.int32)
+
+        def examine(target_params, cache, tokens, start, count):
+            target = nnx.merge(self._target_graph, target_params)
+            return broken.examine_chunk(target, cache, tokens, start, count)
+
+        sound = self._whole((len(broken.stages(self.target)),), jnp.bool_)
+        return lower(
+            examine, self._weights[0], cache, tokens, self._scalar(), self._scalar(),
+            out=(cache, sound), donate=(1,),
+        )  # fmt: skip
+
     def _compile_insert(self, bucket: int):
         state, prefix = self.abstract_state(), self._abstract_prefix(bucket)
         table = self._whole((self.layout.pages_per_sequence,), jnp.int32)
@@ -228,6 +243,7 @@ class Programs:
                 ),
                 drafter=self.drafter.insert(state.drafter, prefix.drafter, slot),
                 adaptive=state.adaptive and state.adaptive.insert(slot),
+                broken_at=state.broken_at.at[slot].set(0),
             )
 
         return lower(

@@ -16,6 +16,7 @@ import time
 import jax
 import numpy as np
 
+from dflash.inference import broken
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.request import Completion, Event, Request, Tokens
@@ -100,6 +101,8 @@ class Scheduler:
         Returns:
           what the dispatch before has brought, and the first tokens of the requests that entered:
           Tokens as they are committed, and a Completion after the last Tokens of each request.
+        Raises:
+          NumericsError: the target's logits are not finite.
         """
         events = self._collect()
         self._grow()
@@ -128,6 +131,7 @@ class Scheduler:
         events: list[Event] = []
         cycles = int(report.cycles)
         counts = report.num_committed[:cycles]
+        self._check_finite(report, counts)
         for index, sequence in list(self._running.items()):
             fresh: list[int] = []
             lengths: list[int] = []
@@ -143,6 +147,15 @@ class Scheduler:
                 share = int(np.count_nonzero(counts[:, index])) / cycles
                 events.append(self._finish(index, begin + share * (end - begin)))
         return events
+
+    def _check_finite(self, report: Report, counts: np.ndarray) -> None:
+        """Raises NumericsError for the first sequence whose logits were not finite."""
+        for index, sequence in self._running.items():
+            if report.broken_at[index]:
+                said = list(sequence.output_ids)
+                for i in np.flatnonzero(counts[:, index]):
+                    said += report.tokens[i, index, : counts[i, index]].tolist()
+                raise self._engine.explain(sequence.request, said)
 
     def _finish(self, index: int, now: float) -> Completion:
         sequence = self._running[index]
@@ -229,6 +242,8 @@ class Scheduler:
         begin = time.perf_counter()
         prefix = self._engine.prefill((*request.prompt, *said[:-1]), request.sampling)
         anchor = said[-1] if said else int(jax.device_get(prefix.anchor)[0])
+        if anchor == broken.NO_TOKEN:
+            raise self._engine.explain(request, said)
         now = time.perf_counter()
         sequence.prefill_ms += 1e3 * (now - begin)
         slot = Slot(index, sequence.pages)

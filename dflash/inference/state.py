@@ -29,6 +29,8 @@ class DecodeState:
       drafter: the drafter's own state.
       adaptive: chooses block sizes; None if there is one. Rows in its backlog are those that the
         drafter's state still lacks.
+      broken_at: int32 [B]; position of the first token whose logits were not finite, which ended
+        the sequence; 0 if there was none.
     """
 
     length: jax.Array
@@ -40,6 +42,7 @@ class DecodeState:
     cache: PagedCache
     drafter: Any
     adaptive: Adaptive | None
+    broken_at: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +52,7 @@ class Prefix:
 
     Attributes:
       length: int32 [1]; prompt tokens in cache and drafter state.
-      anchor: int32 [1]; the first new token.
+      anchor: int32 [1]; the first new token; negative if its logits were not finite.
       sampling: of the sequence.
       cache: the prompt's keys and values, in pages 1, 2, … of a pool of its own.
       drafter: the drafter's state after the prompt.
@@ -75,6 +78,7 @@ class Report:
       num_committed: int32 [C, B]; how many of them count. 0 for a slot that was not active.
       active: bool [B]; after the dispatch.
       block_sizes: int32 [C]; rows that each cycle verified of a sequence.
+      broken_at: int32 [B]; see the state.
     """
 
     cycles: jax.Array
@@ -82,3 +86,4 @@ class Report:
     num_committed: jax.Array
     active: jax.Array
     block_sizes: jax.Array
+    broken_at: jax.Array

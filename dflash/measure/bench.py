@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
+import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
@@ -15,6 +16,7 @@ from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine
 from dflash.measure.forced import Forced
 from dflash.measure.parts import Parts, Probe
+from dflash.measure.samples import Sample, TaskRound
 from dflash.measure.workload import Item, Workload
 from dflash.models.decoder import Decoder
 from dflash.offline import job as jobs
@@ -23,63 +25,12 @@ from dflash.offline.decoding import decode
 
 BASELINE = DrafterConfig()  # the default strategy drafts nothing
 
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """Prompts that were decoded together, once, with one strategy.
-
-    Attributes:
-      task, strategy: names.
-      group: number, within the task, of the group of conversations that the prompts are from.
-      round: number of the round.
-      completions: one per prompt, in their order.
-      marks: whether each output has the right answer; None where its prompt has none.
-    """
-
-    task: str
-    strategy: str
-    group: int
-    round: int
-    completions: tuple[Completion, ...]
-    marks: tuple[bool | None, ...] = ()
-
-    @property
-    def began_at(self) -> float:
-        """Time at which the last prompt's first token was known, in seconds."""
-        return max(one.finished_at - one.decode_ms / 1e3 for one in self.completions)
-
-    @property
-    def wall_ms(self) -> float:
-        """Time from `began_at` to the last token of all prompts."""
-        return 1e3 * (max(one.finished_at for one in self.completions) - self.began_at)
-
-    @property
-    def token_ms(self) -> float:
-        """Time to each prompt's last token from `began_at`, summed over prompts."""
-        return 1e3 * sum(max(one.finished_at - self.began_at, 0.0) for one in self.completions)
-
-    @property
-    def tokens(self) -> int:
-        """Output tokens after the first of each prompt."""
-        return sum(len(one.output_ids) - 1 for one in self.completions)
-
-    @property
-    def cycles(self) -> int:
-        """Trips of the loop for the group; each is a cycle of every prompt still running."""
-        return max(len(one.acceptance_lengths) for one in self.completions)
+# Called before each step of a run: what it does, and the share of the run that is done.
+Progress = Callable[[str, float], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskRound:
-    """One round over one task: its samples, and the times of each strategy's parts.
-
-    A strategy that chooses its block size has no parts: its cycles differ.
-    """
-
-    task: str
-    round: int
-    samples: tuple[Sample, ...]
-    parts: Mapping[str, Parts]
+def quiet(what: str, done: float) -> None:
+    """A `Progress` that shows nothing."""
 
 
 class Bench:
@@ -156,7 +107,7 @@ class Bench:
         if self.workload.forced and drafter.num_draft_tokens:
             drafter = Forced(
                 drafter,
-                batch=config.batch_size,
+                sequences=max(map(len, self.workload.tasks.values())),
                 cycles=max(item.max_new_tokens for item in self.workload.items),
                 sharding=self.target.sharding,
             )
@@ -170,19 +121,20 @@ class Bench:
         )
 
     def warm_up(self) -> None:
-        """Decodes a group of each task with every strategy and times parts; drops the results."""
+        """Decodes some prompts of each task with every strategy and times parts; drops all."""
         for task in self.workload.tasks:
-            self.task_round(task, 0, self.groups(task)[:1])
+            first = self.queues(task)[0][: self.config.decode.batch_size]
+            self.task_round(task, 0, [first])
 
-    def groups(self, task: str) -> list[tuple[int, tuple[Item, ...]]]:
-        """The task's prompts, as many at a time as there are slots; see `Workload.groups`."""
-        return self.workload.groups(task, self.config.decode.batch_size)
+    def queues(self, task: str) -> list[tuple[Item, ...]]:
+        """The task's prompts, as they are queued together; see `Workload.queues`."""
+        return self.workload.queues(task, self.config.decode.batch_size)
 
-    def decode(self, strategy: str, group: tuple[Item, ...]) -> tuple[Completion, ...]:
-        """Decodes prompts together; there is a slot for each."""
+    def decode(self, strategy: str, queue: Sequence[Item]) -> tuple[Completion, ...]:
+        """Decodes a queue of prompts; a slot that is free takes the next one."""
         engine = self.engines[strategy]
-        engine.follow([script(item, self.longest_paths[strategy]) for item in group])
-        events = decode(engine, [self.request(item) for item in group])
+        engine.follow([script(item, self.longest_paths[strategy]) for item in queue])
+        events = decode(engine, [self.request(item) for item in queue])
         done = [event for event in events if isinstance(event, Completion)]
         return tuple(sorted(done, key=lambda one: one.id))
 
@@ -195,45 +147,67 @@ class Bench:
         sampling = Sampling.from_config(self.config.decode, index)
         return Request(index, item.prompt.ids, new_tokens, sampling, stop_ids)
 
-    def marks(self, group: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
+    def marks(self, queue: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
         """Whether each output has the right answer; None where its prompt has none."""
         words = self.jobs[self.baseline].tokenizer
         return tuple(
             item.grader(words.decode(one.output_ids), finished=one.finish_reason == "stop")
             if item.grader
             else None
-            for item, one in zip(group, done, strict=True)
+            for item, one in zip(queue, done, strict=True)
         )
 
-    def run(self) -> Iterator[TaskRound]:
-        """Measures: strategies take turns prompt by prompt, so that drift affects all equally.
+    def run(self, progress: Progress = quiet) -> Iterator[TaskRound]:
+        """Measures: strategies take turns queue by queue, so that drift affects all equally.
 
-        The parts of each strategy's cycle are timed between the prompts, for the same reason.
+        The parts of each strategy's cycle are timed between the queues, for the same reason.
+
+        Args:
+          progress: called before each step, with words, and the share of the run that is done.
         """
+        tasks = self.workload.tasks
+        steps = self.config.rounds * sum(len(self.queues(task)) for task in tasks)
+        steps *= len(self.jobs)
+        counter = itertools.count()
         for number in range(self.config.rounds):
-            for task in self.workload.tasks:
-                yield self.task_round(task, number, self.groups(task))
+            for task in tasks:
+                where = f"round {number + 1} of {self.config.rounds}, {task}"
+                yield self.task_round(
+                    task,
+                    number,
+                    self.queues(task),
+                    lambda name, where=where: progress(f"{where}, {name}", next(counter) / steps),
+                )
 
     def task_round(
-        self, task: str, number: int, groups: Sequence[tuple[int, tuple[Item, ...]]]
+        self,
+        task: str,
+        number: int,
+        queues: Sequence[Sequence[Item]],
+        progress: Callable[[str], None] = lambda name: None,
     ) -> TaskRound:
-        """One round over some of a task's prompts, as `groups` gives them."""
+        """One round over some of a task's prompts, as `queues` gives them."""
         samples, probes = [], {}
         times: dict[str, list[Parts]] = {}
-        for place, group in groups:
+        for queue in queues:
+            conversations = tuple(item.conversation for item in queue)
             for name in self.engines:
-                done = self.decode(name, group)
-                samples.append(Sample(task, name, place, number, done, self.marks(group, done)))
-            probes = probes or self._probes(group, samples[0])
-            for name, probe in probes.items():
-                times.setdefault(name, []).append(probe.parts())
+                progress(name)
+                done = self.decode(name, queue)
+                marks = self.marks(queue, done)
+                samples.append(Sample(task, name, number, done, conversations, marks))
+            probes = probes or self._probes(queue, samples[0])
+            # As often as the slots were filled.
+            for _ in range(math.ceil(len(queue) / self.config.decode.batch_size)):
+                for name, probe in probes.items():
+                    times.setdefault(name, []).append(probe.parts())
         parts = {name: _median(some) for name, some in times.items()}
         return TaskRound(task, number, tuple(samples), parts)
 
-    def _probes(self, group: tuple[Item, ...], plain: Sample) -> dict[str, Probe]:
+    def _probes(self, queue: Sequence[Item], plain: Sample) -> dict[str, Probe]:
         """Probes in the middle of the first prompt's output, as the baseline has it."""
         output = plain.completions[0].output_ids
-        context = (*group[0].prompt.ids, *output[: len(output) // 2])
+        context = (*queue[0].prompt.ids, *output[: len(output) // 2])
         probes = {
             name: Probe.behind(engine, context)
             for name, engine in self.engines.items()
@@ -282,6 +256,11 @@ def prepare(
     """
     prepared = prepare_models(config, target, dry=dry)
     work = workloads.read(config, prepared[BASELINE.name])
+    if work.forced and config.decode.num_pages is not None:
+        raise errors.ConfigError(
+            "decode.num_pages: forced acceptance lengths do not survive the interruption of a "
+            "sequence; leave it unset"
+        )
     prompts = [item.prompt for item in work.items]
     ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
     bench = Bench(config, ready, work, target_loaded=target is not None)

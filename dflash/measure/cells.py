@@ -8,20 +8,20 @@ what is left of the cycle. Then
 """
 
 import dataclasses
+import functools
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from dflash.measure.bench import Bench, Sample, TaskRound
-
-DRAWS = 2000  # of the bootstrap
-INTERVAL_PERCENT = 95.0
-# A bootstrap interval reaches from the least group to the largest at most, and n groups all lie on
-# one side of their true median with probability 2^(1-n): from 6 on less often than 5 %.
-MIN_GROUPS = 6
-_SEED = 0
+from dflash.config.schema import AUTO
+from dflash.measure import doubts, roofline
+from dflash.measure.bench import Bench
+from dflash.measure.bootstrap import bootstrap
+from dflash.measure.doubts import Doubt
+from dflash.measure.roofline import Machine
+from dflash.measure.samples import Sample, TaskRound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Cell:
     Attributes:
       task, strategy: names.
       rounds, prompts: how many of each; every turn of a conversation is a prompt.
-      groups: of conversations that were decoded together; the bootstrap draws these.
+      groups: conversations; the bootstrap draws these.
+      busy_slots: sequences in flight, averaged over the decode time.
       block_size: rows that the target verifies.
       output_tokens, cycles: of all rounds; tokens without each prompt's first.
       tau: mean acceptance length.
@@ -61,7 +62,7 @@ class Cell:
       tpot_ms: time per token after the first, of a prompt.
       tokens_per_second: of all slots together.
       speedup: tokens per second over those of the baseline.
-      speedup_interval: the two ends of its bootstrap interval; None with under `MIN_GROUPS` groups.
+      speedup_interval: the two ends of its bootstrap interval; None with few groups.
       speedup_with_prefill: the same with every prompt's time to first token in both clocks.
       identical_share: of prompts whose output is that of the baseline, token for token.
       checked: outputs of all rounds whose prompt has a right answer.
@@ -72,6 +73,8 @@ class Cell:
       share_of_ideal: speedup over that.
       losses: factors by which the speed-up is below τ: "verify" T_verify over T_1,
         "draft" (T_draft + T_verify) over T_verify, "rest" a cycle over T_draft + T_verify.
+      roofline_ms: the least that T_verify can be.
+      doubts: why figures of the cell are not trustworthy.
     """
 
     task: str
@@ -79,6 +82,7 @@ class Cell:
     rounds: int
     prompts: int
     groups: int
+    busy_slots: float | None
     block_size: int
     output_tokens: int
     cycles: int
@@ -100,53 +104,84 @@ class Cell:
     ideal_speedup: float | None
     share_of_ideal: float | None
     losses: Mapping[str, float]
+    roofline_ms: float | None = None
+    doubts: tuple[Doubt, ...] = ()
+
+    def doubtful(self, about: str) -> bool:
+        """Whether there are doubts about these figures; see `doubts.Doubt.about`."""
+        return doubts.concern(self.doubts, about)
 
 
-def cells(
-    rounds: Sequence[TaskRound],
-    *,
-    baseline: str,
-    block_sizes: Mapping[str, int],
-    longest_paths: Mapping[str, int],
-    forced: bool,
-) -> list[Cell]:
-    """All cells of the rounds that are done, task by task.
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What figures are judged by.
 
-    Args:
-      rounds: in any order.
+    Attributes:
       baseline: name of the strategy that the others are compared with.
       block_sizes: rows that the target verifies, by strategy.
       longest_paths: what a cycle may commit at most, by strategy.
+      slots: sequences decoded at once.
       forced: acceptance lengths were given, so outputs are meaningless and not compared.
+      exact: every output has to be the baseline's.
+      least_ms: (strategy, context tokens) -> the roofline of a verification; None: not known.
+      doubts: of the whole run.
     """
+
+    baseline: str
+    block_sizes: Mapping[str, int]
+    longest_paths: Mapping[str, int]
+    slots: int = 1
+    forced: bool = False
+    exact: bool = False
+    least_ms: Callable[[str, int], float] | None = None
+    doubts: tuple[Doubt, ...] = ()
+
+
+def cells(rounds: Sequence[TaskRound], setting: Setting) -> list[Cell]:
+    """All cells of the rounds that are done, in any order, task by task."""
     found = []
     for task in dict.fromkeys(one.task for one in rounds):
         done = [one for one in rounds if one.task == task]
         by_strategy = {
             name: [sample for one in done for sample in one.samples if sample.strategy == name]
-            for name in block_sizes
+            for name in setting.block_sizes
         }
-        for name, block_size in block_sizes.items():
-            cell = _cell(
-                by_strategy[name],
-                by_strategy[baseline],
-                done,
-                longest_path=longest_paths[name],
-                block_size=block_size,
-                forced=forced,
-            )
-            found.append(cell)
+        plain = by_strategy[setting.baseline]
+        found += [_cell(samples, plain, done, setting) for samples in by_strategy.values()]
     return found
 
 
-def of_bench(bench: Bench, rounds: Sequence[TaskRound]) -> list[Cell]:
-    """All cells of the rounds that a benchmark has done; see `cells`."""
-    return cells(
-        rounds,
+def setting_of(
+    bench: Bench, machine: Machine | None = None, about_run: tuple[Doubt, ...] = ()
+) -> Setting:
+    """What the figures of a benchmark are judged by.
+
+    Args:
+      bench: ready to run.
+      machine: gives the roofline; None: not known.
+      about_run: doubts of the whole run.
+    """
+    config = bench.config
+    coupled = config.decode.verify == "coupled" or not config.decode.temperature
+
+    def least_ms(machine: Machine, name: str, context: int) -> float:
+        return roofline.target_work(
+            bench.target,
+            batch=config.decode.batch_size,
+            rows=bench.block_sizes[name],
+            context=context,
+            kv_dtype=config.decode.kv_dtype,
+        ).ideal_ms(machine)
+
+    return Setting(
         baseline=bench.baseline,
         block_sizes=bench.block_sizes,
         longest_paths=bench.longest_paths,
+        slots=config.decode.batch_size,
         forced=bench.workload.forced,
+        exact=config.dtype == "float32" and coupled and config.decode.kv_dtype == AUTO,
+        least_ms=machine and functools.partial(least_ms, machine),
+        doubts=about_run,
     )
 
 
@@ -162,6 +197,11 @@ class Average:
     identical_share: float | None
     correct_share: float | None
     share_of_ideal: float | None
+    doubts: tuple[Doubt, ...] = ()
+
+    def doubtful(self, about: str) -> bool:
+        """As of a cell."""
+        return doubts.concern(self.doubts, about)
 
 
 def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: str) -> list[Average]:
@@ -187,6 +227,7 @@ def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: st
                 identical_share=_mean(cell.identical_share for cell in own),
                 correct_share=_mean(cell.correct_share for cell in own),
                 share_of_ideal=_mean(cell.share_of_ideal for cell in own),
+                doubts=tuple(dict.fromkeys(one for cell in own for one in cell.doubts)),
             )
         )
     return found
@@ -196,13 +237,10 @@ def _cell(
     samples: Sequence[Sample],
     plain: Sequence[Sample],
     rounds: Sequence[TaskRound],
-    *,
-    longest_path: int,
-    block_size: int,
-    forced: bool,
+    setting: Setting,
 ) -> Cell:
     """The cell of a strategy's samples of one task, beside those of the baseline."""
-    name = samples[0].strategy
+    name, longest_path = samples[0].strategy, setting.longest_paths[samples[0].strategy]
     completions = [one for sample in samples for one in sample.completions]
     lengths = [length for one in completions for length in one.acceptance_lengths]
     counts = Counter(lengths)
@@ -216,13 +254,14 @@ def _cell(
     tau = statistics.fmean(lengths) if lengths else None
     two = cost.draft + cost.verify if cost and cost.verify else None
     ideal = tau * baseline_ms / two if two and baseline_ms else None
-    return Cell(
+    cell = Cell(
         task=samples[0].task,
         strategy=name,
         rounds=len(rounds),
         prompts=len({one.id for one in completions}),
-        groups=len({sample.group for sample in samples}),
-        block_size=block_size,
+        groups=len({number for sample in samples for number in sample.conversations}),
+        busy_slots=_ratio(sum(s.elapsed_ms for s in samples), sum(s.clock_ms for s in samples)),
+        block_size=setting.block_sizes[name],
         output_tokens=sum(sample.tokens for sample in samples),
         cycles=len(lengths),
         tau=tau,
@@ -230,14 +269,14 @@ def _cell(
         joint_acceptance=joint,
         conditional_acceptance=conditional,
         ttft_ms=statistics.median(one.prefill_ms for one in completions),
-        tpot_ms=_ratio(sum(s.token_ms for s in samples), sum(s.tokens for s in samples)),
+        tpot_ms=_ratio(sum(s.elapsed_ms for s in samples), sum(s.tokens for s in samples)),
         tokens_per_second=None if speed is None else 1e3 * speed,
         speedup=speedup,
         speedup_interval=bootstrap([samples], [plain])[1] if speedup else None,
         speedup_with_prefill=_ratio(
             _tokens_per_ms(samples, prefill=True), _tokens_per_ms(plain, prefill=True)
         ),
-        identical_share=None if forced else identical_share(samples, plain),
+        identical_share=None if setting.forced else identical_share(samples, plain),
         checked=len(marks),
         correct_share=_mean(marks),
         cost_ms=cost,
@@ -245,7 +284,31 @@ def _cell(
         ideal_speedup=ideal,
         share_of_ideal=_ratio(speedup, ideal),
         losses=_losses(cost, baseline_ms),
+        roofline_ms=_roofline_ms(name, rounds, setting) if cost else None,
     )
+    return dataclasses.replace(cell, doubts=_doubts(cell, setting))
+
+
+def _doubts(cell: Cell, setting: Setting) -> tuple[Doubt, ...]:
+    """Why figures of a cell are not trustworthy."""
+    found = setting.doubts
+    if cell.speedup is not None:
+        found += doubts.of_prompts(cell.groups)
+        found += doubts.of_outputs(cell.identical_share, exact=setting.exact)
+        found += doubts.of_slots(cell.busy_slots, setting.slots)
+    if cell.cost_ms is not None and cell.cost_ms.verify is not None:
+        cost = cell.cost_ms
+        parts = cost.draft, cost.verify
+        found += doubts.of_cost(cost.cycle, parts, share_of_ideal=cell.share_of_ideal)
+        found += doubts.of_forward("verification", cost.verify, cell.roofline_ms)
+    return found
+
+
+def _roofline_ms(name: str, rounds: Sequence[TaskRound], setting: Setting) -> float | None:
+    contexts = [one.parts[name].context_tokens for one in rounds if name in one.parts]
+    if setting.least_ms is None or not contexts:
+        return None
+    return setting.least_ms(name, round(statistics.median(contexts)))
 
 
 def position_acceptance(
@@ -282,69 +345,20 @@ def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float
     return statistics.fmean(equal)
 
 
-def bootstrap(
-    samples: Sequence[Sequence[Sample]], plain: Sequence[Sequence[Sample]]
-) -> tuple[float, tuple[float, float] | None]:
-    """The mean speed-up over tasks, and its bootstrap interval.
-
-    Groups of conversations are drawn with replacement within each task, and for each a round of its
-    own; strategy and baseline keep the same draws, as they ran side by side.
-
-    Args:
-      samples: of the strategy, by task.
-      plain: of the baseline, by task.
-    Returns:
-      The mean; the two ends of its interval, None where a task has fewer than `MIN_GROUPS` groups.
-    """
-    tables = [
-        np.concatenate([_table(ours), _table(theirs)])
-        for ours, theirs in zip(samples, plain, strict=True)
-    ]
-    speedup = float(np.mean([_speedup(table.sum(axis=(1, 2))) for table in tables]))
-    if min(table.shape[1] for table in tables) < MIN_GROUPS:
-        return speedup, None
-    random = np.random.default_rng(_SEED)
-    drawn = []
-    for table in tables:
-        _, groups, rounds = table.shape
-        some_groups = random.integers(0, groups, (DRAWS, groups))
-        some_rounds = random.integers(0, rounds, (DRAWS, groups))
-        drawn.append(_speedup(table[:, some_groups, some_rounds].sum(axis=-1)))
-    tail = (100 - INTERVAL_PERCENT) / 2
-    low, high = np.percentile(np.mean(drawn, axis=0), [tail, 100 - tail])
-    return speedup, (float(low), float(high))
-
-
-def _table(samples: Sequence[Sample]) -> np.ndarray:
-    """Wall milliseconds and tokens, [2, groups, rounds]."""
-    groups = sorted({sample.group for sample in samples})
-    rounds = sorted({sample.round for sample in samples})
-    table = np.zeros((2, len(groups), len(rounds)))
-    for sample in samples:
-        place = groups.index(sample.group), rounds.index(sample.round)
-        table[:, *place] += max(sample.wall_ms, 1e-9), sample.tokens
-    return table
-
-
-def _speedup(sums: np.ndarray) -> np.ndarray:
-    """Tokens per time over the baseline's, [...] from the sums [4, ...] of two tables."""
-    wall_ms, tokens, plain_ms, plain_tokens = sums
-    return tokens / wall_ms * plain_ms / np.maximum(plain_tokens, 1)
-
-
 def _tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:
-    """Tokens over wall time; with `prefill`, first tokens and the time to them count too."""
+    """Tokens over time; with `prefill`, first tokens and the time to them count too."""
     tokens = sum(sample.tokens for sample in samples)
-    wall = sum(sample.wall_ms for sample in samples)
+    clock = sum(sample.clock_ms for sample in samples)
     if prefill:
         completions = [one for sample in samples for one in sample.completions]
         tokens += len(completions)
-        wall += sum(one.prefill_ms for one in completions)
-    return _ratio(tokens, wall)
+        clock += sum(one.prefill_ms for one in completions)
+    return _ratio(tokens, clock)
 
 
 def _cycle_ms(samples: Sequence[Sample]) -> float | None:
-    return _ratio(sum(s.wall_ms for s in samples), sum(s.cycles for s in samples))
+    """The time of a cycle as a sequence sees it, however many others are in flight."""
+    return _ratio(sum(s.elapsed_ms for s in samples), sum(s.cycles for s in samples))
 
 
 def _cost(samples: Sequence[Sample], rounds: Sequence[TaskRound], name: str) -> Cost | None:

@@ -4,6 +4,7 @@ Drafts of random weights are never accepted, so their speed means nothing. With 
 lengths of a real pair replayed, a cycle costs and commits what it would with real weights.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -19,21 +20,46 @@ from dflash.layers import cache as kv
 from dflash.parallel.sharding import Sharding
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where each slot is in a script.
+
+    Attributes:
+      cycle: int32 [B]; cycles that its sequence has seen.
+      row: int32 [B]; the sequence's row.
+      taken: int32 []; rows that sequences have begun.
+    """
+
+    cycle: jax.Array
+    row: jax.Array
+    taken: jax.Array
+
+
 class Script(nnx.Variable):
-    """Acceptance lengths by slot and cycle."""
+    """Acceptance lengths by sequence and cycle."""
 
 
 class Forced(Drafter):
-    """A drafter whose drafts are accepted as far as a script says."""
+    """A drafter whose drafts are accepted as far as a script says.
 
-    def __init__(self, inner: Drafter, *, batch: int, cycles: int, sharding: Sharding):
-        """Args: cycles: of the longest script; from its end on, one token a cycle is committed."""
+    The script has a row for each sequence, in the order in which they are inserted into a state.
+    """
+
+    def __init__(self, inner: Drafter, *, sequences: int, cycles: int, sharding: Sharding):
+        """Takes the drafter.
+
+        Args:
+          inner: does all the work.
+          sequences: rows of the longest script.
+          cycles: columns of the longest script; from its end on, a cycle commits one token.
+        """
         self.inner = inner
         self.feature_layers = inner.feature_layers
         self.num_draft_tokens = inner.num_draft_tokens
         self.has_probs = inner.has_probs
         self.sharding = sharding
-        self._place = sharding.abstract((batch, cycles + 1), ("batch", None), jnp.int32)
+        self._place = sharding.abstract((sequences, cycles + 1), (None, None), jnp.int32)
         self.script = Script(jnp.ones(self._place.shape, jnp.int32, device=self._place.sharding))
 
     @property
@@ -42,52 +68,54 @@ class Forced(Drafter):
         return self.inner.longest_path
 
     def follow(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Takes a script: the acceptance lengths of the sequence in each slot, from slot 0 on."""
+        """Takes a script: the acceptance lengths of each sequence to come, in order."""
         script = np.ones(self._place.shape, np.int32)
-        for slot, row in enumerate(lengths):
+        for sequence, row in enumerate(lengths):
             row = row[: script.shape[1] - 1]
-            script[slot, : len(row)] = row
+            script[sequence, : len(row)] = row
         self.script.set_value(jax.device_put(script, self._place.sharding))
 
     def init_state(self, batch, max_length):
-        """The drafter's own state, and how many cycles each sequence has seen."""
+        """The drafter's own state; how far each slot is in which row; how many rows were taken."""
         name, _ = kv.batch_axes(batch, self.sharding)
-        cycles = self.sharding.abstract((batch,), (name,), jnp.int32)
-        return self.inner.init_state(batch, max_length), cycles
+        per_slot = self.sharding.abstract((batch,), (name,), jnp.int32)
+        taken = self.sharding.abstract((), (), jnp.int32)
+        return self.inner.init_state(batch, max_length), Place(per_slot, per_slot, taken)
 
     def draft(self, state, anchor, position, sampler, heads):
         """The drafter's own draft; counts the cycle."""
-        inner, cycles = state
+        inner, place = state
         proposal, inner = self.inner.draft(inner, anchor, position, sampler, heads)
         if proposal.parents is not None:
             raise errors.ConfigError(
                 f"{type(self.inner).__name__} drafts trees; acceptance lengths can be forced "
                 "upon chains only: leave the strategy out"
             )
-        return proposal, (inner, cycles + 1)
+        return proposal, (inner, dataclasses.replace(place, cycle=place.cycle + 1))
 
     def revise(self, state, verdict: Verdict) -> Verdict:
         """The verdict on the draft of the cycle that `state` has just counted, as scripted."""
-        script = self.script.get_value()
-        now = jnp.minimum(state[1] - 1, script.shape[1] - 1)
-        length = jnp.take_along_axis(script, now[:, None], axis=1)[:, 0]
-        return verify.force(verdict, length - 1)
+        script, place = self.script.get_value(), state[1]
+        now = jnp.minimum(place.cycle - 1, script.shape[1] - 1)
+        return verify.force(verdict, script[place.row, now] - 1)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """As the drafter does."""
-        inner, cycles = state
+        inner, place = state
         inner = self.inner.observe(inner, position, tokens, num_committed, features, heads)
-        return inner, cycles
+        return inner, place
 
     def review(self, state, proposal, sampled):
         """As the drafter does."""
-        inner, cycles = state
-        return self.inner.review(inner, proposal, sampled), cycles
+        inner, place = state
+        return self.inner.review(inner, proposal, sampled), place
 
     def insert(self, state, prefix, slot):
-        """As the drafter does; the sequence has seen no cycle yet."""
+        """As the drafter does; the sequence begins the next row of the script."""
         inner = self.inner.insert(state[0], prefix[0], slot)
-        return inner, state[1].at[slot].set(0)
+        place, last = state[1], self._place.shape[0] - 1
+        row = place.row.at[slot].set(jnp.minimum(place.taken, last))
+        return inner, Place(place.cycle.at[slot].set(0), row, place.taken + 1)
 
 
 class Canned(Drafter):

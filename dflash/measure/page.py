@@ -31,7 +31,7 @@ def render(
     results: Mapping[str, Any],
     *,
     notes: Sequence[str],
-    plots: Mapping[str, bytes],
+    plots: Mapping[str, Mapping[str, bytes]],
     replays: Mapping[str, tuple[str, Mapping[str, Timed]]],
 ) -> str:
     """The page.
@@ -39,13 +39,16 @@ def render(
     Args:
       results: the content of results.json.
       notes: sentences to be read with the figures.
-      plots: PNG files by what they show.
+      plots: PNG files by theme, light and dark, and by what they show.
       replays: by task, the prompt's text and a replay by strategy.
     """
     data = {
         "results": results,
         "notes": list(notes),
-        "plots": {name: base64.b64encode(png).decode("ascii") for name, png in plots.items()},
+        "plots": {
+            theme: {name: base64.b64encode(png).decode("ascii") for name, png in some.items()}
+            for theme, some in plots.items()
+        },
         "replays": {
             task: {
                 "prompt": prompt,

@@ -1,50 +1,114 @@
 """The plots of a report, as PNG. Nothing here touches matplotlib's global state."""
 
+import dataclasses
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 
 from dflash.measure.cells import Cell
+from dflash.measure.doubts import COST, MARK, SPEEDUP
 
-# Paul Tol's "bright" scheme, which colour-blind readers can tell apart.
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
-PARTS = {"draft": "#ee6677", "verify": "#4477aa", "rest": "#bbbbbb"}
+PARTS = {"draft": 1, "verify": 0, "rest": 6}  # index of each part's colour
 _DPI = 120
 _WITHIN = 8  # curves whose legend still fits into the axes
+_HATCH = "////"  # of a bar in doubt
 
 
-def speedups(cells: Sequence[Cell], baseline: str, note: str = "") -> bytes:
-    """Bars of the speed-up by task, with its interval, and the ideal as a tick above each."""
+@dataclasses.dataclass(frozen=True)
+class Theme:
+    """Colours of a plot.
+
+    Attributes:
+      ink: text and axes.
+      paper: background.
+      warning: what is to be read with the figures.
+      colours: of bars and curves; the last one is a grey.
+    """
+
+    ink: str
+    paper: str
+    warning: str
+    colours: tuple[str, ...]
+
+
+# Paul Tol's "bright" scheme, which colour-blind readers can tell apart; lighter on dark paper.
+LIGHT = Theme(
+    "#1c2430", "#ffffff", "#a03028",
+    ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"),
+)  # fmt: skip
+DARK = Theme(
+    "#e7eaee", "#14181d", "#ff9a8a",
+    ("#77aadd", "#ff8899", "#55bb66", "#ddcc66", "#88ddff", "#dd77aa", "#77808c"),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A curve.
+
+    Attributes:
+      name: for the legend.
+      places, values: its points.
+      doubtful: whether each point is in doubt; drawn hollow. None: no point is.
+      roofline_of: name of the line whose least this is; drawn dashed in its colour. None: measured.
+    """
+
+    name: str
+    places: Sequence[float]
+    values: Sequence[float]
+    doubtful: Sequence[bool] | None = None
+    roofline_of: str | None = None
+
+
+def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme = LIGHT) -> bytes:
+    """Bars of the speed-up by task, with its interval, and the ideal as a tick on each.
+
+    Its height stands below each bar. A bar whose speed-up is in doubt is hatched; an ideal in doubt
+    is left out.
+    """
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     strategies = [one for one in dict.fromkeys(cell.strategy for cell in cells) if one != baseline]
-    figure, axes = _figure(max(6.0, 1.6 + 0.55 * len(tasks) * max(len(strategies), 1)))
+    figure, axes = _figure(theme, max(6.0, 1.6 + 0.7 * len(tasks) * max(len(strategies), 1)))
     width = 0.8 / max(len(strategies), 1)
+    heights: dict[float, str] = {}
+    ideal_label = "ideal: τ·T₁ / (draft + verify)"
     for number, strategy in enumerate(strategies):
-        own = {cell.task: cell for cell in cells if cell.strategy == strategy and cell.speedup}
-        places = [tasks.index(task) + (number - (len(strategies) - 1) / 2) * width for task in own]
-        heights = [cell.speedup for cell in own.values()]
-        reach = _reach(list(own.values()))
-        colour = COLOURS[number % len(COLOURS)]
-        axes.bar(places, heights, 0.92 * width, yerr=reach, label=strategy, color=colour,
-                 ecolor="#333333", capsize=3)  # fmt: skip
-        ideals = [cell.ideal_speedup or math.nan for cell in own.values()]
-        label = "ideal: τ·T₁ / (draft + verify)" if number == len(strategies) - 1 else None
-        axes.scatter(places, ideals, marker="_", s=160, color="black", label=label, zorder=3)
-        tops = [np.nanmax([height, height + up, ideal])
-                for height, up, ideal in zip(heights, reach[1], ideals, strict=True)]  # fmt: skip
-        for place, height, top in zip(places, heights, tops, strict=True):
-            axes.annotate(f"{height:.2f}×", (place, top), (0, 5), textcoords="offset points",
-                          ha="center", fontsize=8)  # fmt: skip
-    axes.axhline(1.0, color="#333333", linewidth=0.8)
+        own = [cell for cell in cells if cell.strategy == strategy and cell.speedup]
+        offset = (number - (len(strategies) - 1) / 2) * width
+        places = [tasks.index(cell.task) + offset for cell in own]
+        colour = theme.colours[number % len(theme.colours)]
+        bars = axes.bar(places, [cell.speedup for cell in own], 0.92 * width, yerr=_reach(own),
+                        label=strategy, color=colour, ecolor=theme.ink, capsize=3)  # fmt: skip
+        for bar, cell, place in zip(bars, own, places, strict=True):
+            doubtful = cell.doubtful(SPEEDUP)
+            heights[place] = f"{cell.speedup:.2f}×{MARK if doubtful else ''}"
+            if doubtful:
+                bar.set(hatch=_HATCH, edgecolor=theme.paper)
+            if cell.ideal_speedup and not cell.doubtful(COST):
+                axes.scatter([place], [cell.ideal_speedup], marker="_", s=160, color=theme.ink,
+                             label=ideal_label, zorder=3)  # fmt: skip
+                ideal_label = None
+    _even(axes, theme, 1.0, f"1×: {baseline}")
+    axes.set_xticks(list(heights), heights.values(), minor=True, fontsize=8)
     axes.set_xticks(range(len(tasks)), tasks, rotation=0 if len(tasks) < 6 else 30)
+    axes.tick_params(axis="x", which="minor", length=0)
+    axes.tick_params(axis="x", which="major", length=0, pad=18)
+    axes.set_xlim(-0.6, len(tasks) - 0.4)
+    axes.set_ylim(bottom=0)
     axes.set_ylabel(f"speed-up over {baseline}")
-    axes.margins(y=0.15)
-    _finish(axes, "Speed-up by task", note)
+    doubts = any(cell.doubtful(SPEEDUP) for cell in cells)
+    _finish(axes, theme, "Speed-up by task", [note, _hatched(doubts)], below=True)
     return png(figure)
+
+
+def _hatched(doubts: bool) -> str:
+    return f"hatched and {MARK}: not trustworthy, see the notes" if doubts else ""
 
 
 def _reach(cells: Sequence[Cell]) -> list[list[float]]:
@@ -55,94 +119,118 @@ def _reach(cells: Sequence[Cell]) -> list[list[float]]:
     return [np.maximum(below, 0).tolist(), np.maximum(above, 0).tolist()]
 
 
-def survival(cells: Sequence[Cell], note: str = "") -> bytes:
+def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> bytes:
     """The share of cycles that accepted each draft position and all before it."""
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
-    figure, axes = _figure(7.0 if len(drafting) <= _WITHIN else 9.6)
+    figure, axes = _figure(theme, 7.0 if len(drafting) <= _WITHIN else 9.6)
     strategies = list(dict.fromkeys(cell.strategy for cell in drafting))
     tasks = list(dict.fromkeys(cell.task for cell in drafting))
-    lines = ("-", "--", ":", "-.")
+    styles = ("-", "--", ":", "-.")
     for cell in drafting:
-        positions = range(len(cell.joint_acceptance) + 1)
+        strategy, task = strategies.index(cell.strategy), tasks.index(cell.task)
+        colours = theme.colours[:-1]
         axes.plot(
-            positions,
+            range(len(cell.joint_acceptance) + 1),
             (1.0, *cell.joint_acceptance),
-            lines[tasks.index(cell.task) // len(COLOURS) % len(lines)]
-            if len(strategies) == 1
-            else lines[strategies.index(cell.strategy) % len(lines)],
-            color=COLOURS[tasks.index(cell.task) % len(COLOURS)],
-            marker="os^D"[strategies.index(cell.strategy) // len(lines) % 4],
+            styles[(task // len(colours) if len(strategies) == 1 else strategy) % len(styles)],
+            color=colours[task % len(colours)],
+            marker="os^D"[strategy // len(styles) % 4],
             markersize=3,
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",
         )
     axes.set_ylim(0, 1.03)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_xlabel("draft position (0: the anchor)")
     axes.set_ylabel("share of cycles that accept up to here")
-    _finish(axes, "Acceptance by draft position", note)
+    _finish(axes, theme, "Acceptance by draft position", [note])
     return png(figure)
 
 
-def costs(cells: Sequence[Cell], note: str = "") -> bytes:
-    """The parts of a cycle, beside the plain token of its task."""
+def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
+    """The parts of a cycle, beside the plain token of its task.
+
+    Every bar is as long as its cycle. Where the parts are in doubt they are not drawn.
+    """
     shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
-    figure, axes = _figure(8.0, 1.4 + 0.36 * len(shown))
-    labels = [f"{cell.task}, {cell.strategy}" for cell in shown]
-    begin = [0.0] * len(shown)
+    figure, axes = _figure(theme, 8.0, 1.7 + 0.36 * len(shown))
+    names = [f"{cell.task}, {cell.strategy}" for cell in shown]
+    sound = [0.0 if cell.doubtful(COST) else 1.0 for cell in shown]
+    begin = np.zeros(len(shown))
     for part, colour in PARTS.items():
-        widths = [max(getattr(cell.cost_ms, part), 0.0) for cell in shown]
-        axes.barh(labels, widths, 0.7, left=begin, color=colour, label=part)
-        begin = [left + width for left, width in zip(begin, widths, strict=True)]
+        widths = np.array([getattr(cell.cost_ms, part) for cell in shown]) * sound
+        axes.barh(names, widths, 0.7, left=begin, color=theme.colours[colour], label=part)
+        begin += widths
+    doubtful = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
+                if cell.doubtful(COST)]  # fmt: skip
+    if doubtful:
+        whole, which = zip(*doubtful, strict=True)
+        axes.barh(which, whole, 0.7, color=theme.paper, edgecolor=theme.colours[6], hatch=_HATCH,
+                  label="cycle, parts in doubt")  # fmt: skip
+    labels = []
     for place, cell in enumerate(shown):
         label = "plain token (T₁)" if place == 0 else None
-        axes.plot([cell.baseline_cycle_ms] * 2, [place - 0.42, place + 0.42], color="black",
+        axes.plot([cell.baseline_cycle_ms] * 2, [place - 0.42, place + 0.42], color=theme.ink,
                   linewidth=1.6, label=label)  # fmt: skip
-        axes.annotate(f"{cell.cost_ms.cycle:.2f} ms", (begin[place], place), (5, 0),
-                      textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+        text = f"{cell.cost_ms.cycle:.2f} ms{MARK if cell.doubtful(COST) else ''}"
+        end = max(cell.cost_ms.cycle, cell.baseline_cycle_ms)
+        labels.append(_label(axes, theme, text, (end, place), (5, 0), va="center"))
     axes.invert_yaxis()
+    axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds of a cycle")
-    axes.margins(x=0.12)
-    _finish(axes, "Cost of a cycle", note, below=True)
+    _make_room(figure, axes, labels)
+    _finish(axes, theme, "Cost of a cycle", [_hatched(bool(doubtful))], below=True)
     return png(figure)
 
 
 def curves(
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    lines: Sequence[Line],
     *,
     title: str,
     x: str,
     y: str,
     log: bool = False,
-    dashed: Sequence[str] = (),
+    even: float | None = None,
     note: str = "",
+    theme: Theme = LIGHT,
 ) -> bytes:
-    """One line per name over the same axes.
+    """Lines over the same axes.
 
     Args:
-      lines: places and values by name.
+      lines: what to draw; a roofline in the colour of its line.
       title, x, y: of the plot and its axes.
-      log: both axes in powers of two.
-      dashed: names of lines that are computed, not measured.
+      log: both axes logarithmic.
+      even: height at which a thin line is drawn; None: no line.
       note: small print below the title.
+      theme: colours.
     """
-    figure, axes = _figure(7.0)
-    solid = 0
-    for name, (places, values) in lines.items():
-        if name in dashed:
-            axes.plot(places, values, "--", color="#777777", label=name)
+    figure, axes = _figure(theme, 7.0 if len(lines) <= _WITHIN else 9.6)
+    measured = [line.name for line in lines if line.roofline_of is None]
+    for line in lines:
+        number = measured.index(line.roofline_of or line.name)
+        colour = theme.colours[number % (len(theme.colours) - 1)]
+        if line.roofline_of is not None:
+            axes.plot(line.places, line.values, "--", color=colour, label=line.name)
             continue
-        colour = COLOURS[solid % len(COLOURS)]
-        solid += 1
-        axes.plot(places, values, "o-", color=colour, markersize=4, label=name)
+        axes.plot(line.places, line.values, "o-", color=colour, markersize=4, label=line.name)
+        doubtful = [place for place, one in enumerate(line.doubtful or ()) if one]
+        axes.plot([line.places[i] for i in doubtful], [line.values[i] for i in doubtful], "o",
+                  color=colour, markerfacecolor=theme.paper, markersize=6)  # fmt: skip
+    if even is not None:
+        _even(axes, theme, even, f"{even:g}×")
     if log:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _plain_ticks(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
+    places = sorted({place for line in lines for place in line.places})
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    _finish(axes, title, note)
+    hollow = any(any(line.doubtful or ()) for line in lines)
+    words = "hollow: not trustworthy, see the notes" if hollow else ""
+    _finish(axes, theme, title, [note, words])
     return png(figure)
 
 
@@ -153,23 +241,65 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(width: float, height: float = 4.2) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
+def _figure(theme: Theme, width: float, height: float = 4.2) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=theme.paper)
+    axes = figure.add_subplot(facecolor=theme.paper)
+    axes.tick_params(colors=theme.ink, which="both")
+    return figure, axes
 
 
-def _finish(axes: Axes, title: str, note: str, *, below: bool = False) -> None:
-    """Title, note, grid and legend, which stands under the axes if `below`, or beside if long."""
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18 if note else 8)
+def _label(axes: Axes, theme: Theme, text: str, place, offset, **how) -> Annotation:
+    """A small label beside a place."""
+    return axes.annotate(text, place, offset, textcoords="offset points", fontsize=8,
+                         color=theme.ink, **how)  # fmt: skip
+
+
+def _make_room(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> None:
+    """Widens the axes to the right and upwards until every label is inside."""
+    for _ in range(4):  # wider axes have smaller units, so labels take more of them
+        figure.draw_without_rendering()
+        boxes = [label.get_window_extent().transformed(axes.transData.inverted())
+                 for label in labels]  # fmt: skip
+        right = max([axes.get_xlim()[1], *(box.x1 for box in boxes)])
+        low, high = sorted(axes.get_ylim())
+        top = max([high, *(max(box.y0, box.y1) for box in boxes)])
+        axes.set_xlim(right=right)
+        if not axes.yaxis_inverted():
+            axes.set_ylim(low, top)
+
+
+def _even(axes: Axes, theme: Theme, height: float, label: str) -> None:
+    """A thin line at which nothing is gained or lost."""
+    axes.axhline(height, color=theme.ink, linewidth=0.9, linestyle=(0, (1, 2)), label=label)
+
+
+def _plain_ticks(axis) -> None:
+    """Ticks of a logarithmic axis as plain numbers, at 1, 2 and 5."""
+    axis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def _finish(
+    axes: Axes, theme: Theme, title: str, notes: Sequence[str], *, below: bool = False
+) -> None:
+    """Title, notes, grid and legend, which stands under the axes if `below`, or beside if long."""
+    note = "; ".join(one for one in notes if one)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=theme.ink,
+                   pad=18 if note else 8)  # fmt: skip
     if note:
         axes.annotate(note, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points",
-                      fontsize=8, color="#aa3333")  # fmt: skip
+                      fontsize=8, color=theme.warning)  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
+    for spine in axes.spines.values():
+        spine.set_color(theme.ink)
+    axes.xaxis.label.set_color(theme.ink)
+    axes.yaxis.label.set_color(theme.ink)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     names = axes.get_legend_handles_labels()[1]
     if names:
         beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-        under = {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "ncol": 4}
+        under = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncol": 4}
         place = under if below else beside if len(names) > _WITHIN else {}
-        axes.legend(fontsize=8, frameon=False, **place)
+        axes.legend(fontsize=8, frameon=False, labelcolor=theme.ink, **place)

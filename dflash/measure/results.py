@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.measure.cells import MIN_GROUPS, Average, Cell
+from dflash.measure.cells import Average, Cell
 from dflash.runs.directory import RunDirectory
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
@@ -50,10 +50,11 @@ def as_values(
 
 
 FIGURES = (
-    *("rounds", "prompts", "block_size", "output_tokens", "cycles", "tau"),
+    *("rounds", "prompts", "busy_slots", "block_size", "output_tokens", "cycles", "tau"),
     *("ttft_ms", "tpot_ms", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
     *("speedup_with_prefill", "identical_share", "checked", "correct_share", "cycle_ms"),
-    *("draft_ms", "verify_ms", "rest_ms", "ideal_speedup", "share_of_ideal", "acceptance"),
+    *("draft_ms", "verify_ms", "rest_ms", "roofline_ms", "ideal_speedup", "share_of_ideal"),
+    *("acceptance", "doubts"),
 )
 
 
@@ -64,6 +65,7 @@ def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         low, high = cell["speedup_interval"] or (None, None)
         cost = {f"{name}_ms": value for name, value in (cell["cost_ms"] or {}).items()}
         own = {"speedup_low": low, "speedup_high": high}
+        own["doubts"] = "; ".join(doubt["words"] for doubt in cell["doubts"]) or None
         line = {**cell, **cost, **own, "acceptance": values["acceptance"]["source"]}
         found.append({column: line.get(column) for column in ("task", "strategy", *FIGURES)})
     return found
@@ -78,89 +80,3 @@ def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def lines(cells: Sequence[Cell], averages: Sequence[Average]) -> list[str]:
-    """The cells as text for a terminal."""
-    rows = [("task", "strategy", "τ", "TTFT ms", "TPOT ms", "tok/s", "speed-up", "95 %")]
-    rows[0] += ("same", "right", "cycle ms", "draft", "verify", "rest", "of ideal")
-    for cell in cells:
-        cost = cell.cost_ms
-        rows.append(
-            (
-                *(cell.task, cell.strategy, _number(cell.tau), _number(cell.ttft_ms)),
-                *(_number(cell.tpot_ms), _number(cell.tokens_per_second, 1)),
-                *(_number(cell.speedup), _interval(cell.speedup_interval)),
-                *(_percent(cell.identical_share), _percent(cell.correct_share)),
-                *(_number(getattr(cost, part, None)) for part in _PARTS),
-                _percent(cell.share_of_ideal),
-            )
-        )
-    for one in averages:
-        rows.append(
-            (
-                *("mean", one.strategy, _number(one.tau), "", "", "", _number(one.speedup)),
-                *(_interval(one.speedup_interval), _percent(one.identical_share)),
-                *(_percent(one.correct_share), "", "", "", "", _percent(one.share_of_ideal)),
-            )
-        )
-    return aligned(rows)
-
-
-_PARTS = ("cycle", "draft", "verify", "rest")
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines, columns aligned: the first two left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if place < 2 else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def limits(cells: Sequence[Cell]) -> list[str]:
-    """For each strategy that drafts, the largest of its losses."""
-    found = []
-    for cell in cells:
-        if cell.block_size == 1 or not cell.losses or cell.tau is None:
-            continue
-        worst = max(cell.losses, key=cell.losses.get)
-        rows, loss = cell.block_size, cell.losses[worst]
-        words = {
-            "verify": f"verifying {rows} rows costs {loss:.2f} plain tokens",
-            "draft": f"draft and verification cost {loss:.2f} times the verification",
-            "rest": f"a cycle costs {loss:.2f} times its two forwards",
-        }
-        found.append(
-            f"{cell.task}, {cell.strategy}: τ {cell.tau:.2f} gives {cell.speedup or 0:.2f}×; "
-            f"largest loss: {words[worst]}"
-        )
-    return found
-
-
-def notes(cells: Sequence[Cell]) -> list[str]:
-    """Says which tasks have no interval, and why."""
-    few = {cell.task: cell.groups for cell in cells if cell.speedup and not cell.speedup_interval}
-    if not few:
-        return []
-    counts = ", ".join(f"{task} has {groups}" for task, groups in few.items())
-    return [
-        f"no interval with fewer than {MIN_GROUPS} groups of prompts to draw from, each as many as "
-        f"are decoded together: {counts}"
-    ]
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %"
-
-
-def _interval(ends: tuple[float, float] | None) -> str:
-    return "–" if ends is None else f"{ends[0]:.2f}–{ends[1]:.2f}"

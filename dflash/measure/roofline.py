@@ -1,14 +1,14 @@
 """The least time of a forward: the longer of computing and reading, both at the peak rate.
 
-The peaks are the vendor's where the chip is known, else measured: by a large matrix product, and by
-a product of a matrix and a vector, whose time is that of reading.
+The peaks are the vendor's where the chip is known, else measured: by large matrix products, and by
+products of a matrix and a few rows, whose time is that of reading the matrix.
 """
 
 import dataclasses
-import statistics
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash.config.schema import AUTO
 from dflash.drafters.base import Drafter
@@ -18,9 +18,12 @@ from dflash.offline import plan
 from dflash.parallel import chips, parameters
 from dflash.parallel.sharding import Sharding
 
-_PRODUCT_SIZE = 2048  # of the matrix product: 17 GFLOP
-_READ_ELEMENTS = 2**26  # of the matrix that is read: 256 MiB in float32
-_REPEATS = 5
+_PRODUCT_SIZES = (512, 1024)  # of square matrix products, up to 2 GFLOP
+# Bytes of matrices that are read: the smaller ones stay in caches, as the weights of a small model
+# do, and are read faster.
+_READ_BYTES = tuple(2**20 * size for size in (1, 8, 64, 256))
+_READ_ROWS = (1, 16)  # of what they are multiplied with
+_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +34,23 @@ class Machine:
       name: of the chips.
       flops_per_s: peak rate of arithmetic.
       bytes_per_s: peak rate of reading memory.
-      source: where the two figures come from.
+      source: where the figures come from.
+      cached_rates: pairs of a size in bytes and the peak rate of reading that much again and again,
+        where caches make it higher; sizes ascending, rates descending.
     """
 
     name: str
     flops_per_s: float
     bytes_per_s: float
     source: str
+    cached_rates: tuple[tuple[float, float], ...] = ()
+
+    def read_s(self, size_bytes: float) -> float:
+        """The least time of reading this much, in seconds."""
+        # What is larger than a measured size cannot be read faster than that was.
+        smaller = [rate for size, rate in self.cached_rates if size <= size_bytes]
+        fastest = self.cached_rates[0][1] if self.cached_rates else self.bytes_per_s
+        return size_bytes / (smaller[-1] if smaller else fastest)
 
     @property
     def ridge_rows(self) -> float:
@@ -59,7 +72,7 @@ class Work:
 
     def ideal_ms(self, machine: Machine) -> float:
         """The least time on a machine, in milliseconds."""
-        return 1e3 * max(self.flops / machine.flops_per_s, self.size_bytes / machine.bytes_per_s)
+        return 1e3 * max(self.flops / machine.flops_per_s, machine.read_s(self.size_bytes))
 
     def __add__(self, other: "Work") -> "Work":
         return Work(self.flops + other.flops, self.size_bytes + other.size_bytes)
@@ -77,8 +90,14 @@ def machine_of(sharding: Sharding) -> Machine:
             share * chip.hbm_gb_per_s * 1e9,
             "the vendor's peaks, bfloat16",
         )
-    name = f"{count} × {device.device_kind}"
-    return Machine(name, *_measured_rates(), "measured here: matrix product, matrix times vector")
+    flops_per_s, rates = _product_rate(), _read_rates()
+    return Machine(
+        f"{count} × {device.device_kind}",
+        flops_per_s,
+        rates[-1][1],
+        "measured here, in float32, before all else",
+        rates,
+    )
 
 
 def target_work(
@@ -108,15 +127,29 @@ def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> Work:
     return Work(2 * weights * batch * drafter.block_size, weights * target.dtype.itemsize)
 
 
-def _measured_rates() -> tuple[float, float]:
-    """FLOP/s and bytes/s of the first device, in float32: the best of a few tries."""
-    square = jnp.ones((_PRODUCT_SIZE, _PRODUCT_SIZE), jnp.float32)
-    tall = jnp.ones((_READ_ELEMENTS // 4096, 4096), jnp.float32)
-    vector = jnp.ones((4096,), jnp.float32)
+def _product_rate() -> float:
+    """FLOP/s of the first device, in float32: the best of several products."""
+    rates = []
+    for size in _PRODUCT_SIZES:
+        square = jnp.ones((size, size), jnp.float32)
+        rates.append(2 * size**3 / _least_seconds(square, square))
+    return max(rates)
+
+
+def _read_rates() -> tuple[tuple[float, float], ...]:
+    """Bytes/s of the first device by bytes, the best of several products each."""
+    rates = []
+    for size in _READ_BYTES:
+        matrix = jnp.ones((2048, size // 4 // 2048), jnp.float32)
+        some = [jnp.ones((rows, 2048), jnp.float32) for rows in _READ_ROWS]
+        rates.append(size / min(_least_seconds(one, matrix) for one in some))
+    # Noise apart, more is never read at a higher rate than less.
+    falling = np.maximum.accumulate(rates[::-1])[::-1]
+    return tuple(zip(map(float, _READ_BYTES), falling.tolist(), strict=True))
+
+
+def _least_seconds(left: jax.Array, right: jax.Array) -> float:
+    """The time of a product, the best of a few tries after one that does not count."""
     product = jax.jit(jnp.dot)
-    times = []
-    for arguments in ((square, square), (tall, vector)):
-        seconds_of(product, *arguments)
-        tries = sorted(seconds_of(product, *arguments)[0] for _ in range(_REPEATS))
-        times.append(statistics.median_low(tries[:2]))
-    return 2 * _PRODUCT_SIZE**3 / times[0], 4 * _READ_ELEMENTS / times[1]
+    seconds_of(product, left, right)
+    return min(seconds_of(product, left, right)[0] for _ in range(_TRIES))

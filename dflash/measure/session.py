@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,22 @@ import jax
 from dflash.config import loader
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure import bench as benches
-from dflash.measure import cells, page, plots, replay, results, studies, workload
+from dflash.measure import (
+    cells,
+    doubts,
+    page,
+    plots,
+    replay,
+    results,
+    roofline,
+    studies,
+    table,
+    workload,
+)
 from dflash.measure.bench import Bench
+from dflash.measure.load import Load, LoadMeter
+from dflash.measure.samples import TaskRound
+from dflash.measure.workload import Item
 from dflash.offline import job as jobs
 from dflash.runs import outputs
 from dflash.runs.directory import RunDirectory
@@ -46,12 +60,21 @@ def plan(config: BenchmarkRun) -> list[str]:
     return lines[:-1]
 
 
-def run(bench: Bench, directory: RunDirectory, display: Display) -> dict[str, Any]:
+def run(
+    bench: Bench, directory: RunDirectory, display: Display, *, wide: bool = False
+) -> dict[str, Any]:
     """Measures every cell and writes what there is after every round of every task.
 
+    Args:
+      bench: prepared.
+      directory: where files go.
+      display: shows what runs.
+      wide: print all figures, not only those that fit into 80 columns.
     Returns:
       The content of results.json.
     """
+    with display.status("measuring the machine"):
+        machine = roofline.machine_of(bench.target.sharding)
     with display.status("loading weights"):
         bench.load()
     if bench.workload.has_later_turns:
@@ -61,82 +84,167 @@ def run(bench: Bench, directory: RunDirectory, display: Display) -> dict[str, An
         bench.compile()
     with display.status("warming up"):
         bench.warm_up()
-    done: list[benches.TaskRound] = []
+    done: list[TaskRound] = []
     total = bench.config.rounds * len(bench.workload.tasks)
-    values: dict[str, Any] = {}
-    begin = time.perf_counter()
-    for one in bench.run():
-        done.append(one)
-        values = summarize(bench, done, complete=len(done) == total)
-        directory.write_json(results.RESULTS, values)
-        seconds = time.perf_counter() - begin
-        display.note(
-            f"round {one.round + 1} of {bench.config.rounds} · {one.task} · {seconds:.0f} s"
-        )
-    found, averages = table(bench, done)
+    so_far, values, meter = None, {}, LoadMeter()
+    with display.progress("measuring") as progress:
+        for one in bench.run(progress):
+            done.append(one)
+            so_far = judged(bench, done, machine, meter.read())
+            values = so_far.values(bench, complete=len(done) == total)
+            directory.write_json(results.RESULTS, values)
     directory.write("results.csv", results.table_csv(results.rows(values)))
-    show(bench, found, averages)
+    words = bench.workload.acceptance["words"]
+    _say(table.lines(so_far.cells, so_far.averages, wide=wide), [words, *so_far.notes])
     if directory.path is not None:
         with display.status("plots and page"):
-            report(bench, found, values, directory)
+            report(bench, so_far.cells, done, values, so_far.notes, directory)
     return values
 
 
-def study(config: BenchmarkRun, directory: RunDirectory, display: Display) -> None:
-    """Answers the config's study and writes study.json, study.csv and study.png."""
-    with display.status(f"study {config.study.name}"):
-        answer = studies.STUDIES[config.study.name](config)
-    words = workload.words(config)
-    note = "acceptance lengths are forced, not found" if config.forced else ""
-    values = {
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """The figures of the rounds that are done, and what speaks against them.
+
+    Attributes:
+      cells, averages: the figures.
+      machine: under the run.
+      load: of the machine since the run began.
+    """
+
+    cells: list[cells.Cell]
+    averages: list[cells.Average]
+    machine: roofline.Machine
+    load: Load
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences to be read with the figures: doubts first, then conclusions."""
+        return [*table.doubt_lines(self.cells), *table.limits(self.cells)]
+
+    def values(self, bench: Bench, *, complete: bool) -> dict[str, Any]:
+        """The content of results.json."""
+        facts = {
+            "acceptance": dict(bench.workload.acceptance),
+            "baseline": bench.baseline,
+            "machine": dataclasses.asdict(self.machine),
+            "load": dataclasses.asdict(self.load),
+            **common_facts(bench.config),
+        }
+        return results.as_values(self.cells, self.averages, facts, complete=complete)
+
+
+def judged(
+    bench: Bench, done: Sequence[TaskRound], machine: roofline.Machine, load: Load
+) -> Judged:
+    """Cells and averages of the rounds that are done."""
+    setting = cells.setting_of(bench, machine, doubts.of_load(load.others_share))
+    found = cells.cells(done, setting)
+    averages = cells.averages(found, done, baseline=bench.baseline)
+    return Judged(found, averages, machine, load)
+
+
+def study(
+    config: BenchmarkRun, directory: RunDirectory, display: Display, *, wide: bool = False
+) -> None:
+    """Answers the config's study and writes study.json, study.csv and study.png.
+
+    What is known is saved after each of its turns.
+    """
+    name, meter, answer = config.study.name, LoadMeter(), None
+    with display.progress(f"study {name}") as progress:
+        for step in studies.STUDIES[name](config):
+            progress(step.what, step.done)
+            if step.result is not None:
+                answer = step.result
+                values = _study_values(config, answer, meter.read())
+                directory.write_json(results.STUDY, values | {"complete": False})
+    load = meter.read()
+    directory.write_json(results.STUDY, _study_values(config, answer, load) | {"complete": True})
+    directory.write("study.csv", results.table_csv(answer.rows))
+    # Studies of single forwards decode nothing: what is accepted plays no part.
+    decodes = name in studies.DECODING
+    directory.write("study.png", answer.png(_forced_note(config) if decodes else ""))
+    notes = [f"not trustworthy: {one.words}" for one in doubts.of_load(load.others_share)]
+    if decodes:
+        notes.append(workload.words(config)["words"])
+    _say(answer.text(wide=wide), notes)
+
+
+def _study_values(config: BenchmarkRun, answer: studies.StudyResult, load: Load) -> dict[str, Any]:
+    """The content of study.json."""
+    return {
         "schema": results.STUDY_SCHEMA,
         "study": config.study.name,
         "title": answer.title,
         "notes": list(answer.notes),
-        "acceptance": words,
+        "doubts": [dataclasses.asdict(one) for one in doubts.of_load(load.others_share)],
+        "load": dataclasses.asdict(load),
+        "acceptance": workload.words(config),
         **common_facts(config),
         "rows": [dict(row) for row in answer.rows],
     }
-    directory.write_json(results.STUDY, values)
-    directory.write("study.csv", results.table_csv(answer.rows))
-    directory.write("study.png", answer.png(note))
-    _say([*answer.text(), words["words"]])
 
 
-def report(bench: Bench, found: list[cells.Cell], values, directory: RunDirectory) -> None:
-    """Writes the plots and the page."""
-    note = "acceptance lengths are forced, not found" if bench.workload.forced else ""
+def _forced_note(config: BenchmarkRun) -> str:
+    return "acceptance lengths are forced, not found" if config.forced else ""
+
+
+def report(
+    bench: Bench,
+    found: list[cells.Cell],
+    done: Sequence[TaskRound],
+    values: dict[str, Any],
+    notes: Sequence[str],
+    directory: RunDirectory,
+) -> None:
+    """Writes the plots and the page, which has each plot for light and for dark screens."""
+    note = _forced_note(bench.config)
     drawn = {
-        "speedup": plots.speedups(found, bench.baseline, note),
-        "acceptance": plots.survival(found, note),
-        "cost": plots.costs(found, note),
+        name: {
+            "speedup": plots.speedups(found, bench.baseline, note, theme),
+            "acceptance": plots.survival(found, note, theme),
+            "cost": plots.costs(found, theme),
+        }
+        for name, theme in (("light", plots.LIGHT), ("dark", plots.DARK))
     }
-    for name, png in drawn.items():
+    for name, png in drawn["light"].items():
         directory.write(f"{name}.png", png)
-    replays = record_replays(bench, found) if jax.process_count() == 1 else {}
-    notes = [*results.limits(found), *results.notes(found)]
-    text = page.render(values, notes=notes, plots=drawn, replays=replays)
-    directory.write(PAGE, text)
+    replays = record_replays(bench, found, done) if jax.process_count() == 1 else {}
+    directory.write(PAGE, page.render(values, notes=notes, plots=drawn, replays=replays))
 
 
-def record_replays(bench: Bench, found: list[cells.Cell]) -> dict:
-    """Each task's first prompt once more with every strategy, untimed."""
+def record_replays(bench: Bench, found: list[cells.Cell], done: Sequence[TaskRound]) -> dict:
+    """A prompt of each task once more with every strategy, untimed: the one with most to say."""
     size = bench.config.replay_tokens
     if not size:
         return {}
     replays = {}
-    for task, items in bench.workload.tasks.items():
-        request, lanes = bench.request(items[0], at_most=size), {}
+    for task in bench.workload.tasks:
+        item = _longest(bench, task, done)
+        request, lanes = bench.request(item, at_most=size), {}
         for name, engine in bench.engines.items():
             if not engine.has_parts:
                 continue  # outside the loop, cycle by cycle, no block size would be chosen
             cell = next(one for one in found if (one.task, one.strategy) == (task, name))
             words = bench.jobs[name].tokenizer
-            recorded = replay.record(engine, request, items[0].lengths or (), words)
+            recorded = replay.record(engine, request, item.lengths or (), words)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
             lanes[name] = page.Timed(recorded, cell.ttft_ms, cycle_ms)
-        replays[task] = (_shown(items[0].prompt), lanes)
+        replays[task] = (_shown(item.prompt), lanes)
     return replays
+
+
+def _longest(bench: Bench, task: str, done: Sequence[TaskRound]) -> Item:
+    """The item of a task that the baseline has answered at greatest length."""
+    lengths = {
+        one.id: len(one.output_ids)
+        for round_ in done
+        for sample in round_.samples
+        if (sample.task, sample.strategy) == (task, bench.baseline)
+        for one in sample.completions
+    }
+    return max(bench.workload.tasks[task], key=lambda item: lengths.get(item.prompt.index, 0))
 
 
 def _shown(prompt: Prompt) -> str:
@@ -144,26 +252,6 @@ def _shown(prompt: Prompt) -> str:
     if prompt.messages is not None:
         return "\n".join(message["content"] for message in prompt.messages)
     return prompt.text or f"{len(prompt.ids)} random tokens"
-
-
-def table(bench: Bench, done) -> tuple[list[cells.Cell], list[cells.Average]]:
-    """Cells and averages of the rounds that are done."""
-    found = cells.of_bench(bench, done)
-    return found, cells.averages(found, done, baseline=bench.baseline)
-
-
-def summarize(bench: Bench, done, *, complete: bool) -> dict[str, Any]:
-    """The content of results.json."""
-    return results.as_values(*table(bench, done), facts(bench), complete=complete)
-
-
-def facts(bench: Bench) -> dict[str, Any]:
-    """What the figures depend on besides the samples."""
-    return {
-        "acceptance": dict(bench.workload.acceptance),
-        "baseline": bench.baseline,
-        **common_facts(bench.config),
-    }
 
 
 def common_facts(config: BenchmarkRun) -> dict[str, Any]:
@@ -179,14 +267,7 @@ def common_facts(config: BenchmarkRun) -> dict[str, Any]:
     }
 
 
-def show(bench: Bench, found, averages) -> None:
-    """Prints the table, where acceptance comes from, and each strategy's largest loss."""
-    words = bench.workload.acceptance["words"]
-    notes = [words, *results.limits(found), *results.notes(found)]
-    _say([*results.lines(found, averages), "", *notes])
-
-
-def _say(lines: list[str]) -> None:
-    """Prints lines on the first process."""
+def _say(lines: Sequence[str], notes: Sequence[str]) -> None:
+    """Prints lines and, below them, sentences, on the first process."""
     if jax.process_index() == 0:
-        print("\n".join(lines), flush=True)
+        print("\n".join([*lines, "", *table.wrapped(notes)]), flush=True)

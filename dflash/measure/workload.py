@@ -1,7 +1,6 @@
 """What is decoded: prompts of real tasks, or made-up ones with acceptance lengths of their own."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import re
@@ -43,6 +42,11 @@ class Item:
     lengths: tuple[int, ...] | None = None
     grader: jobs.Grader | None = None
     turn: int = 0
+
+    @property
+    def conversation(self) -> int:
+        """Number of its conversation: the index of the first turn."""
+        return self.prompt.index - self.turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,22 +99,15 @@ class Workload:
         }
         return dataclasses.replace(self, tasks=tasks)
 
-    def groups(self, task: str, size: int) -> list[tuple[int, tuple[Item, ...]]]:
-        """What is decoded together: the same turn of up to `size` neighbouring conversations.
+    def queues(self, task: str, slots: int) -> list[tuple[Item, ...]]:
+        """The task's prompts as they are decoded, one queue after the other.
 
-        Returns:
-          The number of these conversations' group, which all their turns share, and the items.
+        With one slot prompts never meet, so each is a queue of its own and strategies take turns
+        prompt by prompt. With several, all are one queue, so that no slot waits while there is
+        something to decode.
         """
-        conversations: list[list[Item]] = []
-        for item in self.tasks[task]:
-            if not item.turn:
-                conversations.append([])
-            conversations[-1].append(item)
-        found = []
-        for number, begin in enumerate(range(0, len(conversations), size)):
-            for turn in itertools.zip_longest(*conversations[begin : begin + size]):
-                found.append((number, tuple(item for item in turn if item is not None)))
-        return found
+        items = self.tasks[task]
+        return [(item,) for item in items] if slots == 1 else [tuple(items)]
 
 
 def read(config: BenchmarkRun, job: jobs.Job) -> Workload:

@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: int32 [B, T].
-          positions: int32 [B, T]; for rotary embedding. Row r is stored at cache slot
+          positions: int32 [B, T]; for rotary embedding. Row r is stored at cache position
             positions[:, 0] + r, which for a chain is its position.
           cache: holds every position below positions[:, 0].
           feature_layers: layers whose outputs are tapped, in the order of concatenation.

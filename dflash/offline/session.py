@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from dflash.offline.job import Job
 from dflash.runs import dates, outputs
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory
-from dflash.runs.display import Display, summary_line
+from dflash.runs.display import Display, prompt_text, summary_line
 from dflash.runs.outputs import Record, Summary
 from dflash.runs.records import Records
 from dflash.text.prompts import Prompt
@@ -101,6 +101,8 @@ def run(
     if ready or plain_ready:
         with display.status("loading weights"):
             job = load(job)
+    else:
+        display.note("nothing left to do: all prompts were finished before")
     cycle_ms = _decode(job, drafted, ready, display, profile_dir)
     if plain_ready:
         with display.status("decoding without drafting"):
@@ -205,7 +207,10 @@ def _round(
     """Decodes prompts; returns the clock in seconds, which continues from `clock_s`."""
     by_index = {prompt.index: prompt for prompt in ready}
     words = {index: IncrementalDecoder(job.tokenizer) for index in by_index}
-    display.expect({index: len(prompt.ids) for index, prompt in by_index.items()})
+    display.expect(
+        {index: len(prompt.ids) for index, prompt in by_index.items()},
+        {index: prompt_text(_asked(prompt)) for index, prompt in by_index.items()},
+    )
     reached_s = clock_s
     for event in decode(engine, job.requests(ready)):
         if isinstance(event, Tokens):
@@ -218,11 +223,16 @@ def _round(
     return reached_s
 
 
+def _asked(prompt: Prompt) -> str | tuple[Mapping[str, Any], ...] | None:
+    """Text or messages of a prompt; None for token ids."""
+    return prompt.text if prompt.messages is None else prompt.messages
+
+
 def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -> Record:
     """A line of outputs.jsonl."""
     return Record(
         index=prompt.index,
-        prompt=prompt.text if prompt.messages is None else prompt.messages,
+        prompt=_asked(prompt),
         prompt_ids=prompt.ids,
         output_ids=completion.output_ids,
         text=tokenizer.decode(completion.output_ids),

@@ -5,11 +5,12 @@ So piping or redirecting stdout leaves clean text, and a terminal shows both.
 
 import collections
 import contextlib
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
 import rich.console
 import rich.control
@@ -21,7 +22,12 @@ from rich.segment import ControlType
 from dflash.runs import compilation_cache, outputs
 
 HISTOGRAM_WIDTH = 40  # characters of the longest bar
+BAR_WIDTH = 24  # characters of a progress bar
+QUIET_S = 30.0  # the least time between lines of progress where there is no terminal
 EXCERPT_WIDTH = 24  # characters of a prompt in a table
+PROMPT_LINES = 6  # of a prompt before its answer
+PROMPT_CHARACTERS = 400  # likewise
+EMPTY_ROWS = 2  # so many rows of a histogram without a cycle become one
 
 # A model's text may hold control characters, which could move the cursor or worse. Terminals get
 # Unicode's pictures of them; files and pipes get the text unchanged.
@@ -52,6 +58,7 @@ class Display:
         self._console = rich.console.Console(file=stderr, highlight=False, markup=False)
         self._stdout_is_terminal = self._stdout.isatty()
         self._prompt_tokens: dict[int, int] = {}
+        self._prompts: dict[int, str] = {}
         self._order: collections.deque[int] = collections.deque()
         self._begun = False  # the header of the first of `_order` has been shown
         self._held: dict[int, list[str]] = collections.defaultdict(list)
@@ -65,9 +72,17 @@ class Display:
         nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, as long as the run
         return cls(stream=False, stdout=nowhere, stderr=nowhere)
 
-    def expect(self, prompt_tokens: Mapping[int, int]) -> None:
-        """Announces the prompts to come: the index of each, and its length in tokens."""
+    def expect(
+        self, prompt_tokens: Mapping[int, int], prompts: Mapping[int, str] | None = None
+    ) -> None:
+        """Announces the prompts to come.
+
+        Args:
+          prompt_tokens: length of each in tokens, by index.
+          prompts: text of each, shown before its answer; those without one are only counted.
+        """
         self._prompt_tokens.update(prompt_tokens)
+        self._prompts.update(prompts or {})
         self._order.extend(sorted(prompt_tokens))
 
     def token(self, index: int, text: str) -> None:
@@ -132,14 +147,50 @@ class Display:
             self._status_open = False
 
     @contextlib.contextmanager
-    def progress(self, message: str, total: float) -> Iterator[Callable[[float], None]]:
-        """Shows a progress bar on stderr, if that is a terminal; yields a call to advance it."""
+    def progress(
+        self, message: str, *, every_s: float | None = None
+    ) -> Iterator[Callable[[str, float], None]]:
+        """Shows on stderr how far something is and what runs; ends with how long it took.
+
+        On a terminal that is a bar; elsewhere a line now and then, so that a log is not silent.
+
+        Args:
+          message: what it is.
+          every_s: the least seconds between such lines; None: `QUIET_S`.
+        Yields:
+          a call to be made before each step, with its name and the share that is done, 0 to 1.
+        """
         self._fresh_line()
-        with rich.progress.Progress(
-            console=self._console, transient=True, disable=not self._console.is_terminal
-        ) as bar:
-            task = bar.add_task(message, total=total)
-            yield lambda amount=1: bar.advance(task, amount)
+        start = said = time.perf_counter()
+        bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.BarColumn(bar_width=BAR_WIDTH),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TimeElapsedColumn(),
+            # Last, and cut, so that nothing moves when it changes.
+            rich.progress.TextColumn(
+                "{task.fields[what]}",
+                markup=False,
+                table_column=rich.table.Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
+            console=self._console,
+            transient=True,
+            expand=True,
+            disable=not self._console.is_terminal,
+        )
+        task = bar.add_task(message, total=1.0, what="")
+
+        def step(what: str, done: float) -> None:
+            nonlocal said
+            bar.update(task, completed=done, what=what)
+            least = QUIET_S if every_s is None else every_s
+            if bar.disable and time.perf_counter() - said >= least:
+                said = time.perf_counter()
+                self.note(f"{message} · {100 * done:.0f} % · {what}")
+
+        with bar:
+            yield step
+        self.note(f"{message} … {time.perf_counter() - start:.1f} s")
 
     def results(self, summary: outputs.Summary) -> None:
         """Shows the summary of a run as a table on stderr."""
@@ -202,7 +253,8 @@ class Display:
                 return
             if not self._begun:
                 self._fresh_line()
-                self._say(f"── {self._title(index)}\n", style="dim")
+                lines = [f"── {self._title(index)}", *quoted(self._prompts.pop(index, ""))]
+                self._say("".join(f"{line}\n" for line in lines), style="dim")
                 self._begun = True
             self._write("".join(self._held.pop(index, [])))
             if index not in self._summaries:
@@ -242,6 +294,15 @@ def from_cache(hits: int, total: int) -> str:
     if not hits:
         return ""
     return f", {'all' if hits >= total else hits} from the cache"
+
+
+def quoted(prompt: str) -> list[str]:
+    """A prompt as lines that are told apart from its answer; what is long loses its end."""
+    text = prompt.strip()[:PROMPT_CHARACTERS].translate(_CONTROL_PICTURES)
+    lines = text.splitlines()[:PROMPT_LINES]
+    left = len(prompt.strip()) - len("\n".join(lines))
+    more = [f"… and {left} more characters"] if lines and left > 0 else []
+    return [f"> {line}".rstrip() for line in (*lines, *more)]
 
 
 def summary_line(record: outputs.Record) -> str:
@@ -294,22 +355,36 @@ def comparison_rows(
 
 
 def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
-    """Returns a bar chart of acceptance lengths, one line each, with shares in percent."""
+    """Returns a bar chart of acceptance lengths, with shares in percent.
+
+    A line each; neighbours without a cycle share one.
+    """
     total = sum(histogram.values())
     most = max(histogram.values())
+    rows: list[tuple[str, int]] = []
+    for is_empty, some in itertools.groupby(histogram.items(), lambda row: not row[1]):
+        run = list(some)
+        together = is_empty and len(run) >= EMPTY_ROWS
+        rows += [(f"{run[0][0]}–{run[-1][0]}", 0)] if together else run
     return [
-        f"{length:>4} {100 * count / total:5.1f} % {'█' * round(HISTOGRAM_WIDTH * count / most)}"
-        for length, count in histogram.items()
+        f"{length:>5} {100 * count / total:5.1f} % "
+        f"{'█' * round(HISTOGRAM_WIDTH * count / most)}".rstrip()
+        for length, count in rows
     ]
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """A prompt as its reader asked it: of a conversation the last message; "" for token ids."""
+    if prompt is None or isinstance(prompt, str):
+        return prompt or ""
+    return str(prompt[-1].get("content"))
 
 
 def _excerpt(record: outputs.Record) -> str:
     """The first line of a prompt (of its last message), cut to fit a table."""
-    prompt = record.prompt
-    if prompt is None:
+    if record.prompt is None:
         return f"prompt {record.index}"
-    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
-    line = next(iter(text.strip().splitlines()), "")
+    line = next(iter(prompt_text(record.prompt).strip().splitlines()), "")
     return line if len(line) <= EXCERPT_WIDTH else line[: EXCERPT_WIDTH - 1] + "…"
 
 

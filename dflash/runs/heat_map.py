@@ -58,7 +58,7 @@ def draw(
         axes.set_ylabel(", ".join(down))
         for (y, line), x in itertools.product(enumerate(panel), range(len(acrosses))):
             if line[x] is not None:
-                dark = line[x] < (low + high) / 2
+                dark = line[x] <= (low + high) / 2  # all alike is drawn as the least
                 color = "white" if dark else "black"
                 axes.text(x, y, f"{line[x]:.3g}", ha="center", va="center", color=color)
     figure.colorbar(image, ax=list(all_axes))

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,11 @@ from dflash.text.tokenizer import Tokenizer
 from dflash.training import plan, tasks
 from dflash.training import step as steps_lib
 from dflash.training.optimizer import make_optimizer, make_schedule
+from dflash.training.state import Params
 from dflash.training.tasks import Task
+
+# (params of the learner in the compute dtype) -> metrics, including "tau".
+DraftingTest = Callable[[Params], Mapping[str, float]]
 
 COUNTED_TOKENS = 2**24
 
@@ -129,6 +134,22 @@ class Job:
             return {name: [prompt.ids for prompt in found[: wanted.prompts]]}
         return datasets.mixed_prompts(
             self.config.data, self.tokenizer, "validation", wanted.prompts
+        )
+
+    def drafting_test(self, kind: Callable[..., DraftingTest]) -> DraftingTest | None:
+        """A test that measures τ on held-out prompts; None if the run wants none.
+
+        Args:
+          kind: `offline.evaluation.DraftingTest`, which this package must not import.
+        """
+        if not self.config.evaluation.prompts or not self.task.drafts:
+            return None
+        return kind(
+            self.task.target,
+            self.task.working,
+            self.config.evaluation_decode,
+            self.held_out_prompts,
+            stop_ids=self.task.target.arch.eos_token_id,
         )
 
     def plan(self) -> plan.Plan:

@@ -7,6 +7,7 @@ from dflash.compiler import programs, session
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
 from dflash.compiler.report import Situation
 from dflash.config.schema import DecodeConfig
+from dflash.config.tpu_schema import CompileDecode, TpuConfig
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -51,3 +52,10 @@ def test_programs_share_their_memory():
 )
 def test_the_config_says_which_branches_run(changes, situation):
     assert Situation.of(7, DecodeConfig(**changes)) == situation
+
+
+@pytest.mark.parametrize(("only", "number"), [("all", 2), ("cycle", 1), ("prefill", 1)])
+def test_the_programs_to_come_are_counted(only, number):
+    """So that a bar knows how far it is."""
+    tpu = TpuConfig(topology="v5e:2x2", only=only)
+    assert programs.count(CompileDecode(tpu=tpu), tpu) == number

@@ -1,14 +1,16 @@
 """The figures of a cell follow from its samples as docs/measuring.md says."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 from support.made_samples import completion, task_round
 
-from dflash.measure import cells, plots, results
-from dflash.measure.bench import Sample, TaskRound
+from dflash.measure import cells, plots, results, table
+from dflash.measure.bootstrap import MIN_GROUPS, bootstrap
 from dflash.measure.parts import Parts
+from dflash.measure.samples import Sample, TaskRound, prompt_times
 
 BLOCKS = {"none": 1, "dflash": 4}
 LENGTHS = ([4, 2, 4, 2], [3, 3, 3, 3])
@@ -32,10 +34,14 @@ def cells_of(some, **options):
     return {cell.strategy: cell for cell in every_cell(some, **options)}
 
 
-def every_cell(some, *, block_sizes=BLOCKS, forced=False):
-    return cells.cells(
-        some, baseline="none", block_sizes=block_sizes, longest_paths=block_sizes, forced=forced
-    )
+def every_cell(some, *, block_sizes=BLOCKS, **options):
+    return cells.cells(some, cells.Setting("none", block_sizes, block_sizes, **options))
+
+
+def sample_of(strategy, *completions, number=0, marks=()):
+    """Prompts of one queue; each is a conversation."""
+    ids = tuple(one.id for one in completions)
+    return Sample("math", strategy, number, completions, ids, marks)
 
 
 def test_a_cell_says_what_happened():
@@ -126,9 +132,9 @@ def test_prompts_that_ended_at_their_first_token_have_no_times():
 
 
 def test_outputs_are_compared_with_the_baseline_of_the_same_prompt():
-    plain = Sample("math", "none", 0, 0, (completion(0, [1, 1], 3.0, output=[5, 6, 7]),))
-    same = Sample("math", "dflash", 0, 0, (completion(0, [2], 3.0, output=[5, 6, 7]),))
-    other = Sample("math", "dflash", 0, 1, (completion(0, [2], 3.0, output=[5, 6, 8]),))
+    plain = sample_of("none", completion(0, [1, 1], 3.0, output=[5, 6, 7]))
+    same = sample_of("dflash", completion(0, [2], 3.0, output=[5, 6, 7]))
+    other = sample_of("dflash", completion(0, [2], 3.0, output=[5, 6, 8]), number=1)
     assert cells.identical_share([same], [plain]) == 1.0
     assert cells.identical_share([same, other], [plain]) == 0.5
 
@@ -140,7 +146,7 @@ def test_outputs_under_forced_acceptance_are_not_compared():
 def test_the_share_of_right_answers_is_of_those_that_were_checked():
     def sample(*marks, number=0):
         done = tuple(completion(index, [1], 3.0) for index in range(len(marks)))
-        return Sample("math", "none", 0, number, done, marks)
+        return sample_of("none", *done, number=number, marks=marks)
 
     parts = {"none": Parts(0.0, 2.5, context_tokens=64)}
     marked = (sample(True, None, False), sample(True, None, True, number=1))
@@ -151,53 +157,90 @@ def test_the_share_of_right_answers_is_of_those_that_were_checked():
     assert cells_of(rounds())["none"].correct_share is None
 
 
-def test_a_batch_is_timed_from_when_all_its_prompts_are_there():
-    early = completion(0, [2, 2], 10.0, begin=100.0)
-    late = completion(1, [2, 2], 10.0, begin=100.005)
-    sample = Sample("math", "dflash", 0, 0, (early, late))
-    assert sample.began_at == pytest.approx(100.005)
-    assert sample.wall_ms == pytest.approx(20.0)
-    assert (sample.cycles, sample.tokens) == (2, 8)
+def test_time_is_divided_among_the_prompts_in_flight():
+    """Two slots: the second prompt comes 5 ms later, the third when the first one is over."""
+    first = completion(0, [2, 2], 10.0, begin=100.005, prefill_ms=5.0)
+    second = completion(1, [2, 2, 2, 2], 10.0, begin=100.009, prefill_ms=4.0)
+    third = completion(2, [2], 20.0, begin=100.031, prefill_ms=6.0)
+    times = prompt_times([first, second, third])
+    # 100.005 to .025, of which the second prompt's prefill takes 4 ms: 16 are left.
+    assert times[0].elapsed_ms == pytest.approx(16)
+    # .009 to .049, without the 6 ms of the third one's prefill.
+    assert times[1].elapsed_ms == pytest.approx(34)
+    assert times[2].elapsed_ms == pytest.approx(20)
+    # Two in flight from .009 to .025 and from .031 to .049; one at .049 to .051.
+    assert times[0].share_ms == pytest.approx(16 / 2)
+    assert times[1].share_ms == pytest.approx(16 / 2 + 18 / 2)
+    assert times[2].share_ms == pytest.approx(18 / 2 + 2)
+    sample = sample_of("none", first, second, third)
+    # All the time from the first token to the last, but for two prefills.
+    assert sample.clock_ms == pytest.approx(16 + 18 + 2)
+    assert (sample.cycles, sample.tokens) == (7, 14)
 
 
-def test_every_prompt_of_a_batch_has_its_own_clock():
-    """Three together: one is over before the last one's prompt is in."""
-    early = completion(0, [2], 10.0, begin=100.0, prefill_ms=4.0)
-    middle = completion(1, [2, 2], 10.0, begin=100.020, prefill_ms=6.0)
-    late = completion(2, [2, 2, 2], 10.0, begin=100.030, prefill_ms=20.0)
-    sample = Sample("math", "none", 0, 0, (early, middle, late))
-    # From 100.030 to 100.040 and to 100.060; the first one takes none of that time.
-    assert sample.token_ms == pytest.approx(0 + 10 + 30)
-    done = TaskRound("math", 0, (sample,), {"none": Parts(0.0, 2.5, context_tokens=64)})
-    cell = cells_of([done], block_sizes={"none": 1})["none"]
-    assert cell.tpot_ms == pytest.approx(40 / 12)
-    assert cell.ttft_ms == 6.0
-    assert cell.tokens_per_second == pytest.approx(12 / 0.030)
-    slower = Sample("math", "x", 0, 0, tuple(completion(i, [2, 2, 2], 20.0) for i in range(3)))
-    both = dataclasses.replace(done, samples=(sample, slower), parts={})
-    cell = cells_of([both], block_sizes={"none": 1, "x": 2})["x"]
-    # 18 tokens and 3 first ones in 60 + 15 ms, against 12 and 3 in 30 + 30 ms.
-    assert cell.speedup_with_prefill == pytest.approx((21 / 75) / (15 / 60))
+def test_a_prompt_alone_has_all_the_time():
+    (time,) = prompt_times([completion(0, [3, 1], 7.0)])
+    assert (time.elapsed_ms, time.share_ms) == (pytest.approx(14.0), pytest.approx(14.0))
+
+
+def test_slots_that_are_refilled_are_timed_as_one_queue():
+    """Four prompts of 20 ms in two slots, and of 40 ms with the slower strategy."""
+
+    def queue(strategy, cycle_ms):
+        begin = [100.0, 100.0, 100.0 + 2 * cycle_ms / 1e3, 100.0 + 2 * cycle_ms / 1e3]
+        done = [completion(i, [2, 2], cycle_ms, begin=at, prefill_ms=0.0)
+                for i, at in enumerate(begin)]  # fmt: skip
+        return sample_of(strategy, *done)
+
+    both = queue("none", 10.0), queue("x", 20.0)
+    done = TaskRound("math", 0, both, {})
+    found = {one.strategy: one for one in every_cell([done], block_sizes={"none": 1, "x": 2})}
+    cell = found["x"]
+    assert cell.busy_slots == pytest.approx(2)
+    assert cell.groups == cell.prompts == 4
+    assert cell.cost_ms.cycle == pytest.approx(20)
+    assert cell.tpot_ms == pytest.approx(cell.cost_ms.cycle / cell.tau) == pytest.approx(10)
+    assert cell.tokens_per_second == pytest.approx(16 / 0.080)
+    assert cell.speedup == pytest.approx(0.5)
+
+
+def test_prompts_that_were_decoded_together_share_their_rounds():
+    """Nothing differs but the rounds: drawn prompt by prompt they would average out."""
+    count = 30
+
+    def rounds_of(together):
+        samples = {"none": [], "x": []}
+        for number, factor in enumerate((1.0, 2.0)):
+            for name, ms in (("none", 3.0), ("x", 3.0 * factor)):
+                done = [completion(i, [1] * 9, ms, begin=100.0 + i) for i in range(count)]
+                queues = [done] if together else [[one] for one in done]
+                samples[name] += [sample_of(name, *some, number=number) for some in queues]
+        return bootstrap([samples["x"]], [samples["none"]])[1]
+
+    low, high = rounds_of(together=True)
+    assert (low, high) == (pytest.approx(0.5), pytest.approx(1.0))
+    low, high = rounds_of(together=False)
+    assert 0.58 < low < high < 0.8
 
 
 def test_the_interval_is_of_95_percent():
     """Many groups of independent times: 1.96 standard errors to either side."""
     random, count = np.random.default_rng(0), 400
     times = 6.0 * random.normal(1, 0.1, count)
-    plain = [Sample("t", "none", i, 0, (completion(i, [1] * 9, 3.0),)) for i in range(count)]
-    ours = [Sample("t", "x", i, 0, (completion(i, [3] * 3, times[i]),)) for i in range(count)]
-    speedup, (low, high) = cells.bootstrap([ours], [plain])
+    plain = [sample_of("none", completion(i, [1] * 9, 3.0)) for i in range(count)]
+    ours = [sample_of("x", completion(i, [3] * 3, times[i])) for i in range(count)]
+    speedup, (low, high) = bootstrap([ours], [plain])
     error = speedup * times.std() / times.mean() / count**0.5
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.1)
 
 
 def test_the_largest_loss_holds_the_speedup_back():
-    cell = cells_of(rounds(parts=(2.5, 3.0)))["dflash"]
-    assert results.limits([cell]) == [
+    cell = cells_of(rounds(parts=(2.5, 3.0), pairs=3))["dflash"]
+    assert table.limits([cell]) == [
         "math, dflash: τ 3.00 gives 1.50×; largest loss: draft and verification cost 1.83 times "
         "the verification"
     ]
-    assert results.limits([cells_of(rounds())["none"]]) == []
+    assert table.limits([cells_of(rounds(pairs=3))["none"]]) == []
 
 
 def test_the_table_has_the_ends_of_the_interval_in_order():
@@ -219,13 +262,9 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
             for number in range(3):
                 times = [ms * random.normal(1, 0.1) for ms in (3.0, 6.0)]
                 lengths = random.permutation([4, 2, 3]).tolist()
-                plain.append(
-                    Sample("t", "none", group, number, (completion(group, [1] * 9, times[0]),))
-                )
-                ours.append(
-                    Sample("t", "x", group, number, (completion(group, lengths, times[1]),))
-                )
-        _, (low, high) = cells.bootstrap([ours], [plain])
+                plain.append(sample_of("none", completion(group, [1] * 9, times[0]), number=number))
+                ours.append(sample_of("x", completion(group, lengths, times[1]), number=number))
+        _, (low, high) = bootstrap([ours], [plain])
         held += low <= 1.5 <= high
         assert high - low < 0.35
     assert held >= 0.85 * trials
@@ -248,12 +287,18 @@ def test_few_groups_have_no_interval(groups, has_interval):
     assert average.speedup == pytest.approx(1.5)
     assert (average.speedup_interval is not None) == has_interval
     # Terminal and page say why, the table has empty fields, the plot no bar.
-    shown = results.lines([cell], [])[1].split()
-    assert (shown[6:8] == ["1.50", "–"]) != has_interval
-    assert bool(results.notes([cell])) != has_interval
-    (row,) = results.rows({"cells": [vars(cell) | {"cost_ms": None}], "acceptance": {"source": ""}})
+    shown = table.lines([cell], [], wide=True)[1].split()
+    assert (shown[6:8] == ["1.50?", "–"]) != has_interval
+    assert bool(table.doubt_lines([cell])) == bool(cell.doubts) != has_interval
+    assert bool(table.limits([cell])) == has_interval
+    (row,) = results.rows({"cells": [as_json(cell)], "acceptance": {"source": ""}})
     assert ((row["speedup_low"], row["speedup_high"]) == (None, None)) != has_interval
+    assert (row["doubts"] is None) == has_interval
     assert plots.speedups([cell], "none").startswith(b"\x89PNG")
+
+
+def as_json(cell):
+    return json.loads(json.dumps(dataclasses.asdict(cell)))
 
 
 def test_turns_of_a_conversation_are_drawn_together():
@@ -261,10 +306,10 @@ def test_turns_of_a_conversation_are_drawn_together():
     samples = {"none": [], "x": []}
     for name, times in (("none", (4.0, 4.0)), ("x", (2.0, 6.0))):
         for turn, ms in enumerate(times):
-            for group in range(cells.MIN_GROUPS):
+            for group in range(MIN_GROUPS):
                 done = (completion(2 * group + turn, [1] * 9, ms),)
-                samples[name].append(Sample("t", name, group, 0, done))
-    speedup, interval = cells.bootstrap([samples["x"]], [samples["none"]])
+                samples[name].append(Sample("t", name, 0, done, (group,)))
+    speedup, interval = bootstrap([samples["x"]], [samples["none"]])
     assert speedup == pytest.approx(1.0)
     assert interval == pytest.approx((1.0, 1.0))
 

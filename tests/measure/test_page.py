@@ -13,7 +13,10 @@ def test_text_of_a_model_cannot_leave_its_place():
     frames = (Frame(tokens=2, accepted=(NASTY,), bonus=NASTY, refused=(NASTY,)),)
     timed = page.Timed(Replay(NASTY, frames), ttft_ms=1.0, cycle_ms=2.0)
     text = page.render(
-        {"cells": []}, notes=[NASTY], plots={"a": b"png"}, replays={"t": (NASTY, {"s": timed})}
+        {"cells": []},
+        notes=[NASTY],
+        plots={"light": {"a": b"png"}},
+        replays={"t": (NASTY, {"s": timed})},
     )
     assert text.count("<script") == 2
     found = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])

@@ -60,3 +60,16 @@ def test_an_unknown_machine_is_measured():
     assert "measured" in machine.source
     assert machine.flops_per_s > 1e8
     assert machine.bytes_per_s > 1e7
+    sizes, rates = zip(*machine.cached_rates, strict=True)
+    assert list(sizes) == sorted(sizes)
+    assert list(rates) == sorted(rates, reverse=True)
+    assert rates[-1] == machine.bytes_per_s
+
+
+def test_what_fits_into_a_cache_is_read_at_the_rate_of_the_cache():
+    """The weights of a small model are; the peak of the memory would be a bound that they beat."""
+    rates = ((1e6, 8e9), (8e6, 4e9), (64e6, 1e9))
+    machine = Machine("toy", 1e12, 1e9, "made up", rates)
+    for size, rate in ((5e5, 8e9), (1e6, 8e9), (2e6, 8e9), (8e6, 4e9), (1e9, 1e9)):
+        assert machine.read_s(size) == pytest.approx(size / rate)
+    assert Work(0, 2e6).ideal_ms(machine) == pytest.approx(0.25)

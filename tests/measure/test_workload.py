@@ -118,8 +118,8 @@ def test_without_a_recording_nothing_is_forced():
     assert not empty.forced
 
 
-def test_turns_are_decoded_together_with_those_of_neighbours():
-    """Three conversations of two, one and three turns, in two slots."""
+def test_prompts_meet_in_one_queue_where_there_are_slots_for_several():
+    """Three conversations of two, one and three turns."""
     openings = [
         Prompt(0, (1,), later_turns=("b",)),
         Prompt(2, (2,)),
@@ -130,9 +130,11 @@ def test_turns_are_decoded_together_with_those_of_neighbours():
     assert some.has_later_turns
     turns = some.with_turns([Prompt(index, (index,)) for index in range(6)])
     assert not turns.has_later_turns
-    groups = [
-        (number, [one.prompt.index for one in group]) for number, group in turns.groups("a", 2)
-    ]
+    queues = [[one.prompt.index for one in queue] for queue in turns.queues("a", 2)]
+    assert queues == [[0, 1, 2, 3, 4, 5]]
+    # Alone in its slot a prompt meets no other: strategies may change after each.
+    queues = [[one.prompt.index for one in queue] for queue in turns.queues("a", 1)]
+    assert queues == [[0], [1], [2], [3], [4], [5]]
+    assert [one.conversation for one in turns.items] == [0, 0, 2, 3, 3, 3]
     graded = [one.prompt.index for one in turns.items if one.grader]
     assert graded == [1, 2, 5]  # the last turn of each
-    assert groups == [(0, [0, 2]), (0, [1]), (1, [3]), (1, [4]), (1, [5])]

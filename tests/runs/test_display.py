@@ -1,6 +1,8 @@
 """Tests of what a run shows."""
 
 import io
+import re
+import time
 
 import pytest
 from hypothesis import given
@@ -196,17 +198,58 @@ def test_lines_leave_piped_text_alone():
     assert stderr.getvalue() == "── prompt 0 · 1 token\nnote\n── end\n"
 
 
-def test_progress():
+def test_progress_off_a_terminal_is_a_line_now_and_then(clock, monkeypatch):
+    monkeypatch.setattr(display, "QUIET_S", 4.0)
     shown, stdout, stderr = make_display()
-    with shown.progress("reading", total=2) as advance:
-        advance(2)
-    assert stderr.getvalue() == ""
-    shown, stdout, stderr = make_display(terminal=True)
-    with shown.progress("reading", total=2) as advance:
-        advance(2)
-    assert "reading" in stderr.getvalue()
-    assert "100%" in stderr.getvalue()
+    with shown.progress("measuring") as step:
+        step("math, none", 0.0)  # 2 s after the start
+        step("math, dflash", 0.25)
+        step("code, none", 0.5)
+        step("code, dflash", 0.75)
     assert stdout.getvalue() == ""
+    *lines, last = stderr.getvalue().splitlines()
+    assert lines[0] == "measuring · 25 % · math, dflash"
+    assert len(lines) == 2
+    assert last.startswith("measuring … ")
+
+
+def test_a_bar_keeps_its_place_whatever_runs(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown, stdout, stderr = make_display(terminal=True)
+    with shown.progress("measuring") as step:
+        step("x", 0.5)
+        time.sleep(0.15)  # until it is drawn
+        step("a step whose name is far too long for what is left of the line, " * 3, 1.0)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr.getvalue())
+    drawn = [line for line in re.split(r"[\r\n]+", plain) if "%" in line]
+    assert {line.index("%") for line in drawn} == {drawn[0].index("%")}
+    assert any("100%" in line and "a step whose" in line and "…" in line for line in drawn)
+    assert all(len(line) <= 80 for line in drawn)
+    assert stdout.getvalue() == ""
+
+
+def test_a_prompt_stands_before_its_answer():
+    shown, stdout, stderr = make_display()
+    long = "\n".join(["What is", "", "three\x1b[2J?", *["more"] * 9])
+    shown.expect({0: 4, 1: 5}, {0: "Hello?", 1: long})
+    shown.finish(1, "end")
+    shown.token(0, "Hi.")
+    shown.finish(0, "end")
+    assert stdout.getvalue() == "Hi.\n"
+    assert stderr.getvalue().splitlines() == [
+        "── prompt 0 · 4 tokens",
+        "> Hello?",
+        "── end",
+        "── prompt 1 · 5 tokens",
+        "> What is",
+        ">",
+        "> three␛[2J?",
+        "> more",
+        "> more",
+        "> more",
+        "> … and 30 more characters",
+        "── end",
+    ]
 
 
 def test_silence(capfd):
@@ -257,11 +300,22 @@ def test_results():
         "cycles               3",
         "",
         "tokens per cycle",
-        "   1  33.3 % " + "█" * 20,
-        "   2   0.0 %",
-        "   3   0.0 %",
-        "   4  66.7 % " + "█" * 40,
+        "    1  33.3 % " + "█" * 20,
+        "  2–3   0.0 %",
+        "    4  66.7 % " + "█" * 40,
         "",
+    ]
+
+
+def test_rows_without_a_cycle_take_one_line():
+    counts = {
+        str(length): count for length, count in zip(range(1, 17), [2, 0, 6] + [0] * 13, strict=True)
+    }
+    assert display.histogram_lines(counts) == [
+        "    1  25.0 % " + "█" * 13,
+        "    2   0.0 %",
+        "    3  75.0 % " + "█" * 40,
+        " 4–16   0.0 %",
     ]
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from dflash.inference.request import Completion
-from dflash.measure.bench import Sample, TaskRound
 from dflash.measure.parts import Parts
+from dflash.measure.samples import Sample, TaskRound
 
 
 def completion(
@@ -48,6 +48,6 @@ def task_round(
     for strategy, (prompts, cycle_ms) in cycles.items():
         for place, lengths in enumerate(prompts):
             done = (completion(place, lengths, cycle_ms),)
-            samples.append(Sample(task, strategy, place, number, done))
+            samples.append(Sample(task, strategy, number, done, (place,)))
     timed = {name: Parts(*times, context_tokens=64) for name, times in parts.items()}
     return TaskRound(task, number, tuple(samples), timed)

@@ -1,12 +1,14 @@
 """Studies: one question about costs each, answered by a table, a plot, and the roofline beside."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure.studies import timings, variants
+from dflash.measure.studies.result import Step
 from dflash.measure.studies.result import StudyResult as StudyResult
 
-STUDIES: Mapping[str, Callable[[BenchmarkRun], StudyResult]] = {
+# Each yields what it does, step by step, and what it has found by then; the last result is whole.
+STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
     "cycle": timings.cycle,
     "verify": timings.verify,
     "draft": timings.draft,

@@ -1,9 +1,10 @@
 """Studies of single costs: a cycle and its parts, verification by rows, drafting by block size."""
 
 import dataclasses
+import functools
 import statistics
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
@@ -13,11 +14,19 @@ from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.drafters.base import Proposal
 from dflash.inference import weights
 from dflash.measure import bench as benches
-from dflash.measure import roofline
+from dflash.measure import doubts, roofline
 from dflash.measure.engine import MeasuredEngine, seconds_of
 from dflash.measure.forced import Canned
 from dflash.measure.parts import Probe
-from dflash.measure.studies.result import StudyResult, machine_note
+from dflash.measure.plots import Line
+from dflash.measure.studies.result import (
+    DOUBTS,
+    Step,
+    StudyResult,
+    doubted,
+    in_turns,
+    machine_note,
+)
 from dflash.offline.job import Job
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -27,145 +36,210 @@ BLOCK_SIZES = (2, 4, 8, 16, 32)
 CYCLE_CONTEXTS = (128,)
 
 
-def cycle(config: BenchmarkRun) -> StudyResult:
+def cycle(config: BenchmarkRun) -> Iterator[Step]:
     """What a cycle in the loop costs beside the sum of its two forwards, for every strategy."""
     jobs = _loaded(benches.prepare_models(config))
     context = _contexts(config, jobs, CYCLE_CONTEXTS)[0]
+    target, batch = next(iter(jobs.values())).target, config.decode.batch_size
+    yield Step("measuring the machine", 0)
+    machine = roofline.machine_of(target.sharding)
     probes = {}
     for name, job in jobs.items():
-        engine = _engine(config, job.target, job.drafter, context)
+        yield Step(f"compiling {name}", 0)
+        engine = _engine(config, target, job.drafter, context)
         probes[name] = Probe(engine, engine.standing(context))
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in probes}
-    for _ in range(1 + config.study.repeats):
-        for name, probe in probes.items():
-            times[name].append((probe.cycle_ms(), probe.draft_ms(), probe.verify_ms()))
-    first = next(iter(jobs.values()))
-    machine = roofline.machine_of(first.target.sharding)
-    rows = []
-    for name, some in times.items():
-        some = some[1:]  # the first ones are slower than all others
-        drafter, batch = jobs[name].drafter, config.decode.batch_size
-        ideal = roofline.target_work(
-            first.target, batch=batch, rows=drafter.block_size, context=context,
+
+    def row(name: str, some: list[tuple[float, float, float]]) -> dict:
+        drafter = jobs[name].drafter
+        least = roofline.target_work(
+            target, batch=batch, rows=drafter.block_size, context=context,
             kv_dtype=config.decode.kv_dtype,
         ).ideal_ms(machine)  # fmt: skip
-        ideal += roofline.draft_work(first.target, drafter, batch=batch).ideal_ms(machine)
+        least_draft = roofline.draft_work(target, drafter, batch=batch).ideal_ms(machine)
         columns = [statistics.median(column) for column in zip(*some, strict=True)]
+        whole, draft, verify = columns
         ratios = [whole / (draft + verify) for whole, draft, verify in some]
-        rows.append(
+        return doubted(
             {
                 "strategy": name,
                 "rows": drafter.block_size,
                 **dict(zip(("cycle_ms", "draft_ms", "verify_ms"), columns, strict=True)),
                 "cycle_over_parts": statistics.median(ratios),
-                "roofline_ms": ideal,
-            }
+                "roofline_ms": least + least_draft,
+            },
+            (
+                *doubts.of_cost(whole, (draft, verify)),
+                *doubts.of_forward("verification", verify, least),
+                *doubts.of_forward("the draft", draft, least_draft),
+            ),
         )
-    lines = {
-        key: ([row["rows"] for row in rows], [row[f"{key}_ms"] for row in rows])
-        for key in ("cycle", "draft", "verify", "roofline")
+
+    def result(times) -> StudyResult:
+        rows = [row(name, some) for name, some in times.items()]
+        lines = [
+            Line(
+                key,
+                [row["rows"] for row in rows],
+                [row[f"{key}_ms"] for row in rows],
+                doubtful=[bool(row[DOUBTS]) for row in rows],
+                roofline_of="cycle" if key == "roofline" else None,
+            )
+            for key in ("cycle", "draft", "verify", "roofline")
+        ]
+        notes = [f"context {context} tokens, batch {batch}", machine_note(machine)]
+        title = "A cycle beside its parts"
+        return StudyResult(title, rows, lines, "rows", "milliseconds", notes=notes)
+
+    calls = {
+        name: lambda probe=probe: (probe.cycle_ms(), probe.draft_ms(), probe.verify_ms())
+        for name, probe in probes.items()
     }
-    notes = [f"context {context} tokens, batch {config.decode.batch_size}", machine_note(machine)]
-    return StudyResult(
-        "A cycle beside its parts", rows, lines, "rows", "milliseconds", ("roofline",), False, notes
-    )
+    yield from in_turns(calls, config.study.repeats, str, result)
 
 
-def verify(config: BenchmarkRun) -> StudyResult:
+def verify(config: BenchmarkRun) -> Iterator[Step]:
     """Is verification flat in its rows?"""
     only_target = dataclasses.replace(config, strategies={})
     job = next(iter(_loaded(benches.prepare_models(only_target)).values()))
     contexts = _contexts(config, {"": job}, CONTEXTS)
-    counts = config.study.values or ROWS
+    counts, batch = config.study.values or ROWS, config.decode.batch_size
+    yield Step("measuring the machine", 0)
+    machine = roofline.machine_of(job.target.sharding)
     engines = {count: _rows_engine(config, job, count, max(counts), contexts) for count in counts}
     state = engines[counts[0]].standing(contexts[0])
-    times: dict[tuple[int, int], list[float]] = {}
-    for _ in range(1 + config.study.repeats):
-        for context in contexts:
-            for count, engine in engines.items():
-                state = engine.at_length(state, context)
-                seconds, (state, report) = seconds_of(engine.generate, state)
-                taken = 1e3 * seconds / max(int(report.cycles), 1)
-                times.setdefault((context, count), []).append(taken)
-    machine = roofline.machine_of(job.target.sharding)
-    batch = config.decode.batch_size
-    rows, lines = [], {}
-    for context in contexts:
-        middle = {count: statistics.median(times[context, count][1:]) for count in counts}
-        lines[f"context {context}"] = (list(middle), list(middle.values()))
-        ideals = {}
-        for count, taken in middle.items():
-            work = roofline.target_work(
-                job.target, batch=batch, rows=count, context=context,
-                kv_dtype=config.decode.kv_dtype,
-            )  # fmt: skip
-            ideals[count] = work.ideal_ms(machine)
-            rows.append(
-                {
-                    "context": context,
-                    "rows": count,
-                    "verify_ms": taken,
-                    "over_one_row": taken / middle[counts[0]],
-                    "roofline_ms": ideals[count],
-                    "over_roofline": taken / ideals[count],
-                }
+
+    def verify_ms(context: int, count: int) -> float:
+        nonlocal state
+        state = engines[count].at_length(state, context)
+        seconds, (state, report) = seconds_of(engines[count].generate, state)
+        return 1e3 * seconds / max(int(report.cycles), 1)
+
+    def row(context: int, count: int, taken: float, one: float) -> dict:
+        least = roofline.target_work(
+            job.target, batch=batch, rows=count, context=context,
+            kv_dtype=config.decode.kv_dtype,
+        ).ideal_ms(machine)  # fmt: skip
+        return doubted(
+            {
+                "context": context,
+                "rows": count,
+                "verify_ms": taken,
+                "over_one_row": taken / one,
+                "roofline_ms": least,
+                "over_roofline": taken / least,
+            },
+            doubts.of_forward("verification", taken, least),
+        )
+
+    def result(times) -> StudyResult:
+        middle = {key: statistics.median(some) for key, some in times.items()}
+        rows = [row(*key, taken, middle[key[0], counts[0]]) for key, taken in middle.items()]
+        lines = [
+            line
+            for context in contexts
+            for line in _with_roofline(
+                f"context {context}",
+                [row for row in rows if row["context"] == context],
+                "rows",
+                "verify_ms",
             )
-        lines[f"roofline, context {context}"] = (list(ideals), list(ideals.values()))
-    dashed = [name for name in lines if name.startswith("roofline")]
-    notes = [
-        f"batch {batch}; over_one_row compares with {counts[0]} row(s) at the same context",
-        f"the ridge of two-byte weights is at {machine.ridge_rows:.0f} rows in all",
-        machine_note(machine),
-    ]
-    title = "Cost of verification by rows"
-    return StudyResult(title, rows, lines, "rows per sequence", "milliseconds", dashed, True, notes)
+        ]
+        notes = [
+            f"batch {batch}; over_one_row compares with {counts[0]} row(s) at the same context",
+            f"the ridge of two-byte weights is at {machine.ridge_rows:.0f} rows in all",
+            machine_note(machine),
+        ]
+        title, x = "Cost of verification by rows", "rows per sequence"
+        return StudyResult(title, rows, lines, x, "milliseconds", log=True, notes=notes)
+
+    calls = {
+        (context, count): functools.partial(verify_ms, context, count)
+        for context in contexts
+        for count in counts
+    }
+    yield from in_turns(
+        calls, config.study.repeats, lambda key: f"{key[1]} rows, context {key[0]}", result
+    )
 
 
-def draft(config: BenchmarkRun) -> StudyResult:
+def draft(config: BenchmarkRun) -> Iterator[Step]:
     """What a draft costs by block size."""
-    sizes = config.study.values or BLOCK_SIZES
-    variants = {}
-    for name, drafter in config.strategies.items():
-        for size in sizes:
-            variants[f"{name} {size}"] = with_block_size(name, drafter, size)
-    jobs = _loaded(benches.prepare_models(dataclasses.replace(config, strategies=variants)))
-    first = next(iter(jobs.values()))
+    sizes, batch = config.study.values or BLOCK_SIZES, config.decode.batch_size
+    variants = {
+        f"{name} {size}": with_block_size(name, drafter, size)
+        for name, drafter in config.strategies.items()
+        for size in sizes
+    }
+    keys = [(name, size) for name in config.strategies for size in sizes]
+    varied = dataclasses.replace(config, strategies=variants)
+    jobs = _loaded(benches.prepare_models(varied))
+    target = next(iter(jobs.values())).target
     contexts = _contexts(config, jobs, DRAFT_CONTEXTS)
-    machine = roofline.machine_of(first.target.sharding)
-    rows, lines = [], {}
-    for context in contexts:
+    yield Step("measuring the machine", 0)
+    machine = roofline.machine_of(target.sharding)
+    rows: list[dict] = []
+
+    def row(context: int, name: str, size: int, taken: float) -> dict:
+        work = roofline.draft_work(target, jobs[f"{name} {size}"].drafter, batch=batch)
+        least = work.ideal_ms(machine)
+        return doubted(
+            {
+                "strategy": name,
+                "context": context,
+                "block_size": size,
+                "draft_ms": taken,
+                "roofline_ms": least,
+                "over_roofline": taken / least,
+            },
+            doubts.of_forward("the draft", taken, least),
+        )
+
+    def result(context: int, before: list[dict], times) -> StudyResult:
+        nonlocal rows
+        rows = before + [row(context, *key, statistics.median(some)) for key, some in times.items()]
+        lines = [
+            line
+            for name, place in dict.fromkeys((one["strategy"], one["context"]) for one in rows)
+            for line in _with_roofline(
+                f"{name}, context {place}",
+                [one for one in rows if (one["strategy"], one["context"]) == (name, place)],
+                "block_size",
+                "draft_ms",
+            )
+        ]
+        notes = [f"batch {batch}", machine_note(machine)]
+        title, y = "Cost of a draft by block size", "milliseconds"
+        return StudyResult(title, rows, lines, "block size", y, log=True, notes=notes)
+
+    for place, context in enumerate(contexts):
         probes = {}
-        for label in variants:
-            job = jobs[label]
-            engine = _engine(config, job.target, job.drafter, context)
-            probes[label] = Probe(engine, engine.standing(context))
-        times = {label: [] for label in probes}
-        for _ in range(1 + config.study.repeats):
-            for label, probe in probes.items():
-                times[label].append(probe.draft_ms())
-        for name in config.strategies:
-            middle = {size: statistics.median(times[f"{name} {size}"][1:]) for size in sizes}
-            lines[f"{name}, context {context}"] = (list(middle), list(middle.values()))
-            for size, taken in middle.items():
-                work = roofline.draft_work(
-                    first.target, jobs[f"{name} {size}"].drafter, batch=config.decode.batch_size
-                )
-                ideal = work.ideal_ms(machine)
-                rows.append(
-                    {
-                        "strategy": name,
-                        "context": context,
-                        "block_size": size,
-                        "draft_ms": taken,
-                        "roofline_ms": ideal,
-                        "over_roofline": taken / ideal,
-                    }
-                )
-    ideals = {row["block_size"]: row["roofline_ms"] for row in rows}
-    lines["roofline"] = (list(ideals), list(ideals.values()))
-    notes = [f"batch {config.decode.batch_size}", machine_note(machine)]
-    title = "Cost of a draft by block size"
-    return StudyResult(title, rows, lines, "block size", "milliseconds", ("roofline",), True, notes)
+        for name, size in keys:
+            yield Step(f"compiling {name} {size}, context {context}", place / len(contexts))
+            engine = _engine(config, target, jobs[f"{name} {size}"].drafter, context)
+            probes[name, size] = Probe(engine, engine.standing(context))
+        calls = {key: probe.draft_ms for key, probe in probes.items()}
+        named = functools.partial(_draft_name, context)
+        done = functools.partial(result, context, rows)
+        for step in in_turns(calls, config.study.repeats, named, done):
+            yield step.within(place / len(contexts), 1 / len(contexts))
+
+
+def _draft_name(context: int, key: tuple[str, int]) -> str:
+    return f"{key[0]} {key[1]}, context {context}"
+
+
+def _with_roofline(name: str, rows: list[dict], x: str, y: str) -> tuple[Line, Line]:
+    """The line of a column of rows, and that of their rooflines."""
+    places, doubtful = [row[x] for row in rows], [bool(row[DOUBTS]) for row in rows]
+    return (
+        Line(name, places, [row[y] for row in rows], doubtful=doubtful),
+        Line(
+            f"its roofline ({name})",
+            places,
+            [row["roofline_ms"] for row in rows],
+            roofline_of=name,
+        ),
+    )
 
 
 def with_block_size(name: str, drafter, size: int):

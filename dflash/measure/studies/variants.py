@@ -1,15 +1,22 @@
 """Studies that measure whole cells for each of several variants: blocks, layers, taps, batches."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
 from dflash.measure import bench as benches
-from dflash.measure import cells, roofline
-from dflash.measure.studies.result import StudyResult, machine_note
+from dflash.measure import cells, doubts, roofline
+from dflash.measure.plots import Line
+from dflash.measure.samples import TaskRound
+from dflash.measure.studies.result import DOUBTS, Step, StudyResult, doubted, machine_note
 from dflash.measure.studies.timings import with_block_size
+
+# Makes the result of a study of the machine and the rows.
+Made = Callable[[roofline.Machine, list[dict]], StudyResult]
 
 USED_BLOCKS = (4, 8, 12, 16)
 LAYERS = (1, 2, 3, 5, 8)
@@ -17,7 +24,7 @@ TAPS = (1, 3, 5)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def block(config: BenchmarkRun) -> StudyResult:
+def block(config: BenchmarkRun) -> Iterator[Step]:
     """Which block to use with a drafter of which trained block."""
     values = config.study.values or USED_BLOCKS
     trained = {}
@@ -30,30 +37,32 @@ def block(config: BenchmarkRun) -> StudyResult:
             label = f"{name}, {used} of {size}"
             variants[label] = with_block_size(name, config.strategies[name], used)
             keys[label] = {"drafter": name, "trained": size, "used": used}
-    measured = _measure(config, variants, keys)
-    return _table("Block size, trained × used", *measured, "used", ("drafter", "trained"))
+    made = functools.partial(_table, "Block size, trained × used", "used", ("drafter", "trained"))
+    yield from _measure(config, variants, keys, made)
 
 
-def layers(config: BenchmarkRun) -> StudyResult:
+def layers(config: BenchmarkRun) -> Iterator[Step]:
     """What another number of draft layers costs; with random weights, at forced acceptance."""
     values = config.study.values or LAYERS
-    measured = _architectures(config, "num_hidden_layers", "layers", values)
-    return _table("Number of draft layers", *measured, "layers", ("drafter",))
+    made = functools.partial(_table, "Number of draft layers", "layers", ("drafter",))
+    yield from _architectures(config, "num_hidden_layers", "layers", values, made)
 
 
-def taps(config: BenchmarkRun) -> StudyResult:
+def taps(config: BenchmarkRun) -> Iterator[Step]:
     """What another number of tapped target layers costs; see `layers`."""
     values = config.study.values or TAPS
-    measured = _architectures(config, "num_target_features", "taps", values)
-    return _table("Number of tapped layers", *measured, "taps", ("drafter",))
+    made = functools.partial(_table, "Number of tapped layers", "taps", ("drafter",))
+    yield from _architectures(config, "num_target_features", "taps", values, made)
 
 
-def batch(config: BenchmarkRun) -> StudyResult:
+def batch(config: BenchmarkRun) -> Iterator[Step]:
     """What drafting is worth when the target has other sequences to serve too."""
+    sizes = config.study.values or BATCHES
     rows, machine, target = [], None, None
-    for size in config.study.values or BATCHES:
+    for number, size in enumerate(sizes):
         decode = dataclasses.replace(config.decode, batch_size=size)
-        prompts = max(config.prompts_per_task, size)
+        # Enough that a slot that becomes free has something to decode.
+        prompts = max(config.prompts_per_task, 2 * size if size > 1 else 1)
         variant = dataclasses.replace(config, decode=decode, prompts_per_task=prompts)
         keys = {name: {"drafter": name, "batch": size} for name in config.strategies}
         measured = benches.prepare(variant, target=target)
@@ -61,8 +70,15 @@ def batch(config: BenchmarkRun) -> StudyResult:
         measured.load()
         target = measured.target
         machine = machine or roofline.machine_of(target.sharding)
-        rows += _rows(measured, keys, machine)
-    return _table("Batch size", rows, machine, "batch", ("drafter",))
+        before = list(rows)
+
+        def made(machine, fresh, before=before):
+            rows[:] = [*before, *fresh]
+            return _table("Batch size", "batch", ("drafter",), machine, list(rows))
+
+        for step in _steps(measured, keys, machine, made):
+            named = dataclasses.replace(step, what=f"batch {size}, {step.what}")
+            yield named.within(number / len(sizes), 1 / len(sizes))
 
 
 def _check_full(bench: benches.Bench, size: int) -> None:
@@ -76,8 +92,8 @@ def _check_full(bench: benches.Bench, size: int) -> None:
 
 
 def _architectures(
-    config: BenchmarkRun, field: str, column: str, values: Iterable[int]
-) -> tuple[list[dict], roofline.Machine]:
+    config: BenchmarkRun, field: str, column: str, values: Iterable[int], made: Made
+) -> Iterator[Step]:
     """Random drafters of other shapes, beside one another."""
     variants, keys = {}, {}
     for name, drafter in config.strategies.items():
@@ -85,7 +101,7 @@ def _architectures(
             label = f"{name}, {column} {value}"
             variants[label] = _reshaped(name, drafter, field, value)
             keys[label] = {"drafter": name, column: value}
-    return _measure(config, variants, keys)
+    yield from _measure(config, variants, keys, made)
 
 
 def _reshaped(name: str, drafter: DrafterConfig, field: str, value: int) -> DrafterConfig:
@@ -103,66 +119,97 @@ def _reshaped(name: str, drafter: DrafterConfig, field: str, value: int) -> Draf
 
 
 def _measure(
-    config: BenchmarkRun, variants: Mapping[str, DrafterConfig], keys: Mapping[str, Mapping]
-) -> tuple[list[dict], roofline.Machine]:
-    """Rows of the cells of all variants, which run side by side."""
+    config: BenchmarkRun,
+    variants: Mapping[str, DrafterConfig],
+    keys: Mapping[str, Mapping],
+    made: Made,
+) -> Iterator[Step]:
+    """Measures the cells of all variants, which run side by side."""
     varied = dataclasses.replace(config, strategies=dict(variants))
     bench = benches.prepare(varied, cut=True)
     bench.load()
-    machine = roofline.machine_of(bench.target.sharding)
-    return _rows(bench, keys, machine), machine
+    yield Step("measuring the machine", 0)
+    yield from _steps(bench, keys, roofline.machine_of(bench.target.sharding), made)
+
+
+def _steps(
+    bench: benches.Bench, keys: Mapping[str, Mapping], machine: roofline.Machine, made: Made
+) -> Iterator[Step]:
+    """Measures every cell; a result of all of them after each task of each round."""
+    yield Step("decoding the answers that later turns follow", 0)
+    bench.converse()
+    yield Step(f"compiling for {len(bench.jobs)} strategies", 0)
+    bench.compile()
+    yield Step("warming up", 0)
+    bench.warm_up()
+    total, rounds = bench.config.rounds * len(bench.workload.tasks), []
+    for one in bench.run():
+        rounds.append(one)
+        where = f"round {one.round + 1} of {bench.config.rounds}, {one.task}, is over"
+        yield Step(where, len(rounds) / total, made(machine, _rows(bench, keys, machine, rounds)))
 
 
 def _rows(
-    bench: benches.Bench, keys: Mapping[str, Mapping], machine: roofline.Machine
+    bench: benches.Bench,
+    keys: Mapping[str, Mapping],
+    machine: roofline.Machine,
+    rounds: Sequence[TaskRound],
 ) -> list[dict]:
-    """Measures every cell; a row for each of a strategy that has keys."""
-    bench.converse()
-    bench.compile()
-    bench.warm_up()
+    """A row for each cell of a strategy that has keys."""
     size = bench.config.decode.batch_size
     rows = []
-    for cell in cells.of_bench(bench, list(bench.run())):
+    for cell in cells.cells(rounds, cells.setting_of(bench, machine)):
         if cell.strategy not in keys:
             continue
         cost, drafter = cell.cost_ms, bench.jobs[cell.strategy].drafter
-        context = sum(len(i.prompt.ids) for i in bench.workload.tasks[cell.task])
-        context = context // len(bench.workload.tasks[cell.task])
-        least = roofline.target_work(
-            bench.target, batch=size, rows=cell.block_size, context=context,
-            kv_dtype=bench.config.decode.kv_dtype,
-        ).ideal_ms(machine)  # fmt: skip
-        least += roofline.draft_work(bench.target, drafter, batch=size).ideal_ms(machine)
+        least = roofline.draft_work(bench.target, drafter, batch=size).ideal_ms(machine)
         rows.append(
-            {
-                **keys[cell.strategy],
-                "task": cell.task,
-                "tau": cell.tau,
-                "tokens_per_second": cell.tokens_per_second,
-                "speedup": cell.speedup,
-                "cycle_ms": cost and cost.cycle,
-                "draft_ms": cost and cost.draft,
-                "verify_ms": cost and cost.verify,
-                "plain_token_ms": cell.baseline_cycle_ms,
-                "roofline_ms": least,
-            }
+            doubted(
+                {
+                    **keys[cell.strategy],
+                    "task": cell.task,
+                    "tau": cell.tau,
+                    "tokens_per_second": cell.tokens_per_second,
+                    "speedup": cell.speedup,
+                    "cycle_ms": cost and cost.cycle,
+                    "draft_ms": cost and cost.draft,
+                    "verify_ms": cost and cost.verify,
+                    "plain_token_ms": cell.baseline_cycle_ms,
+                    "roofline_ms": cell.roofline_ms and cell.roofline_ms + least,
+                },
+                (*cell.doubts, *doubts.of_forward("the draft", cost and cost.draft, least)),
+            )
         )
     return rows
 
 
 def _table(
-    title: str, rows: list[dict], machine: roofline.Machine, column: str, names: tuple[str, ...]
+    title: str, column: str, names: tuple[str, ...], machine: roofline.Machine, rows: list[dict]
 ) -> StudyResult:
     """The rows and, for every drafter and task, a line of the speed-up."""
-
-    def label(row) -> str:
-        return ", ".join(str(row[name]) for name in (*names, "task"))
-
-    lines: dict[str, tuple[list, list]] = {}
+    by_name: dict[str, list[dict]] = {}
     for row in rows:
-        places, values = lines.setdefault(label(row), ([], []))
-        places.append(row[column])
-        values.append(row["speedup"] or 0.0)
-    notes = ["speed-up over plain decoding of the same batch, prompts in turns"]
-    notes.append(machine_note(machine))
-    return StudyResult(title, rows, lines, column, "speed-up", (), False, notes)
+        label = ", ".join(str(row[name]) for name in (*names, "task"))
+        by_name.setdefault(label, []).append(row)
+    lines = [
+        Line(
+            label,
+            [row[column] for row in some],
+            [row["speedup"] or math.nan for row in some],
+            doubtful=[bool(row[DOUBTS]) for row in some],
+        )
+        for label, some in by_name.items()
+    ]
+    return StudyResult(
+        title,
+        rows,
+        lines,
+        column,
+        "speed-up",
+        even=1.0,
+        notes=[
+            "speed-up over plain decoding of the same batch, prompts in turns",
+            machine_note(machine),
+        ],
+        narrow=(*names, column, "task", "tau", "speedup", "cycle_ms", "roofline_ms"),
+    )

@@ -1,0 +1,69 @@
+"""How far a speed-up may be off: conversations are drawn anew, strategy and baseline alike."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflash.measure.samples import Sample
+
+DRAWS = 2000
+INTERVAL_PERCENT = 95.0
+# A bootstrap interval reaches from the least group to the largest at most, and n groups all lie on
+# one side of their true median with probability 2^(1-n): from 6 on less often than 5 %.
+MIN_GROUPS = 6
+_SEED = 0
+
+
+def bootstrap(
+    samples: Sequence[Sequence[Sample]], plain: Sequence[Sequence[Sample]]
+) -> tuple[float, tuple[float, float] | None]:
+    """The mean speed-up over tasks, and its bootstrap interval.
+
+    Conversations are drawn with replacement within each task. A round is drawn for each of them,
+    but only one for all that were decoded together: whatever slowed one of those down has slowed
+    the others. Strategy and baseline keep the same draws, as they ran side by side.
+
+    Args:
+      samples: of the strategy, by task.
+      plain: of the baseline, by task.
+    Returns:
+      The mean; the two ends of its interval, None where a task has fewer conversations than
+      `MIN_GROUPS`.
+    """
+    tables = [
+        np.concatenate([_table(ours), _table(theirs)])
+        for ours, theirs in zip(samples, plain, strict=True)
+    ]
+    speedup = float(np.mean([_speedup(table.sum(axis=(1, 2))) for table in tables]))
+    if min(table.shape[1] for table in tables) < MIN_GROUPS:
+        return speedup, None
+    random = np.random.default_rng(_SEED)
+    drawn = []
+    for table, some in zip(tables, samples, strict=True):
+        _, groups, rounds = table.shape
+        together = any(len(set(sample.conversations)) > 1 for sample in some)
+        some_groups = random.integers(0, groups, (DRAWS, groups))
+        some_rounds = random.integers(0, rounds, (DRAWS, 1 if together else groups))
+        drawn.append(_speedup(table[:, some_groups, some_rounds].sum(axis=-1)))
+    tail = (100 - INTERVAL_PERCENT) / 2
+    low, high = np.percentile(np.mean(drawn, axis=0), [tail, 100 - tail])
+    return speedup, (float(low), float(high))
+
+
+def _table(samples: Sequence[Sample]) -> np.ndarray:
+    """Milliseconds and tokens, [2, conversations, rounds]."""
+    groups = sorted({number for sample in samples for number in sample.conversations})
+    rounds = sorted({sample.round for sample in samples})
+    table = np.zeros((2, len(groups), len(rounds)))
+    for sample in samples:
+        prompts = zip(sample.conversations, sample.times, sample.completions, strict=True)
+        for number, time, one in prompts:
+            place = groups.index(number), rounds.index(sample.round)
+            table[:, *place] += max(time.share_ms, 1e-9), len(one.output_ids) - 1
+    return table
+
+
+def _speedup(sums: np.ndarray) -> np.ndarray:
+    """Tokens per time over the baseline's, [...] from the sums [4, ...] of two tables."""
+    clock_ms, tokens, plain_ms, plain_tokens = sums
+    return tokens / clock_ms * plain_ms / np.maximum(plain_tokens, 1)

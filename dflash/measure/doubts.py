@@ -1,0 +1,135 @@
+"""Reasons not to trust a figure: this module decides, and every output shows what it decided.
+
+From a figure in doubt no conclusion is drawn.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from dflash.measure.bootstrap import MIN_GROUPS
+
+SPEEDUP, COST, EVERYTHING = "speedup", "cost", "everything"
+MARK = "?"  # behind a figure in doubt
+
+MAX_SHARE_OF_IDEAL = 1.05
+# A measured peak is as noisy as any other time, so a forward may seem to beat it by a little.
+LEAST_OVER_ROOFLINE = 0.95
+MAX_OTHERS_SHARE = 0.1
+LEAST_BUSY_SLOTS = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubt:
+    """Why a figure is not trustworthy.
+
+    Attributes:
+      about: figures concerned: `SPEEDUP`, `COST` (a cycle, its parts, the ideal) or `EVERYTHING`.
+      words: the reason.
+    """
+
+    about: str
+    words: str
+
+
+def concern(doubts: Iterable[Doubt], about: str) -> bool:
+    """Whether some of the doubts are about these figures."""
+    return any(one.about in (about, EVERYTHING) for one in doubts)
+
+
+def of_cost(
+    cycle_ms: float, parts_ms: Sequence[float], *, share_of_ideal: float | None = None
+) -> tuple[Doubt, ...]:
+    """Doubts of a cycle whose parts were timed alone.
+
+    Args:
+      cycle_ms: milliseconds of the whole cycle.
+      parts_ms: milliseconds of its forwards.
+      share_of_ideal: speed-up over the ideal one.
+    """
+    found, parts = [], sum(parts_ms)
+    if parts > cycle_ms:
+        found.append(
+            f"the parts of a cycle took {parts:.3g} ms, but the whole cycle only {cycle_ms:.3g} ms"
+        )
+    if share_of_ideal is not None and share_of_ideal > MAX_SHARE_OF_IDEAL:
+        found.append(f"the speed-up is {100 * share_of_ideal:.0f} % of the ideal one")
+    return tuple(Doubt(COST, words) for words in found)
+
+
+def of_forward(
+    what: str, measured_ms: float | None, roofline_ms: float | None
+) -> tuple[Doubt, ...]:
+    """Doubts of a forward that was faster than the machine can be."""
+    if not measured_ms or not roofline_ms or measured_ms >= LEAST_OVER_ROOFLINE * roofline_ms:
+        return ()
+    return (
+        Doubt(
+            COST,
+            f"{what} took {measured_ms:.3g} ms, less than the {roofline_ms:.3g} ms of the roofline",
+        ),
+    )
+
+
+def of_prompts(groups: int) -> tuple[Doubt, ...]:
+    """Doubts of a speed-up over few conversations."""
+    if groups >= MIN_GROUPS:
+        return ()
+    plural = "" if groups == 1 else "s"
+    return (
+        Doubt(
+            SPEEDUP,
+            f"{groups} prompt{plural} (or conversation{plural}): an interval takes {MIN_GROUPS} "
+            "or more; raise prompts_per_task",
+        ),
+    )
+
+
+def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[Doubt, ...]:
+    """Doubts of a speed-up at other outputs than the baseline's.
+
+    Args:
+      identical_share: outputs that are the baseline's; None where none were compared.
+      exact: whether all have to be.
+    """
+    if not exact or identical_share is None or identical_share == 1:
+        return ()
+    return (
+        Doubt(
+            SPEEDUP,
+            f"{100 * (1 - identical_share):.0f} % of the outputs differ from those of plain "
+            "decoding; in float32 none may",
+        ),
+    )
+
+
+def of_slots(busy: float | None, slots: int) -> tuple[Doubt, ...]:
+    """Doubts of a speed-up whose queue was too short to fill the slots.
+
+    Args:
+      busy: slots in use, averaged over time.
+      slots: as many as there were.
+    """
+    if busy is None or busy >= LEAST_BUSY_SLOTS * slots:
+        return ()
+    return (
+        Doubt(
+            SPEEDUP,
+            f"{busy:.1f} of {slots} slots were in use on average; raise prompts_per_task",
+        ),
+    )
+
+
+def of_load(others_share: float | None) -> tuple[Doubt, ...]:
+    """Doubts of anything that was timed on a busy machine.
+
+    Args:
+      others_share: share of all cores' time that other processes took; None if unknown.
+    """
+    if others_share is None or others_share <= MAX_OTHERS_SHARE:
+        return ()
+    return (
+        Doubt(
+            EVERYTHING,
+            f"other processes took {100 * others_share:.0f} % of the processor during the run",
+        ),
+    )

@@ -1,0 +1,155 @@
+"""What a benchmark says on a terminal: a table of 80 columns, or all of it, and sentences."""
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+
+from dflash.measure import doubts
+from dflash.measure.cells import Average, Cell
+from dflash.measure.doubts import COST, MARK, SPEEDUP
+
+WIDTH = 80
+
+Column = tuple[str, Callable[[Cell | Average], str]]
+
+
+def lines(cells: Sequence[Cell], averages: Sequence[Average], *, wide: bool = False) -> list[str]:
+    """Cells and means as a table for a terminal.
+
+    Args:
+      cells, averages: the rows.
+      wide: all figures; else those that fit into 80 columns.
+    """
+    columns = _WIDE if wide else _NARROW
+    heads = ("task", "strategy", *(head for head, _ in columns))
+    names = [*((cell.task, cell.strategy) for cell in cells)]
+    names += [("mean", one.strategy) for one in averages]
+    rows = [
+        (*name, *(show(row) for _, show in columns))
+        for name, row in zip(names, (*cells, *averages), strict=True)
+    ]
+    return aligned([heads, *rows])
+
+
+def _plain(name: str, digits: int = 2) -> Column:
+    """A column of numbers that nothing casts doubt on; empty for means that lack it."""
+    words = {"tau": "τ", "ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms", "tokens_per_second": "tok/s"}
+    return words[name], lambda row: _number(getattr(row, name), digits) if _has(row, name) else ""
+
+
+def _part(name: str) -> Column:
+    def show(cell: Cell | Average) -> str:
+        if not _has(cell, "cost_ms"):
+            return ""
+        return _marked(_number(getattr(cell.cost_ms, name, None)), cell, COST)
+
+    return ("cycle ms" if name == "cycle" else name), show
+
+
+def _marked(text: str, row: Cell | Average, about: str) -> str:
+    return text + MARK if text != _NONE and row.doubtful(about) else text
+
+
+def _has(row: Cell | Average, name: str) -> bool:
+    return hasattr(row, name)
+
+
+def _speedup(row: Cell | Average) -> str:
+    return _marked(_number(row.speedup), row, SPEEDUP)
+
+
+def _speedup_within(row: Cell | Average) -> str:
+    ends = row.speedup_interval
+    return _speedup(row) + (f" ({_interval(ends)})" if ends else "")
+
+
+_NONE = "–"
+_SAME = ("same", lambda row: _percent(row.identical_share))
+_NARROW: tuple[Column, ...] = (_plain("tau"), ("speed-up (95 %)", _speedup_within), _SAME)
+_WIDE: tuple[Column, ...] = (
+    *(_plain("tau"), _plain("ttft_ms"), _plain("tpot_ms"), _plain("tokens_per_second", 1)),
+    *(("speed-up", _speedup), ("95 %", lambda row: _interval(row.speedup_interval)), _SAME),
+    ("right", lambda row: _percent(row.correct_share)),
+    *map(_part, ("cycle", "draft", "verify", "rest")),
+    ("of ideal", lambda row: _marked(_percent(row.share_of_ideal), row, COST)),
+)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines, columns aligned: the first two left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if place < 2 else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def limits(cells: Sequence[Cell]) -> list[str]:
+    """For each strategy that drafts, the largest of its losses; nothing where there are doubts."""
+    found = []
+    for cell in cells:
+        if cell.block_size == 1 or not cell.losses or cell.tau is None or cell.doubts:
+            continue
+        worst = max(cell.losses, key=cell.losses.get)
+        rows, loss = cell.block_size, cell.losses[worst]
+        words = {
+            "verify": f"verifying {rows} rows costs {loss:.2f} plain tokens",
+            "draft": f"draft and verification cost {loss:.2f} times the verification",
+            "rest": f"a cycle costs {loss:.2f} times its two forwards",
+        }
+        found.append(
+            f"{cell.task}, {cell.strategy}: τ {cell.tau:.2f} gives {cell.speedup or 0:.2f}×; "
+            f"largest loss: {words[worst]}"
+        )
+    return found
+
+
+_CONCERNED = {SPEEDUP: "speed-up", COST: "parts and ideal", doubts.EVERYTHING: "all figures"}
+
+
+def doubt_lines(cells: Sequence[Cell]) -> list[str]:
+    """A line for each reason not to trust some figures, with the cells that it is about."""
+    found: dict[doubts.Doubt, list[Cell]] = {}
+    for cell in cells:
+        for doubt in cell.doubts:
+            found.setdefault(doubt, []).append(cell)
+    which = {doubt: f"{_CONCERNED[doubt.about]} of {_names(some, cells)}"
+             for doubt, some in found.items()}  # fmt: skip
+    return [f"not trustworthy ({MARK}), {which[doubt]}: {doubt.words}" for doubt in found]
+
+
+def _names(some: Sequence[Cell], everything: Sequence[Cell]) -> str:
+    """Cells by task, and by strategy where not all of a task's are meant."""
+    if len(some) == len(everything):
+        return "every cell"
+    by_task: dict[str, list[str]] = {}
+    for cell in some:
+        by_task.setdefault(cell.task, []).append(cell.strategy)
+    whole = {task: sum(cell.task == task for cell in everything) for task in by_task}
+    return ", ".join(
+        task if len(names) == whole[task] else f"{task} ({', '.join(names)})"
+        for task, names in by_task.items()
+    )
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return _NONE if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return _NONE if value is None else f"{100 * value:.0f} %"
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return _NONE if ends is None else f"{ends[0]:.2f}–{ends[1]:.2f}"
+
+
+def wrapped(sentences: Iterable[str]) -> list[str]:
+    """Sentences as lines of a terminal, all but the first of each indented."""
+    return [
+        line
+        for one in sentences
+        for line in textwrap.wrap(one, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    ]

@@ -1,0 +1,179 @@
+"""Figures that cannot be true are marked wherever they are shown, and nothing follows from them."""
+
+import csv
+import dataclasses
+import io
+import json
+
+import pytest
+from support.made_samples import task_round
+
+from dflash.measure import cells, doubts, load, page, plots, results, table
+from dflash.measure.doubts import COST, EVERYTHING, SPEEDUP, Doubt
+from dflash.measure.plots import Line
+from dflash.measure.studies import result as studies
+
+BLOCKS = {"none": 1, "dflash": 4}
+LENGTHS = [[4, 2, 4, 2], [3, 3, 3, 3]] * 3
+
+
+def cell(*, cycle_ms=6.0, parts=(1.0, 4.0), pairs=3, outputs_differ=False, **options):
+    plain = [[1] * 12] * 2 * pairs
+    done = task_round(
+        "math",
+        0,
+        {"none": (plain, 3.0), "dflash": (LENGTHS[: 2 * pairs], cycle_ms)},
+        {"none": (0.0, 2.5), "dflash": parts},
+    )
+    if outputs_differ:
+        last = done.samples[-1]
+        other = dataclasses.replace(last.completions[0], output_ids=(7,) * 13)
+        changed = dataclasses.replace(last, completions=(other,))
+        done = dataclasses.replace(done, samples=(*done.samples[:-1], changed))
+    setting = cells.Setting("none", BLOCKS, BLOCKS, **options)
+    return {one.strategy: one for one in cells.cells([done], setting)}["dflash"]
+
+
+SOUND = cell()
+CASES = {
+    "parts beyond their cycle": (
+        cell(cycle_ms=4.9), COST,
+        "the parts of a cycle took 5 ms, but the whole cycle only 4.9 ms",
+    ),
+    "beyond the ideal": (
+        cell(cycle_ms=4.7), COST, "the speed-up is 106 % of the ideal one",
+    ),
+    "below the roofline": (
+        cell(least_ms=lambda name, context: 4.5), COST,
+        "verification took 4 ms, less than the 4.5 ms of the roofline",
+    ),
+    "one prompt": (
+        cell(pairs=1), SPEEDUP,
+        "2 prompts (or conversations): an interval takes 6 or more; raise prompts_per_task",
+    ),
+    "other outputs": (
+        cell(outputs_differ=True, exact=True), SPEEDUP,
+        "17 % of the outputs differ from those of plain decoding; in float32 none may",
+    ),
+    "idle slots": (
+        cell(slots=8), SPEEDUP,
+        "1.0 of 8 slots were in use on average; raise prompts_per_task",
+    ),
+    "busy machine": (
+        cell(doubts=doubts.of_load(0.43)), EVERYTHING,
+        "other processes took 43 % of the processor during the run",
+    ),
+}  # fmt: skip
+
+
+def test_what_may_well_be_true_is_not_doubted():
+    assert SOUND.doubts == ()
+    assert table.doubt_lines([SOUND]) == []
+    assert table.limits([SOUND]) != []
+    within = cell(least_ms=lambda name, context: 4.1, exact=True)
+    assert within.doubts == doubts.of_load(0.05) == doubts.of_load(None) == ()
+    # In bfloat16 outputs may differ.
+    assert cell(outputs_differ=True).doubts == ()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_doubt_is_shown_everywhere_and_nothing_is_concluded(name):
+    found, about, words = CASES[name]
+    assert Doubt(about, words) in found.doubts
+    assert table.limits([found]) == []
+    assert any(line.endswith(f": {words}") for line in table.doubt_lines([found]))
+    # The terminal marks the figures that it is about, and no others.
+    shown = table.lines([found], [], wide=True)[1].split()
+    assert shown[6].endswith("?") == (about != COST)
+    assert shown[-1].endswith("?") == (about != SPEEDUP)
+    assert ("?" in table.lines([found], [])[1]) == (about != COST)
+    # JSON and CSV.
+    facts = {"acceptance": {"source": "measured"}}
+    values = json.loads(json.dumps(results.as_values([found], [], facts, complete=True)))
+    assert {"about": about, "words": words} in values["cells"][0]["doubts"]
+    (row,) = csv.DictReader(io.StringIO(results.table_csv(results.rows(values))))
+    assert words in row["doubts"]
+    # Plots look other than those of the same figures without a doubt.
+    believed = dataclasses.replace(found, doubts=())
+    drawn = [plots.speedups([one], "none") + plots.costs([one]) for one in (found, believed)]
+    assert drawn[0] != drawn[1]
+
+
+def test_a_line_of_doubt_names_the_cells_that_it_is_about():
+    one = Doubt(SPEEDUP, "why")
+    some = [
+        dataclasses.replace(SOUND, task=task, strategy=strategy, doubts=reasons)
+        for task, strategy, reasons in (
+            ("math", "none", (one,)),
+            ("math", "x", (one,)),
+            ("code", "none", ()),
+            ("code", "x", (one,)),
+        )
+    ]
+    assert table.doubt_lines(some) == ["not trustworthy (?), speed-up of math, code (x): why"]
+    every = [dataclasses.replace(cell, doubts=(one,)) for cell in some]
+    assert table.doubt_lines(every) == ["not trustworthy (?), speed-up of every cell: why"]
+
+
+def test_a_mean_is_as_doubtful_as_its_tasks():
+    sound, doubtful = (
+        [task_round(task, 0, {"none": ([[1] * 12] * count, 3.0), "dflash": (LENGTHS[:count], 6.0)},
+                    {"none": (0.0, 2.5), "dflash": (1.0, 4.0)})]
+        for task, count in (("math", 6), ("code", 2))
+    )  # fmt: skip
+    done = sound + doubtful
+    found = cells.cells(done, cells.Setting("none", BLOCKS, BLOCKS))
+    average = cells.averages(found, done, baseline="none")[1]
+    assert average.doubtful(SPEEDUP)
+    assert not average.doubtful(COST)
+    assert "1.50?" in table.lines([], [average])[1]
+
+
+def test_a_study_marks_its_rows():
+    fine = studies.doubted({"rows": 1, "context": 64, "verify_ms": 2.0}, ())
+    wrong = studies.doubted(
+        {"rows": 2, "context": 64, "verify_ms": 1.0}, doubts.of_forward("verification", 1.0, 2.0)
+    )
+    line = Line("verify", (1, 2), (2.0, 1.0), doubtful=(False, True))
+    found = studies.StudyResult("Cost", [fine, wrong], [line], "rows", "ms")
+    text = found.text()
+    assert [line.endswith("?") for line in text[2:5]] == [False, False, True]
+    words = "verification took 1 ms, less than the 2 ms of the roofline"
+    assert f"not trustworthy (?), rows 2, context 64: {words}" in " ".join(
+        " ".join(text[5:]).split()
+    )
+    sound = dataclasses.replace(found, lines=[dataclasses.replace(line, doubtful=None)])
+    assert found.png() != sound.png()
+
+
+def test_the_page_has_the_doubts():
+    facts = {"acceptance": {"source": "measured"}}
+    found, _, words = CASES["one prompt"]
+    values = results.as_values([found], [], facts, complete=True)
+    text = page.render(values, notes=table.doubt_lines([found]), plots={}, replays={})
+    assert text.count(words) == 2  # of its cell, and among the notes
+
+
+@pytest.mark.parametrize(
+    ("after", "share"),
+    [
+        # 100 s of four cores: 30 of them busy, 10 by this process.
+        ("cpu  1000 0 1500 7000 0 0 0 500 0 0", 0.2),
+        ("cpu  1000 0 0 9000 0 0 0 0 0 0", 0.0),
+    ],
+)
+def test_the_load_is_what_others_took(tmp_path, monkeypatch, after, share):
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(load, "_STAT", stat)
+    monkeypatch.setattr(load.os, "sysconf", lambda name: 100)
+    own = iter([(1.0, 1.0, 0.0, 0.0, 9.0), (8.0, 3.0, 0.5, 0.5, 99.0)])
+    monkeypatch.setattr(load.os, "times", lambda: next(own))
+    stat.write_text("cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 1 2\n")
+    meter = load.LoadMeter()
+    stat.write_text(f"{after}\n")
+    assert meter.read().others_share == pytest.approx(share)
+
+
+def test_a_system_that_does_not_say_has_no_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "_STAT", tmp_path / "none")
+    assert load.LoadMeter().read().others_share is None
