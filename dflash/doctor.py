@@ -30,6 +30,7 @@ EXTRAS = (
     ),
     ("tpu", ("libtpu",), "TPUs; dflash compile, on any Linux host"),
     ("parity", ("torch", "transformers"), "tests against reference implementations"),
+    ("docs", ("mkdocs-material", "mkdocstrings"), "the documentation site"),
     ("test", ("pytest", "hypothesis", "ruff"), "the test suite"),
 )
 _VARIABLES = (
