@@ -57,7 +57,7 @@ def test_wheel_holds_every_module_and_config(wheel):
     names = set(wheel.namelist())
     modules = tree("dflash", ".py")
     configs = {f"dflash/{name}" for name in tree("configs", ".yml")}
-    pages = tree("dflash", ".html")
+    pages = tree("dflash", ".html") | {"dflash/py.typed"}
     assert modules
     assert configs
     assert pages
