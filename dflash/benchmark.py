@@ -30,10 +30,8 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 
 def _overrides(values: flags.FlagValues) -> list[str]:
-    """The flags as overrides; where one of the two is given, it replaces the config's other one."""
-    if values.trace is None and values.acceptance is None:
-        return []
-    return [f"trace={values.trace or 'null'}", f"acceptance=[{values.acceptance or ''}]"]
+    trace = [] if values.trace is None else [f"trace={values.trace}"]
+    return trace + ([] if values.acceptance is None else [f"acceptance=[{values.acceptance}]"])
 
 
 SUBCOMMAND = cli.Subcommand(

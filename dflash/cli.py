@@ -104,6 +104,7 @@ class Command:
       config: the resolved config, an instance of the subcommand's schema; None without CONFIG.
       config_hash: hash of the resolved config.
       config_path: path of the config file.
+      overrides: the key=value arguments.
       arguments: the positional arguments, where there is no CONFIG among them.
       workdir: directory for results; None for terminal only.
       dry_run: whether to print the plan only, allocating nothing.
@@ -117,6 +118,7 @@ class Command:
     config: Any = None
     config_hash: str = ""
     config_path: str = ""
+    overrides: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     workdir: str | None = None
     dry_run: bool = False
@@ -268,6 +270,7 @@ def _configured(
         config=config,
         config_hash=loader.config_hash(config),
         config_path=str(loader.find_config(path)),
+        overrides=tuple(overrides),
         **_values(values),
     )
     # A plan reads no data, and what takes no --dry_run is but a plan.

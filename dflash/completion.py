@@ -46,6 +46,7 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 # Folders of the shipped configs of a command, where these are not at the top.
 _FOLDERS = {
     "train": ("train",),
+    "distill": ("distill",),
     "benchmark": ("benchmark",),
     "sweep": ("sweeps",),
     "compile": ("", "train"),

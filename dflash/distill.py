@@ -18,7 +18,7 @@ SUBCOMMAND = cli.Subcommand(
     "continues where an earlier one ended.",
     examples=(
         "dflash distill configs/distill/qwen3_4b_dflash.yml --dry_run",
-        "dflash distill configs/distill/qwen3_4b_dflash.yml target.checkpoint=DIR --workdir w",
+        "dflash distill configs/distill/tiny_dflash.yml --workdir runs/mine",
     ),
     schema=distill_schema.DistillRun,
     shared=cli.RUN_FLAGS,

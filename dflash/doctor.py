@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import dflash
@@ -30,6 +30,7 @@ EXTRAS = (
     ),
     ("tpu", ("libtpu",), "TPUs; dflash compile, on any Linux host"),
     ("parity", ("torch", "transformers"), "tests against reference implementations"),
+    ("docs", ("mkdocs-material", "mkdocstrings"), "the documentation site"),
     ("test", ("pytest", "hypothesis", "ruff"), "the test suite"),
 )
 _VARIABLES = (
@@ -133,17 +134,23 @@ def extras() -> Iterator[str]:
             yield _row("", ", ".join(numbers))
 
 
-def cache_directories(environment: Mapping[str, str]) -> dict[str, pathlib.Path]:
-    """Where this program and the libraries below it keep what they have fetched or made."""
-    cache = pathlib.Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    home = pathlib.Path(environment.get("HF_HOME") or cache / "huggingface").expanduser()
-    hub = pathlib.Path(environment.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    return {"data sets": cache / "dflash" / "datasets", "hub": hub}
+def cache_directories() -> dict[str, pathlib.Path]:
+    """Where this program and the hub's library keep what they have fetched or made."""
+    from dflash.data import store
+    from dflash.runs import compilation_cache
+
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = pathlib.Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+    return {
+        "programs": compilation_cache.default_root(),
+        "data sets": store.data_directory(None),
+        "hub": pathlib.Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser(),
+    }
 
 
 def caches() -> Iterator[str]:
     """A line for each cache: where it is, and its size."""
-    for name, directory in cache_directories(os.environ).items():
+    for name, directory in cache_directories().items():
         size = f"{size_bytes(directory) / 1e9:.2f} GB" if directory.is_dir() else "empty"
         yield _row(f"  {name}", f"{size}  {directory}")
     above = pathlib.Path.cwd()

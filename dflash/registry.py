@@ -183,6 +183,7 @@ RUNS: Mapping[str, Entry] = {
 CONFIGS: Mapping[str, tuple[str, ...]] = {
     "decode": ("dflash.config.schema:DecodeRun",),
     "train": ("dflash.config.train_schema:TrainRun",),
+    "distill": ("dflash.config.distill_schema:DistillRun",),
     "benchmark": ("dflash.config.benchmark_schema:BenchmarkRun",),
     "compile": (
         "dflash.config.tpu_schema:CompileDecode",

@@ -17,7 +17,7 @@ SUBCOMMAND = cli.Subcommand(
     "Decodes prompts.",
     schema=schema.DecodeRun,
     examples=("dflash decode c.yml",),
-    shared=(*cli.RUN_FLAGS, "stream"),
+    shared=(*(flag for flag in cli.RUN_FLAGS if flag != "compilation_cache"), "stream"),
 )
 CONFIG = "target: {checkpoint: random, name: qwen3}\nbase: [models/qwen3_4b.yml]\n"
 
@@ -62,6 +62,7 @@ def test_flags_may_stand_anywhere(run):
             config=config,
             config_hash=loader.config_hash(config),
             config_path="c.yml",
+            overrides=("decode.seed=3", "mesh.tensor=2"),
             workdir="w",
             dry_run=True,
             profile_dir="p",

@@ -200,6 +200,9 @@ MISTAKES = {
         "decode configs/benchmark/tiny.yml", "a config of dflash benchmark, not of this command"
     ),
     "training config to sweep": Mistake("sweep t.yml", "config of dflash train, not of"),
+    "distillation": Mistake(
+        "train configs/distill/tiny_dflash.yml", "a config of dflash distill, not of this"
+    ),
     "nothing to sweep": Mistake("sweep c.yml", "sweep: required: keys and their values"),
     "sweep": Mistake("decode configs/sweeps/block_size.yml", "sweep: for dflash sweep; no other "),
     "key": Mistake("decode c.yml decode.sead=1", "unknown key; did you mean 'decode.seed'?"),

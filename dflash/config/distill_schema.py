@@ -8,7 +8,7 @@ from typing import Literal
 from dflash.config import schema, train_schema
 from dflash.config.data_schema import DataConfig
 from dflash.config.loss_schema import LossConfig, OptimizerConfig
-from dflash.config.schema import option
+from dflash.config.schema import location, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class AnswersConfig:
     """The questions that the target answers, and how it answers them."""
 
     tasks: Mapping[str, int] = option({}, minimum=1)  # questions of a data set's training split
-    files: tuple[str, ...] = ()  # further questions: JSONL, as prompts.file
+    files: tuple[str, ...] = location("file", ())  # further questions: JSONL, as prompts.file
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
 
 
@@ -40,7 +40,7 @@ class PlanConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistillRun:
-    """Everything that `python -m dflash.distill` reads from its config.
+    """Everything that `dflash distill` reads from its config.
 
     `data`, `loss`, `optimizer`, `train` and `evaluation` are those of training; the answers are
     the data set jsonl of `data.mixture`, or all of the data where there is no mixture.

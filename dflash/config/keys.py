@@ -24,10 +24,12 @@ _UNIONS = (types.UnionType, typing.Union)  # `X | Y` and Union[X, Y]
 _NAMES: Mapping[Path, Mapping[str, Any]] = {
     ("prompts", "dataset"): registry.DATASETS,
     ("tasks",): registry.DATASETS,
+    ("test", "tasks"): registry.DATASETS,
     ("drafter", "family"): registry.TARGETS,
 }
 _ENTRIES: Mapping[Path, Mapping[str, Any]] = {
     ("data", "mixture"): registry.DATASETS,
+    ("answers", "tasks"): registry.DATASETS,
     ("sharding_rules",): schema.SHARDING_RULES,
 }
 

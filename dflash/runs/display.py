@@ -401,3 +401,8 @@ def _tolerant(stream: TextIO) -> TextIO:
     if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
     return stream
+
+
+def visible(text: str) -> str:
+    """A model's text for a terminal: pictures in place of control characters."""
+    return text.translate(_CONTROL_PICTURES)

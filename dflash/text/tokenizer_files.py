@@ -144,18 +144,19 @@ class SentencePieceTokenizer(_TemplateTokenizer):
         file = directory / SENTENCEPIECE_MODEL
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
-        except (OSError, RuntimeError) as error:
-            raise errors.InputError(f"{file}: not a sentencepiece model") from error
-        self.vocab_size = self._model.vocab_size()
+            self.vocab_size = self._model.vocab_size()
+            pieces = [self._model.id_to_piece(one) for one in range(self.vocab_size)]
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:
+            raise errors.InputError(f"{file}: not a sentencepiece model, or damaged") from error
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
-        named = {name: self._model.id_to_piece(one) for name, one in ends.items() if one >= 0}
+        named = {name: pieces[one] for name, one in ends.items() if one >= 0}
         named |= chat_template.special_tokens(directory)
         self._template = ChatTemplate(directory, named | variables, date)
         self.fingerprint = _fingerprint(directory, variables, date)
         self._add_bos = bool(chat_template.tokenizer_config(directory).get("add_bos_token", False))
         # sentencepiece itself reads control pieces in a text, such as </s>, as plain characters.
         control = filter(self._is_control, range(self.vocab_size))
-        self._special_tokens = SpecialTokens({self._model.id_to_piece(i): i for i in control})
+        self._special_tokens = SpecialTokens({pieces[one]: one for one in control})
         # It reads its sign for a space as a space: where there are pieces for bytes, they spell it.
         sign = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SIGN.encode()]
         self._sign = sign if all(map(self._model.is_byte, sign)) else None

@@ -222,7 +222,7 @@ def test_damaged_tokenizer_json(tmp_path):
 def test_damaged_sentencepiece_model(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
     assert failure(tokenization.load_tokenizer, tmp_path) == (
-        f"{tmp_path}/tokenizer.model: not a sentencepiece model"
+        f"{tmp_path}/tokenizer.model: not a sentencepiece model, or damaged"
     )
 
 

@@ -1,0 +1,226 @@
+"""A conversation with a target in the terminal: dflash chat CONFIG [key=value ...]."""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from absl import flags
+
+from dflash import cli, errors
+from dflash.config import schema
+
+if TYPE_CHECKING:
+    import rich.console
+
+    from dflash.llm import LLM, Piece, Sampling
+
+_DRAFTED, _OWN, _QUIET = "green", "bold", "dim"
+_CLEAR = "/clear"
+_WELCOME = (
+    "green: accepted drafts; bold: the target's own tokens, one in each cycle; τ: tokens per cycle"
+)
+_KEYS = f"ctrl-C stops an answer, ctrl-D leaves, {_CLEAR} forgets the conversation"
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("system", None, "A system message, before all turns.", flag_values=values)
+
+
+SUBCOMMAND = cli.Subcommand(
+    "chat",
+    "Talks to a target in the terminal: accepted drafts and the target's own tokens in two colors, "
+    "and τ after each answer. The whole conversation is given to each answer. ctrl-C stops an "
+    "answer, ctrl-D leaves. Prompts of the config are ignored; from a pipe each line is a message.",
+    examples=(
+        "dflash chat configs/tiny_dflash.yml",
+        "dflash chat configs/qwen3_4b_dflash.yml decode.max_new_tokens=1024",
+        "dflash chat configs/qwen3_4b_dflash.yml --system 'Be brief.'",
+        "dflash chat configs/qwen3_4b_dflash.yml drafter.block_size=auto",
+    ),
+    schema=schema.DecodeRun,
+    shared=("print_config", "compilation_cache"),
+    define_flags=_define_flags,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash chat --help`."""
+    cli.run(SUBCOMMAND, _chat, argv)
+
+
+def _chat(command: cli.Command) -> None:
+    # jax is imported here, after the config has been validated.
+    from dflash.llm import LLM
+    from dflash.runs.display import Display
+
+    with contextlib.suppress(AttributeError):  # of a stream that is none of the system's
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal cannot
+    display = Display(stream=False)
+    with display.status("loading weights"):
+        llm = LLM(command.config_path, *command.overrides)
+    # Without a template there is no conversation: this says so before anyone has typed.
+    llm.tokenizer.render_chat([{"role": "user", "content": ""}])
+    Conversation(llm, system=command.flags["system"]).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """What an answer was made of.
+
+    Attributes:
+      drafted: number of accepted drafts.
+      own: number of tokens that are the target's own; the first comes from the prompt's own pass.
+    """
+
+    drafted: int = 0
+    own: int = 0
+
+    def plus(self, piece: "Piece") -> "Tally":
+        """With a further piece."""
+        count = len(piece.token_ids)
+        if piece.drafted:
+            return dataclasses.replace(self, drafted=self.drafted + count)
+        return dataclasses.replace(self, own=self.own + count)
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per cycle; None without a cycle."""
+        return 1 + self.drafted / (self.own - 1) if self.own > 1 else None
+
+    def line(self, ending: str) -> str:
+        """One line for people."""
+        tau = "" if self.tau is None else f"τ {self.tau:.2f} · "
+        return f"{tau}{self.drafted + self.own} tokens, {self.drafted} drafted · {ending}"
+
+
+class Conversation:
+    """Turns of a user and a target, on a terminal or through pipes.
+
+    Attributes:
+      messages: the turns so far, each with "role" and "content".
+    """
+
+    def __init__(
+        self,
+        llm: "LLM",
+        *,
+        system: str | None = None,
+        sampling: "Sampling | None" = None,
+        out: "rich.console.Console | None" = None,
+        err: "rich.console.Console | None" = None,
+        read: Callable[[], str] | None = None,
+    ):
+        """Starts without turns.
+
+        Args:
+          llm: answers.
+          system: a message before all turns.
+          sampling: how to draw answers; None for the config's.
+          out: gets the answers.
+          err: gets everything else.
+          read: returns the next message; EOFError ends the conversation. By default, stdin.
+        """
+        from rich.console import Console
+
+        self._llm, self._sampling = llm, sampling
+        self._out = out or Console(highlight=False, markup=False, emoji=False)
+        self._err = err or Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._read = read or self._read_line
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[Mapping[str, str]] = list(self._first)
+
+    def run(self) -> None:
+        """Answers messages until there are no more."""
+        if self._out.is_terminal:
+            self._note(f"{_WELCOME}\n{_KEYS}")
+        while True:
+            try:
+                text = self._read().strip()
+            except EOFError:
+                if self._out.is_terminal:
+                    self._out.print()
+                return
+            except KeyboardInterrupt:  # at the prompt, as in a shell: the line is dropped
+                self._note(f"\n{_KEYS}")
+                continue
+            if text == _CLEAR:
+                self.messages = list(self._first)
+            elif text:
+                self._turn(text)
+
+    def _turn(self, text: str) -> None:
+        """Answers a message; one that cannot be answered leaves no trace."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        try:
+            answer = self._answer(asked)
+        except KeyboardInterrupt:
+            self._note("\nstopped; forgotten")
+            return
+        except errors.InputError as error:  # too long, or refused by the template
+            for line in str(error).splitlines():
+                self._err.print(f"error: {line}; {_CLEAR} begins anew", soft_wrap=True)
+            return
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _answer(self, messages: list[Mapping[str, str]]) -> str:
+        """Shows an answer as it is accepted; returns its text, up to where it was stopped."""
+        from rich.text import Text
+
+        from dflash.runs.display import visible
+
+        tally, said = Tally(), []
+        with self._err.status("compiling, if this length is new"):  # on terminals only
+            stream = self._llm.stream(messages, self._sampling)
+        with _stop_on_interrupt() as stopped:
+            for piece in stream:
+                tally = tally.plus(piece)
+                said.append(piece.text)
+                if self._out.is_terminal:
+                    shown = Text(visible(piece.text), _DRAFTED if piece.drafted else _OWN)
+                    self._out.print(shown, end="", soft_wrap=True)
+                else:
+                    self._out.file.write(piece.text)
+                self._out.file.flush()
+                if stopped():
+                    break
+        self._out.print()
+        done = stream.completion
+        self._note(tally.line("stopped" if done is None else done.finish_reason))
+        return "".join(said)
+
+    def _note(self, text: str) -> None:
+        self._err.print(text, style=_QUIET, soft_wrap=True)
+
+    def _read_line(self) -> str:
+        if not sys.stdin.isatty():
+            line = sys.stdin.readline()
+            if not line:
+                raise EOFError
+            return line
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, which lets `input` edit and recall lines
+        return input("> ")
+
+
+@contextlib.contextmanager
+def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yields a call that tells whether ctrl-C was pressed; pressed twice, it interrupts at once."""
+    pressed: list[int] = []
+
+    def press(number, frame):
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Conversations in the terminal, with a small target of random weights that talks in bytes."""
+
+import io
+import signal
+
+import pytest
+import rich.console
+
+import dflash
+from dflash import chat
+
+SMALL = (
+    *("target.architecture.num_hidden_layers=1", "target.architecture.hidden_size=32"),
+    *("target.architecture.intermediate_size=32", "target.architecture.vocab_size=256"),
+    *("target.architecture.num_attention_heads=2", "target.architecture.num_key_value_heads=1"),
+    *("target.architecture.head_dim=16", "target.architecture.max_position_embeddings=128"),
+    *("drafter.name=ngram", "decode.max_new_tokens=24", "decode.sync_every=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return dflash.LLM("configs/random_tiny_dflash.yml", *SMALL, compilation_cache="off")
+
+
+def talk(llm, *said, terminal=False, out=None, **options):
+    """Says lines to a conversation; returns it, and what it printed."""
+    waiting = list(said)
+
+    def read():
+        if not waiting:
+            raise EOFError
+        line = waiting.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    out, err = out or io.StringIO(), io.StringIO()
+    consoles = [
+        rich.console.Console(file=file, force_terminal=terminal, highlight=False, width=80)
+        for file in (out, err)
+    ]
+    talking = chat.Conversation(llm, out=consoles[0], err=consoles[1], read=read, **options)
+    talking.run()
+    return talking, out.getvalue(), err.getvalue()
+
+
+def test_turns_are_kept_and_given_to_each_answer(llm):
+    talking, out, err = talk(llm, "Hello\n", "  ", "Again", system="Be brief.")
+    roles = [message["role"] for message in talking.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    first, second = (talking.messages[i]["content"] for i in (2, 4))
+    assert out == f"{first}\n{second}\n"
+    assert err.count(" tokens, ") == 2
+    # The same conversation, asked for otherwise.
+    again = llm.chat(talking.messages[:4])
+    assert again.text == second
+
+
+def test_clear_begins_anew(llm):
+    talking, _, _ = talk(llm, "Hello", "/clear", "Hi")
+    assert [message["content"] for message in talking.messages][:1] == ["Hi"]
+    assert len(talking.messages) == 2
+
+
+def test_a_message_that_is_too_long_leaves_no_trace(llm):
+    talking, _, err = talk(llm, "Hello", "x" * 500, "Hi")
+    assert [one["content"] for one in talking.messages[::2]] == ["Hello", "Hi"]
+    assert "but the target was made for 128 positions" in err
+    assert err.count("error: ") == 1
+    assert "/clear begins anew" in err
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(llm):
+    class Pressing(io.StringIO):
+        pressed = False
+
+        def write(self, text):
+            if not self.pressed:
+                self.pressed = True
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    talking, out, err = talk(llm, "Hello", out=Pressing())
+    assert "stopped" in err
+    assert out == talking.messages[1]["content"] + "\n"
+    whole = llm.chat(talking.messages[:1])
+    assert whole.text.startswith(talking.messages[1]["content"])
+    assert len(talking.messages[1]["content"]) < len(whole.text)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_the_prompt_does_not_leave(llm):
+    talking, _, err = talk(llm, KeyboardInterrupt(), "Hi")
+    assert len(talking.messages) == 2
+    assert "ctrl-D leaves" in err
+
+
+def test_colors_are_for_terminals_that_want_them(llm, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[" not in talk(llm, "aaaaaaaa")[1]
+    _, out, err = talk(llm, "aaaaaaaa", terminal=True)
+    assert "\x1b[1m" in out
+    assert "green: accepted drafts" in err
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in talk(llm, "aaaaaaaa", terminal=True)[1]
+
+
+def test_what_an_answer_was_made_of():
+    piece = dflash.Piece
+    tally = chat.Tally()
+    assert (tally.tau, tally.line("length")) == (None, "0 tokens, 0 drafted · length")
+    for one in (
+        piece("a", (1,), drafted=False),
+        piece("bc", (2, 3), drafted=True),
+        piece("d", (4,), drafted=False),
+        piece("e", (5,), drafted=False),
+    ):
+        tally = tally.plus(one)
+    assert tally.line("stop") == "τ 2.00 · 5 tokens, 2 drafted · stop"
+
+
+def test_a_checkpoint_without_a_template_is_said_before_anyone_types(tmp_path, capsys):
+    from support.golden import GOLDEN
+
+    (tmp_path / "c.yml").write_text(
+        f"target: {{checkpoint: {GOLDEN / 'qwen3_b1' / 'target'}}}\ndtype: float32\n"
+    )
+    with pytest.raises(SystemExit) as caught:
+        chat.main([str(tmp_path / "c.yml"), "--compilation_cache=off"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1].startswith("error: ")
+    assert "no tokenizer" in captured.err
