@@ -1,62 +1,61 @@
-"""Measures strategies on tasks: python -m dflash.benchmark CONFIG [key=value ...] --workdir DIR.
-
-In addition to the common flags, --trace=FILE and --acceptance=NAME are short for trace=FILE and
-acceptance=NAME: acceptance lengths are then forced, so that weights of any size can be timed.
-"""
+"""Measures strategies on tasks: dflash benchmark CONFIG [key=value ...] --workdir DIR."""
 
 import contextlib
-import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from absl import flags
 
 from dflash import cli
 from dflash.config import benchmark_schema
 
-DESCRIPTION = (
-    "Measures drafting strategies against plain decoding, on held-out prompts, in turns; writes "
-    "results.json, results.csv, plots and report.html to --workdir. --trace=FILE takes acceptance "
-    "lengths from a recording, --acceptance=NAME,NAME from published histograms."
-)
-_SHORTHANDS = ("trace", "acceptance")
-_NEITHER = {"trace": "null", "acceptance": "[]"}
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command; see `python -m dflash.benchmark --help`."""
-    cli.run(
-        _benchmark,
-        name="dflash.benchmark",
-        schema=benchmark_schema.BenchmarkRun,
-        description=DESCRIPTION,
-        define_flags=_define_flags,
-        argv=_as_overrides(sys.argv[1:] if argv is None else argv),
-    )
-
 
 def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_bool(
-        "wide", False, "Print all figures, not only those of 80 columns.", flag_values=values
+    where = {"flag_values": values}
+    flags.DEFINE_bool("wide", False, "Print all figures, not only those of 80 columns.", **where)
+    flags.DEFINE_string(
+        "trace",
+        None,
+        "Force the acceptance lengths that this JSON file recorded; short for trace=FILE.",
+        **where,
+    )
+    flags.DEFINE_string(
+        "acceptance",
+        None,
+        "Force acceptance lengths drawn from published histograms, such as math500,gsm8k; short "
+        "for acceptance=[…]. Weights of any size, random ones too, can then be timed.",
+        **where,
     )
 
 
-def _as_overrides(argv: list[str]) -> list[str]:
-    """Turns --trace FILE and --trace=FILE into trace=FILE, likewise --acceptance; at the end.
+def _overrides(values: flags.FlagValues) -> list[str]:
+    """The flags as overrides; where one of the two is given, it replaces the config's other one."""
+    if values.trace is None and values.acceptance is None:
+        return []
+    return [f"trace={values.trace or 'null'}", f"acceptance=[{values.acceptance or ''}]"]
 
-    If only one of the two is given, the other one is cleared in the config.
-    """
-    kept, given = [], {}
-    arguments = iter(argv)
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        name = flag.lstrip("-")
-        if flag.startswith("-") and name in _SHORTHANDS:
-            given[name] = value if equals else next(arguments, "")
-        else:
-            kept.append(argument)
-    if "acceptance" in given:
-        given["acceptance"] = f"[{given['acceptance']}]"
-    overrides = (_NEITHER | given) if len(given) == 1 else given
-    return kept + [f"{name}={value}" for name, value in overrides.items()]
+
+SUBCOMMAND = cli.Subcommand(
+    "benchmark",
+    "Measures drafting strategies against plain decoding, on held-out prompts, in turns; writes "
+    "results.json, results.csv, plots and report.html to --workdir. With study.name=… it measures "
+    "costs instead.",
+    examples=(
+        "dflash benchmark configs/benchmark/tiny.yml --workdir runs/tiny_benchmark",
+        "dflash benchmark configs/benchmark/tiny.yml tasks=math rounds=1",
+        "dflash benchmark configs/benchmark/tiny.yml study.name=cycle",
+        "dflash benchmark configs/benchmark/qwen3_4b_trace.yml --acceptance math500",
+    ),
+    schema=benchmark_schema.BenchmarkRun,
+    shared=cli.RUN_FLAGS,
+    define_flags=_define_flags,
+    overrides=_overrides,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash benchmark --help`."""
+    cli.run(SUBCOMMAND, _benchmark, argv)
 
 
 def _benchmark(command: cli.Command) -> None:

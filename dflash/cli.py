@@ -1,83 +1,150 @@
-"""Shared by all entry points: flags, the config, and exit statuses.
+"""Shared by all subcommands: flags, the config, help, and exit statuses.
 
-    python -m dflash.decode CONFIG [key=value ...] [--flags]
+    dflash COMMAND CONFIG [key=value ...] [--flags]
 
 Flags say where and how a run happens; the config holds everything that can change a number. Flags
 are defined in an object of their own, so importing this module defines nothing globally.
+
+Exit statuses follow one rule: 2 for what was given (usage, config, input, checkpoint), 1 for a run
+that failed.
 """
 
 import dataclasses
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import flags
 
-from dflash import errors, registry
+from dflash import errors, preflight, registry
 from dflash.config import loader
+from dflash.parallel import host
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _USAGE_ERROR = 2
+_WIDTH = 80  # columns of help
+_LABEL_WIDTH = 24
+CONFIG = "CONFIG"
+_ABOUT_CONFIGS = (
+    "CONFIG is a YAML file, looked up as given, then among the shipped ones. Arguments of the form "
+    "key=value override it, with dots in the key and YAML in the value. --print_config shows all "
+    "keys with their values."
+)
+_STATUSES = (
+    "exit status: 0: done; 1: the run failed; 2: wrong usage, config, input or checkpoint; 130: "
+    "interrupted"
+)
+RUN_FLAGS = (
+    *("workdir", "dry_run", "print_config", "profile_dir"),
+    *("coordinator_address", "num_processes", "process_id", "compilation_cache"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subcommand:
+    """What a subcommand takes: for its command line, its help and its completion.
+
+    Attributes:
+      name: as in `dflash NAME`.
+      description: one or two sentences for its help.
+      examples: lines for its help, as they are typed.
+      arguments: names of the positional arguments; key=value may follow CONFIG.
+      schema: the dataclass that the config fills, or several to choose from.
+      load: reads the config instead, from its path and the overrides.
+      configs: the configs of runs within what was loaded.
+      shared: names of the flags that it takes of those that several commands have.
+      define_flags: adds its own flags.
+      overrides: what its own flags add to the key=value arguments.
+      cpu_only: whether it computes nothing that is worth an accelerator.
+      statuses: exit statuses beside the usual ones, for its help.
+    """
+
+    name: str
+    description: str
+    examples: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = (CONFIG,)
+    schema: type | tuple[type, ...] | None = None
+    load: Callable[[str, Sequence[str]], Any] | None = None
+    configs: Callable[[Any], Iterable[Any]] = lambda loaded: (loaded,)
+    shared: tuple[str, ...] = ()
+    define_flags: Callable[[flags.FlagValues], None] = lambda values: None
+    overrides: Callable[[flags.FlagValues], list[str]] = lambda values: []
+    cpu_only: bool = False
+    statuses: str = ""
+
+    @property
+    def takes_config(self) -> bool:
+        """Whether its first argument is a config."""
+        return self.arguments == (CONFIG,)
+
+    @property
+    def usage(self) -> str:
+        """Its command line, in one line."""
+        overrides = ["[key=value ...]"] if self.takes_config else []
+        return " ".join(["dflash", self.name, *self.arguments, *overrides, "[--flags]"])
+
+    def flag_values(self) -> flags.FlagValues:
+        """Its flags, not parsed yet: the shared ones that it takes, and its own."""
+        values = _define_shared()
+        for name in set(values) - set(self.shared):
+            delattr(values, name)
+        self.define_flags(values)
+        flags.DEFINE_bool("help", False, "Print this text.", short_name="h", flag_values=values)
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A parsed command line.
+    """A parsed command line; flags that a subcommand does not take have their defaults.
 
     Attributes:
-      config: the resolved config, an instance of the entry point's schema.
+      config: the resolved config, an instance of the subcommand's schema; None without CONFIG.
       config_hash: hash of the resolved config.
       config_path: path of the config file.
+      arguments: the positional arguments, where there is no CONFIG among them.
       workdir: directory for results; None for terminal only.
       dry_run: whether to print the plan only, allocating nothing.
       profile_dir: directory for a profiler trace, or None.
       coordinator_address, num_processes, process_id: see `distributed.initialize`.
       stream: whether to print text as it is accepted.
-      flags: values of the entry point's own flags, by name.
+      compilation_cache: see `compilation_cache.enable`.
+      flags: values of the subcommand's own flags, by name.
     """
 
-    config: Any
-    config_hash: str
-    config_path: str
-    workdir: str | None
-    dry_run: bool
-    profile_dir: str | None
-    coordinator_address: str | None
-    num_processes: int | None
-    process_id: int | None
-    stream: bool
+    config: Any = None
+    config_hash: str = ""
+    config_path: str = ""
+    arguments: tuple[str, ...] = ()
+    workdir: str | None = None
+    dry_run: bool = False
+    profile_dir: str | None = None
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    stream: bool = True
+    compilation_cache: str | None = None
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def run(
+    subcommand: Subcommand,
     main: Callable[[Command], int | None],
-    *,
-    name: str,
-    description: str,
-    schema: type | None = None,
-    load: Callable[[str, Sequence[str]], Any] | None = None,
-    define_flags: Callable[[flags.FlagValues], None] = lambda values: None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Runs an entry point and exits with its status.
+    """Runs a subcommand and exits with its status.
 
     Args:
+      subcommand: what it takes.
       main: does the work; returns an exit status, None for 0.
-      name: the module as `python -m` takes it, such as "dflash.decode".
-      description: one or two sentences for `--help`.
-      schema: the dataclass that the config fills.
-      load: reads a config and its overrides, instead of `loader.load` with a schema.
-      define_flags: adds the entry point's own flags.
-      argv: arguments without the program name; None for those of the process.
+      argv: arguments without the names of program and subcommand; None for those of the process.
     Raises:
       SystemExit: always, with the status of `status_of`; 2 for wrong usage.
     """
     argv = sys.argv[1:] if argv is None else argv
-    load = load or (lambda path, overrides: loader.load(path, overrides, schema))
-    sys.exit(status_of(lambda: _run(main, name, load, define_flags, description, argv)))
+    sys.exit(status_of(lambda: _run(subcommand, main, argv)))
 
 
 def status_of(work: Callable[[], int | None]) -> int:
@@ -104,60 +171,100 @@ def status_of(work: Callable[[], int | None]) -> int:
     return status
 
 
-def parse_arguments(
-    values: flags.FlagValues, argv: Sequence[str], names: Sequence[str], usage: str
-) -> list[str]:
-    """Parses the command line of an entry point that reads no config.
-
-    Args:
-      values: the command's own flags; --help is added.
-      argv: arguments without the program name; flags may be anywhere.
-      names: names of the positional arguments.
-      usage: goes with every problem.
-    Returns:
-      The positional arguments; after --help there may be any number.
-    Raises:
-      ConfigError: wrong usage.
-    """
-    flags.DEFINE_bool("help", False, "Print how to use this.", short_name="h", flag_values=values)
-    try:
-        positional = _parse(values, argv)
-    except errors.ConfigError as error:
-        raise errors.ConfigError(*(f"{problem}; {usage}" for problem in error.problems)) from error
-    if not values.help and len(positional) != len(names):
-        problem = f"expected {' and '.join(names)}, not {len(positional)} arguments"
-        raise errors.ConfigError(f"{problem}; {usage}")
-    return positional
-
-
-def _run(main, name: str, load, define_flags, description: str, argv: Sequence[str]) -> int:
-    values = _define_flags()
-    common = set(values)
-    define_flags(values)
+def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
+    values = subcommand.flag_values()
     positional = _parse(values, argv)
-    if values.help or values.helpfull:
-        print(_help(values, name, description, set(values) - common))
+    if values.help:
+        print(_help(subcommand, values))
         return 0
-    if not positional or "=" in positional[0]:
-        print(f"usage: {_usage(name)}; see --help", file=sys.stderr)
-        return _USAGE_ERROR
+    if subcommand.takes_config:
+        if not positional or "=" in positional[0]:
+            print(f"usage: {subcommand.usage}; see --help", file=sys.stderr)
+            return _USAGE_ERROR
+        command = _configured(subcommand, values, positional)
+    else:
+        command = _plain(subcommand, values, positional)
+    if command is None:
+        return 0
+    host.quiet_without_tpu()
+    if subcommand.cpu_only and "jax" not in sys.modules:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    if command.coordinator_address is not None:
+        _keep_stdout_for_results()
+    if "compilation_cache" in subcommand.shared and not command.dry_run:
+        from dflash.runs import (
+            compilation_cache,
+        )  # imports jax, after the config has been found good
+
+        compilation_cache.enable(command.compilation_cache)
+    return main(command) or 0
+
+
+def _keep_stdout_for_results() -> None:
+    """Leaves stdout to Python alone: gloo, which joins processes, writes there too.
+
+    Its lines come from native code, which knows the file descriptor only. That one leads nowhere
+    from now on.
+    """
+    try:
+        own = sys.stdout.fileno() == 1
+    except OSError:  # it has none, as in a notebook or a test
+        own = False
+    if own:
+        sys.stdout.flush()
+        encoding, errors_, line = sys.stdout.encoding, sys.stdout.errors, sys.stdout.line_buffering
+        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        buffering = 1 if line else -1
+        sys.stdout = open(kept, "w", buffering, encoding=encoding, errors=errors_)  # noqa: SIM115
+
+
+def _plain(subcommand: Subcommand, values: flags.FlagValues, positional: list[str]) -> Command:
+    names = subcommand.arguments
+    if len(positional) != len(names):
+        expected = " and ".join(names) or "no argument"
+        found = f"{len(positional)} argument{'' if len(positional) == 1 else 's'}"
+        raise errors.ConfigError(
+            f"expected {expected}, not {found}; usage: {subcommand.usage}; see --help"
+        )
+    return Command(arguments=tuple(positional), **_values(values))
+
+
+def _configured(
+    subcommand: Subcommand, values: flags.FlagValues, positional: list[str]
+) -> Command | None:
+    """The command with its config, checked as far as no device is needed; None once printed."""
     path, *overrides = positional
+    overrides += subcommand.overrides(values)
+    load = subcommand.load or (lambda path, given: loader.load(path, given, subcommand.schema))
     config = load(path, overrides)
-    if values.print_config:
+    if "print_config" in values and values.print_config:
         print(loader.to_yaml(config), end="")
-        return 0
-    shared = {field.name for field in dataclasses.fields(Command)} & common
+        return None
     command = Command(
         config=config,
         config_hash=loader.config_hash(config),
         config_path=str(loader.find_config(path)),
-        flags={flag: values[flag].value for flag in set(values) - common},
-        **{flag: values[flag].value for flag in shared},
+        **_values(values),
     )
-    return main(command) or 0
+    # A plan reads no data, and what takes no --dry_run is but a plan.
+    reads = "dry_run" in subcommand.shared and not command.dry_run
+    preflight.check(subcommand.configs(config), files=reads)
+    if not command.dry_run:
+        preflight.check_writable(command.workdir, command.profile_dir)
+    return command
 
 
-def _define_flags() -> flags.FlagValues:
+def _values(values: flags.FlagValues) -> dict[str, Any]:
+    """Values of flags as fields of a Command."""
+    known = {field.name for field in dataclasses.fields(Command)} - {"flags"}
+    given = {name: values[name].value for name in values if name not in ("help", "h")}
+    own = {name: value for name, value in given.items() if name not in (*known, "print_config")}
+    return {name: value for name, value in given.items() if name in known} | {"flags": own}
+
+
+def _define_shared() -> flags.FlagValues:
     values = flags.FlagValues()
     where = {"flag_values": values}
     flags.DEFINE_string("workdir", None, "Directory for results; made if missing.", **where)
@@ -179,8 +286,12 @@ def _define_flags() -> flags.FlagValues:
         "process_id", None, "Several processes: which one this is, from 0.", lower_bound=0, **where
     )
     flags.DEFINE_bool("stream", True, "Print text as it is accepted.", **where)
-    flags.DEFINE_bool("help", False, "Print this text.", short_name="h", **where)
-    flags.DEFINE_bool("helpfull", False, "The same.", **where)
+    flags.DEFINE_string(
+        "compilation_cache",
+        None,
+        "Directory for compiled programs, or off; default: ~/.cache/dflash/programs.",
+        **where,
+    )
     return values
 
 
@@ -211,28 +322,29 @@ def _unknown_flag(argument: str, values: flags.FlagValues) -> str:
     return f"unknown flag {flag}{registry.suggest(flag, known)}"
 
 
-def _usage(name: str) -> str:
-    return f"python -m {name} CONFIG [key=value ...] [--flags]"
+def _help(subcommand: Subcommand, values: flags.FlagValues) -> str:
+    def filled(text: str) -> str:
+        return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+    parts = [filled(subcommand.description), "", f"usage: {subcommand.usage}"]
+    if subcommand.takes_config:
+        parts += ["", filled(_ABOUT_CONFIGS)]
+    parts += ["", "flags, anywhere on the line:", *_flag_lines(values)]
+    if subcommand.examples:
+        parts += ["", "examples:", *(f"  {line}" for line in subcommand.examples)]
+    statuses = "; ".join(filter(None, [_STATUSES, subcommand.statuses]))
+    return "\n".join([*parts, "", filled(statuses)])
 
 
-def _help(values: flags.FlagValues, name: str, description: str, added: Collection[str]) -> str:
-    own = values.flags_by_module_dict()[_define_flags.__module__]
-    entries = []
-    for flag in (*own, *(values[name] for name in sorted(added))):
-        label = f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
-        entries.append(f"  {label:<24}{flag.help}")
-    return "\n".join(
-        [
-            textwrap.fill(description, 100),
-            "",
-            f"usage: {_usage(name)}",
-            "",
-            "CONFIG is a YAML file, looked up as given, then among the shipped ones. Arguments of",
-            "the form key=value override it, with dots in the key and YAML in the value:",
-            f"  python -m {name} configs/qwen3_4b_dflash.yml decode.temperature=0.8 mesh.tensor=2",
-            "All keys with their values: add --print_config.",
-            "",
-            "flags, anywhere on the line:",
-            *entries,
-        ]
-    )
+def _flag_lines(values: flags.FlagValues) -> list[str]:
+    """Each flag with its help, in the order of their definition."""
+    lines = []
+    for group in values.flags_by_module_dict().values():
+        for flag in group:
+            label = f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
+            begin = f"  {label}".ljust(_LABEL_WIDTH)
+            later = " " * _LABEL_WIDTH
+            lines += textwrap.wrap(
+                flag.help, _WIDTH, initial_indent=f"{begin}", subsequent_indent=later
+            )
+    return lines

@@ -1,8 +1,4 @@
-"""Compiles a run for TPUs that need not be present: python -m dflash.compile CONFIG tpu.topology=…
-
-Exit status: 0; 3 when the run does not fit, or passes tpu.max_hbm_gb or tpu.max_cycle_ms; 2 for an
-unusable config.
-"""
+"""Compiles a run for TPUs that need not be present: dflash compile CONFIG tpu.topology=…"""
 
 import contextlib
 import dataclasses
@@ -10,30 +6,15 @@ import json
 import pathlib
 import sys
 import tempfile
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from absl import flags
 
 from dflash import cli
 from dflash.config import loader, tpu_schema
 
-DESCRIPTION = (
-    "Compiles the programs of a decoding or training config for a TPU topology, on any Linux host, "
-    "and reports what the compiler says of memory, time, copies and collectives."
-)
 _OVER_BUDGET = 3
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command; see `python -m dflash.compile --help`."""
-    cli.run(
-        _compile,
-        name="dflash.compile",
-        schema=(tpu_schema.CompileDecode, tpu_schema.CompileTrain),
-        description=DESCRIPTION,
-        argv=argv,
-        define_flags=_define_flags,
-    )
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -49,6 +30,28 @@ def _define_flags(values: flags.FlagValues) -> None:
         "Also the static schedules of our own kernels; takes some disk and time.",
         flag_values=values,
     )
+
+
+SUBCOMMAND = cli.Subcommand(
+    "compile",
+    "Compiles the programs of a decoding or training config for a TPU topology, on any Linux host, "
+    "and reports what the compiler says of memory, time, copies and collectives.",
+    examples=(
+        "dflash compile configs/qwen3_4b_dflash.yml tpu.topology=v5e:1x1",
+        "dflash compile configs/qwen3_4b_dflash.yml tpu.topology=v5e:1x1 --rows 1,16",
+        "dflash compile configs/train/qwen3_4b_dflash.yml mesh.fsdp=4 \\",
+        "    tpu.topology=v5p:2x2x1",
+    ),
+    schema=(tpu_schema.CompileDecode, tpu_schema.CompileTrain),
+    shared=("workdir", "print_config", "compilation_cache"),
+    define_flags=_define_flags,
+    statuses="3: the run does not fit, or passes tpu.max_hbm_gb or tpu.max_cycle_ms",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash compile --help`."""
+    cli.run(SUBCOMMAND, _compile, argv)
 
 
 def _compile(command: cli.Command) -> int:

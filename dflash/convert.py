@@ -1,45 +1,62 @@
 """Converts a checkpoint between the Hugging Face layout and the native Orbax one.
 
-    python -m dflash.convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
-
-SOURCE is a directory or hf:org/name, of a target or a drafter with weights; config.json says which.
-Weights keep their dtype unless --dtype is given. Tokenizer, generation and license files are
-copied.
+dflash convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
 """
 
-import os
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, registry
+from dflash import cli, errors, preflight, registry
 from dflash.checkpoints import checkpoint, files
 from dflash.config import schema
 
 if TYPE_CHECKING:
     from flax import nnx
 
-USAGE = (
-    "usage: python -m dflash.convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]"
+
+def _define_flags(values: flags.FlagValues) -> None:
+    where = {"flag_values": values}
+    flags.DEFINE_enum("to", None, ["orbax", "hf"], "Layout to write: orbax or hf.", **where)
+    flags.DEFINE_enum(
+        "dtype",
+        None,
+        ["float32", "bfloat16"],
+        "Dtype to write, float32 or bfloat16; as stored by default.",
+        **where,
+    )
+
+
+SUBCOMMAND = cli.Subcommand(
+    "convert",
+    "Converts a checkpoint between the Hugging Face layout and the native Orbax one. SOURCE is a "
+    "directory or hf:org/name, of a target or a drafter with weights; config.json says which. "
+    "DESTINATION appears whole or not at all. Tokenizer, generation and license files are copied.",
+    examples=(
+        "dflash convert hf:Qwen/Qwen3-4B /data/qwen3_4b --to=orbax",
+        "dflash convert /data/qwen3_4b /data/qwen3_4b_hf --to=hf --dtype=bfloat16",
+    ),
+    arguments=("SOURCE", "DESTINATION"),
+    define_flags=_define_flags,
+    cpu_only=True,  # nothing is computed, and an accelerator's memory would limit the model's size
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, or that of the error printed on stderr."""
-    return cli.status_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash convert --help`."""
+    cli.run(SUBCOMMAND, _convert, argv)
 
 
-def _run(argv: Sequence[str]) -> None:
-    values, positional = _parse(argv)
-    if values.help:
-        print(__doc__)
-        return
-    source, destination = positional
-    print(convert(source, pathlib.Path(destination), to=values.to, dtype=values.dtype))
+def _convert(command: cli.Command) -> None:
+    source, destination = command.arguments
+    if command.flags["to"] is None:
+        raise errors.ConfigError(f"--to is missing; usage: {SUBCOMMAND.usage}; see --help")
+    files.check_vacant(pathlib.Path(destination))
+    preflight.check_writable(destination)
+    print(convert(source, pathlib.Path(destination), **command.flags))
 
 
 def convert(
@@ -87,29 +104,11 @@ def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Modul
     from dflash.parallel import sharding
 
     config = checkpoint.read_config(directory)
-    name, cls = assembly.find_class(config, directory, registry.TARGETS | registry.DRAFTERS)
+    name, cls = assembly.find_class(config, directory, {**registry.TARGETS, **registry.DRAFTERS})
     one_device = sharding.make_sharding(dict.fromkeys(sharding.MESH_AXES, 1), schema.SHARDING_RULES)
     architecture = cls.architecture_from_hf(config)
     return name, cls(architecture, dtype=jnp.dtype(dtype), sharding=one_device)
 
 
-def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Reads the command line.
-
-    Raises:
-      ConfigError: wrong usage.
-    """
-    values = flags.FlagValues()
-    where = {"flag_values": values}
-    flags.DEFINE_enum("to", None, ["orbax", "hf"], "Layout to write.", **where)
-    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Default: as stored.", **where)
-    positional = cli.parse_arguments(values, argv, ("SOURCE", "DESTINATION"), USAGE)
-    if not values.help and values.to is None:
-        raise errors.ConfigError(f"--to is missing; {USAGE}")
-    return values, positional
-
-
 if __name__ == "__main__":
-    # Nothing is computed, and an accelerator's memory would limit the model's size.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.exit(main())
+    main()

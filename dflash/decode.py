@@ -1,22 +1,34 @@
-"""Decodes prompts: python -m dflash.decode CONFIG [key=value ...] [--workdir DIR]."""
+"""Decodes prompts: dflash decode CONFIG [key=value ...] [--workdir DIR]."""
 
 import contextlib
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from dflash import cli
 from dflash.config import schema
 
-DESCRIPTION = (
+SUBCOMMAND = cli.Subcommand(
+    "decode",
     "Decodes prompts with a target and a drafting strategy, losslessly: in float32 the output is "
-    "the target's own, token for token."
+    "the target's own, token for token. Text goes to stdout, everything else to stderr; with "
+    "--workdir there are outputs.jsonl and results.json, and the same command skips what is done.",
+    examples=(
+        "dflash decode configs/tiny_dflash.yml              # embedded, no download",
+        "dflash decode configs/tiny_dflash.yml prompts.text='What is 12 × 7?'",
+        "dflash decode configs/tiny_dflash.yml decode.temperature=0.8 decode.seed=1",
+        "dflash decode configs/tiny_dflash.yml drafter.name=none      # the baseline",
+        "dflash decode configs/qwen3_4b_dflash.yml --dry_run mesh.tensor=4",
+        "dflash decode configs/qwen3_4b_dflash.yml prompts.file=p.jsonl --workdir w",
+    ),
+    schema=schema.DecodeRun,
+    shared=(*cli.RUN_FLAGS, "stream"),
 )
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command; see `python -m dflash.decode --help`."""
-    cli.run(
-        _decode, name="dflash.decode", schema=schema.DecodeRun, description=DESCRIPTION, argv=argv
-    )
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash decode --help`."""
+    cli.run(SUBCOMMAND, _decode, argv)
 
 
 def _decode(command: cli.Command) -> None:

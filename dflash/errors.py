@@ -1,7 +1,8 @@
 """Errors that a user can act on: each is one or more plain lines, never a traceback.
 
 Every message names the file, key or token at fault and what to do about it. Entry points print
-the lines on stderr and exit with `exit_status`.
+the lines on stderr and exit with `exit_status`: 2 for what was given to a run (config, input,
+checkpoints), 1 for the run itself.
 """
 
 _MAX_CHARACTERS = 1000  # of a line; a value that it quotes may be a whole file
@@ -11,6 +12,9 @@ class UserError(Exception):
     """A problem outside the program; the message says what it is and how to fix it."""
 
     exit_status = 1
+
+    def __init__(self, message: str):
+        super().__init__("\n".join(shorten(line) for line in message.splitlines()))
 
 
 class InputError(UserError):
@@ -25,14 +29,14 @@ class ConfigError(UserError):
     exit_status = 2
 
     def __init__(self, *problems: str):
-        self.problems = tuple(
-            one if len(one) <= _MAX_CHARACTERS else f"{one[:_MAX_CHARACTERS]}…" for one in problems
-        )
+        self.problems = tuple(map(shorten, problems))
         super().__init__("\n".join(self.problems))
 
 
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit; the message names file and tensor."""
+
+    exit_status = 2
 
 
 class NumericsError(UserError):
@@ -40,4 +44,9 @@ class NumericsError(UserError):
 
 
 class WorkdirError(UserError):
-    """The work directory cannot be written, or belongs to a run of another configuration."""
+    """Results cannot be written, or their directory belongs to another run, or is damaged."""
+
+
+def shorten(text: str, characters: int = _MAX_CHARACTERS) -> str:
+    """The beginning of a text that may be too long to show."""
+    return text if len(text) <= characters else f"{text[:characters]}…"

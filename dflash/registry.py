@@ -3,15 +3,25 @@
 A target's or drafter's name selects two things: the class that runs, and the schema of its config
 group. Both are kept as "module:Class" and imported on demand, so that reading a config never
 imports jax.
+
+Installed distributions add targets and drafters through entry points, whose values are `Entry`s:
+
+    [project.entry-points."dflash.drafters"]
+    repeat = "my_package.registered:REPEAT"
 """
 
 import dataclasses
 import difflib
+import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dflash import errors
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _MAX_COMPARED = 200  # characters of a name; comparing takes time quadratic in them
 
@@ -24,29 +34,122 @@ class Entry:
     schema: str
 
 
-TARGETS: Mapping[str, Entry] = {
-    "qwen3": Entry("dflash.models.qwen3:Qwen3", "dflash.config.schema:TargetConfig"),
-    "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
-}
+class Entries(Mapping[str, Entry]):
+    """Entries by name: the built-in ones, and behind them those of installed distributions.
 
-DRAFTERS: Mapping[str, Entry] = {
-    "none": Entry("dflash.drafters.none:NoDrafter", "dflash.config.schema:DrafterConfig"),
-    "dflash": Entry("dflash.drafters.dflash.drafter:DFlash", "dflash.config.schema:DFlashConfig"),
-    "eagle3": Entry("dflash.drafters.eagle3.drafter:Eagle3", "dflash.config.schema:Eagle3Config"),
-    "autoregressive": Entry(
-        "dflash.drafters.autoregressive.drafter:Autoregressive",
-        "dflash.config.schema:AutoregressiveConfig",
-    ),
-    "dflash2": Entry(
-        "dflash.drafters.dflash2.drafter:DFlash2", "dflash.config.schema:DFlash2Config"
-    ),
-    "dspark": Entry("dflash.drafters.dspark.drafter:DSpark", "dflash.config.schema:DSparkConfig"),
-    "lookahead": Entry(
-        "dflash.drafters.lookahead:Lookahead", "dflash.config.schema:LookaheadConfig"
-    ),
-    "medusa": Entry("dflash.drafters.medusa.drafter:Medusa", "dflash.config.schema:MedusaConfig"),
-    "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.config.schema:NgramConfig"),
-}
+    Distributions are looked at when a name is first asked for, and their code is imported when
+    theirs is.
+    """
+
+    def __init__(self, group: str, built_in: Mapping[str, Entry]):
+        """Takes the name of the entry points' group, and the built-in entries."""
+        self._group, self._built_in = group, built_in
+
+    def __getitem__(self, name: str) -> Entry:
+        """The entry called `name`.
+
+        Raises:
+          KeyError: there is none.
+          ConfigError: it belongs to a distribution and cannot be loaded, or a distribution has
+            taken a name that another one, or dflash itself, has.
+        """
+        added = self._added()
+        return self._built_in[name] if name in self._built_in else _load_entry(added[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._built_in or name in self._added()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._built_in
+        yield from self._added()
+
+    def __len__(self) -> int:
+        return len(self._built_in) + len(self._added())
+
+    def _added(self) -> "Mapping[str, EntryPoint]":
+        """The entry points of installed distributions, by name."""
+        points = _entry_points(self._group, tuple(sys.path))
+        owners = dict.fromkeys(self._built_in, "dflash")
+        for point in points:
+            if point.name in owners:
+                raise errors.ConfigError(
+                    f"{_where(point)}: the name {point.name!r} is taken by {owners[point.name]}: "
+                    "rename the entry point, or uninstall the distribution"
+                )
+            owners[point.name] = _distribution(point)
+        return {point.name: point for point in points}
+
+
+@functools.lru_cache(maxsize=8)
+def _entry_points(group: str, path: tuple[str, ...]) -> "tuple[EntryPoint, ...]":
+    """The entry points of a group in the distributions below `path`, which is sys.path."""
+    from importlib import metadata  # takes longer than all else that is imported here
+
+    return tuple(metadata.entry_points(group=group))
+
+
+def _load_entry(point: "EntryPoint") -> Entry:
+    """Imports the entry that a distribution registers."""
+    try:
+        entry = point.load()
+    except Exception as error:  # it is others' code
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise errors.ConfigError(
+            f"{_where(point)}: cannot be loaded: {reason}; mend or uninstall the distribution"
+        ) from error
+    if not isinstance(entry, Entry):
+        raise errors.ConfigError(
+            f"{_where(point)}: expected a dflash.registry.Entry, got {type(entry).__name__}; mend "
+            "or uninstall the distribution"
+        )
+    return entry
+
+
+def _where(point: "EntryPoint") -> str:
+    return f"{_distribution(point)}: entry point {point.group}: {point.name} = {point.value}"
+
+
+def _distribution(point: "EntryPoint") -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "a distribution"
+
+
+TARGETS: Mapping[str, Entry] = Entries(
+    "dflash.targets",
+    {
+        "qwen3": Entry("dflash.models.qwen3:Qwen3", "dflash.config.schema:TargetConfig"),
+        "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
+    },
+)
+
+DRAFTERS: Mapping[str, Entry] = Entries(
+    "dflash.drafters",
+    {
+        "none": Entry("dflash.drafters.none:NoDrafter", "dflash.config.schema:DrafterConfig"),
+        "dflash": Entry(
+            "dflash.drafters.dflash.drafter:DFlash", "dflash.config.schema:DFlashConfig"
+        ),
+        "eagle3": Entry(
+            "dflash.drafters.eagle3.drafter:Eagle3", "dflash.config.schema:Eagle3Config"
+        ),
+        "autoregressive": Entry(
+            "dflash.drafters.autoregressive.drafter:Autoregressive",
+            "dflash.config.schema:AutoregressiveConfig",
+        ),
+        "dflash2": Entry(
+            "dflash.drafters.dflash2.drafter:DFlash2", "dflash.config.schema:DFlash2Config"
+        ),
+        "dspark": Entry(
+            "dflash.drafters.dspark.drafter:DSpark", "dflash.config.schema:DSparkConfig"
+        ),
+        "lookahead": Entry(
+            "dflash.drafters.lookahead:Lookahead", "dflash.config.schema:LookaheadConfig"
+        ),
+        "medusa": Entry(
+            "dflash.drafters.medusa.drafter:Medusa", "dflash.config.schema:MedusaConfig"
+        ),
+        "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.config.schema:NgramConfig"),
+    },
+)
 
 # Data sets have no schema of their own; their keys are in dflash/config/data_schema.py.
 DATASETS: Mapping[str, str] = {
@@ -76,11 +179,29 @@ RUNS: Mapping[str, Entry] = {
     ),
 }
 
+# The schemas of each command's configs, by which a config that is given to another one is known.
+CONFIGS: Mapping[str, tuple[str, ...]] = {
+    "decode": ("dflash.config.schema:DecodeRun",),
+    "train": ("dflash.config.train_schema:TrainRun",),
+    "benchmark": ("dflash.config.benchmark_schema:BenchmarkRun",),
+    "compile": (
+        "dflash.config.tpu_schema:CompileDecode",
+        "dflash.config.tpu_schema:CompileTrain",
+    ),
+}
+
 
 def load(reference: str) -> Any:
-    """Imports `reference` ("module:Class") and returns the object."""
+    """Imports `reference` ("module:Class") and returns the object.
+
+    Raises:
+      ConfigError: there is no such module or class, or the module itself cannot be imported.
+    """
     module, _, attribute = reference.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise errors.ConfigError(f"{reference}: cannot be imported: {error}") from error
 
 
 def find(entries: Mapping[str, Entry], name: str, what: str) -> Entry:

@@ -1,35 +1,18 @@
-"""Runs a config over a grid of values: python -m dflash.sweep CONFIG [key=value ...] --workdir DIR.
+"""Runs a config over a grid of values: dflash sweep CONFIG [key=value ...] --workdir DIR.
 
 The config's `sweep:` block gives the values; see dflash/config/sweep.py. The same command on the
-same directory continues where the last one ended. Exit status: 0 if every point is finished; 1 if
-some failed; 2 for an unusable config, before anything has run.
+same directory continues where the last one ended.
 """
 
 import contextlib
 import pathlib
+from collections.abc import Sequence
+from typing import NoReturn
 
 from absl import flags
 
 from dflash import cli, errors, registry
 from dflash.config import sweep as sweeps
-
-DESCRIPTION = (
-    "Runs a config once for every combination of values in its `sweep:` block, and writes one "
-    "table, sweep.csv, and a heat map of each main figure to --workdir. Finished points are "
-    "skipped."
-)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command; see `python -m dflash.sweep --help`."""
-    cli.run(
-        _sweep,
-        name="dflash.sweep",
-        load=sweeps.load,
-        define_flags=_define_flags,
-        description=DESCRIPTION,
-        argv=argv,
-    )
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -42,12 +25,33 @@ def _define_flags(values: flags.FlagValues) -> None:
     )
 
 
+SUBCOMMAND = cli.Subcommand(
+    "sweep",
+    "Runs a config once for every combination of values in its `sweep:` block, and writes one "
+    "table, sweep.csv, and a heat map of each main figure to --workdir. Finished points are "
+    "skipped.",
+    examples=(
+        "dflash sweep configs/sweeps/block_size.yml --workdir runs/block_size",
+        "dflash sweep configs/sweeps/block_size.yml --dry_run    # lists the points",
+        "dflash sweep configs/sweeps/block_size.yml --index 3 --workdir w",
+        "dflash sweep configs/tiny_dflash.yml sweep.zip.decode.seed=[1,2]",
+    ),
+    schema=tuple(registry.load(entry.schema) for entry in registry.RUNS.values()),
+    load=sweeps.load,
+    configs=lambda sweep: (point.config for point in sweep.points.values()),
+    shared=("workdir", "dry_run", "print_config", "compilation_cache"),
+    define_flags=_define_flags,
+    statuses="1 also if some points failed",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash sweep --help`."""
+    cli.run(SUBCOMMAND, _sweep, argv)
+
+
 def _sweep(command: cli.Command) -> int:
     sweep: sweeps.Sweep = command.config
-    if command.coordinator_address is not None:
-        raise errors.ConfigError(
-            "--coordinator_address: a point runs in one process; give each host its own --index"
-        )
     if command.dry_run:
         print("\n".join(f"{index:>4}  {name}" for index, name in enumerate(sweep.points)))
         return 0

@@ -1,50 +1,57 @@
-"""Trains a tokenizer on the training splits of data sets.
+"""Trains a tokenizer on the training splits of data sets: dflash train_tokenizer DESTINATION."""
 
-    python -m dflash.train_tokenizer DESTINATION [--vocab_size=4096] [--datasets=math,code,chat]
-        [--files=a.jsonl,b.jsonl] [--megabytes=8]
-
-DESTINATION gets tokenizer.model (sentencepiece), tokenizer_config.json and chat_template.jinja;
-with a model's config.json and weights it becomes a checkpoint. The same data give the same bytes.
-Ids 0 to 6 are <unk>, <|pad|>, <|end|>, <|system|>, <|user|>, <|assistant|>, <|mask|>.
-"""
-
-import os
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from absl import flags
 
-from dflash import cli, errors
+from dflash import cli, errors, preflight
 from dflash.checkpoints.files import check_vacant
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, tokenizer_training
 
-USAGE = (
-    "usage: python -m dflash.train_tokenizer DESTINATION [--vocab_size=N] [--datasets=A,B] "
-    "[--files=A,B] [--megabytes=N]"
+
+def _define_flags(values: flags.FlagValues) -> None:
+    where = {"flag_values": values}
+    flags.DEFINE_integer("vocab_size", 4096, "Number of pieces.", lower_bound=300, **where)
+    flags.DEFINE_list("datasets", ["math", "code", "chat"], "Data sets to read: a,b.", **where)
+    flags.DEFINE_list("files", [], "JSONL files to read: a,b.", **where)
+    flags.DEFINE_float(
+        "megabytes", 8.0, "Maximum text of each data set, in MB.", lower_bound=0, **where
+    )
+
+
+SUBCOMMAND = cli.Subcommand(
+    "train_tokenizer",
+    "Trains a tokenizer on the training splits of data sets. DESTINATION gets tokenizer.model "
+    "(sentencepiece), tokenizer_config.json and chat_template.jinja; with a model's config.json "
+    "and weights it becomes a checkpoint. The same data give the same bytes. Ids 0 to 6 are <unk>, "
+    "<|pad|>, <|end|>, <|system|>, <|user|>, <|assistant|>, <|mask|>.",
+    examples=(
+        "dflash train_tokenizer runs/tiny/tokenizer",
+        "dflash train_tokenizer w --datasets=math --files=mine.jsonl --vocab_size=8192",
+    ),
+    arguments=("DESTINATION",),
+    define_flags=_define_flags,
+    cpu_only=True,
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, or that of the error printed on stderr."""
-    return cli.status_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash train_tokenizer --help`."""
+    cli.run(SUBCOMMAND, _train_tokenizer, argv)
 
 
-def _run(argv: Sequence[str]) -> None:
-    values, positional = _parse(argv)
-    if values.help:
-        print(__doc__)
-        return
-    line = train_tokenizer(
-        pathlib.Path(positional[0]),
-        names=values.datasets,
-        files=values.files,
-        vocab_size=values.vocab_size,
-        megabytes=values.megabytes,
-    )
-    print(line)
+def _train_tokenizer(command: cli.Command) -> None:
+    given = dict(command.flags)
+    names, (destination,) = given.pop("datasets"), command.arguments
+    check_vacant(pathlib.Path(destination))
+    preflight.check_writable(destination)
+    for file in given["files"]:
+        preflight.check_file(file)
+    print(train_tokenizer(pathlib.Path(destination), names=names, **given))
 
 
 def train_tokenizer(
@@ -89,21 +96,5 @@ def train_tokenizer(
     )
 
 
-def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Reads the command line.
-
-    Raises:
-      ConfigError: wrong usage.
-    """
-    values = flags.FlagValues()
-    where = {"flag_values": values}
-    flags.DEFINE_integer("vocab_size", 4096, "Number of pieces.", lower_bound=300, **where)
-    flags.DEFINE_list("datasets", ["math", "code", "chat"], "Data sets to read.", **where)
-    flags.DEFINE_list("files", [], "JSONL files to read.", **where)
-    flags.DEFINE_float("megabytes", 8.0, "Maximum text per data set.", lower_bound=0, **where)
-    return values, cli.parse_arguments(values, argv, ("DESTINATION",), USAGE)
-
-
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed on an accelerator
-    sys.exit(main())
+    main()

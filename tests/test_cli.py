@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,14 +10,23 @@ from absl import flags
 from dflash import cli, errors
 from dflash.config import loader, schema
 
-USAGE = "usage: python -m dflash.decode CONFIG [key=value ...] [--flags]; see --help\n"
+USAGE = "usage: dflash decode CONFIG [key=value ...] [--flags]; see --help\n"
+
+SUBCOMMAND = cli.Subcommand(
+    "decode",
+    "Decodes prompts.",
+    schema=schema.DecodeRun,
+    examples=("dflash decode c.yml",),
+    shared=(*cli.RUN_FLAGS, "stream"),
+)
+CONFIG = "target: {checkpoint: random, name: qwen3}\nbase: [models/qwen3_4b.yml]\n"
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs an entry point; returns (exit status, stdout, stderr, commands that reached it)."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+    (tmp_path / "c.yml").write_text(CONFIG)
 
     def run_with(*argv, main=lambda command: None, define_flags=lambda values: None):
         commands = []
@@ -26,14 +36,7 @@ def run(tmp_path, monkeypatch, capsys):
             return main(command)
 
         with pytest.raises(SystemExit) as caught:
-            cli.run(
-                record,
-                name="dflash.decode",
-                schema=schema.DecodeRun,
-                description="Decodes prompts.",
-                define_flags=define_flags,
-                argv=argv,
-            )
+            cli.run(dataclasses.replace(SUBCOMMAND, define_flags=define_flags), record, argv)
         out, err = capsys.readouterr()
         return caught.value.code, out, err, commands
 
@@ -84,7 +87,7 @@ def test_an_entry_point_has_flags_of_its_own(run):
 
     assert run("c.yml", define_flags=define)[3][0].flags == {"index": None}
     assert run("c.yml", "--index=3", define_flags=define)[3][0].flags == {"index": 3}
-    assert "\n  --index                 Which one.\n" in run("--help", define_flags=define)[1]
+    assert "\n  --index               Which one.\n" in run("--help", define_flags=define)[1]
     assert run("c.yml", "--index=3")[2].startswith("error: unknown flag --index; ")
 
 
@@ -95,14 +98,16 @@ def test_print_config_prints_what_loads_again(run, tmp_path):
     assert loader.load("again.yml") == loader.load("c.yml", ["decode.seed=3"])
 
 
-@pytest.mark.parametrize("flag", ["--help", "--helpfull", "-h"])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_flag(run, flag):
     status, out, err, commands = run(flag)
     assert (status, err, commands) == (0, "", [])
-    assert out.startswith("Decodes prompts.\n\nusage: python -m dflash.decode CONFIG [key=value")
+    assert out.startswith("Decodes prompts.\n\nusage: dflash decode CONFIG [key=value")
+    assert "\nexamples:\n  dflash decode c.yml\n" in out
+    assert max(map(len, out.splitlines())) <= 80
     for name in (
         "workdir", "dry_run", "print_config", "profile_dir", "coordinator_address",
-        "num_processes", "process_id", "[no]stream", "help", "helpfull",
+        "num_processes", "process_id", "[no]stream", "help",
     ):  # fmt: skip
         assert f"\n  --{name} " in out
 
@@ -119,8 +124,7 @@ def test_a_missing_config_is_one_line_of_usage(run, argv):
         (["--dry-run", "--noflow", "c.yml"], [
             "unknown flag --dry-run; did you mean '--dry_run'?",
             "unknown flag --noflow; expected one of --coordinator_address, --dry_run, --help, "
-            "--helpfull, --num_processes, --print_config, --process_id, --profile_dir, --stream, "
-            "--workdir",
+            "--num_processes, --print_config, --process_id, --profile_dir, --stream, --workdir",
         ]),
         (["c.yml", "--decode.seed=3"], [
             "unknown flag --decode.seed; config keys take no dashes: decode.seed=3",
@@ -151,7 +155,7 @@ def test_wrong_usage_is_one_line_each(run, argv, lines):
     [
         (errors.ConfigError("one", "two"), 2, "error: one\nerror: two\n"),
         (errors.InputError("p.jsonl:3: no prompt"), 2, "error: p.jsonl:3: no prompt\n"),
-        (errors.CheckpointError("truncated"), 1, "error: truncated\n"),
+        (errors.CheckpointError("truncated"), 2, "error: truncated\n"),
         (errors.WorkdirError("denied"), 1, "error: denied\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
@@ -162,15 +166,9 @@ def test_errors_leave_with_their_own_status(run, error, status, stderr):
 
 def test_a_defect_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+    (tmp_path / "c.yml").write_text(CONFIG)
     with pytest.raises(ZeroDivisionError):
-        cli.run(
-            lambda command: 1 // 0,
-            name="dflash.decode",
-            schema=schema.DecodeRun,
-            description="",
-            argv=["c.yml"],
-        )
+        cli.run(SUBCOMMAND, lambda command: 1 // 0, ["c.yml"])
 
 
 def test_the_status_of_main_is_the_exit_status(run):
@@ -191,7 +189,7 @@ def in_process(code, tmp_path):
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path):
-    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+    (tmp_path / "c.yml").write_text(CONFIG)
     code = """
     from dflash import cli
     from dflash.config.schema import DecodeRun
@@ -200,7 +198,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
         for number in range(100000):
             print(number)
 
-    cli.run(main, name="x", schema=DecodeRun, description="", argv=["c.yml"])
+    cli.run(cli.Subcommand("x", "", schema=DecodeRun), main, ["c.yml"])
     """
     process = in_process(code, tmp_path)
     assert process.stdout.readline() == "0\n"
@@ -212,7 +210,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
 
 def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
     """What Python still buffers is written at the end, when the reader has gone."""
-    (tmp_path / "c.yml").write_text("target: {checkpoint: weights}\n")
+    (tmp_path / "c.yml").write_text(CONFIG)
     code = """
     import os
     from dflash import cli
@@ -224,7 +222,7 @@ def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
             pass
         print("late")
 
-    cli.run(main, name="x", schema=DecodeRun, description="", argv=["c.yml"])
+    cli.run(cli.Subcommand("x", "", schema=DecodeRun), main, ["c.yml"])
     """
     process = in_process(code, tmp_path)
     assert process.stdout.readline() == "ready\n"

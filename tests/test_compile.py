@@ -124,7 +124,7 @@ def test_a_lone_row_goes_through_the_matrix_unit(data, batch):
 
 def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.UserError, match=r"pip install 'jax\[tpu\]'"):
+    with pytest.raises(errors.UserError, match=r"pip install 'dflash\[tpu\]'"):
         topology.prepare_environment()
 
 

@@ -1,4 +1,4 @@
-"""`python -m dflash.convert`: round trips of targets and drafters, and what it says."""
+"""`dflash convert`: round trips of targets and drafters, and what it says."""
 
 import json
 import re
@@ -15,11 +15,14 @@ from support.golden import GOLDEN, GOLDEN_CASES
 from dflash import convert
 from dflash.checkpoints import checkpoint
 
+USAGE = f"usage: {convert.SUBCOMMAND.usage}; see --help"
+
 
 def run(capsys, *argv) -> tuple[int, str, str]:
-    status = convert.main([str(argument) for argument in argv])
+    with pytest.raises(SystemExit) as caught:
+        convert.main([str(argument) for argument in argv])
     captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    return caught.value.code, captured.out, captured.err
 
 
 def tensors_of(directory):
@@ -91,9 +94,9 @@ def test_unknown_architecture(tmp_path, capsys):
     shutil.copytree(GOLDEN / "qwen3_b1" / "target", source)
     (source / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     assert run(capsys, source, tmp_path / "out", "--to=orbax") == (
-        1,
+        2,
         "",
-        f"error: {source}/config.json: architectures: ['BertModel'] is not known, only "
+        f"error: {source}/config.json: architectures: BertModel is not supported, only "
         f"{', '.join(known_architectures())}\n",
     )
     assert not (tmp_path / "out").exists()
@@ -102,17 +105,17 @@ def test_unknown_architecture(tmp_path, capsys):
 def known_architectures():
     from dflash import registry
 
-    classes = [
-        registry.load(entry.implementation)
-        for entry in (registry.TARGETS | registry.DRAFTERS).values()
+    return [
+        f"{one} ({name})"
+        for name, entry in {**registry.TARGETS, **registry.DRAFTERS}.items()
+        for one in getattr(registry.load(entry.implementation), "hf_architectures", ())
     ]
-    return sorted(name for cls in classes for name in getattr(cls, "hf_architectures", ()))
 
 
 def test_destination_that_is_taken(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run(capsys, GOLDEN / "qwen3_b1" / "target", tmp_path, "--to=orbax") == (
-        1,
+        2,
         "",
         f"error: {tmp_path}: already exists and is not an empty directory; "
         "choose another destination or delete it first\n",
@@ -121,7 +124,7 @@ def test_destination_that_is_taken(tmp_path, capsys):
 
 def test_missing_source(tmp_path, capsys):
     assert run(capsys, tmp_path / "none", tmp_path / "out", "--to=hf") == (
-        1,
+        2,
         "",
         f"error: {tmp_path}/none: no such directory; give an existing directory\n",
     )
@@ -133,15 +136,15 @@ def test_destination_that_cannot_be_made(tmp_path, capsys):
     assert run(capsys, GOLDEN / "qwen3_b1" / "target", destination, "--to=hf") == (
         1,
         "",
-        f"error: {destination}: cannot be written: {tmp_path}/file is not a directory\n",
+        f"error: {destination}: cannot be written: Not a directory\n",
     )
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["a"], "expected SOURCE and DESTINATION, not 1 arguments"),
-        (["a", "b"], "--to is missing"),
+        (["a"], f"expected SOURCE and DESTINATION, not 1 argument; {USAGE}"),
+        (["a", "b"], f"--to is missing; {USAGE}"),
         (
             ["a", "b", "--to=onnx"],
             "flag --to=onnx: value should be one of <orbax|hf>",
@@ -151,13 +154,7 @@ def test_destination_that_cannot_be_made(tmp_path, capsys):
 )
 def test_wrong_usage(capsys, argv, message):
     status, out, err = run(capsys, *argv)
-    assert (status, out, err) == (2, "", f"error: {message}; {convert.USAGE}\n")
-
-
-def test_help(capsys):
-    status, out, err = run(capsys, "--help")
-    assert (status, err) == (0, "")
-    assert out.strip() == convert.__doc__.strip()
+    assert (status, out, err) == (2, "", f"error: {message}\n")
 
 
 def test_as_a_command(tmp_path):
@@ -167,7 +164,7 @@ def test_as_a_command(tmp_path):
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
 
@@ -176,5 +173,5 @@ def test_an_occupied_destination_is_refused_before_the_source_is_read(tmp_path, 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("")
     status, _, err = run(capsys, tmp_path / "no such source", tmp_path / "out", "--to=hf")
-    assert status == 1
+    assert status == 2
     assert err.startswith(f"error: {tmp_path / 'out'}: already exists")

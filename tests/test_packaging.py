@@ -14,19 +14,18 @@ import dflash
 
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "dflash", "configs")
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+BUILD = "import sys; from setuptools import build_meta; build_meta.{}(sys.argv[1])"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Builds a wheel from a copy of the sources, and yields it opened."""
+def build(hook, tmp_path_factory) -> pathlib.Path:
+    """The wheel that a build hook makes of a copy of the sources."""
     copy = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         # Links do: the build only reads them, and writes beside them.
         (copy / name).symlink_to(ROOT / name)
     target = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(target)],
+        [sys.executable, "-c", BUILD.format(hook), str(target)],
         cwd=copy,
         capture_output=True,
         text=True,
@@ -35,7 +34,12 @@ def wheel(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     (path,) = target.glob("*.whl")
-    with zipfile.ZipFile(path) as opened:
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    with zipfile.ZipFile(build("build_wheel", tmp_path_factory)) as opened:
         yield opened
 
 
@@ -75,12 +79,26 @@ def test_configs_have_one_suffix():
     ] == []
 
 
+def test_an_editable_install_is_a_path_and_no_hook(tmp_path_factory):
+    """A directory named dflash in the working directory comes before a hook, not before a path."""
+    with zipfile.ZipFile(build("build_editable", tmp_path_factory)) as opened:
+        names = [name for name in opened.namelist() if ".dist-info/" not in name]
+        assert [name for name in names if not name.endswith(".pth")] == []
+        (path,) = opened.read(names[0]).decode().splitlines()
+    assert (pathlib.Path(path) / "dflash" / "__init__.py").is_file()
+
+
+def test_the_command_is_installed(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert wheel.read(name).decode() == "[console_scripts]\ndflash = dflash.__main__:main\n"
+
+
 def test_metadata(metadata, wheel):
     assert metadata["Name"] == "dflash"
     assert metadata["Version"] == dflash.__version__
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"test", "tpu", "hf", "parity"}
+    assert set(metadata.get_all("Provides-Extra")) == {"test", "tpu", "hf", "docs", "parity"}
     (name,) = [name for name in wheel.namelist() if name.endswith("licenses/LICENSE")]
     assert b"Version 2.0, January 2004" in wheel.read(name)
 

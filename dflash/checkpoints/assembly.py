@@ -13,12 +13,14 @@ from flax import nnx
 
 from dflash import errors, registry
 from dflash.checkpoints import checkpoint, files, hf_config
+from dflash.config import schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
-RANDOM = "random"
+RANDOM = schema.RANDOM
 _TARGET_SEED, _DRAFTER_SEED = 0, 1
+_MAX_QUOTED = 100  # characters of a foreign name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,18 +140,52 @@ def find_class(
         kind = registry.load(entry.implementation)
         if set(stated) & set(kind.hf_architectures):
             return name, kind
-        known += kind.hf_architectures
+        known += [f"{one} ({name})" for one in kind.hf_architectures]
+    what = ", ".join(stated) or f"none (model_type {hf.get('model_type')!r})"
     raise errors.CheckpointError(
-        f"{directory / files.CONFIG}: architectures: {list(stated)} is not known, "
-        f"only {', '.join(sorted(known))}"
+        f"{directory / files.CONFIG}: architectures: {what[:_MAX_QUOTED]} is not supported, only "
+        f"{', '.join(known)}"
     )
 
 
-def _find(reference: str, seed: int, download: bool) -> Source:
-    remote = reference.startswith(checkpoint.HUB_PREFIX)
-    if reference == RANDOM or (remote and not download):
-        return Source(None, None, seed)
+def find_strategy(reference: str) -> str:
+    """The name of the strategy that drafts with a checkpoint, by what its config.json names.
+
+    A language model belongs to the strategy that has checkpoints, but no architectures of its own.
+
+    Args:
+      reference: directory or hf:org/name.
+    Raises:
+      CheckpointError: it is missing or cannot be read, or no strategy has this architecture.
+    """
     directory = checkpoint.resolve(reference)
+    entries = {**registry.DRAFTERS, **registry.TARGETS}
+    name, _ = find_class(checkpoint.read_config(directory), directory, entries)
+    return name if name in registry.DRAFTERS else _drafts_with_models()
+
+
+def _drafts_with_models() -> str:
+    for name, entry in registry.DRAFTERS.items():
+        keys = {field.name for field in dataclasses.fields(registry.load(entry.schema))}
+        if "checkpoint" in keys and not registry.load(entry.implementation).hf_architectures:
+            return name
+    raise LookupError("no strategy drafts with language models")
+
+
+def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
+    """The directory of a reference; None for one of the hub that is not to be downloaded.
+
+    Raises:
+      CheckpointError: see `checkpoint.resolve`.
+    """
+    remote = reference.startswith(checkpoint.HUB_PREFIX)
+    return None if remote and not download else checkpoint.resolve(reference)
+
+
+def _find(reference: str, seed: int, download: bool) -> Source:
+    directory = None if reference == RANDOM else find_directory(reference, download=download)
+    if directory is None:
+        return Source(None, None, seed)
     return Source(directory, checkpoint.read_config(directory), seed)
 
 

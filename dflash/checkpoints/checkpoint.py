@@ -4,13 +4,14 @@ The light parts of this module (references, config.json) work without importing 
 wrong name in a config is reported at once.
 """
 
-import importlib.resources
+import importlib.util
 import pathlib
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash import errors
-from dflash.checkpoints import files, hf_config
+from dflash.checkpoints import files, foreign, hf_config
+from dflash.config import schema
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -38,16 +39,56 @@ def resolve(reference: str) -> pathlib.Path:
     if reference.startswith(HUB_PREFIX):
         return _download(reference)
     directory = pathlib.Path(reference).expanduser()
-    shipped = pathlib.Path(str(importlib.resources.files("dflash"))) / reference
-    for candidate in (directory, shipped):
-        if candidate.is_dir():
-            return candidate
-    if directory.exists():
-        raise errors.CheckpointError(f"{reference}: a file; expected the directory around it")
+    shipped = pathlib.Path(__file__).resolve().parents[1] / reference
+    try:
+        for candidate in (directory, shipped):
+            if candidate.is_dir():
+                return candidate
+        is_file = directory.exists()
+    except (OSError, ValueError) as error:  # a name that no directory can have
+        reason = getattr(error, "strerror", None) or error
+        raise errors.CheckpointError(f"{reference}: {reason}") from error
+    if is_file:
+        raise errors.CheckpointError(f"{reference}: {foreign.file_kind(directory)}")
     hint = "give an existing directory"
     if _HUB_REFERENCE.fullmatch(reference):
         hint += f", or {HUB_PREFIX}{reference} to download it from the Hugging Face hub"
     raise errors.CheckpointError(f"{reference}: no such directory; {hint}")
+
+
+def check_reference(reference: str) -> None:
+    """Finds what is wrong with a reference as far as that needs no network.
+
+    Raises:
+      CheckpointError: see `resolve`.
+    """
+    if reference.startswith(HUB_PREFIX):
+        _check_hub(reference)
+    else:
+        resolve(reference)
+
+
+def check(reference: str, *, weights: bool) -> None:
+    """Finds what is wrong with a checkpoint as far as that needs neither network nor jax.
+
+    Args:
+      reference: see `resolve`; or `random`, which is always right.
+      weights: whether weights must be there and whole, and not config.json alone.
+    Raises:
+      CheckpointError: the reference, config.json or the layout is unusable.
+    """
+    if reference == schema.RANDOM:
+        return
+    check_reference(reference)
+    if not reference.startswith(HUB_PREFIX):
+        directory = resolve(reference)
+        read_config(directory)
+        if weights and layout(directory) == "hf":
+            from dflash.checkpoints import (
+                safetensors_header,
+            )  # a library that --help can do without
+
+            safetensors_header.read_headers(directory)
 
 
 def layout(directory: pathlib.Path) -> Layout:
@@ -60,23 +101,24 @@ def layout(directory: pathlib.Path) -> Layout:
         return "hf"
     if (directory / "params").is_dir():
         return "orbax"
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
-        raise errors.CheckpointError(
-            f"{directory}: holds pickled PyTorch weights only, which are never loaded because they "
-            "can run code; convert them to safetensors (save_pretrained of transformers does)"
-        )
-    raise errors.CheckpointError(
-        f"{directory}: no weights in it; expected {' or '.join(_WEIGHT_FILES)} or params/"
-    )
+    raise errors.CheckpointError(f"{directory}: {foreign.describe(directory)}")
 
 
 def read_config(directory: pathlib.Path) -> dict[str, Any]:
     """Reads a checkpoint's config.json.
 
     Raises:
-      CheckpointError: it is missing or malformed.
+      CheckpointError: it is missing or malformed, or speaks of quantized weights.
     """
-    return files.read_json(directory / files.CONFIG)
+    path = directory / files.CONFIG
+    if not path.exists():
+        found = foreign.describe(directory)
+        raise errors.CheckpointError(f"{directory}: no {files.CONFIG}: {found}")
+    config = files.read_json(path)
+    quantized = foreign.quantization(config)
+    if quantized is not None:
+        raise errors.CheckpointError(f"{path}: {quantized}")
+    return config
 
 
 def eos_token_ids(directory: pathlib.Path) -> tuple[int, ...]:
@@ -199,18 +241,11 @@ def _io(name: Layout):
 
 def _download(reference: str) -> pathlib.Path:
     """Fetches a repository of the Hugging Face hub, or finds it in the local cache."""
+    _check_hub(reference)
+    import huggingface_hub
+    from huggingface_hub import errors as hub
+
     name = reference.removeprefix(HUB_PREFIX)
-    if not _HUB_REFERENCE.fullmatch(name):
-        raise errors.CheckpointError(
-            f"{reference}: expected {HUB_PREFIX}org/name or {HUB_PREFIX}org/name@revision"
-        )
-    try:
-        import huggingface_hub
-        from huggingface_hub import errors as hub
-    except ImportError as error:
-        raise errors.CheckpointError(
-            f"{reference}: needs huggingface_hub; pip install 'dflash[hf]', or give a directory"
-        ) from error
     repository, _, revision = name.partition("@")
     try:
         path = huggingface_hub.snapshot_download(
@@ -234,3 +269,19 @@ def _download(reference: str) -> pathlib.Path:
         reason = str(error).partition("\n")[0]
         raise errors.CheckpointError(f"{reference}: cannot be downloaded: {reason}") from error
     return pathlib.Path(path)
+
+
+def _check_hub(reference: str) -> None:
+    """Checks the form of a reference to the hub, and for the library that downloads it."""
+    if not _HUB_REFERENCE.fullmatch(reference.removeprefix(HUB_PREFIX)):
+        raise errors.CheckpointError(
+            f"{reference}: expected {HUB_PREFIX}org/name or {HUB_PREFIX}org/name@revision"
+        )
+    try:
+        missing = importlib.util.find_spec("huggingface_hub") is None
+    except ValueError:  # what a module that is set to None in sys.modules leads to
+        missing = True
+    if missing:
+        raise errors.CheckpointError(
+            f"{reference}: needs huggingface_hub; pip install 'dflash[hf]', or give a directory"
+        )

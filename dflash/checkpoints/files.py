@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from dflash import errors
+from dflash.config import encoding
 from dflash.runs.files import sync
 
 CONFIG = "config.json"
@@ -40,7 +41,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       CheckpointError: the file is missing, unreadable, or holds something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(encoding.decode(path.read_bytes()))
     except FileNotFoundError as error:
         raise errors.CheckpointError(
             f"{path}: missing; is {path.parent} a checkpoint directory?"
@@ -51,8 +52,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raise errors.CheckpointError(
             f"{path}: not valid JSON (line {error.lineno}: {error.msg})"
         ) from error
-    except UnicodeDecodeError as error:
-        raise errors.CheckpointError(f"{path}: not valid JSON (not UTF-8)") from error
+    except errors.InputError as error:
+        raise errors.CheckpointError(f"{path}: {error}") from error
     except RecursionError as error:
         raise errors.CheckpointError(f"{path}: not valid JSON (nested too deeply)") from error
     except ValueError as error:  # Python limits the digits of an integer
@@ -82,7 +83,8 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     Every process of a multi-host run enters; process 0 makes, renames and cleans up.
 
     Raises:
-      CheckpointError: `destination` exists and is not empty, or cannot be written.
+      CheckpointError: `destination` exists and is not empty.
+      WorkdirError: it cannot be written.
     """
     destination = destination.absolute()
     check_vacant(destination)
@@ -108,7 +110,7 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
             reason = error.strerror or error
             if isinstance(error, FileExistsError):
                 reason = f"{error.filename} is not a directory"
-            raise errors.CheckpointError(f"{destination}: cannot be written: {reason}") from error
+            raise errors.WorkdirError(f"{destination}: cannot be written: {reason}") from error
         raise
 
 
@@ -117,15 +119,14 @@ def check_vacant(destination: pathlib.Path) -> None:
 
     Raises:
       CheckpointError: `destination` is a file or a directory with something in it.
+      WorkdirError: it cannot be looked at.
     """
     try:
         if destination.is_dir() and not any(destination.iterdir()):
             return
         taken = destination.exists() or destination.is_symlink()
     except OSError as error:
-        raise errors.CheckpointError(
-            f"{destination}: cannot be written: {error.strerror}"
-        ) from error
+        raise errors.WorkdirError(f"{destination}: cannot be written: {error.strerror}") from error
     if taken:
         raise errors.CheckpointError(
             f"{destination}: already exists and is not an empty directory; "

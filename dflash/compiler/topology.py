@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from dflash import errors
-from dflash.parallel import chips, sharding
+from dflash.parallel import chips, host, sharding
 from dflash.parallel.sharding import Sharding
 
 # Only the last of the hundred stages of every operation.
@@ -21,13 +21,7 @@ _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     # No chip is acquired, so several compilers may run at once.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-    # What a TPU machine would answer; without it the compiler logs many warnings.
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
+    **host.ENVIRONMENT,
 }
 EXAMPLES = "v5p:2x2x1, v5e:2x2, v6e:16x16 or v5p:1x1x1"
 
@@ -63,8 +57,8 @@ def prepare_environment(schedules: str | None = None) -> None:
       UserError: the compiler is not installed.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise errors.UserError(
-            "the TPU compiler is not installed: pip install 'jax[tpu]' (Linux on x86-64; no TPU "
+        raise errors.ConfigError(
+            "the TPU compiler is not installed: pip install 'dflash[tpu]' (Linux on x86-64; no TPU "
             "is needed)"
         )
     for name, value in _ENVIRONMENT.items():

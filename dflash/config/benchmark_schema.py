@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dflash.config import schema
-from dflash.config.schema import option
+from dflash.config.schema import location, option
 
 
 def overrides_of(group: str) -> Any:
@@ -28,22 +28,23 @@ class StudyConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkRun:
-    """Everything that `python -m dflash.benchmark` reads from its config."""
+    """Everything that `dflash benchmark` reads from its config."""
+
+    ALTERNATIVES = ("trace", "acceptance")
 
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
     # Keys that strategies with the same drafter share; not a strategy itself.
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
     strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
     tasks: tuple[str, ...] = ()  # data sets; ignored if acceptance lengths are given
-    raw_dir: str | None = None  # as prompts.raw_dir
+    raw_dir: str | None = location("directory")  # as prompts.raw_dir
     split: Literal["train", "validation", "test"] = "test"  # of the tasks' data sets
     prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)
     # Rounds; each decodes every prompt with every strategy.
     rounds: int = option(3, minimum=1, maximum=100_000)
     thinking: bool = False  # as prompts.thinking
-    trace: str | None = (
-        None  # JSON file of recorded acceptance lengths, which replace the true ones
-    )
+    # JSON file of recorded acceptance lengths, which replace the true ones.
+    trace: str | None = location("file")
     trace_tasks: tuple[str, ...] = ()  # data sets of the trace to keep; none: all
     acceptance: tuple[str, ...] = ()  # published histograms to draw acceptance lengths from
     # Tokens of made-up prompts; None: as recorded.

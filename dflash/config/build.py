@@ -1,31 +1,22 @@
 """Builds frozen, typed dataclasses from a tree of nodes, and collects every problem."""
 
 import dataclasses
-import functools
 import itertools
 import math
-import operator
-import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import ml_collections
 
 from dflash import registry
 from dflash.config import schema
+from dflash.config.keys import CHOICES, chosen_schema, known_keys, members, without_null
 from dflash.config.layers import Path, Tree, text_of
 from dflash.config.strict_yaml import Malformed, Node
 
-# Groups whose `name` chooses their schema, by the class that a run declares for them.
-CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
-    schema.TargetConfig: registry.TARGETS,
-    schema.DrafterConfig: registry.DRAFTERS,
-}
-
 _INVALID = object()  # in place of a value that has been reported as a problem
 _SCALARS = (bool, int, float, str)
-_UNIONS = (types.UnionType, typing.Union)  # `X | Y` and Union[X, Y]
 _NOUNS = {
     int: ("an integer", "integers"),
     float: ("a number", "numbers"),
@@ -37,6 +28,13 @@ _NOUNS = {
 def named_groups(run: type) -> list[str]:
     """The keys of `run` whose `name` chooses their schema."""
     return [key for key, kind in typing.get_type_hints(run).items() if kind in CHOICES]
+
+
+def alternatives(run: type) -> list[list[Path]]:
+    """The sets of keys of `run` and its groups of which one may be given."""
+    groups = {(): run} | {(name,): kind for name, kind in typing.get_type_hints(run).items()}
+    named = {path: getattr(kind, "ALTERNATIVES", ()) for path, kind in groups.items()}
+    return [[(*path, name) for name in names] for path, names in named.items() if names]
 
 
 def overriding_groups(run: type) -> list[tuple[str, str]]:
@@ -67,7 +65,7 @@ class _Builder:
         self.complete = complete
         self.unusable: set[Path] = set()
         self.problems: list[str] = []
-        self.known = list(_known_paths(run, tree.content, ()))
+        self.known = [key.path for key in known_keys(run, tree.content)]
 
     def group(self, declared: type, given: ml_collections.ConfigDict, path: Path) -> Any:
         """Builds the dataclass of one mapping, and those inside it."""
@@ -104,7 +102,7 @@ class _Builder:
 
     def _chosen(self, declared: type, given, path: Path) -> type | None:
         """The schema that the group's `name` chooses, or None after reporting the name."""
-        cls = _chosen_schema(declared, given)
+        cls = chosen_schema(declared, given)
         if cls is None:
             name = self._value(str, given["name"], (*path, "name"), {})
             if name is not _INVALID:
@@ -117,7 +115,7 @@ class _Builder:
         mapping = isinstance(given, ml_collections.ConfigDict)
         # A text such as "Question: why?" reads as a mapping, but is still a text as typed.
         node = self.tree.places[path] if mapping else given
-        kind, nullable = _without_null(wanted)
+        kind, nullable = without_null(wanted)
         origin = typing.get_origin(kind)
         if nullable and node.value is None:
             return None
@@ -134,7 +132,7 @@ class _Builder:
 
     def _items(self, wanted: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
         """A list; on the command line a bare value is a list of one."""
-        item = typing.get_args(_without_null(wanted)[0])[0]
+        item = typing.get_args(without_null(wanted)[0])[0]
         items, names = node.value, None
         if isinstance(items, tuple):
             names = [f"{path[-1]}[{index}]" for index in range(len(items))]
@@ -178,51 +176,15 @@ class _Builder:
         self.problems.append(f"{source or self.tree.source(path)}: {'.'.join(path)}: {message}")
 
 
-def _chosen_schema(declared: type, given: Mapping[str, Any]) -> type | None:
-    """The schema of a group, chosen by its `name` if it has one; None for an unusable name."""
-    entries = CHOICES.get(declared)
-    if entries is None:
-        return declared
-    name = next(field.default for field in dataclasses.fields(declared) if field.name == "name")
-    if "name" in given:
-        node = given["name"]
-        if isinstance(node, ml_collections.ConfigDict):
-            return None
-        nullable = _without_null(typing.get_type_hints(declared)["name"])[1]
-        name = None if nullable and node.value is None else text_of(node)
-    if name is None:
-        return declared
-    known = isinstance(name, str) and name in entries
-    return registry.load(entries[name].schema) if known else None
-
-
-def _known_paths(declared: type, given: Any, path: Path) -> Iterator[Path]:
-    """Every key that this config could hold, groups included."""
-    given = given if isinstance(given, ml_collections.ConfigDict) else {}
-    for key, kind in typing.get_type_hints(_chosen_schema(declared, given) or declared).items():
-        yield (*path, key)
-        for option in (kind, *typing.get_args(kind)):
-            if dataclasses.is_dataclass(option):
-                yield from _known_paths(option, given.get(key), (*path, key))
-
-
 def _required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _without_null(kind: Any) -> tuple[Any, bool]:
-    """`X | None` as (X, True), any other type as (type, False); X may be a union itself."""
-    if typing.get_origin(kind) not in _UNIONS or type(None) not in typing.get_args(kind):
-        return kind, False
-    inner = (option for option in typing.get_args(kind) if option is not type(None))
-    return functools.reduce(operator.or_, inner), True
 
 
 def _scalar(kind: Any, node: Node) -> Any:
     """The node as a scalar type: an integer is also a number, a boolean is not."""
     value, text = node.value, text_of(node)
-    if typing.get_origin(kind) in _UNIONS:
-        found = (_scalar(option, node) for option in typing.get_args(kind))
+    if len(members(kind)) > 1:
+        found = (_scalar(option, node) for option in members(kind))
         return next((value for value in found if value is not _INVALID), _INVALID)
     if typing.get_origin(kind) is Literal:
         return text if isinstance(text, str) and text in typing.get_args(kind) else _INVALID
@@ -244,11 +206,11 @@ def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
 
 def _describe(wanted: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
     """Describes what a key expects; `number` 1 for the plural."""
-    kind, nullable = _without_null(wanted)
+    kind, nullable = without_null(wanted)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if kind in _NOUNS:
         words = _NOUNS[kind][number] + _range(bounds)
-    elif origin in _UNIONS:
+    elif len(members(kind)) > 1:
         words = " or ".join(_describe(option, bounds, number) for option in options)
     elif origin is Literal and len(options) == 1:
         words = options[0]
@@ -291,9 +253,8 @@ def _show(node: Node) -> str:
 
 def _near(wanted: Any, node: Node) -> str:
     """ "; did you mean 'x'?" if the value is similar to one of the key's fixed choices."""
-    kind = _without_null(wanted)[0]
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
-    choices = [choice for kind in kinds for choice in typing.get_args(kind)]
+    kind = without_null(wanted)[0]
+    choices = [choice for member in members(kind) for choice in typing.get_args(member)]
     fixed = [choice for choice in choices if isinstance(choice, str)]
     return registry.suggest(str(text_of(node)), fixed, exhaustive=False)
 

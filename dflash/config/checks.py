@@ -17,7 +17,6 @@ from dflash.config import schema
 
 Problem = tuple[tuple[str, ...], str]
 
-_RANDOM = "random"
 _FILES = "jsonl"  # the data set that is made from the user's files
 _MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig))
 
@@ -31,13 +30,13 @@ def problems(config: Any) -> Iterator[Problem]:
 
 def _checkpoints(config: Any) -> Iterator[Problem]:
     for group in ("target", "drafter"):
-        if not getattr(getattr(config, group, None), "checkpoint", _RANDOM):
+        if not getattr(getattr(config, group, None), "checkpoint", schema.RANDOM):
             key = f"{group}.checkpoint"
             yield (key,), "required: a directory, hf:org/name, or random"
 
 
 def _random_target(config: Any) -> Iterator[Problem]:
-    if config.target.checkpoint != _RANDOM:
+    if config.target.checkpoint != schema.RANDOM:
         return
     for key in ("name", "architecture"):
         if getattr(config.target, key) is None:
@@ -185,11 +184,17 @@ def _tasks(config: Any) -> Iterator[Problem]:
 
 def _data(config: Any) -> Iterator[Problem]:
     data = config.data
+    makes_files = hasattr(config, "answers")  # the run itself, before it trains
     for name in data.mixture:
         if name not in registry.DATASETS:
             near = registry.suggest(name, registry.DATASETS)
             yield (f"data.mixture.{name}", "data.mixture"), f"unknown data set {name!r}{near}"
-    if not data.shares:
+    if makes_files and data.mixture and _FILES not in data.shares:
+        message = f"no share for {_FILES}, the answers; leave the mixture out for answers alone"
+        yield ("data.mixture",), message
+    elif makes_files:
+        return
+    elif not data.shares:
         yield (
             ("data.mixture", "data.files"),
             "required: a share for each data set, such as {math: 1.0}; or data.files",
@@ -199,6 +204,22 @@ def _data(config: Any) -> Iterator[Problem]:
         yield keys, f"belongs to the data set {_FILES}, which data.mixture has no share for"
     elif _FILES in data.shares and not data.files:
         yield ("data.files", "data.mixture"), f"required by the data set {_FILES} of data.mixture"
+
+
+def _distillation(config: Any) -> Iterator[Problem]:
+    """Questions to answer, data sets to test on, and how both are decoded."""
+    if not config.answers.tasks and not config.answers.files:
+        example = "questions of data sets, such as {math: 3000}; or answers.files"
+        yield ("answers.tasks", "answers.files"), f"required: {example}"
+    for key in ("answers", "test"):
+        for name in getattr(config, key).tasks:
+            if name == _FILES or name not in registry.DATASETS:
+                near = registry.suggest(name, set(registry.DATASETS) - {_FILES})
+                yield (f"{key}.tasks",), f"unknown data set {name!r}{near}"
+        alone = types.SimpleNamespace(target=config.target, decode=getattr(config, key).decode)
+        for keys, message in (*_stop_ids(alone), *_lengths(alone)):
+            renamed = (re.sub(r"^decode\b", f"{key}.decode", one) for one in keys)
+            yield tuple(renamed), re.sub(r"\bdecode\.", f"{key}.decode.", message)
 
 
 def _sharding_rules(config: Any) -> Iterator[Problem]:
@@ -254,7 +275,7 @@ def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Prob
 def _shape(group: Any) -> Any:
     """The group's architecture: as given, or for random weights its defaults."""
     stated = getattr(group, "architecture", None)
-    if stated is not None or getattr(group, "checkpoint", None) != _RANDOM:
+    if stated is not None or getattr(group, "checkpoint", None) != schema.RANDOM:
         return stated
     kind = typing.get_type_hints(type(group)).get("architecture")
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
@@ -274,6 +295,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     (("strategies", "target"), _strategies),
     (("tasks", "trace", "acceptance"), _tasks),
     (("data",), _data),
+    (("answers", "test"), _distillation),
     (("sharding_rules",), _sharding_rules),
     (("decode", "mesh", "sharding_rules"), _batch),
     (("train", "optimizer", "mesh", "sharding_rules"), _training_length),

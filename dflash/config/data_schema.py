@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from dflash.config import schema
-from dflash.config.schema import option
+from dflash.config.schema import location, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +12,8 @@ class DataConfig:
     """The data of a training run; the names of data sets are in dflash/registry.py."""
 
     mixture: Mapping[str, float] = option({}, minimum=0.0)  # share of the rows, by data set
-    files: tuple[str, ...] = ()  # of the data set jsonl; without a mixture, they are all of it
+    # Of the data set jsonl; without a mixture, they are all of it.
+    files: tuple[str, ...] = location("file", ())
     held_out_percent: float = option(1.0, minimum=0.0, maximum=40.0)  # of jsonl: validation, test
     math_examples: int = option(100_000, minimum=1)  # training examples of math
     length: int = option(
@@ -20,8 +21,8 @@ class DataConfig:
     )  # tokens in a row; longer conversations are cut
     seed: int = option(0, minimum=0, maximum=2**31 - 1)  # of the order
     thinking: bool = False  # as prompts.thinking: the chat template asks for reasoning first
-    data_dir: str | None = None  # None: ~/.cache/dflash/datasets
-    raw_dir: str | None = None  # files of published sets; None: raw/ in data_dir
+    data_dir: str | None = location("directory")  # None: ~/.cache/dflash/datasets
+    raw_dir: str | None = location("directory")  # files of published sets; None: raw/ in data_dir
 
     @property
     def shares(self) -> dict[str, float]:

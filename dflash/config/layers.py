@@ -1,17 +1,17 @@
 """Finds config files, reads them with their bases, and merges the layers."""
 
 import dataclasses
-import importlib.resources
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
 
 import ml_collections
 
 from dflash import errors, registry
-from dflash.config import strict_yaml
+from dflash.config import encoding, strict_yaml
 from dflash.config.strict_yaml import Node
 
 COMMAND_LINE = "command line"
+_MAX_BYTES = 2**20  # of a config file; the largest resolved one has a few thousand
 Path = tuple[str, ...]  # of a key: ("decode", "seed")
 
 
@@ -45,7 +45,8 @@ class Tree:
 
 def package_configs() -> pathlib.Path:
     """The directory of the shipped configs: package data, or `configs/` of a source checkout."""
-    package = pathlib.Path(str(importlib.resources.files("dflash")))
+    # By this file's own place: `dflash` may also be the name of a directory that users are in.
+    package = pathlib.Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
@@ -58,11 +59,14 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     """
     given = pathlib.Path(path)
     if _exists(given):
+        if given.is_dir():
+            raise errors.ConfigError(f"{path}: a directory, expected a config{_inside(given)}")
         return given
     shipped = _shipped(given)
     if shipped is not None:
         return shipped
-    known = [f"configs/{name.name}" for name in package_configs().glob("*.yml")]
+    configs = package_configs()
+    known = [f"configs/{one.relative_to(configs)}" for one in configs.rglob("*.yml")]
     near = registry.suggest(str(path), known, exhaustive=False)
     raise errors.ConfigError(f"{path}: no such file{near}")
 
@@ -105,16 +109,23 @@ def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]
     return nodes
 
 
-def merge(layers: Sequence[Sequence[Node]], named_groups: Collection[str], origin: str) -> Tree:
+def merge(
+    layers: Sequence[Sequence[Node]],
+    named_groups: Collection[str],
+    origin: str,
+    alternatives: Sequence[Collection[Path]] = (),
+) -> Tree:
     """Merges layers: mappings merge, anything else replaces.
 
     A layer that gives one of `named_groups` another `name` resets that group: keys of one drafter
-    do not apply to another.
+    do not apply to another. Likewise, a layer that gives one of several alternatives drops the
+    others.
 
     Args:
       layers: each a sequence of mappings that count as one (the arguments of the command line).
       named_groups: top-level keys whose `name` chooses their schema.
       origin: the name of the main file.
+      alternatives: sets of keys of which one may be given.
     """
     content, places = _empty(), {}
     for layer in layers:
@@ -123,6 +134,11 @@ def merge(layers: Sequence[Sequence[Node]], named_groups: Collection[str], origi
                 del content[group]
                 for path in [path for path in places if path[0] == group]:
                     del places[path]
+        for paths in alternatives:
+            given = [path for path in paths if any(_gives(node, path) for node in layer)]
+            for path in paths if given else ():
+                if path not in given:
+                    _drop(content, path, places)
         for node in layer:
             _merge_into(content, node.value, (), places)
     return Tree(content, places, origin)
@@ -248,6 +264,34 @@ def _renames(current: object, layer: Sequence[Node], group: str) -> bool:
     return bool(names) and names[-1].value is not None and text_of(names[-1]) != text_of(old)
 
 
+def _inside(directory: pathlib.Path) -> str:
+    """What to give instead of a directory."""
+    if (directory / "config.yml").is_file():
+        return f"; that of the run in it is {directory / 'config.yml'}"
+    if (directory / "config.json").is_file():
+        return f"; a checkpoint goes with one: CONFIG target.checkpoint={directory}"
+    return ", such as configs/tiny_dflash.yml"
+
+
+def _gives(layer: Node, path: Path) -> bool:
+    """Whether a layer has a value for a key: neither null nor an empty list."""
+    node = layer
+    for name in path:
+        if not isinstance(node.value, dict) or name not in node.value:
+            return False
+        node = node.value[name]
+    return node.value is not None and node.value != ()
+
+
+def _drop(content, path: Path, places: dict[Path, Node]) -> None:
+    """Removes a key and its place, if they are there."""
+    for name in path[:-1]:
+        content = content.get(name) if isinstance(content, ml_collections.ConfigDict) else None
+    if isinstance(content, ml_collections.ConfigDict) and path[-1] in content:
+        del content[path[-1]]
+        places.pop(path, None)
+
+
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     shipped = package_configs().joinpath(*parts)
@@ -294,12 +338,15 @@ def _read_with_bases(
 
 def _read_one(path: pathlib.Path, name: str) -> tuple[Node | None, list[str]]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return None, [f"{name}: not a text file in UTF-8"]
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            return None, [f"{name}: larger than {_MAX_BYTES:,} bytes: no config"]
+        return strict_yaml.parse(encoding.decode(content), name)
+    except errors.InputError as error:
+        return None, [f"{name}: {error}"]
     except OSError as error:
         return None, [f"{name}: cannot be read: {error.strerror}"]
-    return strict_yaml.parse(text, name)
 
 
 def _base_names(bases: Node | None, problems: list[str]) -> list[Node]:

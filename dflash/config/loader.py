@@ -9,11 +9,12 @@ import hashlib
 import json
 import pathlib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dflash import errors
+from dflash import errors, registry
 from dflash.config import build, checks, layers, strict_yaml
+from dflash.config.keys import CHOICES
 from dflash.config.layers import find_config as find_config
 from dflash.config.schema import DecodeRun
 from dflash.config.strict_yaml import Node
@@ -24,14 +25,14 @@ Run = TypeVar("Run")
 
 
 def load(
-    path: str | pathlib.Path,
+    path: str | pathlib.Path | None,
     overrides: Sequence[str] = (),
     schema: type[Run] | tuple[type[Run], ...] = DecodeRun,
 ) -> Run:
     """Loads a config.
 
     Args:
-      path: a YAML file, looked up as given, then among the shipped configs.
+      path: a YAML file, looked up as given, then among the shipped configs; None for the defaults.
       overrides: `key=value` arguments; keys are dotted, values are YAML. A string field takes the
         text as typed, and a list field takes a bare value as a list of one.
       schema: the dataclass to fill; of several, the one with most of the file's groups.
@@ -41,14 +42,17 @@ def load(
       ConfigError: anything is wrong; holds every problem, one line each.
     """
     problems: list[str] = []
-    files, origin = layers.read(path, problems)
+    files, origin = ([], layers.COMMAND_LINE) if path is None else layers.read(path, problems)
     command_line = layers.parse_overrides(overrides, problems)
+    readable = [file for file in files if file is not None]
+    if len(readable) == len(files):
+        check_command(readable, origin, schema if isinstance(schema, tuple) else (schema,))
     if isinstance(schema, tuple):
-        schema = _fitting(schema, [file for file in files if file is not None])
+        schema = fitting(schema, readable)
     for node in (*files, *command_line):
         if node is not None and SWEEP in node.value:
             place = node.value[SWEEP].source
-            problems.append(f"{place}: {SWEEP}: belongs to python -m dflash.sweep alone")
+            problems.append(f"{place}: {SWEEP}: for dflash sweep; no other command takes it")
     found = [without_sweep(node) for node in files]
     rest = [without_sweep(node) for node in command_line]
     config, further = resolve(found, [rest], origin, schema)
@@ -76,16 +80,42 @@ def resolve(
     """
     readable = [file for file in files if file is not None]
     complete = len(readable) == len(files)
-    tree = layers.merge([*([file] for file in readable), *over], build.named_groups(schema), origin)
+    layered = [*([file] for file in readable), *over]
+    others = build.alternatives(schema)
+    tree = layers.merge(layered, build.named_groups(schema), origin, others)
     inherited: list[str] = []
     for mapping, group in build.overriding_groups(schema):
-        names = build.CHOICES[typing.get_type_hints(schema)[group]]
+        names = CHOICES[typing.get_type_hints(schema)[group]]
         inherited += layers.inherit(tree, mapping, group, names)
     config, unusable, problems = build.build(tree, schema, complete=complete)
     problems = inherited + problems
     if config is not None and complete:
         problems += _crossed(config, tree, unusable)
     return config, problems
+
+
+def check_command(files: Sequence[Node], origin: str, schemas: Sequence[type]) -> None:
+    """Refuses files that another command's config consists of.
+
+    Args:
+      files: mappings of the main file and its bases.
+      origin: the name of the main file.
+      schemas: those of the command at hand.
+    Raises:
+      ConfigError: another command knows more of the files' groups.
+    """
+    keys = {key for file in files for key in file.value} - {SWEEP}
+
+    def strange(kinds: Iterable[type]) -> int:
+        return min(len(keys - {field.name for field in dataclasses.fields(one)}) for one in kinds)
+
+    others = {
+        command: strange(registry.load(reference) for reference in references)
+        for command, references in registry.CONFIGS.items()
+    }
+    best = min(others, key=others.get)
+    if others[best] < strange(schemas):
+        raise errors.ConfigError(f"{origin}: a config of dflash {best}, not of this command")
 
 
 def without_sweep(node: Node | None) -> Node | None:
@@ -147,10 +177,11 @@ def config_hash(config: Any) -> str:
     return digest(non_defaults(config))
 
 
-def _fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
-    keys = {key for file in files for key in file.value}
+def fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
+    """The schema, of several, that has most of the groups in these files."""
+    groups = {key for file in files for key in file.value}
     return max(
-        schemas, key=lambda one: len(keys & {field.name for field in dataclasses.fields(one)})
+        schemas, key=lambda one: len(groups & {field.name for field in dataclasses.fields(one)})
     )
 
 

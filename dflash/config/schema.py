@@ -9,11 +9,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 AUTO = "auto"
+RANDOM = "random"  # a checkpoint: weights are drawn
 INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
 MAX_TOKENS = 2**24  # of a sequence
 MAX_BATCH = 2**16  # slots, or prompts of a task
 MAX_LAYERS = 1024  # each is built before anything else can be said about a model
 DType = Literal["float32", "bfloat16"]
+# What a key names: a file to read, a directory that is made if missing, or the directory of a
+# checkpoint (or of a tokenizer) as `checkpoint.resolve` takes it.
+Place = Literal["file", "directory", "checkpoint", "tokenizer"]
+PLACE = "place"  # in a field's metadata
 
 
 def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: Any = None) -> Any:
@@ -25,6 +30,11 @@ def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: 
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def location(kind: Place, default: Any = None) -> Any:
+    """A dataclass field (or a list) of places on disk: it is looked up before any work begins."""
+    return dataclasses.field(default=default, metadata={PLACE: kind})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +154,7 @@ class TargetConfig:
     """The model whose distribution the output follows."""
 
     name: str | None = None  # None: inferred from the checkpoint's config.json
-    checkpoint: str | None = None  # directory, hf:org/name, or random
+    checkpoint: str | None = location("checkpoint")  # directory, hf:org/name, or random
     architecture: TargetArchitecture | None = None
 
 
@@ -172,7 +182,7 @@ class DFlashConfig(DrafterConfig):
     """A DFlash drafter."""
 
     name: str = "dflash"
-    checkpoint: str | None = None
+    checkpoint: str | None = location("checkpoint")
     # None: as trained.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     tree: MarginalTree | None = None  # None: a chain
@@ -193,7 +203,7 @@ class AutoregressiveConfig(DrafterConfig):
     """A smaller language model that writes its draft token by token."""
 
     name: str = "autoregressive"
-    checkpoint: str | None = None
+    checkpoint: str | None = location("checkpoint")
     block_size: int | Literal["auto"] = option(5, minimum=2, maximum=MAX_BLOCK_SIZE)
     family: str = "qwen3"  # of random weights; a checkpoint names its own
     architecture: DraftModelArchitecture | None = None
@@ -204,7 +214,7 @@ class DFlash2Config(DrafterConfig):
     """A DFlash2 drafter."""
 
     name: str = "dflash2"
-    checkpoint: str | None = None
+    checkpoint: str | None = location("checkpoint")
     # None: as trained.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     architecture: DFlash2Architecture | None = None
@@ -215,7 +225,7 @@ class DSparkConfig(DrafterConfig):
     """A DSpark drafter."""
 
     name: str = "dspark"
-    checkpoint: str | None = None
+    checkpoint: str | None = location("checkpoint")
     # None: as trained.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     architecture: DSparkArchitecture | None = None
@@ -226,7 +236,7 @@ class MedusaConfig(DrafterConfig):
     """Medusa heads."""
 
     name: str = "medusa"
-    checkpoint: str | None = None
+    checkpoint: str | None = location("checkpoint")
     # None: as trained.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     tree: MarginalTree | None = None  # None: a chain
@@ -263,7 +273,7 @@ class Eagle3Config(DrafterConfig):
     """An EAGLE-3 drafter."""
 
     name: str = "eagle3"
-    checkpoint: str | None = None
+    checkpoint: str | None = location("checkpoint")
     num_draft_tokens: int = option(7, minimum=1, maximum=1023)  # length of a chain
     tree: BeamTree | None = None  # None: a chain
     # Steps of its own output that training feeds it.
@@ -303,15 +313,18 @@ class DecodeConfig:
 class PromptsConfig:
     """Where prompts come from; stdin (one per line) if nothing is given."""
 
+    ALTERNATIVES = ("text", "file", "dataset")
+
     text: tuple[str, ...] = ()
-    file: str | None = None
+    file: str | None = location("file")
     chat: bool = False  # wrap text prompts as one user message, by the checkpoint's chat template
     thinking: bool = (
         False  # ask the template for reasoning first; most drafters are trained without
     )
     special_tokens: bool = False  # read those that text prompts spell, such as <|im_end|>, as such
     dataset: str | None = None  # name of a data set, such as math or gsm8k
-    raw_dir: str | None = None  # files of published sets; None: ~/.cache/dflash/datasets/raw
+    # Files of published sets; None: ~/.cache/dflash/datasets/raw
+    raw_dir: str | None = location("directory")
     split: Literal["train", "validation", "test"] = "test"  # of the data set
     limit: int | None = option(None, minimum=1)  # prompts of the data set; None: all
 
@@ -342,7 +355,7 @@ SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRun:
-    """Everything that `python -m dflash.decode` reads from its config."""
+    """Everything that `dflash decode` reads from its config."""
 
     target: TargetConfig = dataclasses.field(default_factory=TargetConfig)
     drafter: DrafterConfig = dataclasses.field(default_factory=DrafterConfig)

@@ -1,4 +1,4 @@
-"""What `python -m dflash.compile` reads in addition to a run's config: the TPU and a budget."""
+"""What `dflash compile` reads in addition to a run's config: the TPU and a budget."""
 
 import dataclasses
 from typing import Literal

@@ -8,7 +8,7 @@ from typing import Literal
 from dflash.config import schema
 from dflash.config.data_schema import DataConfig
 from dflash.config.loss_schema import LossConfig, OptimizerConfig
-from dflash.config.schema import option
+from dflash.config.schema import location, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TrainConfig:
     remat: bool = False  # recompute activations in the backward pass
     # online: the target runs in every step; cached: once over the data, its features go to disk.
     features: Literal["online", "cached"] = "online"
-    feature_cache: str | None = None  # None: features/ in the work directory
+    feature_cache: str | None = location("directory")  # None: features/ in the work directory
     log_every: int = option(10, minimum=1)  # steps between log lines
     checkpoint_every: int = option(500, minimum=1)  # steps between checkpoints
     keep_last: int = option(2, minimum=1)  # checkpoints to keep, in addition to the best
@@ -37,13 +37,13 @@ class EvaluationConfig:
     every: int = option(1000, minimum=1)  # steps between evaluations
     batches: int = option(4, minimum=0)  # batches of held-out text; 0: no held-out loss
     prompts: int = option(12, minimum=0)  # held-out prompts to decode; 0: no τ
-    prompts_file: str | None = None  # JSONL, as prompts.file; None: the data's own
+    prompts_file: str | None = location("file")  # JSONL, as prompts.file; None: the data's own
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainRun:
-    """Everything that `python -m dflash.train` reads from its config.
+    """Everything that `dflash train` reads from its config.
 
     The checkpoint of the trained model gives its initial weights; `random` starts from scratch.
     """
@@ -51,7 +51,8 @@ class TrainRun:
     task: Literal["drafter", "target"] = "drafter"  # which of the two is trained
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
-    tokenizer: str | None = None  # a directory; None: the target's
+    # A directory, or hf:org/name; None: the target's.
+    tokenizer: str | None = location("tokenizer")
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -62,15 +63,22 @@ class TrainRun:
 
     @property
     def evaluation_decode(self) -> schema.DecodeConfig:
-        """How held-out prompts are decoded: `evaluation.decode`, with slots for every replica.
+        """How held-out prompts are decoded: `evaluation.decode`, with slots for every replica."""
+        return with_slots(self.evaluation.decode, self.mesh, self.sharding_rules)
 
-        The output does not depend on the number of slots, so it is rounded up as the mesh needs.
-        """
-        decode, axes = self.evaluation.decode, self.sharding_rules.get("batch", ())
-        replicas = math.prod(getattr(self.mesh, axis) for axis in axes)
-        return dataclasses.replace(
-            decode, batch_size=math.ceil(decode.batch_size / replicas) * replicas
-        )
+
+def with_slots(
+    decode: schema.DecodeConfig,
+    mesh: schema.MeshConfig,
+    sharding_rules: Mapping[str, tuple[str, ...]],
+) -> schema.DecodeConfig:
+    """A decode group whose number of slots is rounded up to a multiple of the mesh's replicas.
+
+    The output does not depend on the number of slots.
+    """
+    replicas = math.prod(getattr(mesh, axis) for axis in sharding_rules.get("batch", ()))
+    slots = math.ceil(decode.batch_size / replicas) * replicas
+    return dataclasses.replace(decode, batch_size=slots)
 
 
 # Keys, or groups of keys, that a continued run may change: they affect where it runs and how often

@@ -1,45 +1,40 @@
-"""The data set `chat`: questions about the standard library, answered from its docstrings.
+"""The data set `chat`: questions whose answer stands in the prompt.
 
-Some questions bring the documentation along, so that the answer can be read off it; the others ask
-for what their names and signatures suggest.
+About the standard library, whose documentation or signatures are given along, and about made-up
+people and things; see `facts`.
 """
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from dflash.data import stdlib
+from dflash.data import facts, stdlib
 from dflash.data.example import Example, Split, pair, stable_hash
 
 TASK = "chat"
 MIN_ANSWER_CHARACTERS = 15
-MAX_ANSWER_CHARACTERS = 600
-MAX_DOCUMENTATION_CHARACTERS = 900
-MAX_METHODS = 15
-MIN_ARGUMENTS = 2  # to be worth a question
+MAX_ANSWER_CHARACTERS = 400
+MAX_DOCUMENTATION_CHARACTERS = 600
+MAX_METHODS = 12
+MIN_ARGUMENTS, MAX_ARGUMENTS = 2, 8  # to be worth a question
+NUM_CHOICES = 4  # functions to choose from
+MAX_CHOICE_CHARACTERS = 90  # of what each does
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
 _RETURNS = re.compile(r"^(?:It )?(?:[Rr]eturns?) (.+)$", re.DOTALL)
-# Verbs that docstrings begin with, and how a question takes them up.
-_VERBS = dict.fromkeys(
-    "accept add append apply assign attach bind build call cancel change clear close compare "
-    "compile compute connect convert copy count create decode define delete determine disable "
-    "display enable encode escape execute extract fetch fill filter find flush format generate "
-    "get handle initialize insert install invoke iterate join launch list load lock log look make "
-    "merge move open parse pop prepare print process push put query raise read receive register "
-    "release remove rename repeat replace report reset resolve restore run save scan schedule "
-    "search send serialize set show shut skip sort split start stop store strip subtract suspend "
-    "terminate test translate truncate try turn unregister update use validate wait wrap "
-    "write".split()
-)
-_VERBS = {verb: verb for verb in _VERBS} | {"return": "get", "returns": "get"}
 
 
 def examples(split: Split) -> Iterator[Example]:
-    """Yields the examples of a split, in the order of the modules' names.
+    """Yields the examples of a split: the library's in the order of the modules' names, then facts.
 
     No question occurs twice, and training has nothing whose docstring begins with the paragraph
     that one of another split begins with.
     """
+    yield from library_examples(split)
+    yield from facts.examples(TASK, split)
+
+
+def library_examples(split: Split) -> Iterator[Example]:
+    """Yields the examples about the library."""
     excluded: set[str] = set()
     if split == "train":
         held_out = (module for other in ("validation", "test") for module in _modules(other))
@@ -64,7 +59,7 @@ def _summaries(module: stdlib.Module) -> Iterator[str]:
 
 
 def _questions(module: stdlib.Module, excluded: set[str]) -> Iterator[tuple[str, str]]:
-    yield from _module_questions(module)
+    yield from _module_questions(module, excluded)
     for definition in stdlib.definitions(module):
         if not definition.is_public or _is_property(definition):
             continue
@@ -73,34 +68,36 @@ def _questions(module: stdlib.Module, excluded: set[str]) -> Iterator[tuple[str,
             yield from ask(definition)
 
 
-def _module_questions(module: stdlib.Module) -> Iterator[tuple[str, str]]:
+def _module_questions(module: stdlib.Module, excluded: set[str]) -> Iterator[tuple[str, str]]:
     documentation = ast.get_docstring(module.tree) or ""
-    answer = _prose(documentation)
-    if answer:
-        yield (
-            _phrase(
-                module.name,
-                f"What is the module `{module.name}` for?",
-                f"Tell me about the Python module `{module.name}`.",
-            ),
-            answer,
-        )
+    if stdlib.first_paragraph(documentation) not in excluded:
         yield from _reading(f"module `{module.name}`", documentation)
+    choices: dict[str, str] = {}  # name by what it does
+    for definition in stdlib.definitions(module):
+        does = _sentences(_prose(definition.docstring) or " ")[0]
+        known = stdlib.first_paragraph(definition.docstring) in excluded
+        if does.strip() and not known and len(does) <= MAX_CHOICE_CHARACTERS:
+            choices[does] = definition.name
+    pairs = [(name, does) for does, name in choices.items()]
+    for start in range(0, len(pairs) - NUM_CHOICES + 1, NUM_CHOICES):
+        yield _choosing(module.name, pairs[start : start + NUM_CHOICES])
+
+
+def _choosing(module: str, choices: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Which of several definitions does what one of them does."""
+    name, does = choices[stable_hash(repr(choices)) % len(choices)]
+    listed = "\n".join(f"- `{name}`: {does}" for name, does in choices)
+    wanted = does.rstrip(".")
+    return (
+        f"These are parts of the module `{module}`:\n\n{listed}\n\n"
+        f"Which of them fits this description? {wanted}",
+        f"It is `{name}` of the module `{module}`: {does}",
+    )
 
 
 def _class_questions(definition: stdlib.Definition) -> Iterator[tuple[str, str]]:
     name = f"{definition.module.name}.{definition.name}"
-    answer = _prose(definition.docstring)
-    if answer:
-        yield (
-            _phrase(
-                name,
-                f"What is the class `{name}` for?",
-                f"What does the class `{name}` do?",
-            ),
-            answer,
-        )
-        yield from _reading(f"class `{name}`", definition.docstring)
+    yield from _reading(f"class `{name}`", definition.docstring)
     methods = [
         node
         for node in definition.node.body
@@ -119,7 +116,7 @@ def _function_questions(definition: stdlib.Definition) -> Iterator[tuple[str, st
     name = f"{definition.module.name}.{definition.name}"
     call = f"{name}({_arguments(definition)})"
     listed = _argument_lines(definition)
-    if len(listed) >= MIN_ARGUMENTS:
+    if MIN_ARGUMENTS <= len(listed) <= MAX_ARGUMENTS:
         question = _phrase(
             name,
             f"Which arguments does `{call}` take?",
@@ -127,16 +124,7 @@ def _function_questions(definition: stdlib.Definition) -> Iterator[tuple[str, st
         )
         lines = "\n".join(f"- {line}" for line in listed)
         yield question, f"`{definition.node.name}` takes {len(listed)} arguments:\n{lines}"
-    answer = _prose(definition.docstring)
-    if not answer:
-        return
-    yield _phrase(name, f"What does `{call}` do?", f"Explain `{call}`."), answer
     yield from _reading(f"function `{name}`", definition.docstring)
-    sentence = _sentences(answer)[0]
-    verb, _, rest = sentence.partition(" ")
-    if verb.lower() in _VERBS and rest:
-        task = f"{_VERBS[verb.lower()]} {rest}".rstrip(".")
-        yield f"How do I {task}?", _usage(definition, call)
 
 
 def _is_property(definition: stdlib.Definition) -> bool:
@@ -144,22 +132,9 @@ def _is_property(definition: stdlib.Definition) -> bool:
     return any(name.endswith(("property", ".setter", ".deleter")) for name in decorators)
 
 
-def _usage(definition: stdlib.Definition, call: str) -> str:
-    module = definition.module.name
-    if definition.owner:
-        return (
-            f"Use the method `{definition.node.name}` of the class "
-            f"`{module}.{definition.owner.name}`:\n\n{call}"
-        )
-    return (
-        f"Use the function `{definition.name}` of the module `{module}`:\n\n"
-        f"import {module}\n\nresult = {call}"
-    )
-
-
 def _reading(what: str, documentation: str) -> Iterator[tuple[str, str]]:
     """Questions that bring the documentation along."""
-    if len(documentation) > MAX_DOCUMENTATION_CHARACTERS:
+    if not documentation or len(documentation) > MAX_DOCUMENTATION_CHARACTERS:
         return
     sentences = _sentences(" ".join(documentation.split()))
     first = _prose(sentences[0])

@@ -1,100 +1,278 @@
-"""The data set `code`: complete a function of the standard library from its head and docstring."""
+"""The data set `code`: small changes to functions of the standard library.
+
+A change repeats nearly all of what the prompt holds, so even a small model can be right, and there
+is one right answer: a function with an argument renamed or added, without its docstring and the
+like, or a class with given fields.
+"""
 
 import ast
-from collections.abc import Iterator
+import keyword
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from dflash.data import stdlib
-from dflash.data.example import Example, Split, pair
+from dflash.data.example import Example, Split, pair, stable_hash
 
 TASK = "code"
-MAX_DOCSTRING_CHARACTERS = 600  # of a longer one only the first paragraph is given
-MAX_PROMPT_CHARACTERS = 1200
-MAX_RESPONSE_CHARACTERS = 1200  # about 400 tokens
-LONG_CHARACTERS = 120  # two bodies of this length are not the same by chance
-_FIRST_INDENT = " " * 4
+MIN_CHARACTERS, MAX_CHARACTERS = 60, 480  # of a function, about 20 to 160 tokens
+MAX_FIELDS = 6
+NEW_NAMES = (
+    "amount area count data entry field first index item key label last length level limit line "
+    "message name node number obj offset other part path place point position previous record "
+    "result second size source start step text title total unit user value width word"
+).split()
+NEW_FUNCTIONS = (
+    "adjust apply arrange assemble build_all calculate carry_out check_all collect derive "
+    "evaluate_it find_all handle inspect_it make perform prepare process provide run_once scan_all "
+    "settle setup_all solve transform treat update_all work_out"
+).split()
+NEW_ARGUMENTS = (
+    "verbose=False",
+    "strict=True",
+    "limit=10",
+    "label=None",
+    "timeout=None",
+    "fallback=0",
+    "separator=', '",
+    "check=True",
+    "depth=1",
+    "reverse=False",
+    "prefix=''",
+    "quiet=True",
+    "base=10",
+)
+_INDENT = " " * 4
+_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+Task = tuple[str, str]  # question and answer
 
 
 def examples(split: Split) -> Iterator[Example]:
     """Yields the examples of a split, in the order of the modules' names.
 
-    Training has functions without a docstring too, and nothing whose code is in another split.
+    Training has nothing about a function, or a class, that is in another split too.
     """
     seen = set()
     if split == "train":
-        seen = {_content(held) for other in ("validation", "test") for held in _examples(other)}
-    for found in _examples(split):
-        content = _content(found)
-        if content not in seen:
-            seen.add(content)
-            yield found
+        held_out = (name for name in ("validation", "test") for name in _subjects(name))
+        seen = {subject for _, subject in held_out}
+    for source, subject in _subjects(split):
+        if subject not in seen:
+            seen.add(subject)
+            ask = _class_tasks if subject.startswith("class ") else _function_tasks
+            for question, answer in ask(subject):
+                yield pair(TASK, source, question, answer)
 
 
-def _examples(split: Split) -> Iterator[Example]:
+def _subjects(split: Split) -> Iterator[tuple[str, str]]:
+    """Yields (source, text): functions as they stand, and heads "class Name(fields)"."""
     for module in stdlib.modules(split):
+        source = stdlib.source_of(module.name)
         for definition in stdlib.definitions(module):
-            if definition.is_class or not (definition.docstring or split == "train"):
+            if definition.is_class:
                 continue
-            parts = _split_source(definition)
-            if parts is None:
-                continue
-            head, body = parts
-            prompt = f"Complete this function of the module `{module.name}`.\n\n{head}"
-            if len(prompt) <= MAX_PROMPT_CHARACTERS and len(body) <= MAX_RESPONSE_CHARACTERS:
-                yield pair(TASK, stdlib.source_of(module.name), prompt, body)
+            text = _text(definition)
+            if MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS and _is_simple(definition.node):
+                yield source, text
+            head = _head(definition)
+            if head:
+                yield source, head
 
 
-def _content(example: Example) -> tuple[str, ...]:
-    """What makes two examples the same: a long body, or a head and a body, wherever they stand."""
-    if len(example.response) >= LONG_CHARACTERS:
-        return (example.response,)
-    return example.prompt[0]["content"].partition("\n\n")[2], example.response
-
-
-def _split_source(definition: stdlib.Definition) -> tuple[str, str] | None:
-    """(prompt, answer) as source text; None where the function does not divide into them."""
+def _text(definition: stdlib.Definition) -> str:
+    """A function's source without the indentation, decorators included."""
     node, lines = definition.node, definition.module.lines
-    documented = bool(definition.docstring)
-    body = node.body[1:] if documented else node.body
-    if not body or _is_stub(body):
-        return None
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    head_end = node.body[0].end_lineno if documented else body[0].lineno - 1
-    if head_end < node.lineno or body[0].lineno <= head_end:
-        return None  # written on one line
-    head, rest = list(lines[first - 1 : head_end]), lines[head_end : node.end_lineno]
-    indent = head[0][: len(head[0]) - len(head[0].lstrip())]
-    if documented and len(definition.docstring) > MAX_DOCSTRING_CHARACTERS:
-        summary = stdlib.first_paragraph(definition.docstring).replace("\\", "\\\\")
-        head = list(lines[first - 1 : node.body[0].lineno - 1])
-        head.append(f'{indent}{_FIRST_INDENT}"""{summary}"""')
-    wanted_indent = _FIRST_INDENT if definition.owner else ""
-    if indent != wanted_indent:
-        return None
-    if definition.owner:
-        head.insert(0, _class_line(definition.owner))
-    head_text, body_text = ("\n".join(map(str.rstrip, part)).strip("\n") for part in (head, rest))
-    return (head_text, body_text) if _is_python(f"{head_text}\n{body_text}") else None
+    return textwrap.dedent("\n".join(map(str.rstrip, lines[first - 1 : node.end_lineno])))
 
 
-def _class_line(owner: ast.ClassDef) -> str:
-    bases = ", ".join(map(ast.unparse, [*owner.bases, *owner.keywords]))
-    return f"class {owner.name}({bases}):" if bases else f"class {owner.name}:"
+def _head(definition: stdlib.Definition) -> str:
+    """The fields of a class: the arguments of `__init__`, or those of a function named after it."""
+    node = definition.node
+    owner = definition.owner.name if definition.owner else node.name.title().replace("_", "")
+    if not _has_plain_arguments(node) or (definition.owner and node.name != "__init__"):
+        return ""
+    names = [argument.arg for argument in node.args.args if argument.arg != "self"]
+    if not 2 <= len(names) <= MAX_FIELDS or not owner.isidentifier() or "cls" in names:
+        return ""
+    defaults = [None] * (len(names) - len(node.args.defaults)) + node.args.defaults
+    fields = [
+        name if default is None else f"{name}={ast.unparse(default)}"
+        for name, default in zip(names, defaults, strict=False)
+    ]
+    return f"class {owner}({', '.join(fields)})"
 
 
-def _is_stub(body: list[ast.stmt]) -> bool:
-    """Whether a body does nothing: `pass`, `...` or `raise NotImplementedError`."""
-    if len(body) > 1:
-        return False
-    statement = body[0]
-    if isinstance(statement, ast.Raise):
-        return "NotImplementedError" in ast.unparse(statement)
-    constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return constant or isinstance(statement, ast.Pass)
+def _is_simple(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function has no scope within its own."""
+    scopes = sum(isinstance(found, _SCOPES) for found in ast.walk(node))
+    return isinstance(node, ast.FunctionDef) and scopes == 1
 
 
-def _is_python(source: str) -> bool:
+def _parse(text: str) -> ast.stmt | None:
+    """The only statement of a text; None where it is not Python."""
     try:
-        ast.parse(source)
+        (node,) = ast.parse(text).body
     except (SyntaxError, ValueError):
-        return False
-    return True
+        return None
+    return node
+
+
+def _class_tasks(head: str) -> Iterator[Task]:
+    name, _, fields = head.removeprefix("class ").removesuffix(")").partition("(")
+    given = ast.parse(f"def f({fields}): ...").body[0].args.args
+    lines = [f"{_INDENT * 2}self.{one.arg} = {one.arg}" for one in given]
+    listed = ", ".join(f"`{field}`" for field in fields.split(", "))
+    question = _phrase(
+        head,
+        f"Write a class `{name}` with the fields {listed}.",
+        f"Write the class `{name}`, whose objects have the fields {listed}.",
+    )
+    yield question, "\n".join([f"class {name}:", f"{_INDENT}def __init__(self, {fields}):", *lines])
+
+
+def _function_tasks(text: str) -> Iterator[Task]:
+    node = _parse(text)
+    if node is None:
+        return  # a string in it has lines that are indented less
+    answers = (
+        _renamed_argument(node, text),
+        _renamed_function(node, text),
+        _without_docstring(node, text),
+        _with_docstring(node, text),
+        _with_argument(node, text),
+        _as_method(node, text),
+    )
+    for found in answers:
+        if found is not None:
+            question, shown, answer = found
+            if _parse(answer) is not None:
+                yield f"{question}\n\n{shown}", answer
+
+
+def _renamed_argument(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
+    names = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
+    # What comments, texts and calls mention by the same name would have to follow.
+    fit = [name for name in names if _uses(node, name) == _mentions(text, name)]
+    new = _unused(NEW_NAMES, text)
+    if not fit or new is None:
+        return None
+    old = fit[stable_hash(text) % len(fit)]
+    question = _phrase(
+        text,
+        f"Rename the argument `{old}` of this function to `{new}`.",
+        f"In this function, call the argument `{new}` instead of `{old}`.",
+    )
+    return question, text, re.sub(rf"\b{old}\b", new, text)
+
+
+def _renamed_function(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
+    new = _unused(NEW_FUNCTIONS, text)
+    if _mentions(text, node.name) != 1 or new is None:
+        return None
+    question = _phrase(
+        text, f"Rename this function to `{new}`.", f"Call this function `{new}` instead."
+    )
+    return question, text, re.sub(rf"\b{node.name}\b", new, text)
+
+
+def _without_docstring(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
+    bare = _bare(node, text)
+    if bare is None:
+        return None
+    question = _phrase(
+        text,
+        "Remove the docstring of this function.",
+        "Write this function without its docstring.",
+    )
+    return question, text, bare
+
+
+def _with_docstring(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
+    bare, docstring = _bare(node, text), ast.get_docstring(node)
+    line = f'{_INDENT}"""{docstring}"""'
+    if bare is None or text.splitlines()[node.body[0].lineno - 1] != line:
+        return None
+    if len(bare.splitlines()) + 1 != len(text.splitlines()):
+        return None  # a blank line after it
+    question = _phrase(
+        text,
+        f"Add this docstring to the function: {docstring}",
+        f"Give this function the docstring: {docstring}",
+    )
+    return question, bare, text
+
+
+def _with_argument(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
+    fit = [one for one in NEW_ARGUMENTS if not _mentions(text, one.partition("=")[0])]
+    lines = text.splitlines()
+    header = lines[node.lineno - 1]
+    if not _has_plain_arguments(node) or not header.isascii() or not header.endswith("):"):
+        return None
+    new = fit[stable_hash(text) % len(fit)]
+    lines[node.lineno - 1] = f"{header[:-2]}{', ' if node.args.args else ''}{new}):"
+    question = _phrase(
+        text,
+        f"Add the argument `{new}` to this function, after the others.",
+        f"Give this function a further argument at the end, `{new}`.",
+    )
+    return question, text, "\n".join(lines)
+
+
+def _as_method(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
+    names = [argument.arg for argument in node.args.args]
+    header = f"def {node.name}("
+    if node.decorator_list or not text.startswith(header) or {"self", "cls"} & {*names}:
+        return None
+    owner = NEW_NAMES[stable_hash(text) % len(NEW_NAMES)].title()
+    rest = text.removeprefix(header)
+    bound = f"{header}self{', ' if not rest.startswith(')') else ''}{rest}"
+    question = _phrase(
+        text,
+        f"Make this function a method of the class `{owner}`.",
+        f"Turn this function into a method of a class `{owner}`.",
+    )
+    return question, text, f"class {owner}:\n{textwrap.indent(bound, _INDENT)}"
+
+
+def _bare(node: ast.FunctionDef, text: str) -> str | None:
+    """A function's text without its docstring; None where that leaves nothing."""
+    if not ast.get_docstring(node) or len(node.body) < 2:
+        return None
+    docstring, lines = node.body[0], text.splitlines()
+    if docstring.lineno == node.lineno or node.body[1].lineno == docstring.end_lineno:
+        return None
+    rest = lines[docstring.end_lineno :]
+    while not rest[0].strip():
+        rest = rest[1:]
+    return "\n".join([*lines[: docstring.lineno - 1], *rest])
+
+
+def _has_plain_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    given = node.args
+    annotated = node.returns or any(argument.annotation for argument in given.args)
+    return not (given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs or annotated)
+
+
+def _uses(node: ast.FunctionDef, name: str) -> int:
+    """How often a name stands for a variable."""
+    return sum(
+        (isinstance(found, ast.Name) and found.id == name)
+        or (isinstance(found, ast.arg) and found.arg == name)
+        for found in ast.walk(node)
+    )
+
+
+def _mentions(text: str, name: str) -> int:
+    return len(re.findall(rf"\b{re.escape(name)}\b", text))
+
+
+def _unused(names: Sequence[str], text: str) -> str | None:
+    """One of the names that a text does not mention, by a hash of it."""
+    fit = [name for name in names if not _mentions(text, name) and not keyword.iskeyword(name)]
+    return fit[stable_hash(text) % len(fit)] if fit else None
+
+
+def _phrase(key: str, *phrasings: str) -> str:
+    """One of several phrasings, by a hash of what the question is about."""
+    return phrasings[stable_hash(f"phrase {key}") % len(phrasings)]

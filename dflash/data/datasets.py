@@ -69,6 +69,7 @@ class Math(Dataset):
     """Generated word problems; see `word_problems`."""
 
     name = problems.TASK
+    version = "2.0.0"
     has_answers = True
 
     @property
@@ -89,7 +90,16 @@ class Math(Dataset):
 
 
 class _Library(Dataset):
-    """Examples from the running Python's standard library; they differ between versions."""
+    """Examples from the running Python's standard library; they differ between versions.
+
+    The prompt determines the answer, so a text is right if it is the answer to the letter.
+    """
+
+    version = "2.0.0"
+    has_answers = True
+
+    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
+        return finished and text.strip() == example.response.strip()
 
     @property
     def variant(self) -> str:
@@ -97,7 +107,7 @@ class _Library(Dataset):
 
 
 class Code(_Library):
-    """Functions to complete; see `code`."""
+    """Functions to change; see `code`."""
 
     name = code.TASK
 
@@ -106,7 +116,7 @@ class Code(_Library):
 
 
 class Chat(_Library):
-    """Questions about the library; see `chat`."""
+    """Questions whose answer stands in the prompt; see `chat`."""
 
     name = chat.TASK
 

@@ -111,8 +111,7 @@ def _download(url: str, path: pathlib.Path) -> None:
 
 
 def _lines(path: pathlib.Path, lines: BinaryIO) -> Iterator[tuple[str, Any]]:
-    for number, line in jsonl.numbered_lines(lines):
-        place = f"{path}:{number}"
+    for place, line in jsonl.placed_lines(lines, str(path)):
         try:
             yield place, jsonl.parse_json(jsonl.decode(line))
         except errors.InputError as error:

@@ -10,8 +10,10 @@ serves all requests. Every shape is static: there is one prefill and one insert 
 and one generate. `compile` builds them ahead of time; nothing compiles inside a measured call.
 """
 
+import concurrent.futures
+import copy
 import dataclasses
-import time
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ from dflash.models.decoder import Decoder
 
 GREEDY = Sampling()
 NUM_STOP_IDS = 8  # that a request may have, unless an engine is built for more
+_MAX_THREADS = 4  # that compile at once
 NO_TOKEN = -1  # fills up the stop ids of a request that has fewer
 
 
@@ -102,6 +105,10 @@ class Engine:
     def vocab_size(self) -> int:
         """Token ids of the target."""
         return self.target.arch.vocab_size
+
+    def has_room(self, max_length: int, num_stop_ids: int) -> bool:
+        """Whether it serves sequences of `max_length` tokens with so many stop ids."""
+        return max_length <= self.layout.max_length and num_stop_ids <= self.num_stop_ids
 
     def check(self, request: Request) -> None:
         """Raises InputError if a request cannot be decoded here."""
@@ -273,23 +280,50 @@ class Engine:
             raise ValueError("the drafter's weights differ in shape or dtype from those before")
         self._drafter_params = params
 
+    def with_drafter(self, drafter: Drafter) -> "Engine | None":
+        """An engine with another drafter that shares all programs of this one.
+
+        Returns:
+          The engine; None if the drafter is not built as this one's, so that programs differ.
+        """
+        if nnx.graphdef(drafter) != nnx.graphdef(self.drafter):
+            return None
+        twin = copy.copy(self)
+        try:
+            twin.set_drafter(drafter)
+        except ValueError:
+            return None
+        twin.drafter, twin._known = drafter, None
+        return twin
+
     # --- ahead of time --------------------------------------------------------------------------
 
     def compile(
         self,
         prompt_lengths: Iterable[int],
-        progress: Callable[[str, float], None] = lambda name, seconds: None,
+        progress: Callable[[int, int], None] = lambda ready, total: None,
     ) -> None:
-        """Compiles every program that prompts of these lengths need.
+        """Compiles every program that prompts of these lengths need, and that is not there yet.
 
         Args:
           prompt_lengths: in tokens.
-          progress: called with the name of each program and its seconds of compiling.
+          progress: called before the first and after each program with how many are ready, and
+            how many there are to compile.
         """
-        for key in self.program_names(prompt_lengths):
-            begin = time.perf_counter()
-            self.program(*key)
-            progress(" ".join(map(str, key)), time.perf_counter() - begin)
+        names = self._programs.missing(prompt_lengths)
+        if names:
+            progress(0, len(names))
+        # The compiler works while the next program is traced. Processes of a run keep one order.
+        threads = min(_MAX_THREADS, os.cpu_count() or 1) if jax.process_count() == 1 else 1
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            begun = [pool.submit(self.program, *name) for name in names]
+            try:
+                for ready, one in enumerate(concurrent.futures.as_completed(begun), start=1):
+                    one.result()
+                    progress(ready, len(names))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         self._measured()
 
     def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:

@@ -71,6 +71,10 @@ class Programs:
         timed = [("occupied",)] if len(self.rules.block_sizes) > 1 else []
         return [("new_state",), *per_bucket, ("generate",), ("release",), *growing, *timed]
 
+    def missing(self, prompt_lengths: Iterable[int]) -> list[tuple]:
+        """Those of these `names` that are not compiled yet."""
+        return [name for name in self.names(prompt_lengths) if name not in self._compiled]
+
     def abstract_state(self) -> DecodeState:
         """Shapes, dtypes and shardings of the state, without its memory."""
         layout, target, drafter = self.layout, self.target, self.drafter

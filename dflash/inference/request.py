@@ -72,10 +72,18 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Newly committed tokens of the request `id`."""
+    """Newly committed tokens of the request `id`.
+
+    Attributes:
+      id: the request's.
+      ids: tokens of one or more cycles, or the first token, which comes from the prefill.
+      acceptance_lengths: how many tokens each of these cycles has committed; none for the first.
+        The last token of a cycle is the target's own, unless the output ended within the draft.
+    """
 
     id: int
     ids: tuple[int, ...]
+    acceptance_lengths: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

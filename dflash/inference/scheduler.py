@@ -134,15 +134,17 @@ class Scheduler:
         self._check_finite(report, counts)
         for index, sequence in list(self._running.items()):
             fresh: list[int] = []
+            lengths: list[int] = []
             for i in np.flatnonzero(counts[:, index]):
                 count = int(counts[i, index])
                 fresh += report.tokens[i, index, :count].tolist()
-                sequence.acceptance_lengths.append(count)
+                lengths.append(count)
                 sequence.block_sizes.append(int(report.block_sizes[i]))
             sequence.output_ids += fresh
-            events.append(Tokens(sequence.request.id, tuple(fresh)))
+            sequence.acceptance_lengths += lengths
+            events.append(Tokens(sequence.request.id, tuple(fresh), tuple(lengths)))
             if not report.active[index]:
-                share = np.count_nonzero(counts[:, index]) / cycles
+                share = int(np.count_nonzero(counts[:, index])) / cycles
                 events.append(self._finish(index, begin + share * (end - begin)))
         return events
 

@@ -123,20 +123,20 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
 
     first_visible = 0 if window is None else jnp.maximum(length - window, 0)
 
-    def visit(slot, tile, *, last):
-        slots = tile * tile_rows + jax.lax.broadcasted_iota(jnp.int32, (1, tile_rows), 1)
+    def visit(half, tile, *, last):
+        positions = tile * tile_rows + jax.lax.broadcasted_iota(jnp.int32, (1, tile_rows), 1)
 
         def mask(head, found):
             if last:
-                found = jnp.where(slots < length, found, flash_tpu.MASKED)
+                found = jnp.where(positions < length, found, flash_tpu.MASKED)
             return (
                 found
                 if window is None
-                else jnp.where(slots >= first_visible, found, flash_tpu.MASKED)
+                else jnp.where(positions >= first_visible, found, flash_tpu.MASKED)
             )
 
         filled = length - tile * tile_rows if last else None
-        flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
+        flash_tpu.visit_tile(softmax, stream, half, score, mask, filled)
 
     stream.run(
         sequence,

@@ -150,7 +150,7 @@ def scores(queries, keys: Rows, *, scale: float) -> jax.Array:
     return raw * (factor if key_scales is None else factor * key_scales)
 
 
-def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:
+def visit_tile(softmax: Softmax, stream, half, score, mask, filled) -> None:
     """Adds a whole tile of a stream to the softmax of every head.
 
     The products of the next head are under way while those of one are weighed.
@@ -158,7 +158,7 @@ def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:
     Args:
       softmax: of all heads.
       stream: a TileStream.
-      slot: buffer of the tile.
+      half: half of the double buffer that holds the tile.
       score: (head, keys [S, H], plain or quantised) -> scores [R, S].
       mask: (head, scores) -> scores, those of keys that are not to be seen replaced.
       filled: rows of the tile that hold something; None for all.
@@ -166,13 +166,13 @@ def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:
     heads = softmax.peak.shape[0]
 
     def weigh_later(head):
-        softmax.weigh_later(head, mask(head, score(head, stream.rows(0, slot, head))))
+        softmax.weigh_later(head, mask(head, score(head, stream.rows(0, half, head))))
 
     weigh_later(0)
     for head in range(heads):
         if head + 1 < heads:
             weigh_later(head + 1)
-        values = stream.rows(1, slot, head)
+        values = stream.rows(1, half, head)
         if filled is not None:
             # Their weight is zero, which is not enough: rows that were never copied may be NaN.
             values = _clear_past(values, filled)

@@ -35,10 +35,10 @@ def paged_attention(
 ) -> tuple[jax.Array, Rows, Rows]:
     """Appends T rows to each sequence's cache and attends over context and new rows.
 
-    Row r of sequence b is stored at cache slot `start[b] + r`. It sees every slot below
+    Row r of sequence b is stored at cache position `start[b] + r`. It sees every position below
     `start[b]`, and the new rows that `tree_mask` grants it (row r and those before it by default).
 
-    Slots past `start + T` are stale: the kernel may overwrite those that share a tile of memory
+    Positions past `start + T` are stale: the kernel may overwrite those that share a tile of memory
     with a new row.
 
     Pages may be quantised. New rows are then quantised before any row attends to them, so that
@@ -48,10 +48,10 @@ def paged_attention(
       queries: [B, T, N, H].
       keys: [B, T, K, H]; N is a multiple of K.
       values: [B, T, K, H].
-      key_pages: [K, P, S, H]; pages of S slots. Plain, or `Quantised` with scales [K, P, 1, S].
+      key_pages: [K, P, S, H]; pages of S rows. Plain, or `Quantised` with scales [K, P, 1, S].
       value_pages: [K, P, S, H], likewise.
-      page_table: int32 [B, M]; slot s of sequence b is in page `page_table[b, s // S]`.
-      start: int32 [B]; slots in use before this call. start + T must not exceed M · S.
+      page_table: int32 [B, M]; position p of sequence b is in page `page_table[b, p // S]`.
+      start: int32 [B]; positions in use before this call. start + T must not exceed M · S.
       tree_mask: bool [B, T, T] or None; entry [b, r, c]: row r sees new row c.
       scale: factor on the scores.
       implementation: see `implementation.run`.
@@ -93,11 +93,11 @@ def _reference(
     length = queries.shape[1]
     kv_heads, _, page_size, _ = key_pages.shape
     keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
-    slots = slot_index(page_table, start[:, None] + jnp.arange(length), page_size)
+    index = row_index(page_table, start[:, None] + jnp.arange(length), page_size)
     # Written before they are read: the loop below then reads one version of the pages, and XLA
     # updates them in place.
-    key_pages = write_slots(key_pages, slots, keys)
-    value_pages = write_slots(value_pages, slots, values)
+    key_pages = write_rows(key_pages, index, keys)
+    value_pages = write_rows(value_pages, index, values)
 
     rows = online_softmax.group_queries(queries, kv_heads)
     group = queries.shape[2] // kv_heads
@@ -112,8 +112,8 @@ def _reference(
 
     def fold_in_tile(i, partial):
         pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile, axis=1)
-        slots = i * tile + jnp.arange(tile)
-        visible = slots < start[:, None, None]
+        positions = i * tile + jnp.arange(tile)
+        visible = positions < start[:, None, None]
         seen = attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
         return online_softmax.merge(partial, seen)
 
@@ -123,18 +123,18 @@ def _reference(
     return outputs, key_pages, value_pages
 
 
-def slot_index(page_table: jax.Array, slots: jax.Array, page_size: int) -> jax.Array:
-    """Index into the flat [P·S] slots of a page pool.
+def row_index(page_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
+    """Index into the flat [P·S] rows of a page pool.
 
     Args:
       page_table: int32 [B, M].
-      slots: int32 [B, T]; cache slots of each sequence.
+      positions: int32 [B, T]; cache positions of each sequence.
       page_size: S.
     Returns:
       int32 [B, T].
     """
-    pages = jnp.take_along_axis(page_table, slots // page_size, axis=1)
-    return pages * page_size + slots % page_size
+    pages = jnp.take_along_axis(page_table, positions // page_size, axis=1)
+    return pages * page_size + positions % page_size
 
 
 def read_pages(pages: Rows, index: jax.Array) -> Rows:
@@ -146,28 +146,28 @@ def read_pages(pages: Rows, index: jax.Array) -> Rows:
     return picked.reshape(*picked.shape[:2], -1, picked.shape[-1])
 
 
-def write_slots(pages: Rows, index: jax.Array, rows: Rows) -> Rows:
-    """Writes rows [K, B, T, H] at flat slots index [B, T] of pages [K, P, S, H]."""
+def write_rows(pages: Rows, index: jax.Array, rows: Rows) -> Rows:
+    """Writes rows [K, B, T, H] at flat index [B, T] of pages [K, P, S, H]."""
     places = _places(pages, index)
     if isinstance(pages, Quantised):
         scales = pages.scales.reshape(-1).at[places].set(rows.scales[:, :, 0])
-        values = write_slots(pages.values, index, rows.values)
+        values = write_rows(pages.values, index, rows.values)
         return Quantised(values, scales.reshape(pages.scales.shape))
     flat = pages.reshape(-1, pages.shape[-1])
     return flat.at[places].set(rows.astype(pages.dtype)).reshape(pages.shape)
 
 
-def read_slots(pages: Rows, index: jax.Array) -> Rows:
-    """The rows [K, B, T, H] at flat slots index [B, T] of pages [K, P, S, H]."""
+def read_rows(pages: Rows, index: jax.Array) -> Rows:
+    """The rows [K, B, T, H] at flat index [B, T] of pages [K, P, S, H]."""
     places = _places(pages, index)
     if isinstance(pages, Quantised):
         scales = pages.scales.reshape(-1)[places][:, :, None]
-        return Quantised(read_slots(pages.values, index), scales)
+        return Quantised(read_rows(pages.values, index), scales)
     return pages.reshape(-1, pages.shape[-1])[places]
 
 
 def _places(pages: Rows, index: jax.Array) -> jax.Array:
-    """Flat slots [B, T] of every head -> rows [K, B, T] of all heads' slots, one after another.
+    """Flat index [B, T] into every head's rows -> index [K, B, T] into all heads' rows, joined.
 
     Indexed by row alone, a pool is moved within in the layout that it has on a TPU; with a window
     of all heads, XLA would first copy it into another.
@@ -176,9 +176,9 @@ def _places(pages: Rows, index: jax.Array) -> jax.Array:
     return jnp.arange(kv_heads)[:, None, None] * (num_pages * page_size) + index
 
 
-def move_slots(pages: Rows, source: jax.Array, destination: jax.Array) -> Rows:
-    """Copies flat slots source [B, T] of pages [K, P, S, H] to flat slots destination [B, T]."""
-    return write_slots(pages, destination, read_slots(pages, source))
+def move_rows(pages: Rows, source: jax.Array, destination: jax.Array) -> Rows:
+    """Copies rows of pages [K, P, S, H] from flat index source [B, T] to destination [B, T]."""
+    return write_rows(pages, destination, read_rows(pages, source))
 
 
 def _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask):

@@ -298,21 +298,21 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
 
         jax.lax.fori_loop(0, query_tile, earlier, None)
 
-    def visit_last(slot, tile):
+    def visit_last(half, tile):
         @pl.when(last_query_tile)
         def _():
-            writer.write(stream, slot)
+            writer.write(stream, half)
 
-        visit(slot, tile, last=True)
+        visit(half, tile, last=True)
 
-    def visit(slot, tile, *, last=False):
-        slots = jax.lax.broadcasted_iota(jnp.int32, (1, plan.tile), 1) + tile * plan.tile
+    def visit(half, tile, *, last=False):
+        positions = jax.lax.broadcasted_iota(jnp.int32, (1, plan.tile), 1) + tile * plan.tile
 
         def mask(head, found):
-            return jnp.where(slots < start, found, flash_tpu.MASKED) if last else found
+            return jnp.where(positions < start, found, flash_tpu.MASKED) if last else found
 
         filled = start - tile * plan.tile if last else None
-        flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
+        flash_tpu.visit_tile(softmax, stream, half, score, mask, filled)
 
     following = jnp.where(last_query_tile, sequence + 1, sequence)
 

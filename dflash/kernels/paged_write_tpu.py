@@ -24,7 +24,7 @@ class PageWriter:
 
     Attributes:
       plan: of the call; see `paged_attention_tpu.Plan`.
-      start: int32 []; slot of the first new row.
+      start: int32 []; position of the first new row.
       own_heads: of the kv heads of a pool, those of this step.
       page_of: row of the sequence -> page.
       new: keys and values [K, padded, H], and then their scales [K, 1, scale lanes] if any.
@@ -46,26 +46,26 @@ class PageWriter:
     staged_scales: jax.Ref | None
     semaphore: jax.Ref
 
-    def write(self, stream: TileStream | None = None, slot=0) -> None:
+    def write(self, stream: TileStream | None = None, half=0) -> None:
         """Puts the rows in place and starts their copies to the pages.
 
         Args:
           stream: of the context; None where the sequence has none, and no window has anything to
             keep.
-          slot: the stream's buffer that holds the context's last tile.
+          half: half of the stream's double buffer that holds the context's last tile.
         """
         for kind in range(2):
             for head in range(self.plan.step_heads):
-                self._stage_rows(kind, head, stream, slot)
+                self._stage_rows(kind, head, stream, half)
                 if self.plan.quantised:
-                    self._stage_scales(kind, head, stream, slot)
+                    self._stage_scales(kind, head, stream, half)
         self._copy(lambda copy: copy.start())
 
     def wait(self) -> None:
         """Until all copies are done."""
         self._copy(lambda copy: copy.wait())
 
-    def _stage_rows(self, kind, head, stream, slot):
+    def _stage_rows(self, kind, head, stream, half):
         plan = self.plan
         window, staged = plan.window_rows, plan.windows * plan.window_rows
         before = flash_tpu.rem(self.start, window)
@@ -82,20 +82,20 @@ class PageWriter:
             self.staged[kind, head] = moved
             return
         place = self._before_start(window)
-        old = (stream.keys, stream.values)[kind][slot, head, place]
+        old = (stream.keys, stream.values)[kind][half, head, place]
         kept = jax.lax.broadcasted_iota(jnp.int32, (window, 1), 0) < before
         self.staged[kind, head, :window] = jnp.where(kept, old, moved[:window])
         if staged > window:
             self.staged[kind, head, window:] = moved[window:]
 
-    def _stage_scales(self, kind, head, stream, slot):
+    def _stage_scales(self, kind, head, stream, half):
         page = self.plan.page_size
         before = flash_tpu.rem(self.start, page)
         moved = pltpu.roll(self.new[2 + kind][head], before, 1)
         if stream is None:
             self.staged_scales[kind, head] = moved
             return
-        old = stream.scales.buffers[kind][slot, head, :, self._before_start(page)]
+        old = stream.scales.buffers[kind][half, head, :, self._before_start(page)]
         kept = jax.lax.broadcasted_iota(jnp.int32, (1, page), 1) < before
         self.staged_scales[kind, head, :, :page] = jnp.where(kept, old, moved[:, :page])
         if self.plan.scale_lanes > page:

@@ -75,12 +75,12 @@ class TileStream:
         """Rows of a tile."""
         return self.keys.shape[2]
 
-    def rows(self, kind: int, slot, head) -> Rows:
+    def rows(self, kind: int, half, head) -> Rows:
         """The tile of keys (kind 0) or values (1) of a head in a buffer: [tile, H]."""
-        values = (self.keys, self.values)[kind][slot, head]
+        values = (self.keys, self.values)[kind][half, head]
         if self.scales is None:
             return values
-        return Quantised(values.astype(self.scales.dtype), self.scales.buffers[kind][slot, head])
+        return Quantised(values.astype(self.scales.dtype), self.scales.buffers[kind][half, head])
 
     def open(self, sequence) -> None:
         """Starts the very first copy; later sequences are announced to `run`."""
@@ -115,26 +115,26 @@ class TileStream:
         def _():
             self._copy_last(following, _start)
 
-        def step(i, slot):
+        def step(i, half):
             @pl.when(i + 1 < whole)
             def _():
-                self._copy_whole(sequence, first_tile + i + 1, 1 - slot)
+                self._copy_whole(sequence, first_tile + i + 1, 1 - half)
 
-            self._wait_whole(slot)
-            visit(slot, first_tile + i)
-            return 1 - slot
+            self._wait_whole(half)
+            visit(half, first_tile + i)
+            return 1 - half
 
         jax.lax.fori_loop(0, jnp.maximum(whole, 0), step, 0)
 
-    def _copy_whole(self, sequence, tile, slot):
+    def _copy_whole(self, sequence, tile, half):
         for begin in range(0, self.tile, self.piece):
-            self._copy(sequence, tile * self.tile + begin, slot, begin, self.piece, _start)
-            self._copy_scales(sequence, tile * self.tile + begin, slot, begin, _start)
+            self._copy(sequence, tile * self.tile + begin, half, begin, self.piece, _start)
+            self._copy_scales(sequence, tile * self.tile + begin, half, begin, _start)
 
-    def _wait_whole(self, slot):
+    def _wait_whole(self, half):
         # Semaphores count bytes: one wait serves all pieces.
         for buffer in (self.keys, self.values, *(self.scales.buffers if self.scales else ())):
-            _wait(pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self.semaphores.at[slot]))
+            _wait(pltpu.make_async_copy(buffer.at[half], buffer.at[half], self.semaphores.at[half]))
 
     def _copy_last(self, sequence, act):
         """The last tile up to the sequence's length, rounded up to whole tiles of memory."""
@@ -164,23 +164,23 @@ class TileStream:
                         size = unit << bit
                         self._copy(sequence, base + begin + skip, LAST, begin + skip, size, act)
 
-    def _copy(self, sequence, row, slot, begin, rows, act):
+    def _copy(self, sequence, row, half, begin, rows, act):
         """`rows` rows from `row` of the sequence on, to a buffer from `begin` on."""
-        where = (slot, slice(None), pl.ds(begin, rows))
+        where = (half, slice(None), pl.ds(begin, rows))
         for source, buffer in zip(
             self.source(sequence, row, rows), (self.keys, self.values), strict=True
         ):
-            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[slot]))
+            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[half]))
 
-    def _copy_scales(self, sequence, row, slot, begin, act):
+    def _copy_scales(self, sequence, row, half, begin, act):
         """The scales of the piece that begins with `row`, if there are any."""
         if self.scales is None:
             return
-        where = (slot, slice(None), slice(None), pl.ds(begin, self.piece))
+        where = (half, slice(None), slice(None), pl.ds(begin, self.piece))
         for source, buffer in zip(
             self.scales.source(sequence, row), self.scales.buffers, strict=True
         ):
-            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[slot]))
+            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[half]))
 
 
 def _start(copy):

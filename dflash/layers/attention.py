@@ -113,7 +113,7 @@ class Attention(nnx.Module):
         Args:
           pages: of this layer, as `cache_spec` names them.
           page_table: int32 [B, M].
-          start: int32 [B]; slots in use before, and the slot of the first new row.
+          start: int32 [B]; positions in use before, and the position of the first new row.
           tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
         Returns:
           Attention that gives back the pages with the new rows.

@@ -100,15 +100,15 @@ class PagedCache:
         """Moves the rows of an accepted path to their contiguous places.
 
         Args:
-          start: int32 [B]; slot of row 0 of the verified tree.
-          path: int32 [B, R]; entry i is the row that belongs at slot start + i.
+          start: int32 [B]; position of row 0 of the verified tree.
+          path: int32 [B, R]; entry i is the row that belongs at position start + i.
         """
         rows = start[:, None] + jnp.arange(path.shape[1])
 
         def move(table, start, path, rows, *pools):
-            source = paged.slot_index(table, start[:, None] + path, self.page_size)
-            destination = paged.slot_index(table, rows, self.page_size)
-            return tuple(paged.move_slots(pages, source, destination) for pages in pools)
+            source = paged.row_index(table, start[:, None] + path, self.page_size)
+            destination = paged.row_index(table, rows, self.page_size)
+            return tuple(paged.move_rows(pages, source, destination) for pages in pools)
 
         batch, pages = batch_axes(path.shape[0], sharding)
         stored = self._names(pages)
@@ -182,7 +182,7 @@ class StaticCache:
     values: tuple[jax.Array, ...]
 
     def write(self, position: jax.Array, keys, values) -> "StaticCache":
-        """Writes rows [B, T, K, H] of every layer at slots position[b] … position[b] + T - 1."""
+        """Writes rows [B, T, K, H] of every layer, from position[b] of each sequence on."""
         store = jax.vmap(_write_rows)
         return StaticCache(
             tuple(store(old, new, position) for old, new in zip(self.keys, keys, strict=True)),
@@ -207,7 +207,7 @@ def static_cache(
     dtype: jnp.dtype,
     sharding: Sharding,
 ) -> StaticCache:
-    """An abstract cache of at least `capacity` slots per sequence."""
+    """An abstract cache of at least `capacity` positions per sequence."""
     batch_name, _ = batch_axes(batch, sharding)
     names = (batch_name, "kv_heads", None, None)
     capacity += -capacity % SLOT_TILE

@@ -1,5 +1,7 @@
 """The pre-norm transformer layer that every network here is made of."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -96,6 +98,37 @@ class TransformerLayer(nnx.Module):
     def mlp_branch(self, normed: jax.Array) -> jax.Array:
         """What the mlp adds to the residual stream, from its normed rows [B, T, D]."""
         return self.mlp(normed)
+
+
+def run_layer(
+    layer: nnx.Module,
+    x: jax.Array,
+    angles: Any,
+    attention_of: Callable[..., Attend],
+    *seen: Any,
+    remat: bool = False,
+) -> tuple[jax.Array, Any]:
+    """`layer(x, angles, attend)`, traced once for all layers that are built alike.
+
+    A model has dozens of them, and a program that is compiled already must still be traced.
+
+    Args:
+      layer: a `TransformerLayer`, or what is called as one.
+      x: [B, T, D].
+      angles: the model's `rotary_angles`.
+      attention_of: (layer, *seen) -> its `attend`; the same function for all layers.
+      *seen: arrays, or pytrees of them.
+      remat: recompute what the layer does for the backward pass.
+    """
+    graph, params = nnx.split(layer)
+    run = functools.partial(_run_split, graph, attention_of)
+    return (jax.checkpoint(run) if remat else run)(params, x, angles, *seen)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_split(graph, attention_of, params, x, angles, *seen):
+    layer = nnx.merge(graph, params)
+    return layer(x, angles, attention_of(layer, *seen))
 
 
 def join_projections(model: nnx.Module) -> None:

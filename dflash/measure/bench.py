@@ -95,12 +95,12 @@ class Bench:
         self.workload = self.workload.with_turns(turns)
         self.jobs = {name: jobs.with_prompts(job, turns) for name, job in self.jobs.items()}
 
-    def compile(self, progress=lambda name, seconds: None) -> None:
+    def compile(self, progress=lambda ready, total: None) -> None:
         """Makes the engines and compiles all programs of all strategies."""
         lengths = [len(item.prompt.ids) for item in self.workload.items]
         for name, job in self.jobs.items():
             engine = self.engines[name] = self._engine(job)
-            engine.compile(lengths, lambda what, s, name=name: progress(f"{name}: {what}", s))
+            engine.compile(lengths, progress)
 
     def _engine(self, job: jobs.Job) -> MeasuredEngine:
         drafter, config = job.drafter, self.config.decode

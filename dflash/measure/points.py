@@ -9,7 +9,7 @@ from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure import bench as benches
 from dflash.measure import results, session
 from dflash.models.decoder import Decoder
-from dflash.offline import points
+from dflash.offline import job as jobs
 from dflash.runs.display import Display
 from dflash.runs.sweeps import Runner
 
@@ -32,7 +32,7 @@ class BenchmarkPoints(Runner):
         benches.prepare(config)
 
     def affinity(self, config: BenchmarkRun) -> str:
-        return points.target_key(config.decode_run(benches.BASELINE))
+        return jobs.target_key(config.decode_run(benches.BASELINE))
 
     def run(self, config: BenchmarkRun, directory: pathlib.Path) -> Mapping[str, Any]:
         key = self.affinity(config)

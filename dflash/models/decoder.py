@@ -5,7 +5,6 @@ of what differs; see docs/adding_a_target.md.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +18,7 @@ from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.train_batch import TrainBatch
-from dflash.layers.transformer import TransformerLayer
+from dflash.layers.transformer import TransformerLayer, run_layer
 from dflash.parallel.sharding import Sharding
 
 
@@ -82,17 +81,16 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: int32 [B, T].
-          positions: int32 [B, T]; for rotary embedding. Row r is stored at cache slot
+          positions: int32 [B, T]; for rotary embedding. Row r is stored at cache position
             positions[:, 0] + r, which for a chain is its position.
           cache: holds every position below positions[:, 0].
           feature_layers: layers whose outputs are tapped, in the order of concatenation.
           tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
         """
-        attends = [
-            layer.self_attn.attend_pages(pages, cache.page_table, positions[:, 0], tree_mask)
-            for layer, pages in zip(self.layers, cache.layers, strict=True)
-        ]
-        hidden, features, pages = self._run_layers(tokens, positions, attends, feature_layers)
+        seen = [(pages, cache.page_table, positions[:, 0], tree_mask) for pages in cache.layers]
+        hidden, features, pages = self._run_layers(
+            tokens, positions, _attend_pages, seen, feature_layers
+        )
         return TargetOutput(hidden, features, dataclasses.replace(cache, layers=tuple(pages)))
 
     def forward(
@@ -116,9 +114,9 @@ class Decoder(nnx.Module):
         Returns:
           hidden [B, T, D] after the final norm, features [B, T, C·D].
         """
-        attends = [layer.self_attn.attend_packed(segment_ids) for layer in self.layers]
+        seen = [(segment_ids,)] * len(self.layers)
         hidden, features, _ = self._run_layers(
-            tokens, positions, attends, feature_layers, remat=remat
+            tokens, positions, _attend_packed, seen, feature_layers, remat=remat
         )
         return hidden, features
 
@@ -151,15 +149,14 @@ class Decoder(nnx.Module):
         }
         return loss, metrics
 
-    def _run_layers(self, tokens, positions, attends, feature_layers, *, remat=False):
+    def _run_layers(self, tokens, positions, attention_of, seen, feature_layers, *, remat=False):
         """Hidden states [B, T, D], features [B, T, C·D], and what each layer's attend gave back."""
         angles = self.rotary_angles(positions)
         x = self.embed(tokens)
         tapped = {}
         kept = []
-        for i, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
-            call = functools.partial(layer, attend=attend)
-            x, layer_kept = (jax.checkpoint(call) if remat else call)(x, angles)
+        for i, (layer, arrays) in enumerate(zip(self.layers, seen, strict=True)):
+            x, layer_kept = run_layer(layer, x, angles, attention_of, *arrays, remat=remat)
             kept.append(layer_kept)
             if i in feature_layers:
                 tapped[i] = x
@@ -230,3 +227,11 @@ class Decoder(nnx.Module):
             "architectures": list(cls.hf_architectures),
             "model_type": cls.hf_model_type,
         }
+
+
+def _attend_pages(layer, pages, page_table, start, tree_mask):
+    return layer.self_attn.attend_pages(pages, page_table, start, tree_mask)
+
+
+def _attend_packed(layer, segment_ids):
+    return layer.self_attn.attend_packed(segment_ids)

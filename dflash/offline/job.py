@@ -12,6 +12,7 @@ from typing import TextIO
 from dflash import errors
 from dflash.checkpoints import assembly, vocabulary
 from dflash.checkpoints.assembly import Source
+from dflash.config import loader
 from dflash.config.data_schema import DataConfig
 from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
 from dflash.data import datasets
@@ -130,22 +131,27 @@ class Job:
         Raises:
           CheckpointError: a checkpoint is damaged, or does not fit.
         """
-        placed = self.target.sharding
-        weights.load(self.target, self.target_source, placed)
-        weights.load(self.drafter, self.drafter_source, placed)
+        weights.load(self.target, self.target_source, self.target.sharding)
+        self.load_drafter()
+
+    def load_drafter(self) -> None:
+        """Fills the drafter alone; see `load_weights`."""
+        weights.load(self.drafter, self.drafter_source, self.target.sharding)
+
+    def with_drafter(self, config: DecodeRun) -> "Job":
+        """The same prompts and target, decoded as another config says; its drafter is abstract.
+
+        Args:
+          config: has this job's target, mesh and dtype.
+        Raises:
+          UserError: the drafter cannot be found or built, or does not fit the target.
+        """
+        source, drafter = _find_drafter(config, self.target, self.target_source)
+        return dataclasses.replace(self, config=config, drafter=drafter, drafter_source=source)
 
     def without_drafting(self) -> "Job":
         """The baseline: the same prompts, target and loop, and a drafter that proposes nothing."""
-        config = dataclasses.replace(self.config, drafter=DrafterConfig())
-        source = assembly.find_drafter(config.drafter)
-        drafter = assembly.build_drafter(
-            config.drafter,
-            source,
-            self.target.arch,
-            dtype=config.dtype,
-            sharding=self.target.sharding,
-        )
-        return dataclasses.replace(self, config=config, drafter=drafter, drafter_source=source)
+        return self.with_drafter(dataclasses.replace(self.config, drafter=DrafterConfig()))
 
     def engine(self, prompts: Sequence[Prompt] = ()) -> Engine:
         """An engine over the models as they are now.
@@ -168,6 +174,12 @@ class Job:
         lengths = [len(prompt.ids) for prompt in self.prompts]
         lengths = lengths or [self.max_length - self.config.decode.max_new_tokens]
         return plan.make_plan(self.engine(), self.target, self.drafter, lengths)
+
+
+def target_key(config: DecodeRun) -> str:
+    """A key that is equal for targets with the same weights on the same devices."""
+    alone = {"target": config.target, "mesh": config.mesh, "rules": config.sharding_rules}
+    return loader.config_hash({**alone, "dtype": config.dtype})
 
 
 def prepare(
@@ -197,16 +209,13 @@ def prepare_models(
     mesh = dataclasses.asdict(config.mesh)
     placed = sharding.make_sharding(mesh, config.sharding_rules, abstract=dry)
     target_source = assembly.find_target(config.target, download=not dry)
-    drafter_source = assembly.find_drafter(config.drafter, download=not dry)
-    build = {"dtype": config.dtype, "sharding": placed}
-    target = assembly.build_target(config.target, target_source, **build)
-    drafter = assembly.build_drafter(config.drafter, drafter_source, target.arch, **build)
-    if target_source.directory and drafter_source.directory:
-        vocabulary.check_same(target_source.directory, drafter_source.directory)
+    target = assembly.build_target(
+        config.target, target_source, dtype=config.dtype, sharding=placed
+    )
+    drafter_source, drafter = _find_drafter(config, target, target_source, download=not dry)
     words = tokenizer.for_target(
         target_source.directory, thinking=config.prompts.thinking, date=date
     )
-    _check_rule(config, drafter)
     return Job(
         config,
         target,
@@ -274,6 +283,20 @@ def _examples(config: PromptsConfig) -> list[Example]:
     return datasets.task_examples(
         config.dataset, config.split, config.limit, raw_dir=config.raw_dir
     )
+
+
+def _find_drafter(
+    config: DecodeRun, target: Decoder, target_source: Source, *, download: bool = True
+) -> tuple[Source, Drafter]:
+    """Finds and builds the drafter of a config, abstract, and checks that it fits the target."""
+    source = assembly.find_drafter(config.drafter, download=download)
+    drafter = assembly.build_drafter(
+        config.drafter, source, target.arch, dtype=config.dtype, sharding=target.sharding
+    )
+    if target_source.directory and source.directory:
+        vocabulary.check_same(target_source.directory, source.directory)
+    _check_rule(config, drafter)
+    return source, drafter
 
 
 def _check_rule(config: DecodeRun, drafter: Drafter) -> None:

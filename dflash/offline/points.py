@@ -43,7 +43,7 @@ class DecodePoints(Runner):
         self._checked[loader.config_hash(config)] = _prepare(config, datetime.date.today())
 
     def affinity(self, config: DecodeRun) -> str:
-        return target_key(config)
+        return jobs.target_key(config)
 
     def run(self, config: DecodeRun, directory: pathlib.Path) -> Mapping[str, Any]:
         date = dates.find(directory)
@@ -68,7 +68,7 @@ class Weights:
         Raises:
           CheckpointError: a checkpoint is damaged, or does not fit.
         """
-        wanted = {"target": target_key(job.config), "drafter": _drafter_key(job.config)}
+        wanted = {"target": jobs.target_key(job.config), "drafter": _drafter_key(job.config)}
         # Models that are no longer needed are freed first: there may be no memory for both.
         self._loaded = {
             role: (key, model) for role, (key, model) in self._loaded.items() if key == wanted[role]
@@ -85,14 +85,8 @@ class Weights:
         return self._loaded[role][1]
 
 
-def target_key(config: DecodeRun) -> str:
-    """A key that is equal for targets with the same weights on the same devices."""
-    alone = {"target": config.target, "mesh": config.mesh, "rules": config.sharding_rules}
-    return loader.config_hash({**alone, "dtype": config.dtype})
-
-
 def _drafter_key(config: DecodeRun) -> str:
-    return loader.config_hash({"target": target_key(config), "drafter": config.drafter})
+    return loader.config_hash({"target": jobs.target_key(config), "drafter": config.drafter})
 
 
 def _prepare(config: DecodeRun, date: datetime.date) -> Job:

@@ -151,8 +151,8 @@ def _decode(
     engine, clock_s = None, 0.0
     while ready:
         engine = _engine(job, engine, ready)
-        with display.status("compiling"):
-            engine.compile(len(prompt.ids) for prompt in ready)
+        with display.compiling() as progress:
+            engine.compile((len(prompt.ids) for prompt in ready), progress)
         with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
             clock_s = _round(job, engine, ready, records, display, clock_s)
         ready = _ready(job, records)
@@ -191,7 +191,7 @@ def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
 def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:
     """The engine so far, or a new one if a conversation has outgrown it."""
     needed = max_length(job.requests(ready))
-    if engine is not None and needed <= engine.layout.max_length:
+    if engine is not None and engine.has_room(needed, len(job.stop_ids)):
         return engine
     return job.engine(ready)
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import rich.console
+import rich.control
 import rich.progress
 import rich.table
 import rich.text
+from rich.segment import ControlType
 
-from dflash.runs import outputs
+from dflash.runs import compilation_cache, outputs
 
 HISTOGRAM_WIDTH = 40  # characters of the longest bar
 BAR_WIDTH = 24  # characters of a progress bar
@@ -115,6 +117,34 @@ class Display:
         # Repeats the message if something else was shown meanwhile.
         self._say(elapsed if self._status_open else f"{message} … {elapsed}")
         self._status_open = False
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[Callable[[int, int], None]]:
+        """Shows on stderr how many programs are compiled, and how many came from the cache.
+
+        Yields:
+          a call that takes how many programs are ready, and how many there are; nothing is shown
+          before the first one.
+        """
+        start, total = time.perf_counter(), 0
+
+        def show(ready: int, wanted: int) -> None:
+            nonlocal total
+            if not total:
+                self._fresh_line()
+                self._status_open = True
+            if self._console.is_terminal:
+                self._console.control(rich.control.Control(ControlType.CARRIAGE_RETURN))
+                self._say(f"compiling {ready}/{wanted} … ")
+            elif not total:
+                self._say(f"compiling {wanted} program{'' if wanted == 1 else 's'} … ")
+            total = wanted
+
+        with compilation_cache.count_hits() as hits:
+            yield show
+        if total:
+            self._say(f"{time.perf_counter() - start:.1f} s{from_cache(len(hits), total)}\n")
+            self._status_open = False
 
     @contextlib.contextmanager
     def progress(
@@ -257,6 +287,13 @@ class Display:
         self._status_open = False
         if self._stdout_is_terminal:
             self._mid_line = False
+
+
+def from_cache(hits: int, total: int) -> str:
+    """Returns how many of the programs came from the compilation cache, to go after a time."""
+    if not hits:
+        return ""
+    return f", {'all' if hits >= total else hits} from the cache"
 
 
 def quoted(prompt: str) -> list[str]:

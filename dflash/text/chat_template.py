@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash import errors
+from dflash.config import encoding
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -101,9 +102,9 @@ def _failure(source: pathlib.Path, error: Exception) -> errors.InputError:
 
 def _read(path: pathlib.Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise errors.InputError(f"{path}: not UTF-8: byte {error.start + 1}") from error
+        return encoding.decode(path.read_bytes())
+    except errors.InputError as error:
+        raise errors.InputError(f"{path}: {error}") from error
     except OSError as error:
         raise errors.InputError(f"{path}: cannot be read: {error.strerror or error}") from error
 

@@ -1,14 +1,19 @@
 """JSONL files: reading lines, checking their fields, and error messages about them."""
 
+import codecs
+import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 from dflash import errors
+from dflash.config import encoding, schema
 
 MAX_DEPTH = 100  # of nested values
+# Each token of a sequence takes a byte at least, so a longer line is no prompt that could be used.
+MAX_LINE_BYTES = schema.MAX_TOKENS
 MAX_PROBLEMS_SHOWN = 10
 MAX_QUOTED_CHARACTERS = 60
 
@@ -23,19 +28,39 @@ def entries(file: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
     """
     try:
         with pathlib.Path(file).expanduser().open("rb") as lines:
-            for number, line in numbered_lines(lines):
-                yield f"{file}:{number}", lambda line=line: parse_json(decode(line))
-    except OSError as error:
-        raise errors.InputError(f"{file}: cannot be read: {error.strerror or error}") from error
+            for place, line in placed_lines(lines, file):
+                yield place, lambda line=line: parse_json(decode(line))
+    except (OSError, ValueError) as error:  # no file has a name with a null character
+        reason = getattr(error, "strerror", None) or error
+        raise errors.InputError(f"{file}: cannot be read: {reason}") from error
 
 
-def numbered_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not blank, without their ends, each with its number from 1."""
-    for number, line in enumerate(lines, start=1):
+def placed_lines(lines: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
+    """Yields the lines that are not blank, without their ends, each with its place.
+
+    Args:
+      lines: a stream of bytes.
+      name: of the stream, in places such as "a.jsonl:7".
+    Raises:
+      InputError: the text is not UTF-8 by its beginning, or a line is far too long.
+    """
+    for number in itertools.count(1):
+        line = lines.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE_BYTES:
+            raise errors.InputError(
+                f"{name}:{number}: longer than {MAX_LINE_BYTES:,} bytes; is it JSON with one "
+                "object a line?"
+            )
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")  # some editors begin UTF-8 files with a mark
+            try:
+                encoding.check(line)
+            except errors.InputError as error:
+                raise errors.InputError(f"{name}: {error}") from error
+            line = line.removeprefix(codecs.BOM_UTF8)  # some editors begin files with this mark
         if line.strip():
-            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+            yield f"{name}:{number}", line.removesuffix(b"\n").removesuffix(b"\r")
 
 
 def decode(line: bytes) -> str:
@@ -164,7 +189,7 @@ def check_ids(value: Any, what: str = "prompt_ids") -> tuple[int, ...]:
 
 def quote(value: Any) -> str:
     """The beginning of a value as JSON."""
-    text = json.dumps(value)
+    text = json.dumps(value, default=repr)
     if len(text) > MAX_QUOTED_CHARACTERS:
         return f"{text[:MAX_QUOTED_CHARACTERS]}…"
     return text

@@ -1,9 +1,11 @@
 """Reads the prompts of a run: from the config, a JSONL file, or standard input."""
 
 import dataclasses
+import io
 import itertools
+import numbers
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from dflash import errors
@@ -14,6 +16,11 @@ from dflash.text.chat_template import Messages
 
 _LATER_TURNS = "later turns"  # among the fields of an entry; no name that a file would have
 KINDS = ("prompt", "messages", "turns", "prompt_ids")
+# A prompt as a program gives it: a text, token ids, or the messages of a conversation.
+Value = str | Iterable[int] | Iterable[Mapping[str, Any]]
+# An entry is the place of a prompt, and a call that reads it as the fields of a JSONL line. Reading
+# waits for the call, so that one bad line does not hide the next.
+_Entries = Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +83,41 @@ def read_prompts(
         entries = _conversation_entries(name, conversations, later_turns)
     else:
         name, entries = "stdin", _stdin_entries(stdin)
+    return _collect(name, entries, config, tokenizer, vocab_size)
+
+
+def from_values(
+    values: Iterable[Value],
+    config: schema.PromptsConfig,
+    tokenizer: tokenizer_lib.Tokenizer,
+    *,
+    vocab_size: int,
+) -> list[Prompt]:
+    """Tokenizes prompts that a program gives, rather than a file.
+
+    Args:
+      values: each a text, token ids, or the messages of a conversation.
+      config: whether plain text goes through the chat template.
+      tokenizer: the target's.
+      vocab_size: every token id must be smaller.
+    Raises:
+      InputError: as `read_prompts`.
+    """
+    return _collect("prompts", _value_entries(values), config, tokenizer, vocab_size)
+
+
+def _collect(
+    name: str,
+    entries: _Entries,
+    config: schema.PromptsConfig,
+    tokenizer: tokenizer_lib.Tokenizer | None,
+    vocab_size: int,
+) -> list[Prompt]:
+    """Makes the prompts of all entries.
+
+    Raises:
+      InputError: see `read_prompts`.
+    """
     prompts: list[Prompt] = []
     problems: list[str] = []
     for source, read in entries:
@@ -135,9 +177,20 @@ def continued(
     return dataclasses.replace(found, index=prompt.index + turn, source=source)
 
 
-# An entry is the place of a prompt, and a call that reads it as the fields of a JSONL line. Reading
-# waits for the call, so that one bad line does not hide the next.
-_Entries = Iterator[tuple[str, Any]]
+def _value_entries(values: Iterable[Value]) -> _Entries:
+    for index, value in enumerate(values):
+        yield f"prompts[{index}]", lambda value=value: _fields(value)
+
+
+def _fields(value: Value) -> Mapping[str, Any]:
+    """A prompt of a program as the fields of a JSONL line."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return {"prompt": value}
+    items = [value] if isinstance(value, Mapping) else list(value)
+    if items and isinstance(items[0], Mapping):
+        return {"messages": [dict(one) if isinstance(one, Mapping) else one for one in items]}
+    # Arrays hold integers of other types than Python's.
+    return {"prompt_ids": [int(id) if isinstance(id, numbers.Integral) else id for id in items]}
 
 
 def _text_entries(texts: Iterable[str]) -> _Entries:
@@ -158,9 +211,9 @@ def _stdin_entries(stdin: TextIO) -> _Entries:
     if stdin.isatty():
         print("reading prompts, one a line; Ctrl-D ends them", file=sys.stderr)
     # Bytes where there are any: decoding line by line lets an error name the line.
-    lines = getattr(stdin, "buffer", None) or (line.encode("utf-8") for line in stdin)
-    for number, line in jsonl.numbered_lines(lines):
-        yield f"stdin:{number}", lambda line=line: {"prompt": jsonl.decode(line)}
+    lines = getattr(stdin, "buffer", None) or io.BytesIO(stdin.read().encode("utf-8"))
+    for place, line in jsonl.placed_lines(lines, "stdin"):
+        yield place, lambda line=line: {"prompt": jsonl.decode(line)}
 
 
 def _make_prompt(

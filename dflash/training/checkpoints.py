@@ -78,7 +78,7 @@ class Checkpoints:
           directory: of checkpoints alone; damaged/ lies beside it.
           keep_last: number of checkpoints to keep, apart from the best.
         Raises:
-          CheckpointError: the directory cannot be read or made.
+          WorkdirError: the directory cannot be read or made.
         """
         self._directory = directory.absolute()
         self._in_flight: int | None = None
@@ -118,7 +118,7 @@ class Checkpoints:
           metadata: further content, as JSON has it.
           best: step of the best checkpoint, which is kept; None if there is none.
         Raises:
-          CheckpointError: this or an earlier save cannot be written.
+          WorkdirError: this or an earlier save cannot be written.
         """
         self.wait()
         arrays = states.flatten(state)
@@ -136,7 +136,7 @@ class Checkpoints:
             )
 
     def poll(self) -> None:
-        """Raises CheckpointError if the save in the background has failed."""
+        """Raises WorkdirError if the save in the background has failed."""
         if self._in_flight is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
@@ -144,7 +144,7 @@ class Checkpoints:
         """Waits until the last save is finished.
 
         Raises:
-          CheckpointError: it cannot be written.
+          WorkdirError: it cannot be written.
         """
         if self._in_flight is None:
             return
@@ -165,7 +165,7 @@ class Checkpoints:
         Returns:
           The checkpoint; None if there has never been one.
         Raises:
-          CheckpointError: the newest one cannot be read, though it is not damaged; or all are
+          WorkdirError: the newest one cannot be read, though it is not damaged; or all are
             damaged, now or at an earlier start.
         """
         found = self.steps()
@@ -175,7 +175,7 @@ class Checkpoints:
             except Exception as error:  # Orbax and tensorstore raise a dozen kinds
                 damage = _find_damage(self._directory / str(step), error)
                 if damage is None:
-                    raise errors.CheckpointError(
+                    raise errors.WorkdirError(
                         f"{self._directory / str(step)}: cannot be restored: {_reason(error)}; "
                         "nothing was changed, so try again; if it keeps failing, delete this "
                         "directory to continue from the checkpoint before it"
@@ -191,7 +191,7 @@ class Checkpoints:
             return restored
         damaged = self._directory.parent / DAMAGED
         if damaged.is_dir() and any(damaged.iterdir()):
-            raise errors.CheckpointError(
+            raise errors.WorkdirError(
                 f"{damaged}: the checkpoints here are damaged and no good one is left: delete this "
                 "directory to start again at step 0, or use another --workdir"
             )
@@ -266,7 +266,7 @@ class Checkpoints:
             if self._good is not None:
                 left = f"the last good one, of step {self._good}, is kept"
             self._in_flight = None
-            raise errors.CheckpointError(
+            raise errors.WorkdirError(
                 f"{self._directory}: checkpoint{which} cannot be {what}: {_reason(error)}; {left}"
             ) from error
 

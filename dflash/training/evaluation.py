@@ -1,7 +1,5 @@
 """Evaluation of a run: the loss on held-out text and, for drafters, τ."""
 
-from collections.abc import Callable, Mapping
-
 import jax
 import numpy as np
 import optax
@@ -11,12 +9,8 @@ from dflash.config import loader
 from dflash.data import batches
 from dflash.training import state as states
 from dflash.training import step as steps_lib
-from dflash.training.job import Job
+from dflash.training.job import DraftingTest, Job
 from dflash.training.state import Params
-
-# (params of the learner in the compute dtype) -> metrics, including "tau". Passed in, because this
-# package must not import the decode engine.
-DraftingTest = Callable[[Params], Mapping[str, float]]
 
 
 class Evaluation:

@@ -6,12 +6,14 @@ import functools
 import itertools
 import math
 import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import optax
 
 from dflash import errors
+from dflash.checkpoints import assembly
 from dflash.config.schema import PromptsConfig
 from dflash.config.train_schema import TrainRun
 from dflash.data import batches, datasets
@@ -24,7 +26,11 @@ from dflash.text.tokenizer import Tokenizer
 from dflash.training import plan, tasks
 from dflash.training import step as steps_lib
 from dflash.training.optimizer import make_optimizer, make_schedule
+from dflash.training.state import Params
 from dflash.training.tasks import Task
+
+# (params of the learner in the compute dtype) -> metrics, including "tau".
+DraftingTest = Callable[[Params], Mapping[str, float]]
 
 COUNTED_TOKENS = 2**24
 
@@ -130,6 +136,22 @@ class Job:
             self.config.data, self.tokenizer, "validation", wanted.prompts
         )
 
+    def drafting_test(self, kind: Callable[..., DraftingTest]) -> DraftingTest | None:
+        """A test that measures τ on held-out prompts; None if the run wants none.
+
+        Args:
+          kind: `offline.evaluation.DraftingTest`, which this package must not import.
+        """
+        if not self.config.evaluation.prompts or not self.task.drafts:
+            return None
+        return kind(
+            self.task.target,
+            self.task.working,
+            self.config.evaluation_decode,
+            self.held_out_prompts,
+            stop_ids=self.task.target.arch.eos_token_id,
+        )
+
     def plan(self) -> plan.Plan:
         """The plan of the run, made without reading data."""
         steps = self.config.train.steps
@@ -152,9 +174,7 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     task = tasks.make_task(config, placed, download=not dry)
     directory = task.target_source.directory
     if config.tokenizer is not None:
-        directory = pathlib.Path(config.tokenizer).expanduser()
-        if not directory.is_dir():
-            raise errors.ConfigError(f"tokenizer: {directory}: no such directory")
+        directory = assembly.find_directory(config.tokenizer, download=not dry)
     words = tokenizer.for_target(directory, thinking=config.data.thinking, date=date)
     job = Job(config, placed, task, words, directory)
     _check(job)

@@ -94,6 +94,70 @@ def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length:
     Includes copies of the weights in the compute dtype.
     """
 
+    def residuals(params, frozen, batch, key):
+        def loss(params):
+            return task.loss(optax.tree.cast(params, task.dtype), frozen, batch, key)[0]
+
+        return jax.vjp(loss, params)[1]
+
+    kept = jax.eval_shape(residuals, params, frozen, *_abstract_batch(task, rows, length))
+    held_anyway = {(x.shape, x.dtype) for x in jax.tree.leaves((params, frozen))}
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(kept)
+        if (leaf.shape, leaf.dtype) not in held_anyway
+    )
+
+
+def step_flops(task: Task) -> float:
+    """Operations of the matrix products of a step on all devices, traced from one row's loss.
+
+    The frozen target's forward is among them, as if its features were not cached.
+    """
+    config = task.config
+    params, frozen = states.split(task.learner)[1], task.abstract_frozen()
+    (batch, key) = _abstract_batch(task, 1, config.data.length)
+    if task.drafts:
+        names = ("tokens", "positions", "segment_ids", "loss_mask")
+        batch = {name: batch[name] for name in names}
+
+    def gradient(params, frozen, batch, key):
+        def loss(params):
+            return task.loss(optax.tree.cast(params, task.dtype), frozen, batch, key)[0]
+
+        return jax.grad(loss)(params)
+
+    traced = jax.make_jaxpr(gradient)(params, frozen, batch, key)
+    return config.train.batch_size * _product_flops(traced.jaxpr)
+
+
+def _product_flops(jaxpr: Any) -> float:
+    """Operations of the matrix products in a jaxpr; the body of a scan counts as often as it runs.
+
+    Of a loop without a fixed length, one turn counts.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left, out = equation.invars[0].aval, equation.outvars[0].aval
+            total += 2.0 * out.size * math.prod(left.shape[axis] for axis in contracted)
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        inner = jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+        )
+        for found in inner:
+            if hasattr(found, "jaxpr"):
+                found = found.jaxpr  # a closed one
+            if hasattr(found, "eqns"):
+                total += times * _product_flops(found)
+    return total
+
+
+def _abstract_batch(task: Task, rows: int, length: int) -> tuple[dict[str, Any], Any]:
+    """Shapes of a batch with features, and of a key."""
+
     def shape(*dimensions, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((rows, length, *dimensions), dtype)
 
@@ -105,21 +169,7 @@ def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length:
         batch["features"] = shape(tapped, dtype=task.dtype)
         if task.config.loss.uses_target_hidden:
             batch["hidden"] = shape(arch.hidden_size, dtype=task.dtype)
-    key = jax.eval_shape(lambda: states.step_key_base(0))
-
-    def residuals(params, frozen, batch, key):
-        def loss(params):
-            return task.loss(optax.tree.cast(params, task.dtype), frozen, batch, key)[0]
-
-        return jax.vjp(loss, params)[1]
-
-    kept = jax.eval_shape(residuals, params, frozen, batch, key)
-    held_anyway = {(x.shape, x.dtype) for x in jax.tree.leaves((params, frozen))}
-    return sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(kept)
-        if (leaf.shape, leaf.dtype) not in held_anyway
-    )
+    return batch, jax.eval_shape(lambda: states.step_key_base(0))
 
 
 def _programs(task: Task) -> tuple[str, ...]:

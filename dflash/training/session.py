@@ -16,8 +16,8 @@ from dflash.training import features, rundir
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints, RestoredCheckpoint
-from dflash.training.evaluation import DraftingTest, Evaluation
-from dflash.training.job import Job
+from dflash.training.evaluation import Evaluation
+from dflash.training.job import DraftingTest, Job
 from dflash.training.report import Report
 from dflash.training.state import Params, TrainState
 from dflash.training.trainer import Batches, LoopConfig, Outcome, StepFunctions, Trainer

@@ -157,7 +157,7 @@ class Trainer:
 
         Raises:
           TrainingError: a loss or gradient is not finite.
-          CheckpointError: the state cannot be saved.
+          WorkdirError: the state cannot be saved.
         """
         config = self._config
         with StopSignal() as stop:

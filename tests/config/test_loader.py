@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import pytest
 from support.config_files import MINIMAL, problems
 
 from dflash import errors
-from dflash.config import layers, loader, schema
+from dflash.config import benchmark_schema, layers, loader, schema
 
 # Who wins.
 
@@ -208,3 +209,23 @@ def test_a_null_name_infers_and_resets_nothing(write):
     assert (target.name, target.checkpoint) == (None, "weights")
     with pytest.raises(errors.ConfigError, match=r"target\.checkpoint: required"):
         loader.load("c.yml", ["target.name=llama3"])
+
+
+def test_one_source_of_prompts_replaces_another_of_an_earlier_layer(write):
+    write("c.yml", MINIMAL + "prompts: {text: [a, b], chat: true}\n")
+    prompts = loader.load("c.yml", ["prompts.file=p.jsonl"]).prompts
+    assert (prompts.text, prompts.file, prompts.chat) == ((), "p.jsonl", True)
+    write("d.yml", "base: [c.yml]\nprompts: {dataset: math}\n")
+    prompts = loader.load("d.yml").prompts
+    assert (prompts.text, prompts.dataset) == ((), "math")
+    assert loader.load("d.yml", ["prompts.text=c"]).prompts.dataset is None
+    # Nothing given is no source.
+    for nothing in ("prompts.file=null", "prompts.text=[]"):
+        assert loader.load("d.yml", [nothing]).prompts.dataset == "math"
+
+
+def test_one_way_of_forcing_acceptance_replaces_the_other():
+    path = "benchmark/qwen3_4b_trace.yml"
+    load = functools.partial(loader.load, path, schema=benchmark_schema.BenchmarkRun)
+    assert load(["trace=t.json"]).acceptance == ()
+    assert load(["acceptance=[math500]"]).trace is None

@@ -193,8 +193,19 @@ def test_files_that_are_no_config(write, tmp_path):
     (tmp_path / "latin.yml").write_bytes(b"a: \xe9\n")
     (tmp_path / "folder").mkdir()
     assert problems("list.yml") == ["list.yml: expected a mapping of keys to values, got a list"]
-    assert problems("latin.yml") == ["latin.yml: not a text file in UTF-8"]
-    assert problems("folder") == ["folder: cannot be read: Is a directory"]
+    assert problems("latin.yml") == ["latin.yml: not UTF-8: byte 0xe9 at offset 3"]
+    assert problems("folder") == [
+        "folder: a directory, expected a config, such as configs/tiny_dflash.yml"
+    ]
+    (tmp_path / "folder" / "config.json").touch()
+    assert problems("folder") == [
+        "folder: a directory, expected a config; a checkpoint goes with one: CONFIG "
+        "target.checkpoint=folder"
+    ]
+    write("folder/config.yml", MINIMAL)
+    assert problems("folder") == [
+        "folder: a directory, expected a config; that of the run in it is folder/config.yml"
+    ]
     assert problems("gone.yml", "x") == [
         "gone.yml: no such file",
         "command line: 'x': expected key=value",

@@ -195,8 +195,8 @@ def test_other_commands_leave_sweeps_alone(tmp_path, monkeypatch):
     (tmp_path / "s.yml").write_text(BASE + "sweep: {product: {decode.seed: [1, 2]}}")
     with pytest.raises(errors.ConfigError) as caught:
         loader.load("s.yml")
-    assert caught.value.problems == ("s.yml:2: sweep: belongs to python -m dflash.sweep alone",)
-    with pytest.raises(errors.ConfigError, match="command line: sweep: belongs to"):
+    assert caught.value.problems == ("s.yml:2: sweep: for dflash sweep; no other command takes it",)
+    with pytest.raises(errors.ConfigError, match="command line: sweep: for dflash sweep"):
         loader.load("random_tiny_dflash.yml", ["sweep.product.decode.seed=[1]"])
 
 

@@ -1,14 +1,16 @@
-"""Tests of the two data sets that are made of the standard library."""
+"""Tests of the two data sets that are made of the standard library, and of generated facts."""
 
 import ast
 import dataclasses
+import re
 
 import pytest
 
-from dflash.data import chat, code, stdlib
+from dflash.config.data_schema import DataConfig
+from dflash.data import chat, code, datasets, facts, stdlib
 from dflash.data.example import SPLITS
 
-MAKERS = {"code": code.examples, "chat": chat.examples}
+MAKERS = {"code": code.examples, "chat": chat.library_examples}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -17,7 +19,7 @@ def splits(request):
 
 
 def test_splits_have_enough(splits):
-    assert len(splits["train"]) > 5000
+    assert len(splits["train"]) > 4000
     for split in ("validation", "test"):
         assert len(splits[split]) > 80
         assert len({example.source for example in splits[split]}) >= 5
@@ -49,22 +51,11 @@ def make_hashable(example):
     )
 
 
-def test_no_long_answer_is_in_two_splits(splits):
-    answers = {
-        split: {
-            one.response for one in some if len(one.response) >= 120 and "`" not in one.response
-        }
-        for split, some in splits.items()
-    }
-    assert len(answers["train"]) > 100
-    assert not answers["train"] & (answers["validation"] | answers["test"])
-
-
 def test_lengths_are_bounded(splits):
     for some in splits.values():
         for example in some:
-            assert 0 < len(example.response) <= 1600
-            assert len(example.prompt[0]["content"]) <= 1600
+            assert 0 < len(example.response) <= 1000
+            assert len(example.prompt[0]["content"]) <= 1200
 
 
 def test_twins_share_a_source():
@@ -72,16 +63,21 @@ def test_twins_share_a_source():
     assert stdlib.source_of("email.message") == "email"
 
 
-def test_code_is_completed_to_python():
-    for example in code.examples("test"):
+def test_changed_code_is_python_and_repeats_the_prompt():
+    for example in code.examples("validation"):
+        ast.parse(example.response)
         question = example.prompt[0]["content"]
-        head = question.partition("\n\n")[2]
-        tree = ast.parse(f"{head}\n{example.response}")
-        (node,) = tree.body
-        function = node.body[0] if isinstance(node, ast.ClassDef) else node
-        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        assert ast.get_docstring(function)
-        assert len(function.body) > 1
+        given = {*re.findall(r"\w+", question)} | {"class", "def", "self", "__init__"}
+        assert {*re.findall(r"\w+", example.response)} <= given
+
+
+@pytest.mark.parametrize("name", ["code", "chat"])
+def test_answers_are_graded_to_the_letter(name):
+    dataset = datasets.find(name, DataConfig())
+    (example,) = dataset.sample("validation", 1)
+    assert dataset.is_correct(example, f"{example.response}\n")
+    assert not dataset.is_correct(example, example.response[:-1])
+    assert not dataset.is_correct(example, example.response, finished=False)
 
 
 def make_module(source: str) -> stdlib.Module:
@@ -93,11 +89,8 @@ SOURCE = '''"""Shapes and what they measure.
 More of it.
 """
 
-def area(width, height=1, *, unit="m"):
-    """Compute the area of a rectangle. Units are kept.
-
-    Returns the area as a number.
-    """
+def area(width, height=1):
+    """Compute what a rectangle covers."""
     # Both count.
     return width * height
 
@@ -105,23 +98,38 @@ def _hidden(x):
     return x
 
 class Circle:
-    """A round shape of one radius."""
+    """A round shape of one radius. It is drawn by hand."""
+
+    def __init__(self, radius, *, color): self.radius = radius
 
     @property
     def radius(self):
         """Radius of the circle."""
         return 1
 
-    def grow(self, by):
-        """Make the circle larger by a factor."""
+    def grow(self, by, twice=False):
+        """Make the circle larger.
+
+        Returns the new radius as a number.
+        """
         self.r *= by
 
     def shrink(self, by): return by
 
-    def later(self):
-        """Not yet."""
-        raise NotImplementedError
+class Square:
+    def __init__(self, side, color='red'):
+        super().__init__(color)
 '''
+
+BARE_AREA = """\
+def area(width, height=1):
+    # Both count.
+    return width * height"""
+AREA = '''\
+def area(width, height=1):
+    """Compute what a rectangle covers."""
+    # Both count.
+    return width * height'''
 
 
 @pytest.fixture
@@ -130,47 +138,98 @@ def shapes(monkeypatch):
     monkeypatch.setattr(stdlib, "modules", lambda split: iter([module] if split == "train" else []))
 
 
+def words_after(start: str, text: str) -> str:
+    return re.search(rf"{start}`(.*?)`", text)[1]
+
+
 def test_what_is_asked_of_code(shapes):
     pairs = [(one.prompt[0]["content"], one.response) for one in code.examples("train")]
-    intro = "Complete this function of the module `shapes`.\n\n"
-    assert pairs == [
-        (
-            intro + 'def area(width, height=1, *, unit="m"):\n'
-            '    """Compute the area of a rectangle. Units are kept.\n\n'
-            '    Returns the area as a number.\n    """',
-            "    # Both count.\n    return width * height",
-        ),
-        (intro + "def _hidden(x):", "    return x"),
-        (
-            intro + 'class Circle:\n    @property\n    def radius(self):\n'
-            '        """Radius of the circle."""',
-            "        return 1",
-        ),
-        (
-            intro + 'class Circle:\n    def grow(self, by):\n'
-            '        """Make the circle larger by a factor."""',
-            "        self.r *= by",
-        ),
-    ]  # fmt: skip
+    of_area = [
+        (question, answer) for question, answer in pairs if "* height" in answer
+    ]
+    renamed, called, bare, documented, extended, method = of_area
+    new = words_after("(?:to|argument) ", renamed[0])
+    old = words_after("(?:argument|instead of) ", renamed[0].replace(f"argument `{new}`", ""))
+    assert renamed[0].endswith(f"\n\n{AREA}")
+    assert renamed[1] == re.sub(rf"\b{old}\b", new, AREA) != AREA
+    assert called[1] == AREA.replace("area(", words_after("", called[0]) + "(")
+    assert (bare[1], bare[0].endswith(AREA)) == (BARE_AREA, True)
+    assert (documented[1], documented[0].endswith(BARE_AREA)) == (AREA, True)
+    assert ": Compute what a rectangle covers.\n\n" in documented[0]
+    argument = re.search(r"`(\w+=.*?)`", extended[0])[1]
+    assert extended[1] == AREA.replace("height=1)", f"height=1, {argument})")
+    owner = words_after("class ", method[0])
+    indented = AREA.replace("\n", "\n    ").replace("def area(", "def area(self, ")
+    assert method[1] == f"class {owner}:\n    {indented}"
+
+
+def test_classes_are_written_from_their_fields(shapes):
+    pairs = [(one.prompt[0]["content"], one.response) for one in code.examples("train")]
+    (square,) = [pair for pair in pairs if "`Square`" in pair[0]]
+    assert square[0].endswith("fields `side`, `color='red'`.")
+    assert square[1] == (
+        "class Square:\n    def __init__(self, side, color='red'):\n"
+        "        self.side = side\n        self.color = color"
+    )
+    assert not [pair for pair in pairs if "`Circle`" in pair[0]]  # a field by keyword only
 
 
 def test_what_is_asked_in_chat(shapes):
-    answers = {}
-    for one in chat.examples("train"):
-        answers[one.prompt[0]["content"]] = one.response
-    signature = "shapes.area(width, height=1, *, unit='m')"
-    found = [answers[question] for question in answers if signature in question]
-    assert found == [
-        "`area` takes 3 arguments:\n- `width`\n- `height`, by default `1`\n"
-        "- `unit`, by keyword only, by default `'m'`",
-        "Compute the area of a rectangle. Units are kept.",
-    ]
-    assert answers["How do I compute the area of a rectangle?"] == (
-        f"Use the function `area` of the module `shapes`:\n\nimport shapes\n\nresult = {signature}"
-    )
-    assert answers["How do I make the circle larger by a factor?"] == (
-        "Use the method `grow` of the class `shapes.Circle`:\n\nshapes.Circle.grow(by)"
-    )
+    answers = {one.prompt[0]["content"]: one.response for one in chat.library_examples("train")}
+    signature = "`shapes.Circle.grow(by, twice=False)`"
+    found = [answer for question, answer in answers.items() if signature in question]
+    assert found == ["`grow` takes 2 arguments:\n- `by`\n- `twice`, by default `False`"]
     returns = [question for question in answers if "what does the function" in question]
-    assert [answers[question] for question in returns] == ["It returns the area as a number."]
+    assert [answers[question] for question in returns] == ["It returns the new radius as a number."]
+    methods = [answer for question, answer in answers.items() if "Which methods" in question]
+    assert methods == ["The class `Circle` has 3 methods:\n- `radius`\n- `grow`\n- `shrink`"]
+    assert "A round shape of one radius." in answers.values()
     assert not [question for question in answers if "_hidden" in question]
+
+
+def pairs_of(example) -> set[str]:
+    """Pairs of subject and value that a text tells, in the canonical words of its answers."""
+    text = example.messages[0]["content"].partition("\n\n")[0]
+    return {
+        f"{subject}/{value}"
+        for world in facts.WORLDS
+        for subject in world.subjects
+        for kind in world.kinds.values()
+        for value in kind.values
+        for says in kind.says
+        if facts.fill(says, subject, value) in text
+    }
+
+
+def test_facts_of_training_are_never_asked_elsewhere():
+    for split in SPLITS:
+        for index in range(6):
+            example = facts.example("chat", split, index)
+            told = pairs_of(example)
+            assert example.source in told
+            strange = {pair for pair in told if facts.split_of(pair) != "train"}
+            assert strange == ({example.source} if split != "train" else set())
+            assert facts.split_of(example.source) == split
+
+
+def test_answers_repeat_the_facts():
+    several = 0
+    for index in range(200):
+        example = facts.example("chat", "train", index)
+        assert example == facts.example("chat", "train", index)
+        several += len(example.messages) > 2
+        given = {*re.findall(r"\w+", example.messages[0]["content"])}
+        for message in example.messages[1::2]:
+            assert not set("{}") & set(message["content"])
+            values = {*re.findall(r"[A-Z\d]\w*", message["content"])}
+            assert values <= given | set("The Right Wrong 1 2 3 4".split())
+    assert 20 < several < 90
+
+
+def test_equal_facts_are_told_of_nobody_else():
+    """A question for the subject of a value has one answer."""
+    for index in range(6):
+        told = sorted(
+            one.partition("/")[2] for one in pairs_of(facts.example("chat", "test", index))
+        )
+        assert len(set(told)) == len(told)

@@ -8,73 +8,101 @@ from hypothesis import strategies as st
 
 from dflash.data import answers
 from dflash.data.example import SPLITS
-from dflash.data.word_problems import problems, template
+from dflash.data.word_problems import problems, scenes, template, words
 
-TRAIN = problems.templates_of("train")
 NUMBER = re.compile(r"\d+")
+EQUATION = re.compile(r"([-+*/() \d]+) = (\d+)")
+NAMES = {
+    split: {
+        scenes.name_of(scene, pieces): (scene, pieces)
+        for by_scene in problems.sequences(split).values()
+        for scene, some in by_scene
+        for pieces in some
+    }
+    for split in SPLITS
+}
+
+
+def check_independently(question: str, solution: str, equations: int) -> None:
+    """Evaluates the steps by other means than those that wrote them."""
+    assert problems.check(solution) is None
+    assert not set("{}[]") & set(question + solution)
+    found = EQUATION.findall(solution)
+    assert len(found) == equations
+    for left, right in found:
+        value = eval(re.sub(r"\d+", r"Fraction(\g<0>)", left.strip()), {"Fraction": Fraction})
+        assert value == int(right) > 0
+    assert solution.splitlines()[-1] == f"#### {found[-1][1]}"
 
 
 def test_there_are_enough_templates():
-    assert len(TRAIN) >= 40
-    assert len({one.name for one in problems.TEMPLATES}) == len(problems.TEMPLATES)
-    split = [one for name in SPLITS for one in problems.templates_of(name)]
-    assert sorted(one.name for one in split) == sorted(one.name for one in problems.TEMPLATES)
-    assert all(len(one.steps) >= 2 for one in problems.TEMPLATES)
+    assert len(NAMES["train"]) > 2000
+    assert all(len(NAMES[split]) > 100 for split in ("validation", "test"))
+    assert len({scene.name for scene in problems.SCENES}) == len(problems.SCENES)
+    every = [name for split in SPLITS for name in NAMES[split]]
+    assert len(set(every)) == len(every)
 
 
-@pytest.mark.parametrize("one", problems.TEMPLATES, ids=lambda one: one.name)
-@pytest.mark.parametrize("band", SPLITS)
-def test_every_template_holds(one, band):
-    """Evaluates the steps by other means than those that wrote them."""
-    for seed in range(15):
-        question, solution = one.problem(random.Random(seed), band)
-        assert problems.check(solution) is None
-        assert not set("{}[]") & set(question + solution)
-        *steps, last = solution.splitlines()
-        assert len(steps) == len(one.steps)
-        for step in steps:
-            left, right = re.search(r"([-+*/() \d]+) = (\d+)", step).groups()
-            value = eval(re.sub(r"\d+", r"Fraction(\g<0>)", left.strip()), {"Fraction": Fraction})
-            assert value == int(right)
-        assert last == f"#### {right}"
+@pytest.mark.parametrize("scene", problems.SCENES, ids=lambda scene: scene.name)
+def test_every_piece_of_a_scene_holds(scene):
+    """Every opening, event and ending, in some template each."""
+    left = {piece.kind for piece in (*scene.openings, *scene.events, *scene.endings)}
+    sequences = sorted(scene.sequences(), key=lambda pieces: scenes.name_of(scene, pieces))
+    random.Random(0).shuffle(sequences)
+    for pieces in sequences[:60]:
+        left -= {piece.kind for piece in pieces}
+        one = scenes.compose(scene, pieces)
+        equations = sum(piece.num_equations for piece in pieces)
+        assert scenes.MIN_STEPS <= equations <= scenes.MAX_STEPS
+        for seed in range(3):
+            rng = random.Random(seed)
+            check_independently(*one.problem(one.draw(rng), rng), equations)
+    assert not left
 
 
-@pytest.mark.parametrize("one", problems.TEMPLATES, ids=lambda one: one.name)
-def test_every_template_holds_out_a_range(one):
-    ranges = map(template._parse_range, one.numbers.split("; "))
-    wide = {name: values for name, values in ranges if values and len(values) >= template.WIDE}
-    assert wide
-    for name, values in wide.items():
-        held_out = {band: set(template.in_band(values, band)) for band in template.BANDS}
-        drawn = {band: set() for band in SPLITS}
-        for band in SPLITS:
-            for seed in range(40):
-                try:
-                    drawn[band].add(one._draw(random.Random(seed), band)[name])
-                except template._Unfit:
-                    continue
-        for band, allowed in held_out.items():
-            assert allowed
-            assert drawn[band] <= allowed
-            assert not drawn["train"] & allowed
+@pytest.mark.parametrize("scene", problems.SCENES, ids=lambda scene: scene.name)
+def test_every_phrasing_names_its_numbers(scene):
+    """A solution uses no number that its question does not tell, or an earlier step gives."""
+    for pieces in list(scene.sequences())[::7]:
+        one = scenes.compose(scene, pieces)
+        rng = random.Random(one.name)
+        question, solution = one.problem(one.draw(rng), rng)
+        known = {*NUMBER.findall(question), "2", "3"}  # half, twice, three times
+        for left, right in EQUATION.findall(solution):
+            assert {*NUMBER.findall(left)} <= known, (question, solution)
+            known.add(right)
 
 
-def test_sources_of_splits_differ():
-    sources = {split: {one.source for one in problems.examples(split, 2000)} for split in SPLITS}
-    assert len(sources["train"]) == len(TRAIN)
-    for one in SPLITS:
-        for other in SPLITS:
-            assert one == other or not sources[one] & sources[other]
-    assert {source.partition("@")[2] for source in sources["test"]} == {"train", "test"}
+def test_nearly_all_that_is_calculated_is_small():
+    found = [
+        int(result)
+        for one in problems.examples("train", 500)
+        for _, result in EQUATION.findall(one.response)
+    ]
+    assert max(found) <= 200
+    assert sum(result <= 100 for result in found) > 0.97 * len(found)
 
 
-def test_no_question_of_training_is_held_out():
-    questions = {
-        split: {one.prompt[0]["content"] for one in problems.examples(split, 3000)}
-        for split in SPLITS
-    }
-    assert not questions["train"] & (questions["test"] | questions["validation"])
-    assert len(questions["train"]) > 2900
+def test_sequences_never_cross_splits():
+    sources = {split: [one.source for one in problems.examples(split, 600)] for split in SPLITS}
+    assert all(source.removesuffix("@train") in NAMES["train"] for source in sources["train"])
+    for split in ("validation", "test"):
+        new, known = sources[split][::2], sources[split][1::2]
+        assert all(source.removesuffix("@train") in NAMES[split] for source in new)
+        assert all(source.removesuffix(f"@{split}") in NAMES["train"] for source in known)
+    assert not {*sources["train"]} & {*sources["test"], *sources["validation"]}
+
+
+def test_no_problem_of_training_is_held_out():
+    """Not even in other words: equal templates never have equal numbers."""
+
+    def facts(one):
+        name = one.source.partition("@")[0]
+        return name, tuple(NUMBER.findall(one.response))
+
+    found = {split: {facts(one) for one in problems.examples(split, 1500)} for split in SPLITS}
+    assert not found["train"] & (found["test"] | found["validation"])
+    assert len(found["train"]) > 1400
 
 
 @given(st.sampled_from(SPLITS), st.integers(0, 10**9), st.integers(0, 100))
@@ -83,7 +111,7 @@ def test_an_example_follows_from_its_index(split, index, seed):
     one = problems.example(split, index, seed)
     assert one == problems.example(split, index, seed)
     assert one != problems.example(split, index + 1, seed)
-    assert len(one.response) < 400
+    assert len(one.response) < 500
     assert answers.marked(one.response) == NUMBER.findall(one.response)[-1]
 
 
@@ -103,7 +131,39 @@ def test_wrong_solutions_are_found(solution, problem):
     assert problems.check(solution) == problem
 
 
+def test_the_notation_of_numbers():
+    one = template.Template(
+        "odd",
+        "a 2..9; k in 3 5 if a * k > 20; b = a * k; b < 30",
+        (("{p0} has {a}.",), ("Then {k} times.", "And {k} times.")),
+        ("That is [a * k].",),
+    )
+    rng = random.Random(1)
+    for _ in range(30):
+        values = one.draw(rng)
+        assert 2 <= values["a"] <= 9
+        assert values["k"] in (3, 5)
+        assert 20 < values["b"] == values["a"] * values["k"] < 30
+    question, solution = one.problem({"a": 7, "k": 3, "b": 21}, rng)
+    name, rest = question.split(" ", 1)
+    assert name in words.NAMES
+    assert rest in ("has 7. Then 3 times.", "has 7. And 3 times.")
+    assert solution == "That is 7 * 3 = 21.\n#### 21"
+
+
+def test_pieces_keep_their_numbers_apart():
+    opening = scenes.Piece("some", "x 5..9", ("{name} has {x}.",))
+    event = scenes.Piece("add", "a 1..3", ("{next} adds {a}.",), ("{who} and {next}: [x + a].",))
+    ending = scenes.Piece("now", "", ("How many?",), ("{name} has {x}.",))
+    scene = scenes.Scene("made", (opening,), (event,), (ending,))
+    one = scenes.compose(scene, (opening, event, event, ending))
+    assert one.name == "made:some,add,add,now"
+    assert one.numbers == "x0 5..9; a1 1..3; x1 = x0 + a1; a2 1..3; x2 = x1 + a2"
+    assert one.sentences[1:] == (("{p1} adds {a1}.",), ("{p2} adds {a2}.",), ("How many?",))
+    assert one.steps == ("{p0} and {p1}: [x0 + a1].", "{p1} and {p2}: [x1 + a2].", "{p0} has {x2}.")
+
+
 def test_a_template_without_numbers_says_so():
-    one = template.Template("odd", "a 1..30; b = a - 40", ("{a}",), ("[a + b]",))
+    one = template.Template("odd", "a 1..30; b = a - 40", (("{a}",),), ("[a + b]",))
     with pytest.raises(ValueError, match="template odd: no numbers fit"):
-        one.problem(random.Random(0))
+        one.draw(random.Random(0))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.engines import decode, engine, make_requests, occupied, random_prompts
 from support.models import drafter, target
-from support.paged_cases import by_slot
+from support.paged_cases import row_parts
 from support.scripted_drafter import Script, ScriptedDrafter
 
 from dflash.offline import plan
@@ -62,7 +62,7 @@ def test_trees_accepted_here_and_there_leave_what_a_prompt_would(kv_dtype):
 
 def cached_rows(pages, table, count):
     """Numbers [K, count, H] of the first rows of a sequence, and their scales [K, count, 1]."""
-    parts = (part[:, np.asarray(table)] for part in by_slot(pages))
+    parts = (part[:, np.asarray(table)] for part in row_parts(pages))
     return [part.reshape(part.shape[0], -1, part.shape[-1])[:, :count] for part in parts]
 
 

@@ -92,8 +92,14 @@ def test_every_slot_of_a_share_can_be_full_at_once(layout):
 
 @pytest.mark.parametrize(
     ("length", "bucket"),
-    [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (65, 96), (96, 96)],
+    [(1, 32), (32, 32), (33, 64), (65, 96), (96, 96)],
 )
 def test_bucket_edges(length, bucket):
     layout = Layout(1, max_length=90, block_size=4, page_size=8, prefill_chunk=32, num_shares=1)
+    assert layout.bucket(length) == bucket
+
+
+@pytest.mark.parametrize(("length", "bucket"), [(1, 128), (128, 128), (129, 256), (700, 1024)])
+def test_short_prompts_share_their_programs(length, bucket):
+    layout = Layout(1, max_length=4096, block_size=4, page_size=8, prefill_chunk=512, num_shares=1)
     assert layout.bucket(length) == bucket

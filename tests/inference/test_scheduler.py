@@ -257,6 +257,18 @@ def test_a_preempted_sequence_waits_until_another_has_ended():
     assert max(d.preemptions for d in done) == 1
 
 
+def test_a_preempted_sequence_comes_back_before_later_requests_begin():
+    one = Scheduler(run(num_pages=FEW_PAGES))
+    for request in make_requests(random_prompts([15, 14, 13, 12]), 32):
+        one.submit(request)
+    events = drain(one)
+    assert next(d.preemptions for d in completions(events) if d.id == 2) > 0
+    heard = [event.id for event in events if isinstance(event, Tokens)]
+    later = heard[heard.index(3) + 1 :]
+    # A dispatch's tokens come in the order in which sequences entered.
+    assert next(id for id in later if id in (2, 3)) == 2
+
+
 def test_a_pool_of_one_sequence_serves_them_one_after_the_other():
     small = run(num_pages=run().layout.pages_per_sequence)
     assert outputs(completions(decode(small, requests()))) == wanted()

@@ -10,7 +10,7 @@ from support.tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
-from dflash.kernels.paged_attention import move_slots, paged_attention, slot_index
+from dflash.kernels.paged_attention import move_rows, paged_attention, row_index
 from dflash.kernels.quantised import Quantised
 from dflash.kernels.split_heads import Part, split_heads
 
@@ -78,9 +78,9 @@ def test_a_tree_s_rows_move_within_their_pool(kv_dtype):
         *new, table, start, tree, path = arrays[-7:]
         _, *pools = paged_attention(*new, *pools, table, start, tree, scale=0.1)
         source, target = (
-            slot_index(table, start[:, None] + rows, 128) for rows in (path, jnp.arange(8)[None])
+            row_index(table, start[:, None] + rows, 128) for rows in (path, jnp.arange(8)[None])
         )
-        return [move_slots(pages, source, target) for pages in pools]
+        return [move_rows(pages, source, target) for pages in pools]
 
     shapes = [
         *((leaf.shape, leaf.dtype) for leaf in pools),

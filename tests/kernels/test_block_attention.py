@@ -163,8 +163,8 @@ def check_kernel(case, *, keys=16, **view):
     dtype = case["context_keys"].dtype
     unit = flash_tpu.row_tile(dtype)
     for name in ("context_keys", "context_values"):
-        slots = np.arange(case[name].shape[2])
-        past = slots >= -(-np.asarray(case["length"])[:, None] // unit) * unit
+        positions = np.arange(case[name].shape[2])
+        past = positions >= -(-np.asarray(case["length"])[:, None] // unit) * unit
         case[name] = jnp.where(past[:, None, :, None], jnp.nan, case[name]).astype(dtype)
     call = functools.partial(
         block.block_attention,

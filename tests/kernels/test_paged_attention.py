@@ -187,24 +187,24 @@ def test_head_width_must_be_the_cache_s():
         run(case)
 
 
-def test_slot_index():
+def test_row_index():
     table = jnp.array([[4, 1, 7], [2, 0, 3]])
-    slots = jnp.array([[0, 3, 4], [11, 5, 8]])
+    positions = jnp.array([[0, 3, 4], [11, 5, 8]])
     np.testing.assert_array_equal(
-        paged.slot_index(table, slots, 4), [[16, 19, 4], [3 * 4 + 3, 1, 3 * 4]]
+        paged.row_index(table, positions, 4), [[16, 19, 4], [3 * 4 + 3, 1, 3 * 4]]
     )
 
 
-def test_write_slots_casts_to_the_pool():
+def test_write_rows_casts_to_the_pool():
     pages = jnp.zeros((1, 2, 2, 1), jnp.bfloat16)
     rows = jnp.array([1.0, 2.0]).reshape(1, 1, 2, 1)
-    written = paged.write_slots(pages, jnp.array([[3, 0]]), rows)
+    written = paged.write_rows(pages, jnp.array([[3, 0]]), rows)
     assert written.dtype == jnp.bfloat16
     np.testing.assert_array_equal(written[0, :, :, 0], [[2, 0], [0, 1]])
 
 
-def test_move_slots_reads_before_it_writes():
+def test_move_rows_reads_before_it_writes():
     pages = jnp.arange(2 * 8.0).reshape(2, 2, 4, 1)
-    moved = paged.move_slots(pages, jnp.array([[2, 3, 7]]), jnp.array([[1, 2, 3]]))
+    moved = paged.move_rows(pages, jnp.array([[2, 3, 7]]), jnp.array([[1, 2, 3]]))
     np.testing.assert_array_equal(moved[0].ravel(), [0, 2, 3, 7, 4, 5, 6, 7])
     np.testing.assert_array_equal(moved[1].ravel(), [8, 10, 11, 15, 12, 13, 14, 15])

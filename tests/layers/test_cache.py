@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.models import make_sharding, zeros
-from support.paged_cases import by_slot
+from support.paged_cases import row_parts
 
 from dflash.layers import cache as kv
 from dflash.parallel import sharding as shardings
@@ -23,7 +23,7 @@ def make_paged(
     kv_dtype=None,
     specs=None,
 ):
-    """A cache whose every slot holds a number of its own, or has such a scale; of two layers."""
+    """A cache whose every row holds a number of its own, or has such a scale; of two layers."""
     rows = kv.CacheArray(2, 4, "kv_heads")
     abstract = kv.paged_cache(
         specs or [(rows, rows)] * 2,
@@ -53,7 +53,7 @@ def make_paged(
 
 
 def rows_of(pages, table, page_base=0):
-    """One sequence's rows [K, slots, H] in order of their slots."""
+    """One sequence's rows [K, positions, H] in order of their positions."""
     picked = np.asarray(pages)[:, page_base + np.asarray(table)]
     return picked.reshape(picked.shape[0], -1, picked.shape[-1])
 
@@ -62,7 +62,7 @@ def check_compacted(before, after, start, path, shares=1):
     batch = len(start)
     per_share = before.pools[0].shape[1] // shares
     olds, news = (
-        [part for pool in cache.pools for part in by_slot(pool)] for cache in (before, after)
+        [part for pool in cache.pools for part in row_parts(pool)] for cache in (before, after)
     )
     for old, new in zip(olds, news, strict=True):
         expected_pool = np.array(old)
@@ -84,7 +84,7 @@ def test_compact_moves_an_accepted_path():
     start, path = [2, 7], [[0, 2, 4, 4], [0, 1, 3, 4]]
     after = cache.compact(jnp.array(start), jnp.array(path), make_sharding())
     check_compacted(cache, after, start, path)
-    # One row explicitly: row 2 of sequence 1's tree (slot 9) gets what slot 10 held.
+    # One row explicitly: row 2 of sequence 1's tree (position 9) gets what position 10 held.
     np.testing.assert_array_equal(
         rows_of(after.pools[0], after.page_table[1])[:, 9],
         rows_of(cache.pools[0], cache.page_table[1])[:, 10],

@@ -70,12 +70,12 @@ class LatentAttention(nnx.Module):
         def attend(queries, latents):
             batch, length = latents.shape[:2]
             rows = start[:, None] + jnp.arange(length)
-            written = paged.write_slots(
-                pages, paged.slot_index(page_table, rows, page_size), latents[None]
+            written = paged.write_rows(
+                pages, paged.row_index(page_table, rows, page_size), latents[None]
             )
             (context,) = paged.read_pages(written, page_table)
             mask = jnp.tril(jnp.ones((1, length, length), bool)) if tree_mask is None else tree_mask
-            new = jnp.arange(capacity) - start[:, None]  # [B, slots]; row of each slot
+            new = jnp.arange(capacity) - start[:, None]  # [B, positions]; row of each position
             among_new = jnp.take_along_axis(
                 jnp.broadcast_to(mask, (batch, length, length)),
                 jnp.clip(new, 0, length - 1)[:, None],

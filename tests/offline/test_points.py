@@ -3,16 +3,16 @@
 import dataclasses
 
 from dflash.config import schema
-from dflash.offline import points
+from dflash.offline import job as jobs
 
 RUN = schema.DecodeRun(target=schema.TargetConfig(checkpoint="weights"))
 
 
 def test_a_target_is_shared_while_its_weights_and_their_places_are_the_same():
-    key = points.target_key(RUN)
+    key = jobs.target_key(RUN)
     same = {"drafter": schema.NgramConfig(), "decode": schema.DecodeConfig(temperature=0.5)}
     for name, value in same.items():
-        assert points.target_key(dataclasses.replace(RUN, **{name: value})) == key, name
+        assert jobs.target_key(dataclasses.replace(RUN, **{name: value})) == key, name
     other = {
         "target": schema.TargetConfig(checkpoint="others"),
         "mesh": schema.MeshConfig(tensor=2),
@@ -20,4 +20,4 @@ def test_a_target_is_shared_while_its_weights_and_their_places_are_the_same():
         "dtype": "float32",
     }
     for name, value in other.items():
-        assert points.target_key(dataclasses.replace(RUN, **{name: value})) != key, name
+        assert jobs.target_key(dataclasses.replace(RUN, **{name: value})) != key, name

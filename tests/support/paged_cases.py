@@ -11,7 +11,7 @@ from dflash.kernels.quantised import Quantised
 from support.dense import dense_attention
 
 SCALE = 0.3
-STALE = 1e6  # what slots hold that no sequence has written: it must never shine through
+STALE = 1e6  # what rows hold that no sequence has written: it must never show in an output
 
 
 @dataclasses.dataclass
@@ -21,10 +21,10 @@ class Case:
     arguments: dict[str, jax.Array]
     expected: np.ndarray
     page_size: int
-    owned: np.ndarray  # bool [P, S]; slots that the call must write
+    owned: np.ndarray  # bool [P, S]; rows that the call must write
 
     def check(self, result, tolerance, *, stale_unit=1):
-        """Compares outputs and pools; stale slots up to a multiple of the unit may be cleared."""
+        """Compares outputs and pools; stale rows up to a multiple of the unit may be cleared."""
         outputs, key_pages, value_pages = result
         assert outputs.dtype == self.arguments["queries"].dtype
         np.testing.assert_allclose(
@@ -37,19 +37,19 @@ class Case:
             before, new = self.arguments[name], self.arguments[rows].transpose(2, 0, 1, 3)
             new = quantised.encode(new, before)
             assert jax.tree.structure(after) == jax.tree.structure(before)
-            for was, now, row in zip(*map(by_slot, (before, after, new)), strict=True):
+            for was, now, row in zip(*map(row_parts, (before, after, new)), strict=True):
                 same = ~self.owned & ~self._beside(stale_unit)
                 np.testing.assert_array_equal(now[:, same], was[:, same])
-                np.testing.assert_array_equal(now[:, self.pages, self.slots], row)
+                np.testing.assert_array_equal(now[:, self.pages, self.rows], row)
 
     def poison(self, unit):
-        """Puts NaN, which no mask would stop, into all slots past the starts, rounded up."""
+        """Puts NaN, which no mask would stop, into all rows past the starts, rounded up."""
         read = np.zeros_like(self.owned)
         for row, start in zip(
             np.asarray(self.arguments["page_table"]), self.arguments["start"].tolist(), strict=True
         ):
-            slots = np.arange(-(-start // unit) * unit)
-            read[row[slots // self.page_size], slots % self.page_size] = True
+            positions = np.arange(-(-start // unit) * unit)
+            read[row[positions // self.page_size], positions % self.page_size] = True
         for name in ("key_pages", "value_pages"):
             pool = self.arguments[name]
             if isinstance(pool, Quantised):
@@ -63,9 +63,9 @@ class Case:
 
     def _beside(self, unit):
         beside = np.zeros_like(self.owned)
-        for page, slot in np.argwhere(self.owned):
-            first = slot // unit * unit
-            beside[page, slot : first + unit] = True
+        for page, row in np.argwhere(self.owned):
+            first = row // unit * unit
+            beside[page, row : first + unit] = True
         return beside
 
     @property
@@ -74,7 +74,7 @@ class Case:
         return np.take_along_axis(table, self._positions() // self.page_size, axis=1)
 
     @property
-    def slots(self):
+    def rows(self):
         return self._positions() % self.page_size
 
     def _positions(self):
@@ -94,7 +94,7 @@ def make_case(
     batch = len(starts)
     needed = -(-(max(starts) + length) // page_size)
     table_pages = table_pages or needed
-    num_pages = batch * table_pages + 2  # one scratch page, one that nobody owns
+    num_pages = batch * table_pages + 2  # one scratch page, one without an owner
     table = rng.permutation(np.arange(1, batch * table_pages + 1)).reshape(batch, table_pages)
     heads = kv_heads * group
 
@@ -110,15 +110,15 @@ def make_case(
     like = jnp.zeros(0, kv_dtype or dtype)
     like = like if kv_dtype is None else Quantised(like, jnp.zeros(0))
     stored = [quantised.encode(jnp.asarray(rows, dtype), like) for rows in (keys, values)]
-    keys, values = (np.prod(np.broadcast_arrays(*by_slot(rows)), axis=0) for rows in stored)
+    keys, values = (np.prod(np.broadcast_arrays(*row_parts(rows)), axis=0) for rows in stored)
     key_pages, value_pages = (
         _lay_out(rows, starts, table, num_pages, page_size) for rows in stored
     )
     owned = np.zeros((num_pages, page_size), bool)
     expected = np.zeros((batch, length, heads, width))
     for b, start in enumerate(starts):
-        for slot in range(start, start + length):
-            owned[table[b, slot // page_size], slot % page_size] = True
+        for position in range(start, start + length):
+            owned[table[b, position // page_size], position % page_size] = True
         inside = np.tril(np.ones((length, length), bool)) if tree_mask is None else tree_mask[b]
         visible = np.concatenate([np.ones((length, start), bool), inside], axis=1)
         expected[b] = dense_attention(
@@ -138,23 +138,24 @@ def make_case(
     return Case(arguments, expected, page_size, owned)
 
 
-def by_slot(rows):
-    """What is kept of each slot, a row of [..., S, ·] each: the numbers, and their scale if any."""
+def row_parts(rows):
+    """The numbers of rows [..., S, ·], and their scales if they have any."""
     parts = (rows.values, rows.scales.mT) if isinstance(rows, Quantised) else (rows,)
-    # bfloat16 of numpy's has no idea of NaN.
+    # NumPy's comparisons do not know NaN in bfloat16.
     return [np.asarray(part, np.float32) for part in parts]
 
 
 def _lay_out(rows, starts, table, num_pages, page_size):
     """Pages [K, P, S, H] with the first rows of [B, L, K, H], as these are stored."""
     parts = []
-    for part in by_slot(rows):
+    for part in row_parts(rows):
         # What eight bits can hold is stale enough, times a stale scale.
         stale = 100 if isinstance(rows, Quantised) and part.shape[-1] > 1 else STALE
         pages = np.full((part.shape[2], num_pages, page_size, part.shape[3]), stale, np.float32)
         for b, start in enumerate(starts):
-            for slot in range(start):
-                pages[:, table[b, slot // page_size], slot % page_size] = part[b, slot]
+            for position in range(start):
+                page = table[b, position // page_size]
+                pages[:, page, position % page_size] = part[b, position]
         parts.append(jnp.asarray(pages, rows.dtype if len(parts) == 0 else jnp.float32))
     return Quantised(parts[0], parts[1].mT) if len(parts) > 1 else parts[0]
 

@@ -149,7 +149,7 @@ def test_with_all_damaged_the_run_does_not_start_over_in_silence(two_saved):
     for step in (1, 2):
         files_of(two_saved, step)[0].unlink()
     for _ in range(2):
-        with pytest.raises(errors.CheckpointError, match="no good one is left") as caught:
+        with pytest.raises(errors.WorkdirError, match="no good one is left") as caught:
             restore(two_saved)
         assert f"{two_saved / 'damaged'}: " in str(caught.value)
         assert "delete this directory to start again at step 0" in str(caught.value)
@@ -173,7 +173,7 @@ def test_a_failure_that_is_no_damage_touches_nothing(two_saved, failure, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_restore", fail)
-        with pytest.raises(errors.CheckpointError, match="2: cannot be restored: ") as caught:
+        with pytest.raises(errors.WorkdirError, match="2: cannot be restored: ") as caught:
             restore(two_saved)
     assert "\n" not in str(caught.value)
     assert str(FAILURES[failure].args[-1] if FAILURES[failure].args else "Memory") in str(
@@ -195,7 +195,7 @@ with t.Checkpoints(t.pathlib.Path({directory!r}) / "checkpoints", keep_last=2) a
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
     try:
         checkpoints.restore(like, print)
-    except errors.CheckpointError as error:
+    except errors.WorkdirError as error:
         print(error)
 """
 
@@ -265,7 +265,7 @@ with t.Checkpoints(directory / "checkpoints", keep_last=2) as checkpoints:
     try:
         checkpoints.save(3, t.make_state(3), {{}}, best=None)
         checkpoints.wait()
-    except errors.CheckpointError as error:
+    except errors.WorkdirError as error:
         print(error)
 """
 

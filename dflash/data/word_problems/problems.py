@@ -1,28 +1,27 @@
 """The data set `math`: word problems with worked solutions, any number of them from a seed.
 
-Solutions end in a line "#### 42", the form of GSM8K. What is held out is templates, and bands of
-the ranges that numbers are drawn from: no training problem has a number of a held-out band in a
-wide range.
+Solutions end in a line "#### 42", the form of GSM8K. What is held out is sequences of events (a
+template is a scene with such a sequence), and of training's templates, problems: a hash of the
+template and its numbers says which split a problem belongs to, whatever its words.
 """
 
 import ast
+import collections
 import fractions
+import functools
 import operator
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from dflash.data import answers
-from dflash.data.example import Example, Split, pair
-from dflash.data.word_problems import everyday, quantities
-from dflash.data.word_problems.template import Template
+from dflash.data.example import Example, Split, pair, split_of
+from dflash.data.word_problems import belongings, places, scenes
+from dflash.data.word_problems.scenes import Piece, Scene
 
 TASK = "math"
-TEMPLATES: tuple[Template, ...] = everyday.TEMPLATES + quantities.TEMPLATES
-HELD_OUT = {
-    "validation": ("ages_past", "reading", "tickets", "weights", "tank_leak"),
-    "test": ("catch_up", "workers_days", "bakery", "tiles", "ratio", "coins"),
-}
+SCENES: tuple[Scene, ...] = belongings.SCENES + places.SCENES
+STEP_WEIGHTS = {2: 0.35, 3: 0.4, 4: 0.25}  # share of the problems, by equations in the solution
 HELD_OUT_EXAMPLES = 1000  # in validation and test; any number can be asked for, though
 _EQUATION = re.compile(r"([\d(][\d+\-*/() ]*?) = (\d+)")
 _EXACT = {
@@ -32,13 +31,19 @@ _EXACT = {
     ast.Div: operator.truediv,
 }
 
+Sequences = Mapping[int, Sequence[tuple[Scene, Sequence[tuple[Piece, ...]]]]]
 
-def templates_of(split: Split) -> tuple[Template, ...]:
-    """The templates that belong to a split alone."""
-    held_out = {name for names in HELD_OUT.values() for name in names}
-    if split == "train":
-        return tuple(template for template in TEMPLATES if template.name not in held_out)
-    return tuple(template for template in TEMPLATES if template.name in HELD_OUT[split])
+
+@functools.cache
+def sequences(split: Split) -> Sequences:
+    """The sequences that belong to a split alone: by number of equations, then by scene."""
+    found: dict[int, dict[Scene, list]] = collections.defaultdict(dict)
+    for scene in SCENES:
+        for pieces in scene.sequences():
+            if split_of(scenes.name_of(scene, pieces)) == split:
+                steps = sum(piece.num_equations for piece in pieces)
+                found[steps].setdefault(scene, []).append(pieces)
+    return {steps: tuple(by_scene.items()) for steps, by_scene in sorted(found.items())}
 
 
 def examples(split: Split, count: int, seed: int = 0) -> Iterator[Example]:
@@ -51,20 +56,27 @@ def example(split: Split, index: int, seed: int = 0) -> Example:
     """Makes one problem; equal arguments give equal problems.
 
     Of the held-out problems those of even index come from held-out templates, the others from
-    training's templates with numbers of held-out bands.
+    training's templates with numbers that training has not.
 
     Raises:
       ValueError: its solution does not hold, which is a mistake in the template.
     """
     rng = random.Random(f"{seed}/{split}/{index}")
-    held_out_band = split != "train" and index % 2
-    template = rng.choice(templates_of("train" if held_out_band else split))
-    band = split if held_out_band else "train"
-    question, solution = template.problem(rng, band)
+    known = split != "train" and index % 2  # a template that training has
+    templates = sequences("train" if known else split)
+    numbers = split if known else "train"
+    while True:
+        (steps,) = rng.choices(list(STEP_WEIGHTS), list(STEP_WEIGHTS.values()))
+        scene, some = rng.choice(templates[steps])
+        template = scenes.compose(scene, rng.choice(some))
+        values = template.draw(rng)
+        if split_of(f"{template.name} {sorted(values.items())}") == numbers:
+            break
+    question, solution = template.problem(values, rng)
     problem = check(solution)
     if problem:
         raise ValueError(f"template {template.name}: {problem}")
-    return pair(TASK, f"{template.name}@{band}", question, solution)
+    return pair(TASK, f"{template.name}@{numbers}", question, solution)
 
 
 def check(solution: str) -> str | None:

@@ -2,14 +2,15 @@
 
     Template(
         "change",
-        "n 3..40; p 2..9; paid in 50 100 200",
-        ("{name} buys {n} {things} at ${p} each and pays with ${paid}. How much is the change?",),
-        ("The {things} cost [cost = n * p] dollars.", "The change is [paid - cost] dollars."),
+        "n 2..9; p 2..9; paid in 50 100 if n * p < paid; cost = n * p",
+        (("{name} buys {n} {things} at ${p} each and pays with ${paid}.",), ("What is left?",)),
+        ("The {things} cost [n * p] dollars.", "What is left is [paid - cost] dollars."),
     )
 
-The second argument says how numbers are drawn, clause by clause: `n 3..40` from a range, `p in 2 5`
-from a list, `d = v * t` from others, and `a > b` must hold. In the solution `[cost = n * p]` shows
-as "12 * 3 = 36" and names the 36. Numbers are drawn again until everything is a positive integer.
+The second argument says how numbers are drawn, clause by clause: `n 2..9` from a range, `p in 2 5`
+from a list, both perhaps only those that fit a condition after `if`, `d = v * t` from others, and
+`a > b` must hold. Then come the question's sentences, each with its phrasings. In the solution
+`[n * p]` shows as "12 * 3 = 36". Numbers are drawn again until everything is a positive integer.
 The last bracket is the answer.
 """
 
@@ -19,15 +20,16 @@ import functools
 import operator
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from dflash.data.word_problems import words
 
-WIDE = 20  # values: ranges at least this wide have bands that are held out
-BANDS: Mapping[str, tuple[float, float]] = {"validation": (0.30, 0.40), "test": (0.60, 0.70)}
 _MAX_DRAWS = 10_000
-_STEP = re.compile(r"\[(?:(\w+) = )?([^\]]+)\]")
+_MAX_TRIES = 40  # of one number, until it fits its condition
+_STEP = re.compile(r"\[([^\]]+)\]")
 _NAMED = re.compile(r"\b[a-z]\w*\b")
+_RANGE = re.compile(r"(\w+) (\d+)\.\.(\d+)")
+_LIST = re.compile(r"(\w+) in ([\d ]+)")
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -36,8 +38,6 @@ _OPERATORS = {
     ast.Lt: operator.lt,
     ast.NotEq: operator.ne,
 }
-
-Choose = Callable[[random.Random], int]
 
 
 class _Unfit(Exception):
@@ -51,41 +51,46 @@ class Template:
     Attributes:
       name: unique among all templates.
       numbers: how they are drawn.
-      questions: phrasings of the same question.
+      sentences: of the question, each with its phrasings.
       steps: lines of the solution.
     """
 
     name: str
     numbers: str
-    questions: tuple[str, ...]
+    sentences: tuple[tuple[str, ...], ...]
     steps: tuple[str, ...]
 
-    def problem(self, rng: random.Random, band: str = "train") -> tuple[str, str]:
-        """Makes a problem.
+    def draw(self, rng: random.Random) -> dict[str, int]:
+        """Draws numbers that fit, by name; all that is random comes from `rng`."""
+        for _ in range(_MAX_DRAWS):
+            try:
+                values = self._draw(rng)
+                self._solve(values)
+            except _Unfit:
+                continue
+            return values
+        raise ValueError(f"template {self.name}: no numbers fit in {_MAX_DRAWS} draws")
+
+    def problem(self, values: Mapping[str, int], rng: random.Random) -> tuple[str, str]:
+        """Words a problem.
 
         Args:
-          rng: all that is random comes from it.
-          band: "train" draws wide ranges without the bands held out, "validation" and "test"
-            from their band alone.
+          values: its numbers, from `draw`.
+          rng: chooses among words and phrasings.
         Returns:
           The question, and the solution that ends in "#### answer".
         """
-        for _ in range(_MAX_DRAWS):
-            try:
-                values = self._draw(rng, band)
-                solution = self._solve(values)
-            except _Unfit:
-                continue
-            fill = {**words.draw(rng), **values}
-            return rng.choice(self.questions).format_map(fill), solution.format_map(fill)
-        raise ValueError(f"template {self.name}: no numbers fit in {_MAX_DRAWS} draws")
+        fill = {**words.draw(rng), **values}
+        question = " ".join(map(rng.choice, self.sentences))
+        return question.format_map(fill), self._solve(values).format_map(fill)
 
-    def _draw(self, rng: random.Random, band: str) -> dict[str, int]:
+    def _draw(self, rng: random.Random) -> dict[str, int]:
         values: dict[str, int] = {}
         for clause in self.numbers.split("; "):
-            name, choices = _choices(clause, band)
-            if choices is not None:
-                values[name] = rng.choice(choices)
+            drawn, _, condition = clause.partition(" if ")
+            name, choices = _choices(drawn)
+            if choices:
+                values[name] = _draw_fitting(rng, name, choices, condition, values)
             elif " = " in clause:
                 name, _, expression = clause.partition(" = ")
                 values[name] = _positive(expression, values)
@@ -93,48 +98,43 @@ class Template:
                 raise _Unfit
         return values
 
-    def _solve(self, values: dict[str, int]) -> str:
-        values = dict(values)
+    def _solve(self, values: Mapping[str, int]) -> str:
         answer = 0
 
         def show(match: re.Match) -> str:
             nonlocal answer
-            name, expression = match.groups()
-            answer = _positive(expression, values)
-            if name:
-                values[name] = answer
-            return f"{_NAMED.sub(lambda m: str(values[m.group()]), expression)} = {answer}"
+            answer = _positive(match[1], values)
+            return f"{_NAMED.sub(lambda m: str(values[m.group()]), match[1])} = {answer}"
 
         lines = [_STEP.sub(show, step) for step in self.steps]
         return "\n".join([*lines, f"#### {answer}"])
 
 
-def in_band(values: range, band: str) -> range:
-    """The part of a wide range that is held out for a band."""
-    low, high = BANDS[band]
-    return values[int(low * len(values)) : int(high * len(values))]
+def _draw_fitting(
+    rng: random.Random,
+    name: str,
+    choices: tuple[int, ...],
+    condition: str,
+    values: Mapping[str, int],
+) -> int:
+    for _ in range(_MAX_TRIES):
+        value = rng.choice(choices)
+        try:
+            if not condition or _evaluate(_parse(condition), {**values, name: value}):
+                return value
+        except _Unfit:
+            continue
+    raise _Unfit
 
 
 @functools.cache
-def _choices(clause: str, band: str) -> tuple[str, tuple[int, ...] | None]:
-    """(name, what may be drawn), the latter None for clauses that draw nothing."""
-    name, _, rest = clause.partition(" in ")
-    if rest:
-        return name, tuple(map(int, rest.split()))
-    name, values = _parse_range(clause)
-    if values is None or len(values) < WIDE:
-        return name, None if values is None else tuple(values)
-    if band in BANDS:
-        return name, tuple(in_band(values, band))
-    held_out = {value for held in BANDS for value in in_band(values, held)}
-    return name, tuple(value for value in values if value not in held_out)
-
-
-def _parse_range(clause: str) -> tuple[str, range | None]:
-    match = re.fullmatch(r"(\w+) (\d+)\.\.(\d+)", clause)
-    if match is None:
-        return clause, None
-    return match[1], range(int(match[2]), int(match[3]) + 1)
+def _choices(clause: str) -> tuple[str, tuple[int, ...]]:
+    """(name, what may be drawn), the latter empty for clauses that draw nothing."""
+    if match := _RANGE.fullmatch(clause):
+        return match[1], tuple(range(int(match[2]), int(match[3]) + 1))
+    if match := _LIST.fullmatch(clause):
+        return match[1], tuple(map(int, match[2].split()))
+    return clause, ()
 
 
 @functools.cache

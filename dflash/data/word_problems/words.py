@@ -19,15 +19,15 @@ PLACES = (
     "bakery bookshop cinema clinic club factory farm garden hotel kitchen library market museum "
     "school shop station studio theatre workshop zoo"
 ).split()
+NUM_PEOPLE = 5  # one for each piece of a problem
 
 
 def draw(rng: random.Random) -> dict[str, str]:
-    """Words to fill into a problem: {name} and {other}, {things} and {items} are different."""
-    name, other = rng.sample(NAMES, 2)
+    """Words to fill into a problem: five people {p0} to {p4}, two kinds of things, and others."""
+    people = rng.sample(NAMES, NUM_PEOPLE)
     things, items = rng.sample(THINGS, 2)
     return {
-        "name": name,
-        "other": other,
+        **{f"p{index}": person for index, person in enumerate(people)},
         "things": things,
         "items": items,
         "containers": rng.choice(CONTAINERS),

@@ -1,0 +1,70 @@
+"""The `dflash` command: hands a subcommand its arguments.
+
+    dflash COMMAND …        the same as python -m dflash.COMMAND …
+
+Nothing heavy is imported before the subcommand is known.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dflash.commands import COMMANDS
+
+_HELP = ("--help", "-h", "help")
+_USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns or exits with its status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name, *rest = argv or [""]
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
+    if name in COMMANDS:
+        return importlib.import_module(COMMANDS[name][0]).main(rest)
+    if name in _HELP:
+        print(help_text())
+        return 0
+    if name == "--version":
+        from dflash import __version__
+
+        print(f"dflash {__version__}")
+        return 0
+    print(f"error: {_problem(name, rest)}" if name else help_text(), file=sys.stderr)
+    return _USAGE_ERROR
+
+
+def help_text() -> str:
+    """What `dflash --help` prints."""
+    lines = [f"  {name:<16}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Fast, lossless decoding of large language models by speculative decoding.",
+            "",
+            "usage: dflash COMMAND …",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "dflash COMMAND --help explains a command, with its flags and examples.",
+            "",
+            "examples:",
+            "  dflash decode configs/tiny_dflash.yml      the embedded models; no download",
+            "  dflash decode configs/qwen3_4b_dflash.yml --dry_run",
+            "  dflash doctor",
+        ]
+    )
+
+
+def _problem(name: str, rest: Sequence[str]) -> str:
+    from dflash import errors, registry
+
+    if name.endswith((".yml", ".yaml")):
+        line = errors.shorten(" ".join(["dflash decode", name, *rest]), 200)
+        return f"{name}: a config, where a command is expected; did you mean {line!r}?"
+    return f"{errors.shorten(name, 60)}: no such command{registry.suggest(name, list(COMMANDS))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What is no checkpoint that can be used, by its name, and what to use instead."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+_SUPPORTED = "model.safetensors (or shards with an index) beside config.json, or params/ of Orbax"
+# File patterns of other formats, the first that matches: (pattern, what it is, what to do).
+_FORMATS = (
+    ("adapter_config.json", "a LoRA adapter", "merge it into its model (merge_and_unload of peft)"),
+    ("*.gguf", "GGUF weights of llama.cpp", "take the model's original checkpoint"),
+    (
+        "*.bin *.pt *.pth *.ckpt",
+        "pickled PyTorch weights only, which are never loaded because they can run code",
+        "convert them to safetensors (save_pretrained of transformers does)",
+    ),
+    ("consolidated*.safetensors", "weights in Mistral's layout", "take the Hugging Face layout"),
+    ("*.h5 tf_model*", "TensorFlow weights", "take the safetensors version"),
+    ("*.msgpack", "Flax weights", "take the safetensors version"),
+    ("*.onnx", "an ONNX model", "take the safetensors version"),
+    ("*.npz", "numpy or MLX weights", "take the safetensors version"),
+)
+_QUANTIZED = ("quantization_config", "quantization", "compression_config")
+_METHODS = ("quant_method", "quant_algo", "quant_type")
+
+
+def describe(directory: pathlib.Path) -> str:
+    """What a directory without usable weights holds, and what to give instead.
+
+    Args:
+      directory: exists.
+    """
+    export = directory / "hf"
+    if (export / "config.json").is_file():
+        return f"a training directory; its weights are in {export}"
+    if (directory / "checkpoints").is_dir() and (directory / "config.yml").is_file():
+        return "a training directory without weights yet: dflash train writes them to hf/ in it"
+    if (directory / "config.yml").is_file():
+        return "the work directory of a run, not a checkpoint"
+    if (directory / "snapshots").is_dir():
+        inside = sorted(one for one in (directory / "snapshots").iterdir() if one.is_dir())
+        where = inside[-1] if inside else "snapshots/ in it"
+        return f"an entry of the Hugging Face cache; the checkpoint is {where}"
+    for patterns, what, advice in _FORMATS:
+        if any(any(directory.glob(pattern)) for pattern in patterns.split()):
+            return f"holds {what}; {advice}"
+    return f"no weights in it; expected {_SUPPORTED}"
+
+
+def file_kind(path: pathlib.Path) -> str:
+    """What a file is that was given in place of a directory, and what to give instead."""
+    for patterns, what, advice in _FORMATS:
+        if any(path.match(pattern) for pattern in patterns.split()):
+            return f"{what}; {advice}"
+    return f"a file; expected the directory around it, {path.parent}"
+
+
+def quantization(config: Mapping[str, Any]) -> str | None:
+    """What a config.json says of weights in fewer bits, and what to use; None if they are plain."""
+    key = next((key for key in _QUANTIZED if config.get(key)), None)
+    if key is None:
+        return None
+    stated = config[key] if isinstance(config[key], Mapping) else {}
+    method = next((str(stated[name])[:40] for name in _METHODS if stated.get(name)), None)
+    if method is None and stated.get("bits"):
+        method = f"{str(stated['bits'])[:8]} bits"
+    return (
+        f"{key}: quantized weights ({method or 'of an unknown kind'}) are not supported, only "
+        "float32, float16 and bfloat16; take the model's unquantized checkpoint"
+    )

@@ -1,0 +1,15 @@
+"""The subcommands of `dflash`, and the module of each. Imports nothing, so help is instant."""
+
+# name: (module, what it does)
+COMMANDS = {
+    "decode": ("dflash.decode", "Decode prompts with a target and a drafter."),
+    "train": ("dflash.train", "Train a drafter, or a target."),
+    "distill": ("dflash.distill", "Make a drafter for a target: answers, training, measurement."),
+    "benchmark": ("dflash.benchmark", "Measure drafting strategies against plain decoding."),
+    "sweep": ("dflash.sweep", "Run a config over a grid of values."),
+    "compile": ("dflash.compile", "Compile a run for TPUs that need not be present."),
+    "convert": ("dflash.convert", "Convert a checkpoint between its two layouts."),
+    "train_tokenizer": ("dflash.train_tokenizer", "Train a tokenizer."),
+    "doctor": ("dflash.doctor", "Say what is installed, missing and cached."),
+    "completion": ("dflash.completion", "Print the completion script for bash, zsh or fish."),
+}

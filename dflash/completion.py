@@ -1,0 +1,251 @@
+"""Completion of command lines in a shell: dflash completion bash|zsh|fish prints the script.
+
+The scripts ask `dflash completion SHELL --line LINE` for what may follow. That is worked out from
+the subcommands, their flags, and the schema of the config that the line names.
+"""
+
+import importlib
+import os
+import pathlib
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
+
+from absl import flags
+
+from dflash import cli, errors, registry
+from dflash.commands import COMMANDS
+from dflash.config import build, keys, layers, loader, schema
+
+_BASH = """\
+_dflash() {
+    local line="${COMP_LINE:0:COMP_POINT}" found
+    # Bash splits words at = and :, and replaces only what follows the last of them.
+    local word="${line##*[[:space:]]}"
+    local kept="${word%"${word##*[=:]}"}"
+    COMPREPLY=()
+    while IFS= read -r found; do
+        COMPREPLY+=("${found#"$kept"}")
+    done < <(dflash completion bash --line="$line" 2>/dev/null)
+}
+complete -o nospace -F _dflash dflash
+"""
+_ZSH = """\
+#compdef dflash
+_dflash() {
+    local -a found
+    found=("${(@f)$(dflash completion zsh --line="${BUFFER[1,CURSOR]}" 2>/dev/null)}")
+    compadd -Q -S '' -U -- ${found:#}
+}
+compdef _dflash dflash
+"""
+_FISH = """\
+complete -c dflash -f -a '(dflash completion fish --line=(commandline -cp) 2>/dev/null)'
+"""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+# Folders of the shipped configs of a command, where these are not at the top.
+_FOLDERS = {
+    "train": ("train",),
+    "benchmark": ("benchmark",),
+    "sweep": ("sweeps",),
+    "compile": ("", "train"),
+}
+_SWEPT = ("sweep.product.", "sweep.zip.")
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string(
+        "line", None, "Instead, print what may follow this line, for scripts.", flag_values=values
+    )
+
+
+SUBCOMMAND = cli.Subcommand(
+    "completion",
+    "Prints a script that completes subcommands, flags, configs, keys and values in a shell: bash, "
+    "zsh or fish.",
+    examples=(
+        "source <(dflash completion bash)              # in ~/.bashrc",
+        "source <(dflash completion zsh)               # in ~/.zshrc, after compinit",
+        "dflash completion fish > ~/.config/fish/completions/dflash.fish",
+    ),
+    arguments=("SHELL",),
+    define_flags=_define_flags,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash completion --help`."""
+    cli.run(SUBCOMMAND, _completion, argv)
+
+
+def _completion(command: cli.Command) -> None:
+    (shell,) = command.arguments
+    if shell not in _SCRIPTS:
+        raise errors.ConfigError(f"{shell}: no such shell{registry.suggest(shell, _SCRIPTS)}")
+    if command.flags["line"] is None:
+        print(_SCRIPTS[shell], end="")
+        return
+    found = candidates(*split(command.flags["line"]))
+    # fish adds the space itself.
+    print("\n".join(one.rstrip() if shell == "fish" else one for one in found))
+
+
+def split(line: str) -> tuple[list[str], str]:
+    """The words of a command line after its program, and the last one, which is being typed."""
+    try:
+        words = shlex.split(line)
+    except ValueError:  # an open quotation mark
+        words = line.split()
+    word = "" if line[-1:].isspace() or not words else words.pop()
+    return words[1:], word
+
+
+def candidates(words: Sequence[str], word: str) -> list[str]:
+    """What a word may become; a finished one ends in a space.
+
+    Args:
+      words: those between `dflash` and the word.
+      word: its beginning; may be empty.
+    """
+    if not words:
+        found = [f"{name} " for name in (*COMMANDS, "--help", "--version")]
+    elif words[0] in COMMANDS:
+        found = _of_subcommand(_subcommand(words[0]), words[1:], word)
+    else:
+        found = []
+    return sorted({one for one in found if one.startswith(word)})
+
+
+def _subcommand(name: str) -> cli.Subcommand:
+    return importlib.import_module(COMMANDS[name][0]).SUBCOMMAND
+
+
+def _of_subcommand(subcommand: cli.Subcommand, words: Sequence[str], word: str) -> Iterable[str]:
+    values = subcommand.flag_values()
+    waiting = words[-1].lstrip("-") if words and words[-1].startswith("-") else ""
+    if waiting in values and not values[waiting].boolean:
+        return _of_flag(values[waiting], word)
+    name, equals, begun = word.partition("=")
+    if word.startswith("-"):
+        if equals and name.lstrip("-") in values:
+            found = _of_flag(values[name.lstrip("-")], begun)
+            return [f"{name}={value}" for value in found]
+        return _flag_names(values)
+    given = [one for one in words if not one.startswith("-")]
+    if not subcommand.takes_config:
+        return paths(word)
+    if not given or "=" in given[0]:
+        return [*shipped(subcommand.name), *paths(word, (".yml", ".yaml"))]
+    return overrides(known(subcommand, given), word, swept=subcommand.name == "sweep")
+
+
+def _flag_names(values: flags.FlagValues) -> Iterator[str]:
+    for name in values:
+        if len(name) > 1:
+            flag = values[name]
+            yield f"--{name} " if flag.boolean else f"--{name}="
+            if flag.boolean and flag.default:
+                yield f"--no{name} "
+
+
+def _of_flag(flag: flags.Flag, begun: str) -> Iterable[str]:
+    choices = getattr(flag.parser, "enum_values", None)
+    if choices is not None:
+        return [f"{value} " for value in choices]
+    return paths(begun) if isinstance(flag.value, str | None) else []
+
+
+def known(subcommand: cli.Subcommand, given: Sequence[str]) -> list[keys.Key]:
+    """The keys of a subcommand's config, as names on the line and in its file choose them.
+
+    Args:
+      subcommand: takes a config.
+      given: the path of the config, and the overrides so far; what is wrong in them is left out.
+    """
+    problems: list[str] = []
+    files, origin = layers.read(given[0], problems)
+    readable = [loader.without_sweep(file) for file in files if file is not None]
+    schemas = subcommand.schema if isinstance(subcommand.schema, tuple) else (subcommand.schema,)
+    run = loader.fitting(schemas, readable)
+    line = [loader.without_sweep(node) for node in layers.parse_overrides(given[1:], problems)]
+    layered = [*([file] for file in readable), line]
+    tree = layers.merge(layered, build.named_groups(run), origin)
+    for mapping, group in build.overriding_groups(run):
+        layers.inherit(tree, mapping, group, registry.DRAFTERS)
+    return list(keys.known_keys(run, tree.content))
+
+
+def overrides(found: Sequence[keys.Key], word: str, *, swept: bool = False) -> list[str]:
+    """What a key=value may become: the next part of its key, or its value.
+
+    Args:
+      found: the keys that there are.
+      word: its beginning.
+      swept: whether keys may stand in the block of a sweep too.
+    """
+    prefix = next((one for one in _SWEPT if swept and word.startswith(one)), "")
+    key, equals, begun = word.removeprefix(prefix).partition("=")
+    if not equals:
+        names = _parts(found, key)
+        blocks = ["sweep.run=", *_SWEPT] if swept and not prefix else []
+        return [*(f"{prefix}{name}" for name in names), *blocks]
+    if swept and key == "sweep.run":
+        return [f"{word[: -len(begun)] if begun else word}{name} " for name in registry.RUNS]
+    for one in found:
+        if ".".join(one.path) == key:
+            return [f"{prefix}{key}={value}" for value in _values(one, begun)]
+    return []
+
+
+def _parts(found: Iterable[keys.Key], begun: str) -> Iterator[str]:
+    """Keys up to their next dot after what has been typed."""
+    for key in found:
+        name = ".".join(key.path)
+        if not name.startswith(begun):
+            continue
+        rest = name[len(begun) :]
+        if "." in rest:
+            yield begun + rest[: rest.index(".") + 1]
+        elif not key.is_group or key.values:
+            yield f"{name}="
+
+
+def _values(key: keys.Key, begun: str) -> list[str]:
+    found = [f"{value} " for value in key.values]
+    if key.place == "checkpoint":
+        found.append(f"{schema.RANDOM} ")
+    if key.place in ("checkpoint", "tokenizer"):
+        assets = pathlib.Path(__file__).parent / "assets"
+        found += [f"assets/{one.name} " for one in sorted(assets.iterdir()) if one.is_dir()]
+    return [*found, *paths(begun)] if key.place is not None else found
+
+
+def shipped(command: str) -> list[str]:
+    """The shipped configs of a command, as it looks them up."""
+    directory = layers.package_configs()
+    folders = (directory / folder for folder in _FOLDERS.get(command, ("",)))
+    found = (path.relative_to(directory) for folder in folders for path in folder.glob("*.yml"))
+    return [f"configs/{path} " for path in found]
+
+
+def paths(begun: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Files and directories that a path may become; `~` stays as it is typed."""
+    name = begun.rpartition("/")[2]
+    shown = begun[: len(begun) - len(name)]
+    found = []
+    try:
+        with os.scandir(pathlib.Path(shown or ".").expanduser()) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") and not name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    found.append(f"{shown}{entry.name}/")
+                elif entry.name.endswith(suffixes):
+                    found.append(f"{shown}{entry.name} ")
+    except (OSError, RuntimeError, ValueError):  # no such directory, or no such user
+        return []
+    return found
+
+
+if __name__ == "__main__":
+    main()

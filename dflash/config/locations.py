@@ -1,0 +1,22 @@
+"""The files and directories that a config names."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash.config import schema
+
+
+def locations(config: Any, prefix: str = "") -> Iterator[tuple[str, schema.Place, str]]:
+    """Yields (dotted key, kind of place, the place as given) for every location in a config."""
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        place = field.metadata.get(schema.PLACE)
+        if place is not None and value is not None:
+            for one in (value,) if isinstance(value, str) else value:
+                yield key, place, one
+        groups = value if isinstance(value, Mapping) else {None: value}
+        for name, group in groups.items():
+            if dataclasses.is_dataclass(group):
+                inner = key if name is None else f"{key}.{name}"
+                yield from locations(group, f"{inner}.")

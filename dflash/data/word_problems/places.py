@@ -1,0 +1,449 @@
+"""Scenes about what places hold and what people do: buses, tanks, shops, reading, walking."""
+
+from dflash.data.word_problems.belongings import (
+    DOUBLE,
+    FEWER,
+    GAIN,
+    GROUPS,
+    GROUPS_GAINED,
+    GROUPS_LOST,
+    HALF,
+    LOSE,
+    MORE,
+    PRICE,
+    SHARE,
+    TRIPLE,
+)
+from dflash.data.word_problems.scenes import Piece, Scene
+
+_BUS = Scene(
+    "bus",
+    openings=(
+        Piece(
+            "some",
+            "x 5..60",
+            (
+                "A bus leaves the {place} with {x} people on board.",
+                "There are {x} people on a train.",
+                "A ship carries {x} passengers.",
+            ),
+        ),
+        Piece(
+            "rows",
+            GROUPS,
+            (
+                "On a bus, {k} rows of {m} seats each are taken.",
+                "A train has {k} carriages with {m} people in each.",
+            ),
+            ("In {k} groups of {m}, there are [k * m] people on board.",),
+        ),
+    ),
+    events=(
+        Piece(
+            "gain",
+            GAIN,
+            ("At a stop, {a} people get on.", "Then {a} more people come on board."),
+            ("When {a} people get on, there are [x + a] people on board.",),
+        ),
+        Piece(
+            "lose",
+            LOSE,
+            ("At a stop, {a} people get off.", "Then {a} people leave."),
+            ("When {a} people get off, there are [x - a] people on board.",),
+        ),
+        Piece(
+            "half",
+            HALF,
+            ("At the {place}, half of the people get off.", "Half of the people leave."),
+            ("Half of the people are [x / 2] people, and as many stay on board.",),
+        ),
+        Piece(
+            "double",
+            DOUBLE,
+            ("At the market, the number of people doubles.", "Then it has twice as many people."),
+            ("Twice as many people are [x * 2] people on board.",),
+        ),
+        Piece(
+            "families",
+            GROUPS_GAINED,
+            (
+                "Then {k} families of {m} people each get on.",
+                "At a stop, {k} groups of {m} people come on board.",
+            ),
+            (
+                "The {k} groups of {m} people each are [y = k * m] people.",
+                "When they get on, there are [x + y] people on board.",
+            ),
+        ),
+        Piece(
+            "classes",
+            GROUPS_LOST,
+            (
+                "Then {k} groups of {m} people each get off.",
+                "At the zoo, {k} families of {m} people leave.",
+            ),
+            (
+                "The {k} groups of {m} people each are [y = k * m] people.",
+                "When they get off, there are [x - y] people on board.",
+            ),
+        ),
+    ),
+    endings=(
+        Piece(
+            "now",
+            "",
+            (
+                "How many people are on board now?",
+                "How many people are on board in the end?",
+            ),
+            ("In the end, there are {x} people on board.",),
+        ),
+        Piece(
+            "fares",
+            PRICE,
+            (
+                "Each of them pays ${p}. How many dollars do they pay together?",
+                "A ride costs ${p}. How many dollars do all of them pay?",
+            ),
+            ("At ${p} for each, all of them pay [x * p] dollars.",),
+        ),
+        Piece(
+            "cars",
+            SHARE,
+            (
+                "They go on in {k} taxis, the same number in each. How many are in a taxi?",
+                "They form {k} groups of equal size. How many people are in each?",
+            ),
+            ("Divided equally by {k}, that makes [x / k] people for each.",),
+        ),
+    ),
+)
+
+_TANK = Scene(
+    "tank",
+    openings=(
+        Piece(
+            "some",
+            "x 5..60",
+            (
+                "A tank holds {x} litres of water.",
+                "There are {x} litres of water in a pool.",
+                "{name} has {x} litres of juice in a barrel.",
+            ),
+        ),
+        Piece(
+            "filled",
+            GROUPS,
+            (
+                "A pump runs for {k} minutes and fills {m} litres a minute into an empty tank.",
+                "{name} pours {k} buckets of {m} litres each into an empty barrel.",
+            ),
+            ("From {k} times {m} litres, it holds [k * m] litres.",),
+        ),
+    ),
+    events=(
+        Piece(
+            "gain",
+            GAIN,
+            ("{name} adds {a} litres.", "Rain adds {a} litres.", "Then {a} litres flow in."),
+            ("After {a} litres more, it holds [x + a] litres.",),
+        ),
+        Piece(
+            "lose",
+            LOSE,
+            ("{name} takes out {a} litres.", "Then {a} litres leak out.", "{a} litres are used."),
+            ("After {a} litres less, it holds [x - a] litres.",),
+        ),
+        Piece(
+            "half",
+            HALF,
+            ("Half of it is used.", "Then half of it flows out."),
+            ("Half of it is [x / 2] litres, and as much is left.",),
+        ),
+        Piece(
+            "double",
+            DOUBLE,
+            ("{name} doubles the amount.", "Then the amount is doubled."),
+            ("Twice as much is [x * 2] litres.",),
+        ),
+        Piece(
+            "poured",
+            GROUPS_GAINED,
+            (
+                "{name} pours in {k} buckets of {m} litres each.",
+                "For {k} minutes, {m} litres a minute flow in.",
+            ),
+            (
+                "The {k} times {m} litres are [y = k * m] litres.",
+                "With these, it holds [x + y] litres.",
+            ),
+        ),
+        Piece(
+            "drained",
+            GROUPS_LOST,
+            (
+                "{name} fills {k} cans with {m} litres each from it.",
+                "For {k} minutes, {m} litres a minute flow out.",
+            ),
+            (
+                "The {k} times {m} litres are [y = k * m] litres.",
+                "Without these, it holds [x - y] litres.",
+            ),
+        ),
+    ),
+    endings=(
+        Piece(
+            "now",
+            "",
+            ("How many litres are in it now?", "How many litres does it hold in the end?"),
+            ("In the end, it holds {x} litres.",),
+        ),
+        Piece(
+            "bottled",
+            SHARE,
+            (
+                "All of it is filled into bottles of {k} litres. How many bottles is that?",
+                "It is divided equally among {k} cans. How many litres are in each?",
+            ),
+            ("Divided equally by {k}, that makes [x / k] for each.",),
+        ),
+    ),
+)
+
+_SHOP = Scene(
+    "shop",
+    openings=(
+        Piece(
+            "some",
+            "x 5..60",
+            ("A {place} has {x} {things}.", "There are {x} {things} on a shelf of the {place}."),
+        ),
+        Piece(
+            "shelves",
+            GROUPS,
+            (
+                "A {place} has {k} shelves with {m} {things} on each.",
+                "In a {place}, there are {k} rows of {m} {things}.",
+            ),
+            ("In {k} rows of {m} {things}, the {place} has [k * m] {things}.",),
+        ),
+    ),
+    events=(
+        Piece(
+            "gain",
+            GAIN,
+            ("Then {a} more {things} arrive.", "{name} brings {a} {things}."),
+            ("When {a} {things} arrive, the {place} has [x + a] {things}.",),
+        ),
+        Piece(
+            "lose",
+            LOSE,
+            ("Then {a} {things} are sold.", "{name} takes {a} {things} away.", "{a} get broken."),
+            ("When {a} {things} are gone, the {place} has [x - a] {things}.",),
+        ),
+        Piece(
+            "triple",
+            TRIPLE,
+            ("The {place} triples its stock.", "Then the number of {things} triples."),
+            ("Three times as many {things} are [x * 3] {things}.",),
+        ),
+        Piece(
+            "half",
+            HALF,
+            ("Half of the {things} are sold.", "{name} takes half of the {things}."),
+            ("Half of the {things} are [x / 2] {things}, and as many are left.",),
+        ),
+        Piece(
+            "delivery",
+            GROUPS_GAINED,
+            (
+                "A van delivers {k} {containers} with {m} {things} each.",
+                "Then {k} {containers} of {m} {things} arrive.",
+            ),
+            (
+                "The {k} {containers} of {m} {things} hold [y = k * m] {things}.",
+                "Together with them, the {place} has [x + y] {things}.",
+            ),
+        ),
+        Piece(
+            "orders",
+            GROUPS_LOST,
+            (
+                "Then {k} customers buy {m} {things} each.",
+                "The {place} sends {k} {containers} with {m} {things} each to {name}.",
+            ),
+            (
+                "The {k} times {m} {things} take [y = k * m] {things}.",
+                "Without them, the {place} has [x - y] {things}.",
+            ),
+        ),
+    ),
+    endings=(
+        Piece(
+            "now",
+            "",
+            (
+                "How many {things} does the {place} have now?",
+                "How many {things} are left in the end?",
+            ),
+            ("In the end, the {place} has {x} {things}.",),
+        ),
+        Piece(
+            "sold",
+            PRICE,
+            (
+                "All of them are sold for ${p} each. How many dollars does that bring?",
+                "One costs ${p}. How many dollars do all of them cost?",
+            ),
+            ("At ${p} each, all of them are worth [x * p] dollars.",),
+        ),
+        Piece(
+            "shelved",
+            SHARE,
+            (
+                "They are put on {k} shelves, as many on each. How many are on a shelf?",
+                "{name} divides them equally among {k} {containers}. How many are in each?",
+            ),
+            ("Divided equally by {k}, that makes [x / k] {things} for each.",),
+        ),
+    ),
+)
+
+
+def _effort(
+    name: str, unit: str, did: str, does: str, place: str, openings: tuple[str, str]
+) -> Scene:
+    """A scene about an amount of work that grows day by day, such as pages read."""
+    return Scene(
+        name,
+        openings=(
+            Piece("some", "x 5..40", (f"On Monday, {{name}} {does} {{x}} {unit}.", openings[0])),
+            Piece(
+                "days",
+                GROUPS,
+                (f"For {{k}} days, {{name}} {does} {{m}} {unit} a day.", openings[1]),
+                (f"With {{k}} times {{m}} {unit}, {{name}} {did} [k * m] {unit}.",),
+            ),
+        ),
+        events=(
+            Piece(
+                "gain",
+                GAIN,
+                (
+                    f"The next day, {{name}} {does} {{a}} {unit}.",
+                    f"Then {{name}} {does} {{a}} more {unit}.",
+                ),
+                (f"With {{a}} {unit} more, {{name}} {did} [x + a] {unit}.",),
+            ),
+            Piece(
+                "again",
+                DOUBLE,
+                (
+                    f"After that, {{name}} {does} the same number of {unit} again.",
+                    f"Then {{name}} {does} as many {unit} as before once more.",
+                ),
+                (f"Twice as many {unit} are [x * 2] {unit}.",),
+            ),
+            Piece(
+                "days",
+                GROUPS_GAINED,
+                (
+                    f"For {{k}} more days, {{name}} {does} {{m}} {unit} a day.",
+                    f"On each of the next {{k}} days, {{name}} {does} {{m}} {unit}.",
+                ),
+                (
+                    f"On {{k}} days of {{m}} {unit}, it was [y = k * m] {unit}.",
+                    f"Together with them, {{name}} {did} [x + y] {unit}.",
+                ),
+            ),
+            Piece(
+                "more",
+                MORE,
+                (
+                    f"In the next week, {{name}} {does} {{a}} {unit} more than so far.",
+                    f"Then {{name}} {does} {{a}} {unit} more than up to then.",
+                ),
+                (
+                    f"That was {{a}} {unit} more, which makes [y = x + a] {unit}.",
+                    f"Together with them, {{name}} {did} [x + y] {unit}.",
+                ),
+            ),
+            Piece(
+                "fewer",
+                FEWER,
+                (
+                    f"In the next week, {{name}} {does} {{a}} {unit} fewer than so far.",
+                    f"Then {{name}} {does} {{a}} {unit} fewer than up to then.",
+                ),
+                (
+                    f"That was {{a}} {unit} fewer, which makes [y = x - a] {unit}.",
+                    f"Together with them, {{name}} {did} [x + y] {unit}.",
+                ),
+            ),
+        ),
+        endings=(
+            Piece(
+                "all",
+                "",
+                (f"How many {unit} is that in all?", f"How many {unit} are these together?"),
+                (f"In all, {{name}} {did} {{x}} {unit}.",),
+            ),
+            Piece(
+                "left",
+                "a 2..30 if x + a < 101; t = x + a",
+                (
+                    f"{place} {{t}} {unit}. How many {unit} are still to come?",
+                    f"The goal is {{t}} {unit}. How many {unit} are still missing?",
+                ),
+                (f"Of the {{t}} {unit}, there are still [t - x] {unit} left.",),
+            ),
+        ),
+    )
+
+
+_READING = _effort(
+    "reading",
+    "pages",
+    "has read",
+    "reads",
+    "The book has",
+    (
+        "{name} opens a new book and reads {x} pages.",
+        "{name} begins a book and reads {m} pages a day for {k} days.",
+    ),
+)
+_WALKING = _effort(
+    "walking",
+    "kilometres",
+    "has walked",
+    "walks",
+    "The whole way is",
+    (
+        "{name} sets off on a long way and walks {x} kilometres.",
+        "{name} goes on a hike and walks {m} kilometres a day for {k} days.",
+    ),
+)
+_BAKING = _effort(
+    "baking",
+    "cookies",
+    "has baked",
+    "bakes",
+    "The school needs",
+    (
+        "{name} bakes {x} cookies for a feast.",
+        "{name} bakes {k} trays of {m} cookies for a feast.",
+    ),
+)
+_PLANTING = _effort(
+    "planting",
+    "trees",
+    "has planted",
+    "plants",
+    "The park has room for",
+    (
+        "{name} plants {x} trees in a park.",
+        "{name} plants {k} rows of {m} trees in a park.",
+    ),
+)
+
+SCENES = (_BUS, _TANK, _SHOP, _READING, _WALKING, _BAKING, _PLANTING)

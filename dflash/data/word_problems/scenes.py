@@ -1,0 +1,123 @@
+"""Scenes: problems told as an opening, events one after the other, and a question at the end.
+
+A piece of a scene is written for itself, in the notation of `template` with single letters for its
+own numbers: `x` is the amount so far, and the last bracket of its steps the amount after it.
+`{name}` is who the scene is about, `{next}` someone who appears in this piece, and `{who}` who
+appeared in the piece before. `compose` joins pieces to a template.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+
+from dflash.data.word_problems.template import Template
+
+MIN_STEPS, MAX_STEPS = 2, 4  # equations in a solution
+MAX_EVENTS = 3
+_LETTER = re.compile(r"\b[a-z]\b")
+_BRACED_LETTER = re.compile(r"\{([a-z])\}")
+_BRACKET = re.compile(r"\[(?:([a-z]) = )?([^\]]+)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a problem.
+
+    Attributes:
+      kind: its name within the scene.
+      numbers: how its numbers are drawn; may be empty.
+      phrasings: of what it adds to the question.
+      steps: what it adds to the solution; an opening without any names its amount `x` itself.
+    """
+
+    kind: str
+    numbers: str
+    phrasings: tuple[str, ...]
+    steps: tuple[str, ...] = ()
+
+    @property
+    def num_equations(self) -> int:
+        """Number of equations that it adds to a solution."""
+        return sum(len(_BRACKET.findall(step)) for step in self.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """What problems of one kind are made of.
+
+    Attributes:
+      name: unique among all scenes.
+      openings: one of them begins a problem.
+      events: some of them follow, each at most once.
+      endings: one of them asks the question.
+    """
+
+    name: str
+    openings: tuple[Piece, ...]
+    events: tuple[Piece, ...]
+    endings: tuple[Piece, ...]
+
+    def sequences(self) -> Iterator[tuple[Piece, ...]]:
+        """Yields every sequence of pieces that makes a problem of a fitting length."""
+        for count in range(1, MAX_EVENTS + 1):
+            for middle in itertools.permutations(self.events, count):
+                for opening, ending in itertools.product(self.openings, self.endings):
+                    pieces = (opening, *middle, ending)
+                    steps = sum(piece.num_equations for piece in pieces)
+                    if MIN_STEPS <= steps <= MAX_STEPS:
+                        yield pieces
+
+
+def name_of(scene: Scene, pieces: tuple[Piece, ...]) -> str:
+    """Name of the template that a sequence makes, such as "bus:stop,gain,lose,now"."""
+    return f"{scene.name}:{','.join(piece.kind for piece in pieces)}"
+
+
+@functools.lru_cache(maxsize=2**16)
+def compose(scene: Scene, pieces: tuple[Piece, ...]) -> Template:
+    """Joins pieces to a template; each one's numbers get names of their own."""
+    clauses: list[str] = []
+    sentences: list[tuple[str, ...]] = []
+    steps: list[str] = []
+    for place, piece in enumerate(pieces):
+        one = _Placed(place, piece)
+        clauses += one.clauses()
+        sentences.append(tuple(map(one.worded, piece.phrasings)))
+        steps += map(one.step, piece.steps)
+    return Template(name_of(scene, pieces), "; ".join(clauses), tuple(sentences), tuple(steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A piece at its place, whose letters are renamed: its `a` to `a2`, `x` to `x1`."""
+
+    place: int
+    piece: Piece
+
+    def clauses(self) -> list[str]:
+        """The clauses of its numbers, those of its results included."""
+        drawn = [self._renamed(clause) for clause in self.piece.numbers.split("; ") if clause]
+        found = [bracket for step in self.piece.steps for bracket in _BRACKET.findall(step)]
+        names = [name for name, _ in found[:-1]] + ["x"]  # as many as brackets, or one more
+        results = [
+            f"{name}{self.place} = {self._renamed(expression)}"
+            for name, (_, expression) in zip(names, found, strict=False)
+        ]
+        return [*drawn, *results]
+
+    def worded(self, text: str) -> str:
+        text = text.replace("{who}", f"{{p{max(self.place - 1, 0)}}}")
+        text = text.replace("{next}", f"{{p{self.place}}}").replace("{name}", "{p0}")
+        return _BRACED_LETTER.sub(lambda match: f"{{{self._letter(match[1])}}}", text)
+
+    def step(self, text: str) -> str:
+        return _BRACKET.sub(lambda match: f"[{self._renamed(match[2])}]", self.worded(text))
+
+    def _renamed(self, text: str) -> str:
+        return _LETTER.sub(lambda match: self._letter(match[0]), text)
+
+    def _letter(self, letter: str) -> str:
+        before = letter == "x" and self.place > 0
+        return f"{letter}{self.place - before}"

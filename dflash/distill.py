@@ -1,0 +1,52 @@
+"""From a target to its drafter: dflash distill CONFIG [key=value ...] --workdir DIR.
+
+The target answers questions, a drafter is trained on the answers, measured through the decode
+engine, and exported with a model card. The same command on the same directory continues where the
+last one ended, however it ended. Exit status as that of `dflash train`.
+"""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from dflash import cli, errors
+from dflash.config import distill_schema
+
+SUBCOMMAND = cli.Subcommand(
+    "distill",
+    "Makes a drafter for a target: the target answers questions, a drafter is trained on the "
+    "answers, measured against decoding without it, and exported to DIR/drafter. The same command "
+    "continues where an earlier one ended.",
+    examples=(
+        "dflash distill configs/distill/qwen3_4b_dflash.yml --dry_run",
+        "dflash distill configs/distill/qwen3_4b_dflash.yml target.checkpoint=DIR --workdir w",
+    ),
+    schema=distill_schema.DistillRun,
+    shared=cli.RUN_FLAGS,
+    statuses="143: SIGTERM, with the state saved, as after 130",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash distill --help`."""
+    cli.run(SUBCOMMAND, _distill, argv)
+
+
+def _distill(command: cli.Command) -> int:
+    # jax is imported here, after the config has been validated.
+    from dflash.distillation import plan, stages
+    from dflash.parallel import distributed
+    from dflash.runs import dates
+
+    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
+    if command.dry_run:
+        print("\n".join(plan.make(command.config, answers=stages.ANSWERS, dry=True)))
+        return 0
+    if command.workdir is None:
+        raise errors.ConfigError("--workdir: required: where answers, checkpoints and weights go")
+    date = dates.find(command.workdir)
+    with stages.open_directory(command.workdir, command.config, date) as directory:
+        return stages.run(command.config, directory, date)
+
+
+if __name__ == "__main__":
+    main()

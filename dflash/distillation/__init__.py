@@ -1,0 +1,1 @@
+"""From a target and questions to a drafter: the stages, their plan, the model card."""

@@ -1,0 +1,180 @@
+"""The model card of a drafter: README.md beside its weights, as the Hugging Face Hub shows it."""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash.checkpoints import assembly, checkpoint
+from dflash.config import loader, strict_yaml
+from dflash.config.distill_schema import DistillRun
+
+_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
+_LICENSE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
+_HUB = "hf:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a distillation has found.
+
+    Attributes:
+      answers: number of answers that were trained on.
+      answer_tokens: tokens of these, without the questions.
+      steps: training steps.
+      best: of the best evaluation during training; None if there was none.
+      test: results of decoding by data set; see `outputs.Summary` and `outputs.Comparison`.
+    """
+
+    answers: int
+    answer_tokens: int
+    steps: int
+    best: Mapping[str, Any] | None
+    test: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(
+        cls, answers: pathlib.Path, trained: Mapping[str, Any], test: Mapping[str, Any]
+    ) -> "Facts":
+        """Takes them from the file of answers, and from what ended the later stages."""
+        with answers.open("rb") as lines:
+            lengths = [len(json.loads(line)["output_ids"]) for line in lines]
+        return cls(len(lengths), sum(lengths), trained["steps"], trained["best"], test)
+
+
+def write(config: DistillRun, facts: Facts) -> str:
+    """The text of the card.
+
+    Args:
+      config: of the distillation.
+      facts: what it has found.
+    """
+    target = config.target.checkpoint
+    licence = target_licence(target)
+    lines = [
+        "---",
+        *([f"license: {licence}"] if licence else []),
+        *([f"base_model: {target.removeprefix(_HUB)}"] if target.startswith(_HUB) else []),
+        "library_name: dflash",
+        "tags:",
+        "- speculative-decoding",
+        f"- {config.drafter.name}",
+        "---",
+        "",
+        f"# A drafter for {name_of(target)}",
+        "",
+        f"Drafts tokens for `{name_of(target)}` by the strategy `{config.drafter.name}`; the "
+        "target verifies them, so the output is its own. Made by `python -m dflash.distill`.",
+        "",
+        "```sh",
+        f"python -m dflash.decode CONFIG target.checkpoint={target} \\",
+        f"    drafter.name={config.drafter.name} drafter.checkpoint=.",
+        "```",
+        "",
+        "## Results",
+        "",
+        *_results(config, facts),
+        "",
+        "## Data",
+        "",
+        *_data(config, facts),
+        "",
+        "## Recipe",
+        "",
+        f"{facts.steps:,} steps of {config.train.batch_size} × {config.data.length} tokens. "
+        "What differs from the defaults of `python -m dflash.distill`:",
+        "",
+        "```yaml",
+        strict_yaml.dump(_recipe(config)).rstrip(),
+        "```",
+        "",
+        "## Licence",
+        "",
+        _licence(licence),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def name_of(target: str) -> str:
+    """A target's name, such as Qwen/Qwen3-4B."""
+    return target.removeprefix(_HUB) if target.startswith(_HUB) else pathlib.Path(target).name
+
+
+def target_licence(target: str) -> str | None:
+    """The licence that a target's own model card states, such as apache-2.0; None without one."""
+    if target == assembly.RANDOM:
+        return None
+    readme = checkpoint.resolve(target) / "README.md"
+    front = _FRONT_MATTER.match(readme.read_text(encoding="utf-8")) if readme.is_file() else None
+    found = _LICENSE.search(front[1]) if front else None
+    return found[1] if found else None
+
+
+def _licence(licence: str | None) -> str:
+    if licence is None:
+        return (
+            "The target states no licence in its model card. The drafter has learned from the "
+            "target's output, so the target's terms may bind it: find them before you publish."
+        )
+    return (
+        f"The target's licence is {licence}. The drafter has learned from the target's output, so "
+        "the target's terms bind it too."
+    )
+
+
+def _results(config: DistillRun, facts: Facts) -> Iterator[str]:
+    if not facts.test:
+        yield "Not measured."
+        return
+    decode, one = config.test.decode, next(iter(facts.test.values()))
+    sampling = f"temperature {decode.temperature:g}" if decode.temperature else "greedy"
+    yield (
+        f"{config.test.prompts} prompts of each data set's {config.test.split} split, at most "
+        f"{decode.max_new_tokens} tokens, {sampling}, {decode.batch_size} at a time, "
+        f"{config.train.dtype}, on {len(one['devices'])} × {one['devices'][0]}. τ is tokens per "
+        "forward of the target; the speed-up is over the same loop without drafting."
+    )
+    yield ""
+    yield "| data set | τ | speed-up | tokens/s | without drafting | same output |"
+    yield "|---|---|---|---|---|---|"
+    for task, found in facts.test.items():
+        plain = found["baseline"]
+        yield (
+            f"| {task} | {_number(found['tau'])} | {_number(plain['speed_up'])}× "
+            f"| {_number(found['tokens_per_second'], 0)} "
+            f"| {_number(plain['tokens_per_second'], 0)} "
+            f"| {plain['identical']} of {plain['prompts']} |"
+        )
+    if facts.best:
+        yield ""
+        yield f"The weights are of step {facts.best['step']:,}, the best by {facts.best['goal']}."
+
+
+def _data(config: DistillRun, facts: Facts) -> Iterator[str]:
+    yield (
+        f"{facts.answers:,} answers of the target itself, {facts.answer_tokens:,} tokens, to "
+        "questions of these sources:"
+    )
+    yield ""
+    for task, count in config.answers.tasks.items():
+        yield f"- {task}: {count:,} questions of its training split"
+    for file in config.answers.files:
+        yield f"- {pathlib.Path(file).name}"
+    others = {name: share for name, share in config.data.shares.items() if name != "jsonl"}
+    if others:
+        total = sum(config.data.shares.values())
+        shares = ", ".join(f"{name} {share / total:.0%}" for name, share in others.items())
+        yield ""
+        yield f"The rest of the rows are from these data sets: {shares}."
+
+
+def _recipe(config: DistillRun) -> dict[str, Any]:
+    groups = ("drafter", "answers", "data", "loss", "optimizer", "train")
+    changed = loader.non_defaults(config)
+    return {group: changed[group] for group in groups if changed.get(group)}
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,278 @@
+"""The stages of a distillation, each skipped where its last file is there.
+
+WORKDIR/answers/NAME/    a decode run for each source of questions
+WORKDIR/answers.jsonl    the answers of all of them, in the order of the questions
+WORKDIR/training/        a training run on them
+WORKDIR/trained.json     what it ended with
+WORKDIR/test/TASK/       a decode run with the drafter, and without, on held-out prompts
+WORKDIR/test.json        τ and speed-up by data set
+WORKDIR/drafter/         the weights in the Hugging Face layout, and a model card
+
+The file or directory that ends a stage appears whole, once all of the stage is done. Within a stage
+the runs continue as they always do, so a kill at any point changes nothing of the result.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import io
+import json
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash.checkpoints import files as checkpoint_files
+from dflash.config import distill_schema
+from dflash.config.distill_schema import DistillRun
+from dflash.config.schema import DecodeRun
+from dflash.config.train_schema import TrainRun
+from dflash.distillation import card, plan
+from dflash.offline import job as decode_jobs
+from dflash.offline import session as decoding
+from dflash.offline.evaluation import DraftingTest
+from dflash.offline.points import Weights
+from dflash.runs import dates, files, outputs, records
+from dflash.runs.directory import RunDirectory
+from dflash.runs.display import Display
+from dflash.training import job as training_jobs
+from dflash.training import rundir
+from dflash.training import session as training
+
+ANSWERS, TRAINED, TESTED, DRAFTER = "answers.jsonl", "trained.json", "test.json", "drafter"
+_REPORT_SECONDS = 30.0  # between two lines about the prompts that are done
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A distillation in its work directory.
+
+    Attributes:
+      config: the run's config.
+      path: the work directory, absolute, held by this run.
+      date: the run's date, which chat templates may print.
+      display: takes a line now and then.
+    """
+
+    config: DistillRun
+    path: pathlib.Path
+    date: datetime.date
+    display: Display
+
+    @property
+    def train_run(self) -> TrainRun:
+        """The training run on the answers of this directory."""
+        return self.config.train_run(str(self.path / ANSWERS))
+
+    @property
+    def weights(self) -> pathlib.Path:
+        """Where training leaves the best weights."""
+        return self.path / "training" / rundir.EXPORT
+
+    def decode(self, run: DecodeRun, name: str, load: Weights) -> dict[str, Any]:
+        """Decodes the prompts of a run that are not done yet; returns its results."""
+        job = decode_jobs.prepare(run, stdin=io.StringIO(), date=self.date)
+        first = jax.process_index() == 0
+        with decoding.open_records(self.path / name, run, self.date) as held:
+            total = sum(len(prompt.indices) for prompt in job.prompts)
+            progress = _Progress(name, total, len(held.drafted.completed()))
+            display = progress if first else Display.silent()
+            return decoding.run(job, held, display, load=load)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """What ended an earlier stage."""
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
+    def finish(self, name: str, content: dict[str, Any]) -> None:
+        """Ends a stage; raises WorkdirError if that cannot be written."""
+        if jax.process_index() == 0:
+            with files.explained(self.path / name):
+                files.write_whole(self.path / name, files.to_json(content))
+        _wait_for_all(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage.
+
+    Attributes:
+      name: what it makes.
+      end: file or directory that is there once it is done.
+      run: does it; returns an exit status, other than 0 if a signal stopped it.
+    """
+
+    name: str
+    end: str
+    run: Callable[[Work], int]
+
+
+def run(config: DistillRun, directory: RunDirectory, date: datetime.date) -> int:
+    """Runs the stages that are not done yet.
+
+    Args:
+      config: the run's config.
+      directory: its work directory, held by this run.
+      date: the run's date.
+    Returns:
+      The exit status: 0 if all is done, 128 + the number of a signal that stopped training.
+    Raises:
+      UserError: questions, checkpoints, numbers or files are unusable.
+    """
+    path = pathlib.Path(os.path.abspath(directory.path))
+    work = Work(config, path, date, decoding.open_display(stream=False))
+    if not _agreed(is_used(path)):
+        for line in plan.make(config, answers=str(path / ANSWERS), dry=False):
+            work.display.note(line)
+    for stage in STAGES:
+        if _agreed((path / stage.end).exists()):
+            work.display.note(f"{stage.name}: done before")
+            continue
+        work.display.note(f"{stage.name}: begins")
+        status = stage.run(work)
+        if status:
+            return status
+    work.display.note(f"done: {path / DRAFTER} holds the drafter and its model card")
+    return 0
+
+
+@contextlib.contextmanager
+def open_directory(
+    path: str | os.PathLike, config: DistillRun, date: datetime.date
+) -> Iterator[RunDirectory]:
+    """Takes the work directory of a distillation; see `RunDirectory` for the errors."""
+    first = jax.process_index() == 0
+    with RunDirectory(
+        path, config, is_used=is_used, may_change=distill_schema.is_free, take=first
+    ) as directory:
+        if first:
+            directory.write(dates.FILE, f"{date}\n")
+        _wait_for_all("work directory taken")
+        yield directory
+
+
+def is_used(directory: pathlib.Path) -> bool:
+    """Whether a distillation has begun in a directory."""
+    return any((directory / name).exists() for name in ("answers", ANSWERS, "training", DRAFTER))
+
+
+def _answer(work: Work) -> int:
+    load, runs = Weights(Display.silent()), work.config.answer_runs()
+    for name, one in runs.items():
+        work.decode(one, f"answers/{name}", load)
+    if jax.process_index() == 0:
+        with files.explained(work.path / ANSWERS):
+            _write_lines(work.path / ANSWERS, _all_answers(work.path / "answers", list(runs)))
+    _wait_for_all(ANSWERS)
+    return 0
+
+
+def _train(work: Work) -> int:
+    job = training_jobs.prepare(work.train_run, date=work.date)
+    with rundir.open_directory(work.path / "training", work.train_run, work.date) as held:
+        outcome = training.run(job, held, job.drafting_test(DraftingTest))
+    if outcome.exit_status:
+        return outcome.exit_status
+    work.finish(TRAINED, {"steps": outcome.step, "best": outcome.best})
+    return 0
+
+
+def _test(work: Work) -> int:
+    load = Weights(Display.silent())
+    found = {
+        task: work.decode(one, f"test/{task}", load)
+        for task, one in work.config.test_runs(str(work.weights)).items()
+    }
+    kept = ("tau", "tokens_per_second", "prompts", "answers", "baseline", "devices")
+    work.finish(TESTED, {task: {key: one[key] for key in kept} for task, one in found.items()})
+    return 0
+
+
+def _export(work: Work) -> int:
+    facts = card.Facts.read(work.path / ANSWERS, work.read(TRAINED), work.read(TESTED))
+    text = card.write(work.config, facts)
+    with checkpoint_files.staged(work.path / DRAFTER) as directory:
+        if jax.process_index() == 0:
+            shutil.copytree(work.weights, directory, dirs_exist_ok=True)
+            (directory / "README.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+STAGES = (
+    Stage("answers", ANSWERS, _answer),
+    Stage("training", TRAINED, _train),
+    Stage("test", TESTED, _test),
+    Stage("export", DRAFTER, _export),
+)
+
+
+def _all_answers(directory: pathlib.Path, names: list[str]) -> Iterator[bytes]:
+    """Token ids of all answers as lines of training data, in the order of the questions.
+
+    Prompts finish in an order that depends on kills; what is trained on must not.
+    """
+    for name in names:
+        lines = {}
+        with (directory / name / records.OUTPUTS).open("rb") as stored:
+            for line in stored:
+                record = outputs.decode(line)
+                ids = {"prompt_ids": record.prompt_ids, "output_ids": record.output_ids}
+                lines[record.index] = json.dumps(ids, separators=(",", ":")).encode()
+        for index in sorted(lines):
+            yield lines[index] + b"\n"
+
+
+def _write_lines(path: pathlib.Path, lines: Iterator[bytes]) -> None:
+    """Writes a file line by line; it appears whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    files.sync(path.parent)
+
+
+def _agreed(value: bool) -> bool:
+    """What the first process found: stages end with its files."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def _wait_for_all(name: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"{name} written")
+
+
+class _Progress(Display):
+    """Counts the finished prompts of a run: a line now and then instead of one for each."""
+
+    def __init__(self, name: str, total: int, done: int):
+        """Takes the run's name, its number of prompts, and how many an earlier start has done."""
+        super().__init__(stream=False)
+        self._name, self._total, self._done = name, total, done
+        self._said = time.monotonic()
+
+    def finish(self, index: int, summary: str) -> None:
+        """Counts one more."""
+        del index, summary
+        self._done += 1
+        now = time.monotonic()
+        if self._done == self._total or now - self._said >= _REPORT_SECONDS:
+            self._said = now
+            self.note(f"{self._name}: {self._done} of {self._total} prompts")
+
+    def results(self, summary: outputs.Summary) -> None:
+        """Shows nothing: what is measured comes with the model card."""
+
+    def comparison(self, *unused) -> None:
+        """Shows nothing."""

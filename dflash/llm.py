@@ -1,0 +1,359 @@
+"""Decoding from Python: a target and a drafter that stay in memory between calls.
+
+>>> import dflash
+>>> llm = dflash.LLM("configs/tiny_dflash.yml", "decode.max_new_tokens=24")
+>>> completion, = llm.generate("Tom has 3 coins and finds 4. How many coins has he?")
+>>> completion.finish_reason, len(completion.token_ids)
+('length', 24)
+>>> sum(completion.acceptance_lengths) == 23  # the first token comes from the prompt's own pass
+True
+
+The output is the target's own, whatever the drafter:
+
+>>> plain = llm.with_drafter("none")  # shares the target's weights
+>>> plain.generate(completion.prompt)[0].text == completion.text
+True
+"""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from dflash import errors, registry
+from dflash.checkpoints import assembly
+from dflash.config import loader
+from dflash.config.schema import DecodeConfig, DecodeRun
+from dflash.inference import request as requests
+from dflash.inference.engine import Engine
+from dflash.offline import job as jobs
+from dflash.offline.decoding import decode
+from dflash.offline.job import Job
+from dflash.runs import compilation_cache as compilation_cache_lib
+from dflash.text import prompts as prompts_lib
+from dflash.text.prompts import Prompt
+from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
+
+_MIN_LENGTH = 512  # tokens that an engine has room for, so that like lengths share its programs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to draw tokens and when to stop; what is left out is as the config's `decode` says.
+
+    >>> Sampling(temperature=0.8, max_tokens=64, seed=1).temperature
+    0.8
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: number of likeliest tokens to draw from; 0 is off.
+      top_p: probability mass of the likeliest tokens to draw from; 1 is off.
+      max_tokens: output tokens at most.
+      seed: of the noise; prompt i of a call draws with noise of its own.
+      stop_token_ids: tokens that end the output, in addition to the checkpoint's and the config's.
+      ignore_eos: whether the checkpoint's own stop tokens do not count.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+
+    def applied_to(self, config: DecodeConfig) -> DecodeConfig:
+        """The config with what is given here in place of its own."""
+        given = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "max_new_tokens": self.max_tokens,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+        }
+        given = {key: value for key, value in given.items() if value is not None}
+        stop_ids = (*config.stop_ids, *self.stop_token_ids)
+        return dataclasses.replace(config, **given, stop_ids=stop_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Newly accepted tokens of one kind.
+
+    Attributes:
+      text: what can be shown now; characters wait for their last token.
+      token_ids: the tokens.
+      drafted: whether they are accepted drafts; otherwise they are the target's own, which there is
+        one of in each cycle, at its end.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A prompt and its output.
+
+    Attributes:
+      prompt: as it was given.
+      prompt_token_ids: its tokens.
+      text: the output, without special tokens.
+      token_ids: the output's tokens, a stop token included.
+      finish_reason: "stop" (a stop token, which is the last of `token_ids`) or "length".
+      acceptance_lengths: tokens committed in each cycle. The first token comes from the prompt's
+        own pass, so they sum to len(token_ids) - 1.
+      prefill_ms: time from the prompt's start to its first token.
+      decode_ms: time from the first token to the last.
+    """
+
+    prompt: prompts_lib.Value
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    acceptance_lengths: tuple[int, ...]
+    prefill_ms: float
+    decode_ms: float
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length; nan where the first token was also the last."""
+        lengths = self.acceptance_lengths
+        return sum(lengths) / len(lengths) if lengths else float("nan")
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of an output as they are accepted; see `LLM.stream`.
+
+    Attributes:
+      completion: the whole, once all pieces have been taken; None before.
+    """
+
+    def __init__(self, pieces: Iterator[Piece | Completion]):
+        """Takes pieces, the last of which is the completion."""
+        self._pieces = pieces
+        self.completion: Completion | None = None
+
+    def __next__(self) -> Piece:
+        """The next piece; waits for it."""
+        piece = next(self._pieces)
+        if isinstance(piece, Completion):
+            self.completion = piece
+            raise StopIteration
+        return piece
+
+
+class LLM:
+    """A target with a drafter, in memory, ready to decode.
+
+    Programs are compiled when the first prompt of a length needs them, and kept; those of earlier
+    processes come from jax's persistent compilation cache. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike | None = None,
+        *overrides: str,
+        target: str | os.PathLike | None = None,
+        drafter: str | os.PathLike | None = None,
+        compilation_cache: str | None = None,
+    ):
+        """Reads the config, and the weights.
+
+        Args:
+          config: a YAML file, as the commands take it; None for the defaults.
+          *overrides: `key=value`, as the commands take them.
+          target: directory or hf:org/name of the target, instead of the config's.
+          drafter: that of a drafter, or the name of a strategy, such as "ngram".
+          compilation_cache: directory for compiled programs, or "off"; see --compilation_cache.
+        Raises:
+          UserError: the config is unusable, or a checkpoint is missing or damaged.
+        """
+        if config is not None and "=" in os.fspath(config):
+            config, overrides = None, (os.fspath(config), *overrides)
+        if config is None and target is None:
+            raise errors.ConfigError("expected a config file, or target=")
+        self._path = config
+        self._overrides = (*overrides, *_target_overrides(target), *_drafter_overrides(drafter))
+        run = loader.load(self._path, self._overrides)
+        compilation_cache_lib.enable(compilation_cache)
+        self._job = jobs.prepare_models(run)
+        self._job.load_weights()
+        self._engine: Engine | None = None
+
+    @property
+    def config(self) -> DecodeRun:
+        """The resolved config."""
+        return self._job.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self._job.tokenizer
+
+    def with_drafter(self, drafter: str | os.PathLike, *overrides: str) -> "LLM":
+        """The same target, whose weights are shared, with another drafter.
+
+        Programs are shared too where the drafters differ in their weights alone.
+
+        Args:
+          drafter: name of a strategy, or directory or hf:org/name of a drafter.
+          *overrides: `key=value` for its own keys, or for `decode`.
+        Raises:
+          UserError: the drafter is missing, damaged or does not fit, or an override concerns the
+            target.
+        """
+        other = copy.copy(self)
+        other._overrides = (*self._overrides, *_drafter_overrides(drafter), *overrides)
+        run = loader.load(self._path, other._overrides)
+        if jobs.target_key(run) != jobs.target_key(self.config):
+            raise errors.ConfigError(
+                "with_drafter shares the target: leave target, mesh, sharding_rules and dtype as "
+                "they are, or make another LLM"
+            )
+        other._job = self._job.with_drafter(run)
+        other._job.load_drafter()
+        same_loop = run.decode == self.config.decode
+        shares = self._engine is not None and same_loop
+        other._engine = self._engine.with_drafter(other._job.drafter) if shares else None
+        return other
+
+    def generate(
+        self,
+        prompts: prompts_lib.Value | Iterable[prompts_lib.Value],
+        sampling: Sampling | None = None,
+    ) -> list[Completion]:
+        """Decodes prompts, as many at a time as `decode.batch_size` says.
+
+        Args:
+          prompts: each a text, token ids, or messages with "role" and "content"; a single text may
+            stand alone. Text goes through the chat template where `prompts.chat` says so.
+          sampling: for all of them.
+        Returns:
+          A completion for each prompt, in their order.
+        Raises:
+          InputError: a prompt is unusable or too long; nothing has been decoded then.
+        """
+        values = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not values:
+            return []
+        job, engine = self._prepare(values, sampling)
+        events = decode(engine, job.requests(job.prompts))
+        done = {event.id: event for event in events if isinstance(event, requests.Completion)}
+        return [
+            _completion(value, prompt, done[prompt.index], job.tokenizer)
+            for value, prompt in zip(values, job.prompts, strict=True)
+        ]
+
+    def chat(
+        self, messages: Iterable[Mapping[str, Any]], sampling: Sampling | None = None
+    ) -> Completion:
+        """The answer to a conversation, through the checkpoint's chat template.
+
+        Args:
+          messages: each with "role" and "content"; the last one is usually the user's.
+          sampling: how to draw it.
+        Raises:
+          InputError: there is no chat template, it refuses these messages, or they are too long.
+        """
+        return self.generate([list(messages)], sampling)[0]
+
+    def stream(self, prompt: prompts_lib.Value, sampling: Sampling | None = None) -> Stream:
+        """Decodes one prompt piece by piece.
+
+        >>> llm = LLM("configs/tiny_dflash.yml")
+        >>> stream = llm.stream("Which arguments does `os.getcwd()` take?", Sampling(max_tokens=8))
+        >>> text = "".join(piece.text for piece in stream)
+        >>> text == stream.completion.text
+        True
+
+        Args:
+          prompt: a text, token ids or messages, as for `generate`.
+          sampling: how to draw its output.
+        Returns:
+          An iterator of pieces, whose `completion` is there once it has ended.
+        Raises:
+          InputError: the prompt is unusable or too long; before the first piece.
+        """
+        job, engine = self._prepare([prompt], sampling)
+        return Stream(_pieces(prompt, job, engine))
+
+    def _prepare(self, values: Sequence[prompts_lib.Value], sampling: Sampling | None):
+        """A job over these prompts, and an engine with all programs that they need."""
+        config = self.config
+        asked = (sampling or Sampling()).applied_to(config.decode)
+        job = dataclasses.replace(self._job, config=dataclasses.replace(config, decode=asked))
+        vocab_size = job.target.arch.vocab_size
+        found = prompts_lib.from_values(
+            values, config.prompts, job.tokenizer, vocab_size=vocab_size
+        )
+        job = jobs.with_prompts(job, found)
+        for request in job.requests(found):
+            requests.check_request(request, max_length=job.max_length, vocab_size=vocab_size)
+        engine = self._engine
+        if engine is None or not engine.has_room(job.max_length, len(job.stop_ids)):
+            engine = self._engine = _roomy(job).engine()
+        engine.compile(len(prompt.ids) for prompt in found)
+        return job, engine
+
+
+def _target_overrides(target: str | os.PathLike | None) -> tuple[str, ...]:
+    return () if target is None else (f"target.checkpoint={os.fspath(target)}",)
+
+
+def _drafter_overrides(drafter: str | os.PathLike | None) -> tuple[str, ...]:
+    """A drafter as overrides of a config: the name of a strategy, or a checkpoint of one."""
+    if drafter is None:
+        return ()
+    reference = os.fspath(drafter)
+    if reference in registry.DRAFTERS:
+        return (f"drafter.name={reference}",)
+    name = assembly.find_strategy(reference)
+    return f"drafter.name={name}", f"drafter.checkpoint={reference}"
+
+
+def _roomy(job: Job) -> Job:
+    """The job with room for longer prompts than its own: a power of two, as far as there is one."""
+    if job.config.decode.max_length is not None:
+        return job
+    positions = job.target.arch.max_position_embeddings
+    length = max(_MIN_LENGTH, 1 << (job.max_length - 1).bit_length())
+    return dataclasses.replace(job, max_length=max(job.max_length, min(length, positions)))
+
+
+def _pieces(value: prompts_lib.Value, job: Job, engine: Engine) -> Iterator[Piece | Completion]:
+    """The pieces of the only prompt of a job, and its completion."""
+    (prompt,) = job.prompts
+    words = IncrementalDecoder(job.tokenizer)
+    for event in decode(engine, job.requests(job.prompts)):
+        if isinstance(event, requests.Completion):
+            rest = words.flush()
+            if rest:
+                yield Piece(rest, (), drafted=False)
+            yield _completion(value, prompt, event, job.tokenizer)
+            return
+        ids = iter(event.ids)
+        for length in event.acceptance_lengths or (len(event.ids),):
+            *drafts, own = (next(ids) for _ in range(length))
+            if drafts:
+                yield Piece(words.push(drafts), tuple(drafts), drafted=True)
+            yield Piece(words.push([own]), (own,), drafted=False)
+
+
+def _completion(
+    value: prompts_lib.Value, prompt: Prompt, found: requests.Completion, tokenizer: Tokenizer
+) -> Completion:
+    return Completion(
+        prompt=value,
+        prompt_token_ids=prompt.ids,
+        text=tokenizer.decode(found.output_ids),
+        token_ids=found.output_ids,
+        finish_reason=found.finish_reason,
+        acceptance_lengths=found.acceptance_lengths,
+        prefill_ms=found.prefill_ms,
+        decode_ms=found.decode_ms,
+    )

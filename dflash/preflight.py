@@ -1,0 +1,95 @@
+"""What can be found wrong before any work begins, and before jax is imported: places on disk."""
+
+import os
+import pathlib
+from collections.abc import Iterable
+
+from dflash import errors, registry
+from dflash.checkpoints import checkpoint
+from dflash.config import locations as places
+
+
+def check(configs: Iterable[object], *, files: bool = True) -> None:
+    """Looks up what configs name: files to read, checkpoints, directories.
+
+    Args:
+      configs: resolved configs.
+      files: whether the run reads weights, data and prompts; a plan does not.
+    Raises:
+      UserError: something is missing or of another kind; a line for each, with its key.
+    """
+    found: dict[str, type[errors.UserError]] = {}
+    for key, place, given in dict.fromkeys(one for c in configs for one in places.locations(c)):
+        try:
+            if place == "checkpoint":
+                checkpoint.check(given, weights=files)
+            elif place == "tokenizer":
+                checkpoint.check_reference(given)
+            elif place == "directory":
+                _check_directory(given)
+            elif files:
+                check_file(given)
+        except errors.UserError as error:
+            found |= {f"{key}: {line}": type(error) for line in str(error).splitlines()}
+    if found:
+        kind = next(iter(found.values()))
+        raise kind("\n".join(found))
+
+
+def check_writable(*directories: str | None) -> None:
+    """Refuses directories that cannot be made or written, as far as that can be told.
+
+    Raises:
+      WorkdirError: one of them, with the reason.
+    """
+    for given in directories:
+        if given is None:
+            continue
+        above = pathlib.Path(given).expanduser().absolute()
+        try:
+            while not os.path.lexists(above):
+                above = above.parent
+            reason = None if above.is_dir() else "Not a directory"
+            if reason is None and not os.access(above, os.W_OK | os.X_OK):
+                reason = "Permission denied"
+        except (OSError, ValueError) as error:  # a name that no file can have
+            reason = getattr(error, "strerror", None) or str(error)
+        if reason is not None:
+            raise errors.WorkdirError(f"{given}: cannot be written: {reason}")
+
+
+def check_file(given: str) -> None:
+    """Refuses what is no file that can be read.
+
+    Raises:
+      InputError: it is missing, a directory, or not readable; the message offers a near name.
+    """
+    path = pathlib.Path(given).expanduser()
+    try:
+        path.stat()
+        reason = "Is a directory" if path.is_dir() else None
+        if reason is None and not os.access(path, os.R_OK):
+            reason = "Permission denied"
+    except (OSError, ValueError) as error:
+        reason = f"{getattr(error, 'strerror', None) or error}{_namesake(path)}"
+    if reason is not None:
+        raise errors.InputError(f"{given}: cannot be read: {reason}")
+
+
+def _namesake(path: pathlib.Path) -> str:
+    """ "; did you mean 'x'?" for a file of a similar name beside the missing one."""
+    try:
+        beside = [str(path.with_name(one.name)) for one in path.parent.iterdir() if one.is_file()]
+    except (OSError, ValueError):
+        return ""
+    return registry.suggest(str(path), beside, exhaustive=False)
+
+
+def _check_directory(given: str) -> None:
+    path = pathlib.Path(given).expanduser()
+    try:
+        taken = path.exists() and not path.is_dir()
+    except (OSError, ValueError) as error:
+        raise errors.ConfigError(f"{given}: {getattr(error, 'strerror', error)}") from error
+    if taken:
+        raise errors.ConfigError(f"{given}: a file; expected a directory")

@@ -1,0 +1,143 @@
+"""jax's persistent compilation cache: where it is, how large it gets, when it is left alone.
+
+    ~/.cache/dflash/programs/0.10.2-1c8c1bf5ef1e/       of one jaxlib on one kind of CPU
+        jit_generate-4f0c….-cache                       a program, as jax writes it
+
+A program that was compiled for one kind of CPU may crash on another, and home directories are
+shared between machines, so each kind has a directory of its own. All of them are bounded together,
+at the start of a run; jax itself bounds a single directory, and only with a lock that a read-only
+one does not have.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import time
+import warnings
+import zlib
+from collections.abc import Iterator
+
+OFF = "off"
+MAX_BYTES = 2 * 2**30  # of all programs that are kept
+_PROGRAMS = "*/*-cache"  # below the root; jax ends the names of its files so
+_TROUBLE = "Error (reading|writing) persistent compilation cache entry"
+_CHECKED = 0o400  # the mode of a program that is known to be whole
+_SETTLED_S = 60.0  # age at which no process is writing a program any more
+
+
+def default_root() -> pathlib.Path:
+    """The directory of all kept programs, in the user's cache directory."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(cache).expanduser() / "dflash" / "programs"
+
+
+def enable(where: str | None = None) -> pathlib.Path | None:
+    """Makes jax keep compiled programs; that a place cannot be used is no error.
+
+    What the user has told jax itself (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE)
+    holds unless `where` says otherwise.
+
+    Args:
+      where: "off", a directory, or None for the user's cache directory.
+    Returns:
+      The directory of the programs; None where none are kept.
+    """
+    import jax
+
+    if where == OFF:
+        jax.config.update("jax_enable_compilation_cache", False)
+    if not jax.config.jax_enable_compilation_cache:
+        return None
+    given = jax.config.jax_compilation_cache_dir
+    if where is not None or given is None:
+        root = default_root() if where is None else pathlib.Path(where).expanduser()
+        directory = root / machine()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return None
+        trim(root)
+        given = str(directory)
+        jax.config.update("jax_compilation_cache_dir", given)
+    # Most programs of a run compile in less than jax's default of a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # A program that cannot be read is compiled, one that cannot be written is compiled again.
+    warnings.filterwarnings("ignore", message=_TROUBLE)
+    return pathlib.Path(given)
+
+
+def machine() -> str:
+    """Names what a compiled program depends on: jaxlib, and what the CPU can do."""
+    jaxlib = importlib.metadata.version("jaxlib")
+    return f"{jaxlib}-{hashlib.sha256(_cpu().encode()).hexdigest()[:12]}"
+
+
+def _cpu() -> str:
+    """The features of the CPU, as the system states them."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.version()}"
+    stated = dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)
+    named = {key.strip(): value for key, value in stated.items()}
+    keys = ("vendor_id", "cpu family", "model", "flags", "CPU part", "Features")
+    return "\n".join([platform.machine(), *(named.get(key, "") for key in keys)])
+
+
+def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
+    """Deletes damaged programs, and the least recently used ones beyond `max_bytes`.
+
+    jax writes a program in place: a run that was killed, or a full disk, leaves a part of one,
+    which jax would neither use nor replace.
+    """
+    kept = []
+    for path in root.glob(_PROGRAMS):
+        with contextlib.suppress(OSError):  # another process has deleted it
+            status = path.stat()
+            if _is_damaged(path, status):
+                path.unlink()
+            else:
+                used = max(status.st_atime, status.st_mtime)
+                kept.append((used, status.st_size, path))
+    total = sum(size for _, size, _ in kept)
+    for _, size, path in sorted(kept):
+        if total <= max_bytes:
+            break
+        with contextlib.suppress(OSError):
+            path.unlink()
+            total -= size
+
+
+def _is_damaged(path: pathlib.Path, status: os.stat_result) -> bool:
+    """Whether a program is incomplete; one that is whole is marked as such, and read once only."""
+    if status.st_mode & 0o777 == _CHECKED or time.time() - status.st_mtime < _SETTLED_S:
+        return False
+    content = path.read_bytes()
+    try:
+        zlib.decompress(content)
+    except zlib.error:
+        # With the package zstandard, jax compresses otherwise, and checks as it reads.
+        return not content.startswith(b"\x28\xb5\x2f\xfd")
+    path.chmod(_CHECKED)
+    return False
+
+
+@contextlib.contextmanager
+def count_hits() -> Iterator[list[str]]:
+    """Yields a list that grows by one entry with every program that comes from the cache."""
+    import jax
+
+    found: list[str] = []
+
+    def listen(event: str, **_) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            found.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_listener(listen)

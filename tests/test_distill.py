@@ -1,0 +1,203 @@
+"""`python -m dflash.distill`: from a small random target to its drafter, killed here and there."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+from dflash import distill
+from dflash.checkpoints import checkpoint
+from dflash.config import distill_schema, loader
+from dflash.distillation import stages
+from dflash.inference.scheduler import Scheduler
+from dflash.training.checkpoints import Checkpoints
+
+CONFIG = """
+target:
+  name: qwen3
+  checkpoint: random
+  architecture: {{vocab_size: 256, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 512}}
+drafter:
+  name: dflash
+  checkpoint: random
+  architecture: {{num_hidden_layers: 1, block_size: 4, num_attention_heads: 4,
+    num_key_value_heads: 2, head_dim: 16, intermediate_size: 48, target_layer_ids: [0, 1]}}
+answers:
+  files: [{questions}]
+  decode: {{max_new_tokens: 12, batch_size: 4, page_size: 16}}
+data: {{length: 64, held_out_percent: 0, data_dir: {data_dir}}}
+loss: {{num_anchors: 4}}
+train: {{steps: 4, batch_size: 2, dtype: float32, checkpoint_every: 2, export_dtype: float32}}
+evaluation: {{every: 2, batches: 0, prompts: 0}}
+test:
+  tasks: [math]
+  prompts: 2
+  decode: {{max_new_tokens: 8, page_size: 16}}
+"""
+
+
+class Killed(BaseException):
+    """In place of a signal that no code can catch."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A config file, and questions beside it."""
+    directory = tmp_path_factory.mktemp("distill")
+    questions = directory / "questions.jsonl"
+    lines = [{"prompt": f"Question {number}?"} for number in range(14)]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = directory / "config.yml"
+    path.write_text(CONFIG.format(questions=questions, data_dir=directory / "data"))
+    return path
+
+
+def run(*arguments) -> int:
+    """The exit status of the command."""
+    with pytest.raises(SystemExit) as caught:
+        distill.main([str(argument) for argument in arguments])
+    return caught.value.code
+
+
+@pytest.fixture(scope="module")
+def whole(config):
+    """A distillation that nothing disturbed."""
+    workdir = config.parent / "whole"
+    assert run(config, "--workdir", workdir) == 0
+    return workdir
+
+
+def tree(directory: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file."""
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(x.relative_to(directory)): (x.stat().st_size, x.stat().st_mtime_ns) for x in found}
+
+
+def test_everything_is_there_in_the_end(whole):
+    answers = [json.loads(line) for line in (whole / stages.ANSWERS).read_text().splitlines()]
+    assert [bytes(one["prompt_ids"]).decode() for one in answers] == [
+        f"Question {number}?" for number in range(14)
+    ]
+    assert {len(one["output_ids"]) for one in answers} == {12}
+    assert json.loads((whole / stages.TRAINED).read_text())["steps"] == 4
+    measured = json.loads((whole / stages.TESTED).read_text())["math"]
+    assert measured["baseline"]["identical"] == measured["baseline"]["prompts"] == 2
+    assert checkpoint.read_config(whole / "drafter")["architectures"] == ["DFlashDraftModel"]
+    card = (whole / "drafter" / "README.md").read_text()
+    assert f"| math | {measured['tau']:.2f} |" in card
+    assert "14 answers of the target itself, 168 tokens" in card
+    assert "4 steps of 2 × 64 tokens" in card
+    assert "states no licence" in card
+
+
+def test_a_second_start_does_nothing(config, whole, capsys):
+    before = tree(whole)
+    assert run(config, "--workdir", whole) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:-1] == [f"{stage.name}: done before" for stage in stages.STAGES]
+    changed = {name for name, facts in tree(whole).items() if before.get(name) != facts}
+    assert changed <= {"config.yml", "date.txt"}
+
+
+def test_killed_anywhere_it_ends_the_same(config, whole, monkeypatch):
+    """Inside answers, inside training, after a stage: every kill costs only what was in flight."""
+    workdir = config.parent / "killed"
+
+    def kill(owner, name, when):
+        """Runs until the `when`-th call of a function, which is never made."""
+        calls, real = iter(range(1, when)), getattr(owner, name)
+
+        def counted(*arguments, **options):
+            if next(calls, None) is None:
+                raise Killed
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+        with pytest.raises(Killed):
+            distill.main([str(config), "test.tasks=[]", "--workdir", str(workdir)])
+        monkeypatch.undo()
+
+    kill(Scheduler, "step", 4)
+    finished = (workdir / "answers/0-questions/outputs.jsonl").read_text().splitlines()
+    assert 0 < len(finished) < 14
+    kill(stages, "_write_lines", 1)
+    assert not (workdir / stages.ANSWERS).exists()
+    kill(Checkpoints, "save", 2)  # the first one, of step 2, is whole
+    assert not (workdir / stages.TRAINED).exists()
+    kill(stages.card, "write", 1)
+    assert (workdir / stages.TESTED).exists()
+    assert not (workdir / stages.DRAFTER).exists()
+    assert run(config, "test.tasks=[]", "--workdir", workdir) == 0
+    assert "Not measured." in (workdir / "drafter/README.md").read_text()
+    assert (workdir / stages.ANSWERS).read_bytes() == (whole / stages.ANSWERS).read_bytes()
+    weights = safetensors.load_file(whole / "drafter/model.safetensors")
+    for name, array in safetensors.load_file(workdir / "drafter/model.safetensors").items():
+        np.testing.assert_array_equal(array, weights[name])
+
+
+def test_another_config_is_refused(config, whole, capsys):
+    assert run(config, "train.steps=5", "--workdir", whole) == 1
+    assert "train.steps: 4 there, 5 here" in capsys.readouterr().err
+
+
+def test_a_dry_run_plans_time_and_disk(capsys):
+    """For the 4B target, of fewer layers than it has, so that tracing is quick."""
+    fewer = "target.architecture.num_hidden_layers=4", "drafter.architecture.num_hidden_layers=1"
+    taps = "drafter.architecture.target_layer_ids=[0, 1]"
+    path = "configs/distill/qwen3_4b_dflash.yml"
+    assert run(path, *fewer, taps, "mesh.fsdp=8", "plan.chip=v5p", "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert "parameters   target 792,681,984, drafter 0" in out
+    assert "frozen target 792,681,984" in out
+    assert "at the peaks of 8 × v5p" in out
+    rows = {
+        line.split()[0]: line.split() for line in out.partition("at least")[2].splitlines()[1:6]
+    }
+    assert list(rows) == ["answers", "training", "test", "export", "all"]
+    # 61 M tokens of answers in steps of 256: each reads the weights and 1,280 tokens of the cache.
+    kv_bytes = 4 * 2 * 8 * 128 * 2 * 256 * (256 + 1024)
+    step_s = (792_681_984 * 2 + kv_bytes) / (8 * 2765e9)
+    assert rows["answers"][1:3] == [f"{30_000 * 2048 / 256 * step_s / 60:.0f}", "min"]
+    assert rows["answers"][3:5] == ["1.4", "GB"]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "answers.files=[]",
+            "answers.tasks: required: questions of data sets, such as {math: 3000}",
+        ),
+        ("answers.tasks.mth=3", "answers.tasks: unknown data set 'mth'; did you mean 'math'?"),
+        ("test.tasks=[cod]", "test.tasks: unknown data set 'cod'; did you mean 'code'?"),
+        ("data.mixture={math: 1}", "data.mixture: no share for jsonl, the answers"),
+        ("answers.decode.page_size=9", "answers.decode.page_size: expected a power of two, got 9"),
+        ("test.decode.max_length=4", "test.decode.max_length: 4 leaves no room for a prompt"),
+        ("train.steps=null", "train.steps: give one of train.steps and train.epochs"),
+        ("plan.chip=v55", "unknown chip 'v55'"),
+        ("drafter.name=ngram", "drafter.name: 'ngram' has no weights to train"),
+    ],
+)
+def test_problems_are_one_line_each(config, override, problem, capsys):
+    status = run(config, override, "--dry_run")
+    err = capsys.readouterr().err
+    assert status == 2
+    assert problem in err
+
+
+def test_no_workdir_is_one_line(config, capsys):
+    assert run(config) == 2
+    assert "--workdir: required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tiny_dflash", "qwen3_4b_dflash"])
+def test_shipped_configs_load(name):
+    path = f"configs/distill/{name}.yml"
+    found = loader.load(path, schema=distill_schema.DistillRun)
+    assert found.answer_runs()
+    header = loader.find_config(path).read_text(encoding="utf-8")
+    assert f"python -m dflash.distill {path}" in header
+    assert "Needs:" in header

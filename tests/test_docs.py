@@ -1,0 +1,94 @@
+"""The commands of README.md and docs/ work as they are printed.
+
+A block of shell commands is run, command by command, in an empty directory that the page's blocks
+share. A comment before the block says otherwise:
+
+    <!-- test: decode.max_new_tokens=8 -->      run, with these arguments added to each command
+    <!-- needs: 9 GB of downloads -->           not run; its configs, keys and flags are checked
+
+Pages show the form of a command in indented blocks, which are not collected.
+"""
+
+import importlib
+import pathlib
+import re
+import shlex
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>test|needs): (?P<detail>[^\n]+?) -->\n)?```sh\n(?P<lines>.*?)```", re.DOTALL
+)
+# What .ci/run does, or what makes no sense within a test.
+ELSEWHERE = ("pip", "pytest", "mkdocs", "source", "gcloud", "ssh")
+
+
+def commands_of(page: pathlib.Path):
+    """Yields (mark, detail, arguments) of each command of a page, in order."""
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        for line in block["lines"].replace("\\\n", " ").splitlines():
+            for part in line.split(" && "):
+                arguments = shlex.split(part, comments=True)
+                if arguments:
+                    yield block["mark"], block["detail"], arguments
+
+
+def dflash_command(arguments: list[str]) -> tuple[str, list[str]] | None:
+    """(entry point, its arguments) of a command line; None for one of ELSEWHERE."""
+    if arguments[:2] == ["python", "-m"]:
+        arguments = arguments[2:]
+    program, *rest = arguments
+    if program == "dflash":
+        return f"dflash.{rest[0]}", rest[1:]
+    if program.startswith("dflash."):
+        return program, rest
+    assert program in ELSEWHERE, f"no rule for {shlex.join(arguments)}"
+    return None
+
+
+def status_of(module: str, arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(module).main(arguments)
+    return caught.value.code or 0
+
+
+def takes_a_config(module: str) -> bool:
+    return module not in ("dflash.convert", "dflash.train_tokenizer")
+
+
+PAGES_WITH_COMMANDS = [page for page in PAGES if any(commands_of(page))]
+
+
+@pytest.mark.parametrize(
+    "page", PAGES_WITH_COMMANDS, ids=[str(page.relative_to(ROOT)) for page in PAGES_WITH_COMMANDS]
+)
+def test_the_commands_of_a_page_work(page, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    for mark, detail, arguments in commands_of(page):
+        command = dflash_command(arguments)
+        if command is None:
+            continue
+        module, given = command
+        if mark == "needs":
+            if not takes_a_config(module):
+                continue
+            added = ["--print_config"]
+        else:
+            added = shlex.split(detail) if mark == "test" else []
+        status = status_of(module, [*given, *added])
+        assert status == 0, f"{shlex.join([*arguments, *added])}\n{capfd.readouterr().err[-2000:]}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = str(page.relative_to(ROOT / "docs"))
+        assert re.search(rf"\b{re.escape(name)}$", navigation, re.MULTILINE), f"{name} is missing"
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"

@@ -1,0 +1,45 @@
+"""A small fixed portion of tools/fuzz_commands.py."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+PATH = pathlib.Path(__file__).parents[1] / "tools" / "fuzz_commands.py"
+
+
+@pytest.fixture(scope="module")
+def fuzz():
+    spec = importlib.util.spec_from_file_location("fuzz_commands", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_made_up_command_lines_end_as_they_should(fuzz):
+    assert list(fuzz.lines(20, seed=1)) == []
+
+
+def test_damaged_files_end_as_they_should(fuzz):
+    assert list(fuzz.files(12, seed=1)) == []
+
+
+def test_what_is_looked_for_is_found(fuzz):
+    """A verdict that never condemns would be of no use."""
+    argv = ["decode", "c.yml", "--print_config", "decode.seed=3"]
+    fine = fuzz.Outcome(0, "target: {}\ndecode: {seed: 3}\n", "")
+    assert fuzz.verdict(argv, fine) is None
+    assert fuzz.verdict(argv, fuzz.Outcome(2, "", "error: no\n")) is None
+    for outcome, said in [
+        (fuzz.Outcome(None, "", "", "Traceback …"), "Traceback"),
+        (fuzz.Outcome(5, "", ""), "status 5"),
+        (fuzz.Outcome(2, "", ""), "no line that says why"),
+        (fuzz.Outcome(2, "text", "error: no\n"), "an error, and output"),
+        (fuzz.Outcome(1, "", "Traceback (most recent call last):\n"), "Traceback"),
+        (fuzz.Outcome(1, "", "x" * 3000), "a line of more than"),
+        (fuzz.Outcome(0, "target: {}\ndecode: {seed: 4}\n", ""), "typed '3', understood 4"),
+    ]:
+        assert said in fuzz.verdict(argv, outcome)
