@@ -80,8 +80,8 @@ def run(
     if bench.workload.has_later_turns:
         with display.status("decoding the answers that later turns follow"):
             bench.converse()
-    with display.status(f"compiling for {len(bench.jobs)} strategies"):
-        bench.compile()
+    with display.compiling() as compiling:
+        bench.compile(compiling)
     with display.status("warming up"):
         bench.warm_up()
     done: list[TaskRound] = []
