@@ -193,7 +193,7 @@ def test_no_workdir_is_one_line(config, capsys):
     assert "--workdir: required" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["tiny_dflash", "qwen3_4b_dflash"])
+@pytest.mark.parametrize("name", ["tiny_dflash", "tiny_eagle3", "qwen3_4b_dflash"])
 def test_shipped_configs_load(name):
     path = f"configs/distill/{name}.yml"
     found = loader.load(path, schema=distill_schema.DistillRun)
