@@ -406,7 +406,7 @@ def test_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(safetensors_io._Outgoing, "fetch", fail)
-    with pytest.raises(errors.CheckpointError) as caught:
+    with pytest.raises(errors.WorkdirError) as caught:
         checkpoint.save_hf(module, tmp_path / "out", {})
     assert str(caught.value) == f"{tmp_path}/out: cannot be written: No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
