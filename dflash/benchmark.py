@@ -1,8 +1,9 @@
 """Measures strategies on tasks: dflash benchmark CONFIG [key=value ...] --workdir DIR."""
 
 import contextlib
+import os
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import flags
 
@@ -56,8 +57,46 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     cli.run(SUBCOMMAND, _benchmark, argv)
 
 
+def run(
+    config: str | os.PathLike,
+    *overrides: str,
+    workdir: str | os.PathLike | None = None,
+    profile_dir: str | os.PathLike | None = None,
+    compilation_cache: str | None = None,
+) -> dict[str, Any]:
+    """Measures, as `dflash benchmark` does, and prints its table.
+
+    Args:
+      config: a YAML file.
+      *overrides: `key=value`.
+      workdir, profile_dir, compilation_cache: as the flags of these names.
+    Returns:
+      The content of results.json, or of study.json; see docs/measuring.md.
+    Raises:
+      UserError: what the command would end with.
+    """
+    command = cli.parse(
+        SUBCOMMAND,
+        config,
+        *overrides,
+        workdir=workdir,
+        profile_dir=profile_dir,
+        compilation_cache=compilation_cache,
+    )
+    return _measure(command)
+
+
 def _benchmark(command: cli.Command) -> None:
     # jax is imported here, after the config has been validated.
+    from dflash.measure import session
+
+    if command.dry_run:
+        print("\n".join(session.plan(command.config)))
+    else:
+        _measure(command)
+
+
+def _measure(command: cli.Command) -> dict[str, Any]:
     import jax
 
     from dflash.measure import bench as benches
@@ -65,9 +104,6 @@ def _benchmark(command: cli.Command) -> None:
     from dflash.parallel import distributed
     from dflash.runs.display import Display
 
-    if command.dry_run:
-        print("\n".join(session.plan(command.config)))
-        return
     distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     first = jax.process_index() == 0
     display = Display() if first else Display.silent()
@@ -78,9 +114,8 @@ def _benchmark(command: cli.Command) -> None:
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
         if command.config.study is not None:
-            session.study(command.config, directory, display, wide=wide)
-        else:
-            session.run(benches.prepare(command.config), directory, display, wide=wide)
+            return session.study(command.config, directory, display, wide=wide)
+        return session.run(benches.prepare(command.config), directory, display, wide=wide)
 
 
 if __name__ == "__main__":

@@ -188,18 +188,40 @@ def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
         command = _plain(subcommand, values, positional)
     if command is None:
         return 0
+    if command.coordinator_address is not None:
+        _keep_stdout_for_results()
+    _set_up(subcommand, command)
+    return main(command) or 0
+
+
+def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **given: Any) -> Command:
+    """A command as a program gives it, for the `run` of a command's module.
+
+    Args:
+      subcommand: what it takes.
+      *arguments: the positional arguments, overrides included.
+      **given: values of flags, by name; None for the default.
+    Raises:
+      UserError: what is given cannot be used; worded as on the command line.
+    """
+    values = subcommand.flag_values()
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    positional = _parse(values, [*words, "--", *map(os.fspath, arguments)])
+    configured = _configured if subcommand.takes_config else _plain
+    command = configured(subcommand, values, positional)
+    _set_up(subcommand, command)
+    return command
+
+
+def _set_up(subcommand: Subcommand, command: Command) -> None:
+    """Prepares jax, once everything that was given has been found good."""
     host.quiet_without_tpu()
     if subcommand.cpu_only and "jax" not in sys.modules:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    if command.coordinator_address is not None:
-        _keep_stdout_for_results()
     if "compilation_cache" in subcommand.shared and not command.dry_run:
-        from dflash.runs import (
-            compilation_cache,
-        )  # imports jax, after the config has been found good
+        from dflash.runs import compilation_cache  # imports jax
 
         compilation_cache.enable(command.compilation_cache)
-    return main(command) or 0
 
 
 def _keep_stdout_for_results() -> None:

@@ -3,16 +3,20 @@
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
 from dflash import cli
 from dflash.config import loader, tpu_schema
+
+if TYPE_CHECKING:
+    from dflash.compiler.report import Report
 
 _OVER_BUDGET = 3
 
@@ -54,7 +58,34 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     cli.run(SUBCOMMAND, _compile, argv)
 
 
+def run(
+    config: str | os.PathLike,
+    *overrides: str,
+    workdir: str | os.PathLike | None = None,
+    rows: str | None = None,
+    kernels: bool = False,
+) -> "Report":
+    """Compiles for a TPU, as `dflash compile` does, and prints its report.
+
+    Args:
+      config: a YAML file.
+      *overrides: `key=value`, such as "tpu.topology=v5p:2x2x1".
+      workdir, rows, kernels: as the flags of these names.
+    Raises:
+      UserError: what the command would end with.
+    """
+    flags_given = {"workdir": workdir, "rows": rows, "kernels": kernels}
+    return _found(cli.parse(SUBCOMMAND, config, *overrides, **flags_given))
+
+
 def _compile(command: cli.Command) -> int:
+    broken = _found(command).broken_budgets(command.config.tpu)
+    for line in broken:
+        print(f"over budget: {line}", file=sys.stderr)
+    return _OVER_BUDGET if broken else 0
+
+
+def _found(command: cli.Command) -> "Report":
     # jax is imported below, after the config has been found good.
     from dflash.compiler import topology
 
@@ -66,7 +97,7 @@ def _compile(command: cli.Command) -> int:
         return _report(command, schedules)
 
 
-def _report(command: cli.Command, schedules: str | None) -> int:
+def _report(command: cli.Command, schedules: str | None) -> "Report":
     from dflash.compiler import bundles, curve, report, session, table
     from dflash.runs.display import Display
 
@@ -97,10 +128,7 @@ def _report(command: cli.Command, schedules: str | None) -> int:
             )
         print("\n".join(curve.lines(points, found.topology.chip)))
     keep(found, points, kernels, complete=True)
-    broken = found.broken_budgets(command.config.tpu)
-    for line in broken:
-        print(f"over budget: {line}", file=sys.stderr)
-    return _OVER_BUDGET if broken else 0
+    return found
 
 
 def _write(command: cli.Command, found: dict[str, Any], points, kernels, complete: bool) -> None:

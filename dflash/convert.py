@@ -3,6 +3,7 @@
 dflash convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
 """
 
+import os
 import pathlib
 import time
 from collections.abc import Sequence
@@ -48,6 +49,29 @@ SUBCOMMAND = cli.Subcommand(
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The command; see `dflash convert --help`."""
     cli.run(SUBCOMMAND, _convert, argv)
+
+
+def run(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    *,
+    to: checkpoint.Layout,
+    dtype: str | None = None,
+) -> pathlib.Path:
+    """Converts a checkpoint, as `dflash convert` does, and prints a line about it.
+
+    Args:
+      source: directory or hf:org/name.
+      destination: must not exist, or be empty.
+      to: the layout to write, "hf" or "orbax".
+      dtype: "float32" or "bfloat16"; None keeps what is stored.
+    Returns:
+      The directory that was written.
+    Raises:
+      UserError: what the command would end with.
+    """
+    _convert(cli.parse(SUBCOMMAND, source, destination, to=to, dtype=dtype))
+    return pathlib.Path(destination)
 
 
 def _convert(command: cli.Command) -> None:

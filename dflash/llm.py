@@ -17,6 +17,7 @@ True
 
 import copy
 import dataclasses
+import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -62,6 +63,16 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
+
+    def __post_init__(self):
+        """Raises InputError if a value is of the wrong type; ranges are those of requests."""
+        integers = {"top_k", "max_tokens", "seed"}
+        for name in (*integers, "temperature", "top_p"):
+            value, whole = getattr(self, name), name in integers
+            kind = numbers.Integral if whole else numbers.Real
+            if value is not None and not isinstance(value, kind):
+                expected = "an integer" if whole else "a number"
+                raise errors.InputError(f"Sampling: {name}: expected {expected}, got {value!r}")
 
     def applied_to(self, config: DecodeConfig) -> DecodeConfig:
         """The config with what is given here in place of its own."""

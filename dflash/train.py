@@ -6,11 +6,17 @@ if numbers are not finite or files cannot be written; 2 for an unusable config o
 """
 
 import contextlib
-from collections.abc import Sequence
-from typing import NoReturn
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dflash import cli, errors
 from dflash.config import train_schema
+
+if TYPE_CHECKING:
+    from dflash.training.trainer import Outcome
 
 SUBCOMMAND = cli.Subcommand(
     "train",
@@ -33,23 +39,83 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     cli.run(SUBCOMMAND, _train, argv)
 
 
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a training run has come to.
+
+    Attributes:
+      weights: directory of the exported weights, which `dflash.LLM` takes.
+      step: number of steps done.
+      best: {"goal", "evaluation", "step", "score"} of the best evaluation; None without any.
+      finished: whether all steps are done; if not, a signal has stopped the run, and the same call
+        continues it.
+    """
+
+    weights: pathlib.Path
+    step: int
+    best: Mapping[str, Any] | None
+    finished: bool
+
+
+def run(
+    config: str | os.PathLike,
+    *overrides: str,
+    workdir: str | os.PathLike,
+    profile_dir: str | os.PathLike | None = None,
+    compilation_cache: str | None = None,
+) -> Trained:
+    """Trains, or continues, as `dflash train` does.
+
+    Args:
+      config: a YAML file.
+      *overrides: `key=value`.
+      workdir, profile_dir, compilation_cache: as the flags of these names.
+    Raises:
+      UserError: what the command would end with.
+    """
+    from dflash.training import rundir
+
+    command = cli.parse(
+        SUBCOMMAND,
+        config,
+        *overrides,
+        workdir=workdir,
+        profile_dir=profile_dir,
+        compilation_cache=compilation_cache,
+    )
+    outcome = _outcome(command)
+    return Trained(
+        weights=pathlib.Path(workdir).expanduser() / rundir.EXPORT,
+        step=outcome.step,
+        best=outcome.best,
+        finished=outcome.exit_status == 0,
+    )
+
+
 def _train(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
+    from dflash.parallel import distributed
+    from dflash.training import job as jobs
+
+    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
+    if command.dry_run:
+        # It touches no device, so it asks no other process for the date.
+        print("\n".join(jobs.prepare(command.config, date=None, dry=True).plan().lines()))
+        return 0
+    return _outcome(command).exit_status
+
+
+def _outcome(command: cli.Command) -> "Outcome":
+    """Trains, from scratch or from the work directory's newest checkpoint."""
     import jax
 
     from dflash.offline.evaluation import DraftingTest
-    from dflash.parallel import distributed
     from dflash.runs import dates
     from dflash.training import job as jobs
     from dflash.training import rundir, session
 
-    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
-    # A dry run touches no device, so it asks no other process for the date.
-    date = None if command.dry_run else dates.find(command.workdir)
-    job = jobs.prepare(command.config, date=date, dry=command.dry_run)
-    if command.dry_run:
-        print("\n".join(job.plan().lines()))
-        return 0
+    date = dates.find(command.workdir)
+    job = jobs.prepare(command.config, date=date)
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where checkpoints and weights go")
     profile = command.profile_dir
@@ -57,7 +123,7 @@ def _train(command: cli.Command) -> int:
         rundir.open_directory(command.workdir, command.config, date) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
-        return session.run(job, directory, job.drafting_test(DraftingTest)).exit_status
+        return session.run(job, directory, job.drafting_test(DraftingTest))
 
 
 if __name__ == "__main__":

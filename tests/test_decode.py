@@ -176,8 +176,9 @@ def test_rerun_skips_what_is_done_and_refuses_another_config(run):
     assert read("w/outputs.jsonl").startswith("".join(lines[:2]))
     assert output_ids("w") == whole
     before = read("w/outputs.jsonl")
-    status, out, _ = run("--workdir=w")
+    status, out, err = run("--workdir=w")
     assert (status, out) == (0, "")
+    assert err.startswith("nothing left to do: all prompts were finished before\n")
     assert read("w/outputs.jsonl") == before
     status, _, err = run("--workdir=w", "decode.seed=5")
     assert status == 1

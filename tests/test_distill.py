@@ -10,7 +10,7 @@ from safetensors import numpy as safetensors
 from dflash import distill
 from dflash.checkpoints import checkpoint
 from dflash.config import distill_schema, loader
-from dflash.distillation import stages
+from dflash.distillation import card, stages
 from dflash.inference.scheduler import Scheduler
 from dflash.training.checkpoints import Checkpoints
 
@@ -127,7 +127,7 @@ def test_killed_anywhere_it_ends_the_same(config, whole, monkeypatch):
     assert not (workdir / stages.ANSWERS).exists()
     kill(Checkpoints, "save", 2)  # the first one, of step 2, is whole
     assert not (workdir / stages.TRAINED).exists()
-    kill(stages.card, "write", 1)
+    kill(card, "write", 1)
     assert (workdir / stages.TESTED).exists()
     assert not (workdir / stages.DRAFTER).exists()
     assert run(config, "test.tasks=[]", "--workdir", workdir) == 0
@@ -136,6 +136,28 @@ def test_killed_anywhere_it_ends_the_same(config, whole, monkeypatch):
     weights = safetensors.load_file(whole / "drafter/model.safetensors")
     for name, array in safetensors.load_file(workdir / "drafter/model.safetensors").items():
         np.testing.assert_array_equal(array, weights[name])
+
+
+@pytest.mark.parametrize(
+    ("readme", "licence"),
+    [
+        ("---\nlicense: apache-2.0\nlanguage: en\n---\n# A model\n", "apache-2.0"),
+        ("---\nlanguage: en\n---\nlicense: mit\n", None),
+        ("# No front matter\n", None),
+        (None, None),
+    ],
+)
+def test_the_card_names_the_licence_of_the_target(readme, licence, tmp_path):
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme)
+    overrides = [f"target.checkpoint={tmp_path}"]
+    path = "configs/distill/tiny_dflash.yml"
+    config = loader.load(path, overrides, distill_schema.DistillRun)
+    text = card.write(config, card.Facts(3, 30, 5, None, {}))
+    assert card.target_licence(str(tmp_path)) == licence
+    assert (f"\nlicense: {licence}\n" in text) == (licence is not None)
+    assert ("states no licence" in text) == (licence is None)
+    assert "Not measured." in text
 
 
 def test_another_config_is_refused(config, whole, capsys):
@@ -193,7 +215,7 @@ def test_no_workdir_is_one_line(config, capsys):
     assert "--workdir: required" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["tiny_dflash", "qwen3_4b_dflash"])
+@pytest.mark.parametrize("name", ["tiny_dflash", "tiny_eagle3", "qwen3_4b_dflash"])
 def test_shipped_configs_load(name):
     path = f"configs/distill/{name}.yml"
     found = loader.load(path, schema=distill_schema.DistillRun)

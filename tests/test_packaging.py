@@ -57,14 +57,13 @@ def test_wheel_holds_every_module_and_config(wheel):
     names = set(wheel.namelist())
     modules = tree("dflash", ".py")
     configs = {f"dflash/{name}" for name in tree("configs", ".yml")}
-    pages = tree("dflash", ".html") | {"dflash/py.typed"}
+    others = tree("dflash", ".html") | {"dflash/py.typed"}
     assert modules
     assert configs
-    assert pages
-    assert (modules | configs | pages) - names == set()
+    assert (modules | configs | others) - names == set()
     files = {name for name in names if ".dist-info/" not in name}
     assets = {name for name in files if name.startswith("dflash/assets/")}
-    assert files - modules - configs - pages - assets == set()
+    assert files - modules - configs - others - assets == set()
 
 
 def test_every_folder_with_modules_is_a_package():

@@ -137,15 +137,15 @@ def _results(config: DistillRun, facts: Facts) -> Iterator[str]:
         "forward of the target; the speed-up is over the same loop without drafting."
     )
     yield ""
-    yield "| data set | τ | speed-up | tokens/s | without drafting | same output |"
-    yield "|---|---|---|---|---|---|"
+    yield "| data set | τ | speed-up | tokens/s | without drafting | same output | right |"
+    yield "|---|---|---|---|---|---|---|"
     for task, found in facts.test.items():
         plain = found["baseline"]
         yield (
             f"| {task} | {_number(found['tau'])} | {_number(plain['speed_up'])}× "
             f"| {_number(found['tokens_per_second'], 0)} "
             f"| {_number(plain['tokens_per_second'], 0)} "
-            f"| {plain['identical']} of {plain['prompts']} |"
+            f"| {plain['identical']} of {plain['prompts']} | {_graded(found['answers'])} |"
         )
     if facts.best:
         yield ""
@@ -174,6 +174,10 @@ def _recipe(config: DistillRun) -> dict[str, Any]:
     groups = ("drafter", "answers", "data", "loss", "optimizer", "train")
     changed = loader.non_defaults(config)
     return {group: changed[group] for group in groups if changed.get(group)}
+
+
+def _graded(answers: Mapping[str, int]) -> str:
+    return "{correct} of {checked}".format(**answers) if answers else "–"
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -85,14 +85,9 @@ def _decode_job(run: DecodeRun, dry: bool) -> DecodeJob:
 
 def _machine(config: DistillRun, job: DecodeJob | None) -> Machine | None:
     if config.plan.chip is not None:
-        chip, count = chips.find(config.plan.chip), math.prod(vars(config.mesh).values())
-        share = count / chip.devices
-        return Machine(
-            f"{count} × {chip.name}",
-            share * chip.tflops * 1e12,
-            share * chip.hbm_gb_per_s * 1e9,
-            "the vendor's peaks, bfloat16",
-        )
+        chip = chips.find(config.plan.chip)
+        devices = math.prod(vars(config.mesh).values())
+        return roofline.machine_of_chip(chip, devices, chip.name)
     return None if job is None else roofline.machine_of(job.target.sharding)
 
 

@@ -156,8 +156,8 @@ def open_directory(
 
 
 def is_used(directory: pathlib.Path) -> bool:
-    """Whether a distillation has begun in a directory."""
-    return any((directory / name).exists() for name in ("answers", ANSWERS, "training", DRAFTER))
+    """Whether a distillation has begun in a directory; answers alone may be another one's."""
+    return any((directory / name).exists() for name in ("answers", "training", DRAFTER))
 
 
 def _answer(work: Work) -> int:

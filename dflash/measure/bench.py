@@ -96,11 +96,14 @@ class Bench:
         self.jobs = {name: jobs.with_prompts(job, turns) for name, job in self.jobs.items()}
 
     def compile(self, progress=lambda ready, total: None) -> None:
-        """Makes the engines and compiles all programs of all strategies."""
+        """Makes the engines and compiles all programs of all strategies; see `Engine.compile`."""
         lengths = [len(item.prompt.ids) for item in self.workload.items]
-        for name, job in self.jobs.items():
-            engine = self.engines[name] = self._engine(job)
-            engine.compile(lengths, progress)
+        self.engines = {name: self._engine(job) for name, job in self.jobs.items()}
+        counts = {name: len(one.program_names(lengths)) for name, one in self.engines.items()}
+        before, total = 0, sum(counts.values())
+        for name, engine in self.engines.items():
+            engine.compile(lengths, lambda ready, _, before=before: progress(before + ready, total))
+            before += counts[name]
 
     def _engine(self, job: jobs.Job) -> MeasuredEngine:
         drafter, config = job.drafter, self.config.decode

@@ -65,7 +65,7 @@ def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         low, high = cell["speedup_interval"] or (None, None)
         cost = {f"{name}_ms": value for name, value in (cell["cost_ms"] or {}).items()}
         own = {"speedup_low": low, "speedup_high": high}
-        own["doubts"] = "; ".join(doubt["words"] for doubt in cell["doubts"]) or None
+        own["doubts"] = "; ".join(doubt["words"] for doubt in cell.get("doubts", ())) or None
         line = {**cell, **cost, **own, "acceptance": values["acceptance"]["source"]}
         found.append({column: line.get(column) for column in ("task", "strategy", *FIGURES)})
     return found

@@ -83,13 +83,7 @@ def machine_of(sharding: Sharding) -> Machine:
     device, count = sharding.devices[0], len(sharding.devices)
     chip = chips.of_device_kind(device.device_kind)
     if chip is not None:
-        share = count / chip.devices
-        return Machine(
-            f"{count} × {device.device_kind}",
-            share * chip.tflops * 1e12,
-            share * chip.hbm_gb_per_s * 1e9,
-            "the vendor's peaks, bfloat16",
-        )
+        return machine_of_chip(chip, count, device.device_kind)
     flops_per_s, rates = _product_rate(), _read_rates()
     return Machine(
         f"{count} × {device.device_kind}",
@@ -97,6 +91,17 @@ def machine_of(sharding: Sharding) -> Machine:
         rates[-1][1],
         "measured here, in float32, before all else",
         rates,
+    )
+
+
+def machine_of_chip(chip: chips.Chip, devices: int, name: str) -> Machine:
+    """A number of jax devices of a chip, called `name`, at the vendor's peaks."""
+    share = devices / chip.devices
+    return Machine(
+        f"{devices} × {name}",
+        share * chip.tflops * 1e12,
+        share * chip.hbm_gb_per_s * 1e9,
+        "the vendor's peaks, bfloat16",
     )
 
 

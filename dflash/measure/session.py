@@ -80,8 +80,8 @@ def run(
     if bench.workload.has_later_turns:
         with display.status("decoding the answers that later turns follow"):
             bench.converse()
-    with display.status(f"compiling for {len(bench.jobs)} strategies"):
-        bench.compile()
+    with display.compiling() as compiling:
+        bench.compile(compiling)
     with display.status("warming up"):
         bench.warm_up()
     done: list[TaskRound] = []
@@ -146,10 +146,13 @@ def judged(
 
 def study(
     config: BenchmarkRun, directory: RunDirectory, display: Display, *, wide: bool = False
-) -> None:
+) -> dict[str, Any]:
     """Answers the config's study and writes study.json, study.csv and study.png.
 
     What is known is saved after each of its turns.
+
+    Returns:
+      The content of study.json.
     """
     name, meter, answer = config.study.name, LoadMeter(), None
     with display.progress(f"study {name}") as progress:
@@ -160,7 +163,8 @@ def study(
                 values = _study_values(config, answer, meter.read())
                 directory.write_json(results.STUDY, values | {"complete": False})
     load = meter.read()
-    directory.write_json(results.STUDY, _study_values(config, answer, load) | {"complete": True})
+    values = _study_values(config, answer, load) | {"complete": True}
+    directory.write_json(results.STUDY, values)
     directory.write("study.csv", results.table_csv(answer.rows))
     # Studies of single forwards decode nothing: what is accepted plays no part.
     decodes = name in studies.DECODING
@@ -169,6 +173,7 @@ def study(
     if decodes:
         notes.append(workload.words(config)["words"])
     _say(answer.text(wide=wide), notes)
+    return values
 
 
 def _study_values(config: BenchmarkRun, answer: studies.StudyResult, load: Load) -> dict[str, Any]:

@@ -144,9 +144,7 @@ def words_after(start: str, text: str) -> str:
 
 def test_what_is_asked_of_code(shapes):
     pairs = [(one.prompt[0]["content"], one.response) for one in code.examples("train")]
-    of_area = [
-        (question, answer) for question, answer in pairs if "* height" in answer
-    ]
+    of_area = [(question, answer) for question, answer in pairs if "* height" in answer]
     renamed, called, bare, documented, extended, method = of_area
     new = words_after("(?:to|argument) ", renamed[0])
     old = words_after("(?:argument|instead of) ", renamed[0].replace(f"argument `{new}`", ""))

@@ -21,7 +21,7 @@ def test_math_comes_back_as_it_went(tmp_path):
         made = list(dataset.examples(split))
         assert len(stored) == len(made)
         assert sorted(map(repr, stored)) == sorted(map(repr, made))
-    files = sorted(path.name for path in (tmp_path / "math" / "n50" / "1.0.0").iterdir())
+    files = sorted(path.name for path in (tmp_path / "math" / "n50" / "2.0.0").iterdir())
     assert "math-train.array_record-00000-of-00001" in files
     with pytest.raises(IndexError):
         stored[len(stored)]

@@ -2,11 +2,11 @@
 
 import importlib
 import re
-import sys
 import textwrap
 
 import pytest
 from support import TESTS
+from support.distributions import install
 from support.models import ARCHITECTURE, make_sharding
 
 from dflash import errors, registry
@@ -21,19 +21,22 @@ from dflash.config.schema import DrafterConfig, option
 
 @pytest.fixture
 def contract(monkeypatch, tmp_path):
-    """The contract tests, with the page's strategy in the registry."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    strategy, config, line = (textwrap.dedent(block) for block in blocks)
-    (tmp_path / "page_strategy.py").write_text(strategy)
-    (tmp_path / "page_schema.py").write_text(SCHEMA_IMPORTS + config)
-    monkeypatch.syspath_prepend(tmp_path)
-    line = line.replace("dflash.drafters.repeat:", "page_strategy:")
-    line = line.replace("dflash.config.schema:", "page_schema:")
-    for name, entry in eval(f"{{{line}}}", {"Entry": registry.Entry}).items():
-        monkeypatch.setitem(registry.DRAFTERS, name, entry)
-    yield importlib.import_module("contract.test_drafter_contract")
-    for name in ("page_strategy", "page_schema"):
-        sys.modules.pop(name, None)
+    """The contract tests, with the page's strategy in a package as the page describes it."""
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    strategy, config, line, registered = (textwrap.dedent(block) for block in blocks)
+    (inside,) = eval(f"{{{line}}}", {"Entry": registry.Entry})
+    points = re.search(r"```toml\n\[project.entry-points.\"(.*?)\"\]\n(.*?)```", page, re.DOTALL)
+    group, point = points[1], points[2].replace('"', "")
+    assert point.startswith(f"{inside} = ")
+    modules = {"drafter": strategy, "keys": SCHEMA_IMPORTS + config, "registered": registered}
+    install(
+        monkeypatch,
+        tmp_path / "installed",
+        f"[{group}]\n{point}".replace("my_package.", "page_"),
+        {f"page_{name}": text.replace("my_package.", "page_") for name, text in modules.items()},
+    )
+    return importlib.import_module("contract.test_drafter_contract")
 
 
 @pytest.mark.usefixtures("contract")

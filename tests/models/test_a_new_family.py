@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from support.distributions import install
 from support.engines import decode, engine, random_prompts
 from support.models import drafter, make_sharding
 
@@ -291,10 +292,13 @@ def dense_decode(tensors, prompt):
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """The line in the registry."""
+def registered(monkeypatch, tmp_path_factory):
+    """The family, in a distribution that registers it."""
     entry = registry.Entry(f"{__name__}:Toy", "dflash.config.schema:TargetConfig")
-    monkeypatch.setitem(registry.TARGETS, "toy", entry)
+    module = f"from dflash.registry import Entry\nTOY = {entry!r}\n"
+    points = "[dflash.targets]\ntoy = toy_registered:TOY\n"
+    directory = tmp_path_factory.mktemp("toy")
+    install(monkeypatch, directory, points, {"toy_registered": module})
 
 
 @pytest.fixture

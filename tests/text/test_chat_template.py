@@ -75,7 +75,7 @@ def test_template_that_is_not_text(tmp_path):
     path = tmp_path / "chat_template.jinja"
     path.write_bytes(b"a\xff")
     render = chat_template.ChatTemplate(tmp_path, {}, DATE).render
-    assert failure(render, MESSAGES) == f"{path}: not UTF-8: byte 2"
+    assert failure(render, MESSAGES) == f"{path}: not UTF-8: byte 0xff at offset 1"
     path.unlink()
     path.mkdir()
     assert failure(render, MESSAGES) == f"{path}: cannot be read: Is a directory"

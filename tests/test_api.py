@@ -1,0 +1,217 @@
+"""The Python API: `import dflash`, dflash.LLM, and the commands as functions."""
+
+import doctest
+import math
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from support.engines import count_compilations
+
+import dflash
+from dflash import errors, llm
+from dflash.config import schema
+from dflash.models.decoder import Decoder
+
+CONFIG = "configs/tiny_dflash.yml"
+QUESTION = "Tom has 3 coins and finds 4. How many coins has he?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The embedded tiny family, with all of its programs for short prompts."""
+    made = dflash.LLM(CONFIG, "decode.batch_size=2", "decode.max_new_tokens=24")
+    made.generate(QUESTION)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return tiny.with_drafter("none")
+
+
+def test_importing_dflash_imports_no_array_library():
+    code = """
+        import sys, time
+        begin = time.process_time()
+        import dflash
+        seconds = time.process_time() - begin
+        assert dflash.errors.ConfigError and "LLM" in dir(dflash)
+        heavy = {"jax", "numpy", "flax", "absl", "yaml"} & set(sys.modules)
+        assert not heavy, heavy
+        assert seconds < 0.1, seconds
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+
+
+def test_names_of_the_package():
+    assert dflash.LLM is llm.LLM
+    assert dflash.train.run.__module__ == "dflash.train"
+    assert all(hasattr(dflash, name) for name in dflash.__all__)
+    with pytest.raises(AttributeError, match="module 'dflash' has no attribute 'Llm'"):
+        dflash.Llm  # noqa: B018
+    assert (pathlib.Path(dflash.__file__).parent / "py.typed").exists()
+
+
+def test_examples_in_docstrings(tiny, monkeypatch):
+    """With the family of these tests, so that nothing is compiled for them."""
+    monkeypatch.setattr(llm, "LLM", lambda config, *overrides: tiny)
+    scope = {"LLM": llm.LLM, "Sampling": llm.Sampling}
+    run = 0
+    for module in (dflash, llm):
+        for test in doctest.DocTestFinder().find(module, extraglobs=scope):
+            assert doctest.DocTestRunner().run(test).failed == 0
+            run += len(test.examples)
+    assert run > 8
+
+
+def test_completions_come_in_order_and_tell_how_they_came_about(tiny, plain):
+    ids = tiny.tokenizer.encode("def f(")
+    prompts = [QUESTION, np.array(ids), MESSAGES, QUESTION]
+    done = tiny.generate(prompts, dflash.Sampling(max_tokens=16))
+    assert [one.prompt is prompt for one, prompt in zip(done, prompts, strict=True)] == [True] * 4
+    assert done[1].prompt_token_ids == tuple(ids)
+    assert done[0].token_ids == done[2].token_ids == done[3].token_ids, "greedy, and chat is on"
+    for one, other in zip(
+        done, plain.generate(prompts, dflash.Sampling(max_tokens=16)), strict=True
+    ):
+        assert one.text == other.text == tiny.tokenizer.decode(one.token_ids)
+        assert (one.finish_reason, len(one.token_ids)) == ("length", 16)
+        assert sum(one.acceptance_lengths) == 15
+        assert one.tau == 15 / len(one.acceptance_lengths)
+        assert set(other.acceptance_lengths) == {1}
+    assert max(map(max, (one.acceptance_lengths for one in done))) > 1
+    assert tiny.generate([]) == []
+    assert math.isnan(tiny.generate(QUESTION, dflash.Sampling(max_tokens=1))[0].tau)
+
+
+def test_sampling_decides_how_an_output_is_drawn_and_ends(tiny, plain):
+    how = dflash.Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3, max_tokens=20)
+    drawn = tiny.generate([QUESTION] * 2, how)
+    assert drawn[0].token_ids != drawn[1].token_ids, "each has noise of its own"
+    again = [one.token_ids for one in plain.generate([QUESTION] * 2, how)]
+    assert [one.token_ids for one in drawn] == again
+    (greedy,) = tiny.generate(QUESTION)
+    assert len(greedy.token_ids) == 24, "what is left out is the config's"
+    stop = dflash.Sampling(stop_token_ids=[greedy.token_ids[9]])
+    (stopped,) = tiny.generate(QUESTION, stop)
+    end = greedy.token_ids.index(greedy.token_ids[9]) + 1
+    assert (stopped.finish_reason, stopped.token_ids) == ("stop", greedy.token_ids[:end])
+
+
+def test_pieces_of_a_stream_are_its_completion(tiny):
+    (whole,) = tiny.generate(QUESTION)
+    stream = tiny.stream(QUESTION)
+    assert stream.completion is None
+    pieces = list(stream)
+    assert "".join(piece.text for piece in pieces) == whole.text == stream.completion.text
+    assert tuple(id for piece in pieces for id in piece.token_ids) == whole.token_ids
+    own = [piece for piece in pieces if not piece.drafted]
+    assert all(len(piece.token_ids) == 1 for piece in own)
+    # One from the prompt's own pass, and one at the end of each cycle.
+    assert len(own) == 1 + len(whole.acceptance_lengths)
+    assert any(piece.drafted for piece in pieces)
+    assert next(stream, None) is None
+
+
+def test_a_stream_may_be_left(tiny):
+    stream = tiny.stream(MESSAGES)
+    first = next(stream)
+    del stream
+    assert tiny.chat(MESSAGES).token_ids[:1] == first.token_ids
+
+
+def test_a_second_call_of_like_lengths_compiles_nothing(tiny):
+    with count_compilations() as compilations:
+        tiny.generate(
+            ["Ann has 5 pens.", QUESTION], dflash.Sampling(temperature=1.0, max_tokens=40)
+        )
+        list(tiny.stream("def g(x):", dflash.Sampling(max_tokens=9, stop_token_ids=(3, 4))))
+    assert compilations == []
+
+
+def test_drafters_share_the_target(tiny, plain):
+    assert plain._job.target is tiny._job.target
+    assert plain.config.drafter == schema.DrafterConfig()
+    assert plain.config.decode == tiny.config.decode
+    assert tiny.config.drafter.checkpoint == "assets/tiny_dflash", "it has not changed"
+
+
+def test_drafters_of_one_build_share_their_programs(tiny, tmp_path):
+    checkpoint = pathlib.Path(dflash.__file__).parent / "assets" / "tiny_dflash"
+    (tmp_path / "other").symlink_to(checkpoint)
+    other = tiny.with_drafter(tmp_path / "other")
+    assert other.config.drafter.checkpoint == str(tmp_path / "other")
+    with count_compilations() as compilations:
+        (mine,) = other.generate(QUESTION)
+    assert compilations == []
+    assert mine.acceptance_lengths == tiny.generate(QUESTION)[0].acceptance_lengths
+    assert tiny.with_drafter("dflash", "drafter.block_size=4")._engine is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "kind", "message"),
+    [
+        ((), {}, errors.ConfigError, "expected a config file, or target="),
+        (("nowhere.yml",), {}, errors.ConfigError, "nowhere.yml: no such file"),
+        (
+            (CONFIG, "decode.max_new_tokens=0"),
+            {},
+            errors.ConfigError,
+            "command line: decode.max_new_tokens: expected an integer in [1, 16777216], got 0",
+        ),
+        ((), {"target": "no/where"}, errors.CheckpointError, "no/where: no such directory"),
+        ((CONFIG,), {"drafter": "ngarm"}, errors.CheckpointError, "ngarm: no such directory"),
+        (
+            ("dtype=float32",),
+            {"target": "assets/tiny_target", "drafter": "assets/tiny_eagle3/.."},
+            errors.CheckpointError,
+            "config.json",
+        ),
+    ],
+)
+def test_unusable_models_are_the_commands_errors(arguments, given, kind, message):
+    with pytest.raises(kind) as caught:
+        dflash.LLM(*arguments, **given)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "message"),
+    [
+        ([""], {}, "prompts[0]: empty prompt"),
+        (["a", 3], {}, "prompts[1]: prompt: expected a string, not 3"),
+        ([[1, "x"]], {}, 'prompts[0]: prompt_ids[1]: expected an integer, not "x"'),
+        ([[99999]], {}, "prompts[0]: token id 99999 (position 0) is out of the vocabulary"),
+        ([[{"role": "user"}]], {}, "prompts[0]: messages[0]: no content"),
+        (["a"], {"max_tokens": 5000}, "prompts[0]: 4 prompt tokens + decode.max_new_tokens = 5004"),
+        (["a"], {"max_tokens": 0}, "prompt 0: max_new_tokens: 0, expected 1 or more"),
+        (["a"], {"max_tokens": "8"}, "Sampling: max_tokens: expected an integer, got '8'"),
+        (["a"], {"temperature": -1}, "prompt 0: temperature: -1, expected a number of 0 or more"),
+        (["a"], {"top_p": "x"}, "Sampling: top_p: expected a number, got 'x'"),
+        (["a"], {"seed": 1.5}, "Sampling: seed: expected an integer, got 1.5"),
+        (["a"], {"stop_token_ids": [-4]}, "prompt 0: stop id -4 is outside the vocabulary"),
+    ],
+)
+def test_unusable_prompts_are_the_commands_errors(tiny, prompts, sampling, message):
+    with pytest.raises(errors.InputError) as caught:
+        tiny.generate(prompts, dflash.Sampling(**sampling))
+    assert message in str(caught.value)
+
+
+def test_the_target_stays_when_the_drafter_changes(tiny):
+    with pytest.raises(errors.ConfigError, match="with_drafter shares the target"):
+        tiny.with_drafter("ngram", "dtype=bfloat16")
+
+
+def test_a_model_without_a_config_file():
+    made = dflash.LLM("dtype=float32", target="assets/tiny_target", drafter="assets/tiny_eagle3")
+    assert made.config.drafter.name == "eagle3"
+    assert made.config.target.checkpoint == "assets/tiny_target"
+    assert isinstance(made._job.target, Decoder)
+    assert made.with_drafter("assets/tiny_target").config.drafter.name == "autoregressive"
+    assert made.with_drafter("ngram", "drafter.block_size=3").config.drafter.block_size == 3
