@@ -276,7 +276,9 @@ def _configured(
     # A plan reads no data, and what takes no --dry_run is but a plan.
     reads = "dry_run" in subcommand.shared and not command.dry_run
     preflight.check(subcommand.configs(config), files=reads)
-    if not command.dry_run:
+    # Of several processes only the first writes, and only its place need be there.
+    writes = command.coordinator_address is None or command.process_id == 0
+    if writes and not command.dry_run:
         preflight.check_writable(command.workdir, command.profile_dir)
     return command
 

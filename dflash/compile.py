@@ -87,21 +87,22 @@ def _compile(command: cli.Command) -> int:
 
 def _found(command: cli.Command) -> "Report":
     # jax is imported below, after the config has been found good.
-    from dflash.compiler import topology
+    from dflash.compiler import curve, topology
 
+    rows = curve.parse_rows(command.flags["rows"])
     with contextlib.ExitStack() as stack:
         schedules = None
         if command.flags["kernels"]:
             schedules = stack.enter_context(tempfile.TemporaryDirectory())
         topology.prepare_environment(schedules)
-        return _report(command, schedules)
+        return _report(command, rows, schedules)
 
 
-def _report(command: cli.Command, schedules: str | None) -> "Report":
+def _report(command: cli.Command, rows: Sequence[int], schedules: str | None) -> "Report":
     from dflash.compiler import bundles, curve, report, session, table
     from dflash.runs.display import Display
 
-    rows, display = curve.parse_rows(command.flags["rows"]), Display()
+    display = Display()
 
     def keep(found: report.Report, points=(), kernels=None, *, complete: bool = False) -> None:
         if command.workdir:

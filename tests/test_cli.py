@@ -245,3 +245,12 @@ def test_importing_defines_no_flag_and_needs_no_jax(tmp_path):
     """
     out, err = in_process(code, tmp_path).communicate(timeout=60)
     assert (out, err) == ("set() False\n", "")
+
+
+def test_of_several_processes_the_first_alone_needs_a_place_to_write(run):
+    processes = ("c.yml", "--workdir=c.yml/w", "--num_processes=2", "--coordinator_address=h:1")
+    assert run(*processes, "--process_id=1")[0] == 0
+    assert run(*processes, "--process_id=0")[:3:2] == (
+        1,
+        "error: c.yml/w: cannot be written: Not a directory\n",
+    )

@@ -185,6 +185,9 @@ MISTAKES = {
     "shell": Mistake("completion tcsh", "tcsh: no such shell; expected one of bash, fish, zsh"),
     # The config.
     "config": Mistake("decode gone.yml", "gone.yml: no such file"),
+    "model for a config": Mistake(
+        "chat hf:Qwen/Qwen3-4B", "expected a config; a model goes with one: CONFIG target.checkpo"
+    ),
     "shipped config": Mistake(
         "decode configs/tiny_dflsh.yml", "did you mean 'configs/tiny_dflash.yml'?"
     ),

@@ -24,7 +24,10 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
+import tokenizers
+
 from dflash import __main__ as program
+from dflash.checkpoints import safetensors_header
 from dflash.config import loader, strict_yaml
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests" / "golden" / "qwen3_b1"
@@ -75,8 +78,10 @@ FILES = {
     "target/config.json": "decode c.yml --dry_run",
     "target/generation_config.json": "decode c.yml --dry_run",
     "draft/config.json": "decode c.yml --dry_run",
-    "target/model.safetensors": "convert target out --to=hf",
-    "draft/model.safetensors": "convert draft out --to=hf",
+    "target/model.safetensors": "convert target out1 --to=hf",
+    "draft/model.safetensors": "convert draft out2 --to=hf",
+    "shards/model.safetensors.index.json": "convert shards out3 --to=hf",
+    "bpe/tokenizer.json": "decode b.yml --dry_run",
     "words/tokenizer.model": "decode c.yml --dry_run target.checkpoint=words drafter.name=none",
     "words/tokenizer_config.json": "decode t.yml --dry_run",
     "words/chat_template.jinja": "decode t.yml --dry_run",
@@ -241,6 +246,20 @@ def place() -> Iterator[pathlib.Path]:
         shutil.copytree(GOLDEN / "draft", root / "draft")
         shutil.copytree(ASSETS / "tiny_target", root / "words")
         (root / "words" / "model.safetensors").unlink()  # plans read no weights
+        shutil.copytree(GOLDEN / "target", root / "shards")
+        tensors = safetensors_header.read_headers(root / "shards")
+        index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+        (root / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+        shutil.copytree(GOLDEN / "target", root / "bpe")
+        letters = tokenizers.Tokenizer(
+            tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])
+        )
+        letters.add_special_tokens(["<s>"])
+        letters.save(str(root / "bpe" / "tokenizer.json"))
+        (root / "b.yml").write_text(
+            "base: [c.yml]\ntarget: {checkpoint: bpe}\n"
+            "drafter: {name: none}\nprompts: {text: [abba]}\n"
+        )
         (root / "c.yml").write_text(CONFIG)
         chat = "prompts: {text: [Hello], chat: true}\n"
         (root / "t.yml").write_text(

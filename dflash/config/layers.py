@@ -11,6 +11,7 @@ from dflash.config import encoding, strict_yaml
 from dflash.config.strict_yaml import Node
 
 COMMAND_LINE = "command line"
+_SUFFIXES = (".yml", ".yaml")
 _MAX_BYTES = 2**20  # of a config file; the largest resolved one has a few thousand
 Path = tuple[str, ...]  # of a key: ("decode", "seed")
 
@@ -68,6 +69,8 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     configs = package_configs()
     known = [f"configs/{one.relative_to(configs)}" for one in configs.rglob("*.yml")]
     near = registry.suggest(str(path), known, exhaustive=False)
+    if not near and given.suffix not in _SUFFIXES:
+        near = f"; expected a config; a model goes with one: CONFIG target.checkpoint={path}"
     raise errors.ConfigError(f"{path}: no such file{near}")
 
 
