@@ -323,7 +323,11 @@ def _drafter_overrides(drafter: str | os.PathLike | None) -> tuple[str, ...]:
     reference = os.fspath(drafter)
     if reference in registry.DRAFTERS:
         return (f"drafter.name={reference}",)
-    name = assembly.find_strategy(reference)
+    try:
+        name = assembly.find_strategy(reference)
+    except errors.CheckpointError as error:
+        near = registry.suggest(reference, registry.DRAFTERS, exhaustive=False)
+        raise errors.CheckpointError(f"drafter: {error}{near}") from error
     return f"drafter.name={name}", f"drafter.checkpoint={reference}"
 
 

@@ -1,10 +1,13 @@
 """Settings that must stand before jax is imported: eight CPU devices, and quick compilation."""
 
+import atexit
 import importlib.metadata
 import os
 import pathlib
+import shutil
 import signal
 import sys
+import tempfile
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -20,6 +23,11 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Programs are kept for one session, whose workers and commands share them, and never for the user.
+if "DFLASH_TESTS_PROGRAMS" not in os.environ:
+    os.environ["DFLASH_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="dflash_tests_")
+    atexit.register(shutil.rmtree, os.environ["DFLASH_TESTS_PROGRAMS"], ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["DFLASH_TESTS_PROGRAMS"]
 # A job in the background ignores ctrl-C, and so would every command that the tests start and stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,7 @@
 """The Python API: `import dflash`, dflash.LLM, and the commands as functions."""
 
 import doctest
+import json
 import math
 import pathlib
 import subprocess
@@ -9,6 +10,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from support import TESTS
 from support.engines import count_compilations
 
 import dflash
@@ -67,6 +69,18 @@ def test_examples_in_docstrings(tiny, monkeypatch):
             assert doctest.DocTestRunner().run(test).failed == 0
             run += len(test.examples)
     assert run > 8
+
+
+def test_the_notebook_prints_what_it_shows(tiny, capsys):
+    """With the programs of these tests: its model has the same shapes."""
+    notebook = json.loads((TESTS.parent / "docs" / "first_steps.ipynb").read_text("utf-8"))
+    scope: dict = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), scope)
+            shown = "".join(line for output in cell["outputs"] for line in output["text"])
+            assert capsys.readouterr().out == shown
+    assert scope["llm"].config.decode.batch_size == tiny.config.decode.batch_size
 
 
 def test_completions_come_in_order_and_tell_how_they_came_about(tiny, plain):
@@ -165,7 +179,7 @@ def test_drafters_of_one_build_share_their_programs(tiny, tmp_path):
             "command line: decode.max_new_tokens: expected an integer in [1, 16777216], got 0",
         ),
         ((), {"target": "no/where"}, errors.CheckpointError, "no/where: no such directory"),
-        ((CONFIG,), {"drafter": "ngarm"}, errors.CheckpointError, "ngarm: no such directory"),
+        ((CONFIG,), {"drafter": "ngarm"}, errors.CheckpointError, "did you mean 'ngram'?"),
         (
             ("dtype=float32",),
             {"target": "assets/tiny_target", "drafter": "assets/tiny_eagle3/.."},

@@ -1,0 +1,136 @@
+"""Where compiled programs are kept, what is thrown away, and that trouble with it ends no run."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import zlib
+
+import pytest
+
+from dflash.runs import compilation_cache as cache
+
+PROGRAM = zlib.compress(os.urandom(3000))
+OLD = 1_000_000.0  # long settled, in seconds since 1970
+
+
+def keep(root, name, content=PROGRAM, used=OLD):
+    path = root / "some-machine" / f"jit_{name}-0123-cache"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    os.utime(path, (used, used))
+    return path
+
+
+def kept(root):
+    return sorted(path.name.split("-")[0].removeprefix("jit_") for path in root.glob("*/*-cache"))
+
+
+def run(code, tmp_path, **environment):
+    """Runs code in a process of its own, which compiles and runs a program; returns its output."""
+    code = f"""
+        from dflash.runs import compilation_cache as cache
+        {code}
+        import jax, jax.numpy as jnp
+        with cache.count_hits() as hits:
+            assert float(jax.jit(lambda x: jnp.sin(x) + 41)(0.0)) == 41
+        print(directory, len(hits))
+    """
+    kept_out = {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"}
+    clean = {key: value for key, value in os.environ.items() if key not in kept_out}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=clean | {"XDG_CACHE_HOME": str(tmp_path / "xdg")} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    directory, hits = done.stdout.split()
+    return directory, int(hits)
+
+
+def test_the_second_process_takes_the_programs_of_the_first(tmp_path):
+    code = "directory = cache.enable()"
+    directory = str(tmp_path / "xdg" / "dflash" / "programs" / cache.machine())
+    assert run(code, tmp_path) == (directory, 0)
+    assert run(code, tmp_path) == (directory, 1)
+    (program,) = pathlib.Path(directory).glob("*-cache")
+    # A run that was killed while it wrote: the program is compiled again, without a word.
+    program.write_bytes(program.read_bytes()[:100])
+    assert run(code, tmp_path) == (directory, 0)
+
+
+def test_it_can_be_moved_and_refused(tmp_path):
+    assert run("directory = cache.enable('off')", tmp_path) == ("None", 0)
+    assert not (tmp_path / "xdg").exists()
+    code = f"directory = cache.enable({str(tmp_path / 'here')!r})"
+    assert run(code, tmp_path) == (str(tmp_path / "here" / cache.machine()), 0)
+
+
+def test_what_jax_was_told_holds(tmp_path):
+    code, own = "directory = cache.enable()", str(tmp_path / "own")
+    assert run(code, tmp_path, JAX_COMPILATION_CACHE_DIR=own) == (own, 0)
+    assert len(list(pathlib.Path(own).iterdir())) == 1
+    assert run(code, tmp_path, JAX_ENABLE_COMPILATION_CACHE="false") == ("None", 0)
+    assert not (tmp_path / "xdg").exists()
+
+
+@pytest.mark.parametrize("trouble", ["a file", "nobody may write"])
+def test_a_place_that_cannot_be_used_is_no_error(tmp_path, trouble):
+    place = tmp_path / "xdg"
+    if trouble == "a file":
+        place.write_text("taken")
+    elif os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    else:
+        place.mkdir(mode=0o500)
+    assert run("directory = cache.enable()", tmp_path) == ("None", 0)
+
+
+def test_a_full_disk_is_no_error(tmp_path):
+    """Nothing can be written: every file of the process is limited to a few bytes."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); "
+    ignore = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    code = f"{limit}{ignore}directory = cache.enable()"
+    assert run(code, tmp_path, PYTHONDONTWRITEBYTECODE="1")[1] == 0
+
+
+def test_the_least_recently_used_go_first(tmp_path):
+    names = "abcde"
+    for age, name in enumerate(names):
+        keep(tmp_path, name, used=OLD - age)
+    size = len(PROGRAM)
+    cache.trim(tmp_path, max_bytes=5 * size)
+    assert kept(tmp_path) == list(names)
+    cache.trim(tmp_path, max_bytes=3 * size + 1)
+    assert kept(tmp_path) == ["a", "b", "c"]
+    other = keep(tmp_path / "some-machine", "x", used=OLD + 1)
+    other.rename(tmp_path / "some-machine" / "notes.txt")
+    cache.trim(tmp_path, max_bytes=0)
+    assert kept(tmp_path) == []
+    assert (tmp_path / "some-machine" / "notes.txt").exists(), "it is none of ours"
+
+
+def test_damaged_programs_are_deleted_and_whole_ones_are_read_once(tmp_path, monkeypatch):
+    keep(tmp_path, "whole")
+    keep(tmp_path, "part", PROGRAM[:-5])
+    keep(tmp_path, "empty", b"")
+    keep(tmp_path, "otherwise_compressed", b"\x28\xb5\x2f\xfd and so on")
+    keep(tmp_path, "just_begun", PROGRAM[:10], used=4e9)
+    cache.trim(tmp_path)
+    assert kept(tmp_path) == ["just_begun", "otherwise_compressed", "whole"]
+    monkeypatch.setattr(zlib, "decompress", lambda content: pytest.fail("read again"))
+    (tmp_path / "some-machine" / "jit_otherwise_compressed-0123-cache").unlink()
+    cache.trim(tmp_path)
+    assert kept(tmp_path) == ["just_begun", "whole"]
+
+
+def test_machines_are_told_apart(monkeypatch):
+    mine = cache.machine()
+    assert mine == cache.machine()
+    monkeypatch.setattr(cache, "_cpu", lambda: "another CPU")
+    assert cache.machine() != mine
+    assert cache.machine().partition("-")[0] == mine.partition("-")[0], "the same jaxlib"
