@@ -16,12 +16,13 @@ def lines(cells: Sequence[Cell], averages: Sequence[Average], *, wide: bool = Fa
     """Cells and means as a table for a terminal.
 
     Args:
-      cells, averages: the rows.
+      cells, averages: the rows; means are left out where there is but one task.
       wide: all figures; else those that fit into 80 columns.
     """
+    averages = () if len({cell.task for cell in cells}) == 1 else averages
     columns = _WIDE if wide else _NARROW
     heads = ("task", "strategy", *(head for head, _ in columns))
-    names = [*((cell.task, cell.strategy) for cell in cells)]
+    names = [(cell.task, cell.strategy) for cell in cells]
     names += [("mean", one.strategy) for one in averages]
     rows = [
         (*name, *(show(row) for _, show in columns))
