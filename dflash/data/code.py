@@ -6,7 +6,6 @@ like, or a class with given fields.
 """
 
 import ast
-import keyword
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -269,7 +268,7 @@ def _mentions(text: str, name: str) -> int:
 
 def _unused(names: Sequence[str], text: str) -> str | None:
     """One of the names that a text does not mention, by a hash of it."""
-    fit = [name for name in names if not _mentions(text, name) and not keyword.iskeyword(name)]
+    fit = [name for name in names if not _mentions(text, name)]
     return fit[stable_hash(text) % len(fit)] if fit else None
 
 
