@@ -4,17 +4,20 @@ A block of shell commands is run, command by command, in an empty directory that
 share. A comment before the block says otherwise:
 
     <!-- test: decode.max_new_tokens=8 -->      run, with these arguments added to each command
+    <!-- test: on a tiny target -->             run, with models and steps of a size for tests
     <!-- needs: 9 GB of downloads -->           not run; its configs, keys and flags are checked
 
 Pages show the form of a command in indented blocks, which are not collected.
 """
 
 import importlib
+import json
 import pathlib
 import re
 import shlex
 
 import pytest
+from support.reduced_recipes import REDUCED, TARGET, TRAINING
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -22,7 +25,18 @@ BLOCK = re.compile(
     r"(?:<!-- (?P<mark>test|needs): (?P<detail>[^\n]+?) -->\n)?```sh\n(?P<lines>.*?)```", re.DOTALL
 )
 # What .ci/run does, or what makes no sense within a test.
-ELSEWHERE = ("pip", "pytest", "mkdocs", "source", "gcloud", "ssh")
+ELSEWHERE = ("pip", "pytest", "mkdocs", "source", "gcloud", "ssh", "mkdir", "cp")
+
+SMALL = "on a tiny target"
+ON_A_TINY_TARGET = {
+    "dflash.decode": (
+        *TARGET,
+        "decode.batch_size=8",
+        "decode.max_new_tokens=8",
+        "dtype=float32",
+    ),
+    "dflash.train": (*TARGET, *TRAINING, *REDUCED["qwen3_4b_dflash"], "mesh.fsdp=1"),
+}
 
 
 def commands_of(page: pathlib.Path):
@@ -54,6 +68,13 @@ def status_of(module: str, arguments: list[str]) -> int:
     return caught.value.code or 0
 
 
+def added_arguments(module: str, mark: str | None, detail: str | None) -> list[str]:
+    if mark == "needs":
+        return ["--print_config"]
+    words = shlex.split((detail or "").removeprefix(SMALL))
+    return [*ON_A_TINY_TARGET[module], *words] if (detail or "").startswith(SMALL) else words
+
+
 def takes_a_config(module: str) -> bool:
     return module not in ("dflash.convert", "dflash.train_tokenizer")
 
@@ -66,17 +87,17 @@ PAGES_WITH_COMMANDS = [page for page in PAGES if any(commands_of(page))]
 )
 def test_the_commands_of_a_page_work(page, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    # Pages call the user's own prompts so.
+    questions = [json.dumps({"prompt": f"Count from {n} to {n + 9}."}) for n in range(24)]
+    pathlib.Path("questions.jsonl").write_text("\n".join(questions))
     for mark, detail, arguments in commands_of(page):
         command = dflash_command(arguments)
         if command is None:
             continue
         module, given = command
-        if mark == "needs":
-            if not takes_a_config(module):
-                continue
-            added = ["--print_config"]
-        else:
-            added = shlex.split(detail) if mark == "test" else []
+        if mark == "needs" and not takes_a_config(module):
+            continue
+        added = added_arguments(module, mark, detail)
         status = status_of(module, [*given, *added])
         assert status == 0, f"{shlex.join([*arguments, *added])}\n{capfd.readouterr().err[-2000:]}"
 

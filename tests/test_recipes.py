@@ -5,52 +5,12 @@ import math
 import pathlib
 
 import pytest
+from support.reduced_recipes import REDUCED, TARGET, TRAINING
 
 from dflash import decode, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "configs" / "train").glob("*.yml"))
-
-# Random weights: token ids are bytes, so that no tokenizer is needed.
-TARGET = (
-    "target.name=qwen3",
-    "target.checkpoint=random",
-    "target.architecture={vocab_size: 256, hidden_size: 32, intermediate_size: 48, "
-    "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, "
-    "max_position_embeddings: 512, tie_word_embeddings: true, eos_token_id: [2]}",
-)
-TRAINING = (
-    "data.length=256",
-    "data.held_out_percent=20",
-    "data.math_examples=50",
-    "train.dtype=float32",
-    "train.epochs=null",
-    "train.steps=2",
-    "train.batch_size=2",
-    "evaluation.every=2",
-    "evaluation.batches=1",
-    "evaluation.prompts=2",
-    "evaluation.decode={max_new_tokens: 4, batch_size: 2, page_size: 64, prefill_chunk: 64}",
-)
-DRAFTER = ("drafter.architecture.num_hidden_layers=1", "drafter.architecture.mask_token_id=6")
-BLOCK = "loss.num_anchors=4", "drafter.architecture.block_size=4"
-EAGLE3 = (
-    "drafter.architecture={draft_vocab_size: 64, target_layer_ids: [0]}",
-    "drafter.training_steps=2",
-    "drafter.num_draft_tokens=2",
-)
-# Of a mixture, what is not of this run takes longer to make than to learn.
-MIXTURE = "data.mixture={jsonl: 0.7, math: 0.3, code: 0, chat: 0}"
-REDUCED = {
-    "qwen3_4b_dflash": (*DRAFTER, *BLOCK, "drafter.architecture.target_layer_ids=[0]"),
-    "qwen3_4b_eagle3": EAGLE3,
-    "tiny_dflash": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
-    "tiny_dflash2": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
-    "tiny_dspark": (*DRAFTER, *BLOCK, MIXTURE, "drafter.architecture.num_target_features=1"),
-    "tiny_eagle3": (*EAGLE3, MIXTURE),
-    "tiny_medusa": (MIXTURE, "loss.num_anchors=4", "drafter.architecture.block_size=4"),
-    "tiny_target": (MIXTURE, "tokenizer=null"),
-}
 
 
 @pytest.fixture(scope="module")
