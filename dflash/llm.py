@@ -209,7 +209,8 @@ class LLM:
     def with_drafter(self, drafter: str | os.PathLike, *overrides: str) -> "LLM":
         """The same target, whose weights are shared, with another drafter.
 
-        Programs are shared too where the drafters differ in their weights alone.
+        Programs are shared too where the drafters differ in their weights alone. Overrides that
+        the drafter before was given do not apply to this one.
 
         Args:
           drafter: name of a strategy, or directory or hf:org/name of a drafter.
@@ -219,7 +220,8 @@ class LLM:
             target.
         """
         other = copy.copy(self)
-        other._overrides = (*self._overrides, *_drafter_overrides(drafter), *overrides)
+        kept = [one for one in self._overrides if not one.startswith("drafter.")]
+        other._overrides = (*kept, *_drafter_overrides(drafter), *overrides)
         run = loader.load(self._path, other._overrides)
         if jobs.target_key(run) != jobs.target_key(self.config):
             raise errors.ConfigError(

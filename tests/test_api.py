@@ -31,6 +31,13 @@ def tiny():
     return made
 
 
+@pytest.fixture
+def in_tmp(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def plain(tiny):
     return tiny.with_drafter("none")
@@ -229,3 +236,48 @@ def test_a_model_without_a_config_file():
     assert isinstance(made._job.target, Decoder)
     assert made.with_drafter("assets/tiny_target").config.drafter.name == "autoregressive"
     assert made.with_drafter("ngram", "drafter.block_size=3").config.drafter.block_size == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda: dflash.train.run("configs/train/tiny_dflash.yml", "train.steps=0", workdir="w"),
+            errors.ConfigError,
+            "command line: train.steps: expected an integer >= 1 or null, got 0",
+        ),
+        (
+            lambda: dflash.benchmark.run("configs/benchmark/tiny.yml", "rounds=none"),
+            errors.ConfigError,
+            "command line: rounds: expected an integer in [1, 100000], got 'none'",
+        ),
+        (
+            lambda: dflash.compile.run(CONFIG, "tpu.topology=v5e:1x1", "tpu.slices=0"),
+            errors.ConfigError,
+            "command line: tpu.slices: expected an integer",
+        ),
+        (
+            lambda: dflash.convert.run("nowhere", "there", to="hf"),
+            errors.CheckpointError,
+            "nowhere: no such directory",
+        ),
+        (
+            lambda: dflash.convert.run("assets/tiny_target", "there", to="gguf"),
+            errors.ConfigError,
+            "flag --to=gguf: value should be one of <orbax|hf>",
+        ),
+    ],
+)
+def test_commands_as_functions_raise_what_the_commands_print(call, kind, message, in_tmp):
+    with pytest.raises(kind) as caught:
+        call()
+    assert message in str(caught.value)
+    assert not any(in_tmp.iterdir())
+
+
+def test_a_checkpoint_is_converted_from_python(in_tmp, capsys):
+    path = dflash.convert.run("assets/tiny_dflash", "here", to="orbax")
+    assert path == pathlib.Path("here")
+    assert "orbax layout" in capsys.readouterr().out
+    back = dflash.convert.run(path, in_tmp / "back", to="hf", dtype="bfloat16")
+    assert (back / "model.safetensors").exists()

@@ -131,6 +131,9 @@ def test_a_run_leaves_weights_that_load(config, tmp_path, task, capsys):
     stored = weights(tmp_path / "run" / "hf")
     assert all(np.isfinite(array).all() for array in stored.values())
     assert len(losses(tmp_path / "run")) == 3
+    # The same from Python, with nothing left to do.
+    again = train.run(config, *task, workdir=tmp_path / "run")
+    assert (again.weights, again.step, again.finished) == (tmp_path / "run" / "hf", 6, True)
 
 
 @pytest.mark.parametrize("task", [TARGET, DRAFTER], ids=["target", "drafter"])
