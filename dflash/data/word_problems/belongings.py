@@ -1,19 +1,21 @@
-"""Scenes about what people have: things, money, points, and each other's ages and amounts."""
+"""Scenes about what people have: things, money, points."""
 
-from dflash.data.word_problems.scenes import Piece, Scene
-
-# How numbers are drawn, so that nearly all that is calculated stays below 100.
-GAIN = "a 2..30 if x + a < 101"
-LOSE = "a 2..30 if a + 1 < x"
-DOUBLE, TRIPLE = "x < 51", "x < 34"
-HALF = "x / 2 > 1"
-SHARE = "k 2..9 if x / k > 1"
-GROUPS = "k 2..9; m 2..9"
-GROUPS_GAINED = "k 2..9; m 2..9 if x + k * m < 101"
-GROUPS_LOST = "k 2..9; m 2..9 if k * m + 1 < x"
-MORE = "a 2..20 if x + x + a < 121"
-FEWER = "x < 61; a 2..20 if a + 1 < x"
-PRICE = "p 2..9 if x * p < 101"
+from dflash.data.word_problems.scenes import (
+    DOUBLE,
+    FEWER,
+    GAIN,
+    GROUPS,
+    GROUPS_GAINED,
+    GROUPS_LOST,
+    HALF,
+    LOSE,
+    MORE,
+    PRICE,
+    SHARE,
+    TRIPLE,
+    Piece,
+    Scene,
+)
 
 _COLLECTION = Scene(
     "collection",
@@ -381,132 +383,4 @@ _POINTS = Scene(
     ),
 )
 
-
-_AGES = Scene(
-    "ages",
-    openings=(
-        Piece("some", "x 4..40", ("{name} is {x} years old.", "{name} is {x}.")),
-        Piece(
-            "later",
-            "b 4..30; a 2..20",
-            (
-                "{name} was {b} years old {a} years ago.",
-                "When {name} was {b} years old, {name} moved here, {a} years ago.",
-            ),
-            ("After {a} years, {name} is [b + a] years old.",),
-        ),
-    ),
-    events=(
-        Piece(
-            "older",
-            GAIN,
-            ("{next} is {a} years older than {who}.", "{who} is {a} years younger than {next}."),
-            ("{next} is {a} years older than {who}, which makes [x + a] years.",),
-        ),
-        Piece(
-            "younger",
-            LOSE,
-            ("{next} is {a} years younger than {who}.", "{who} is {a} years older than {next}."),
-            ("{next} is {a} years younger than {who}, which makes [x - a] years.",),
-        ),
-        Piece(
-            "twice",
-            DOUBLE,
-            ("{next} is twice as old as {who}.", "{who} is half as old as {next}."),
-            ("{next} is twice as old as {who}, which makes [x * 2] years.",),
-        ),
-        Piece(
-            "thrice",
-            TRIPLE,
-            ("{next} is three times as old as {who}.",),
-            ("{next} is three times as old as {who}, which makes [x * 3] years.",),
-        ),
-        Piece(
-            "half",
-            HALF,
-            ("{next} is half as old as {who}.", "{who} is twice as old as {next}."),
-            ("{next} is half as old as {who}, which makes [x / 2] years.",),
-        ),
-    ),
-    endings=(
-        Piece(
-            "asked",
-            "",
-            ("How old is {who}?", "What is the age of {who}?"),
-            ("So {who} is {x} years old.",),
-        ),
-        Piece(
-            "future",
-            GAIN,
-            (
-                "How old will {who} be {a} years later?",
-                "What will be the age of {who} after {a} more years?",
-            ),
-            ("Another {a} years later, {who} will be [x + a] years old.",),
-        ),
-    ),
-)
-
-_FRIENDS = Scene(
-    "friends",
-    openings=(
-        Piece("some", "x 5..50", ("{name} has {x} {things}.", "{name} counts {x} {things}.")),
-        Piece(
-            "packed",
-            GROUPS,
-            ("{name} has {k} {containers} of {m} {things} each.",),
-            ("In {k} {containers} of {m} {things} each, {name} has [k * m] {things}.",),
-        ),
-    ),
-    events=(
-        Piece(
-            "more",
-            GAIN,
-            ("{next} has {a} more than {who}.", "{who} has {a} {things} fewer than {next}."),
-            ("{next} has {a} more than {who}, which makes [x + a] {things}.",),
-        ),
-        Piece(
-            "fewer",
-            LOSE,
-            ("{next} has {a} fewer than {who}.", "{who} has {a} {things} more than {next}."),
-            ("{next} has {a} fewer than {who}, which makes [x - a] {things}.",),
-        ),
-        Piece(
-            "twice",
-            DOUBLE,
-            ("{next} has twice as many as {who}.", "{who} has half as many as {next}."),
-            ("{next} has twice as many as {who}, which makes [x * 2] {things}.",),
-        ),
-        Piece(
-            "thrice",
-            TRIPLE,
-            ("{next} has three times as many as {who}.",),
-            ("{next} has three times as many as {who}, which makes [x * 3] {things}.",),
-        ),
-        Piece(
-            "half",
-            HALF,
-            ("{next} has half as many as {who}.", "{who} has twice as many as {next}."),
-            ("{next} has half as many as {who}, which makes [x / 2] {things}.",),
-        ),
-    ),
-    endings=(
-        Piece(
-            "asked",
-            "",
-            ("How many {things} does {who} have?", "How many are those of {who}?"),
-            ("So {who} has {x} {things}.",),
-        ),
-        Piece(
-            "shared",
-            SHARE,
-            (
-                "{who} divides them equally among {k} {containers}. How many are in each?",
-                "{who} gives them to {k} children in equal shares. How many does each child get?",
-            ),
-            ("Divided equally by {k}, that makes [x / k] {things} for each.",),
-        ),
-    ),
-)
-
-SCENES = (_COLLECTION, _MONEY, _POINTS, _AGES, _FRIENDS)
+SCENES = (_COLLECTION, _MONEY, _POINTS)

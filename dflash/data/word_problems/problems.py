@@ -16,11 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dflash.data import answers
 from dflash.data.example import Example, Split, pair, split_of
-from dflash.data.word_problems import belongings, places, scenes
+from dflash.data.word_problems import belongings, chains, efforts, places, scenes
 from dflash.data.word_problems.scenes import Piece, Scene
 
 TASK = "math"
-SCENES: tuple[Scene, ...] = belongings.SCENES + places.SCENES
+SCENES: tuple[Scene, ...] = (
+    *belongings.SCENES,
+    *chains.SCENES,
+    *places.SCENES,
+    *efforts.SCENES,
+)
 STEP_WEIGHTS = {2: 0.35, 3: 0.4, 4: 0.25}  # share of the problems, by equations in the solution
 HELD_OUT_EXAMPLES = 1000  # in validation and test; any number can be asked for, though
 _EQUATION = re.compile(r"([\d(][\d+\-*/() ]*?) = (\d+)")

@@ -14,6 +14,19 @@ from collections.abc import Iterator
 
 from dflash.data.word_problems.template import Template
 
+# How numbers are drawn, so that nearly all that is calculated stays below 100.
+GAIN = "a 2..30 if x + a < 101"
+LOSE = "a 2..30 if a + 1 < x"
+DOUBLE, TRIPLE = "x < 51", "x < 34"
+HALF = "x / 2 > 1"
+SHARE = "k 2..9 if x / k > 1"
+GROUPS = "k 2..9; m 2..9"
+GROUPS_GAINED = "k 2..9; m 2..9 if x + k * m < 101"
+GROUPS_LOST = "k 2..9; m 2..9 if k * m + 1 < x"
+MORE = "a 2..20 if x + x + a < 121"
+FEWER = "x < 61; a 2..20 if a + 1 < x"
+PRICE = "p 2..9 if x * p < 101"
+
 MIN_STEPS, MAX_STEPS = 2, 4  # equations in a solution
 MAX_EVENTS = 3
 _LETTER = re.compile(r"\b[a-z]\b")
