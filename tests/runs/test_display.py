@@ -4,6 +4,7 @@ import io
 import re
 import time
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,6 +158,34 @@ def test_status(clock):
         assert stderr.getvalue() == "compiling prefill 128 … "  # before the wait, not after it
     assert stderr.getvalue() == "compiling prefill 128 … 2.0 s\n"
     assert stdout.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("hits", "words"),
+    [(0, ""), (2, ", 2 from the cache"), (3, ", all from the cache"), (4, ", all from the cache")],
+)
+def test_compiling_counts_programs(clock, hits, words):
+    for terminal in (False, True):
+        shown, _, stderr = make_display(terminal=terminal)
+        with shown.compiling() as progress:
+            for ready in range(4):
+                progress(ready, 3)
+            for _ in range(hits):
+                jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        lines = stderr.getvalue().removesuffix("\n").split("\r")
+        assert re.fullmatch(rf"compiling 3.* … \d+\.\d s{words}", lines[-1])
+        if terminal:
+            assert lines[1:4] == [f"compiling {ready}/3 … " for ready in range(3)]
+        else:
+            assert lines[0].startswith("compiling 3 programs … ")
+            assert len(lines) == 1
+
+
+def test_nothing_to_compile_is_not_worth_a_line():
+    shown, _, stderr = make_display()
+    with shown.compiling():
+        pass
+    assert stderr.getvalue() == ""
 
 
 def test_status_around_other_lines(clock):
