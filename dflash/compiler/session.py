@@ -27,7 +27,7 @@ def compile_run(
     Args:
       config: with the machine in its `tpu` group.
       progress: called before each program is compiled.
-      keep: called after each program with what is known by then.
+      keep: called after each program with the report so far.
     Raises:
       ConfigError: no such machine, or a mesh or model that does not fit it.
     """

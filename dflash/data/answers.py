@@ -5,8 +5,8 @@ count by their value (2x = x+x); see `latex_values` for what is supported. Every
 compared as LaTeX without its decoration, so a right answer in another form counts as wrong.
 
 Libraries for this (math-verify 0.9) understand more of LaTeX, but bound their time by signals,
-which threads cannot use, and still hang on some answers. Here each step is linear in the text, or
-of bounded size.
+which threads cannot use, and still never return on some answers. Here each step is linear in the
+text, or of bounded size.
 """
 
 import re

@@ -71,10 +71,8 @@ def cycle(
     if verdict.path is not None:
         cache = cache.compact(position, verdict.path, target.sharding)
         features = jnp.take_along_axis(features, verdict.path[..., None], axis=1)
-    num_committed, active = _commit(state, committed, verdict.num_accepted + 1)
     sound = _sound_rows(verdict, logits)
-    num_committed, broken_at = _cut_broken(state, sound, num_committed)
-    active &= broken_at == 0
+    num_committed, active, broken_at = _commit(state, committed, sound, verdict.num_accepted + 1)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = state.adaptive
     if adaptive is not None:
@@ -257,12 +255,12 @@ def _following_tokens(rows: jax.Array, verdict: verify.Verdict) -> jax.Array:
 
 
 def _commit(
-    state: DecodeState, committed: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Cuts the accepted tokens at each sequence's limit and at its first stop token.
+    state: DecodeState, committed: jax.Array, sound: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cuts the accepted tokens: at the limit, the first stop token, the first unsound row.
 
     Returns:
-      num_committed int32 [B], active bool [B] after the cycle.
+      num_committed int32 [B]; active bool [B] and broken_at int32 [B] after the cycle.
     """
     count = jnp.minimum(count, state.limit - state.length)
     stops = jnp.any(committed[..., None] == state.stop_ids[:, None], axis=-1)
@@ -270,7 +268,12 @@ def _commit(
     stopped = stops.any(axis=1)
     count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
     count = jnp.where(state.active, count, 0)
-    return count, state.active & ~stopped & (state.length + count < state.limit)
+    active = state.active & ~stopped & (state.length + count < state.limit)
+    wrong = ~sound & (jnp.arange(sound.shape[1]) < count[:, None])
+    is_wrong = wrong.any(axis=1)
+    first = jnp.argmax(wrong, axis=1).astype(jnp.int32)
+    broken_at = jnp.where(is_wrong, state.length + first, state.broken_at)
+    return jnp.where(is_wrong, first, count), active & (broken_at == 0), broken_at
 
 
 def _sound_rows(verdict: verify.Verdict, logits: jax.Array) -> jax.Array:
@@ -280,18 +283,3 @@ def _sound_rows(verdict: verify.Verdict, logits: jax.Array) -> jax.Array:
         picked = jnp.argmax(logits, axis=-1)
     sound = broken.finite_rows(logits, picked)
     return sound if verdict.path is None else jnp.take_along_axis(sound, verdict.path, axis=1)
-
-
-def _cut_broken(
-    state: DecodeState, sound: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Cuts what is committed before the first token whose logits are not finite.
-
-    Returns:
-      num_committed int32 [B], broken_at int32 [B].
-    """
-    wrong = ~sound & (jnp.arange(sound.shape[1]) < count[:, None])
-    first = jnp.argmax(wrong, axis=1).astype(jnp.int32)
-    is_wrong = wrong.any(axis=1)
-    broken_at = jnp.where(is_wrong, state.length + first, state.broken_at)
-    return jnp.where(is_wrong, first, count), broken_at

@@ -136,8 +136,8 @@ def derived_gamma(block_size: int) -> float:
     sizes, gammas = _PAPER_BLOCK_SIZES, _PAPER_GAMMAS
     if block_size < sizes[0]:
         return gammas[0] * block_size / sizes[0]
-    slope = (gammas[-1] - gammas[-2]) / (sizes[-1] - sizes[-2])
-    return float(np.interp(block_size, sizes, gammas) + slope * max(block_size - sizes[-1], 0))
+    per_row = (gammas[-1] - gammas[-2]) / (sizes[-1] - sizes[-2])
+    return float(np.interp(block_size, sizes, gammas) + per_row * max(block_size - sizes[-1], 0))
 
 
 def dpace_weights(nll: jax.Array, counted: jax.Array, alpha: float) -> jax.Array:

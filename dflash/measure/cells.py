@@ -124,7 +124,7 @@ class Setting:
       forced: acceptance lengths were given, so outputs are meaningless and not compared.
       exact: every output has to be the baseline's.
       least_ms: (strategy, context tokens) -> the roofline of a verification; None: not known.
-      doubts: of the whole run.
+      doubts: doubts about the run as a whole.
     """
 
     baseline: str
@@ -159,7 +159,7 @@ def setting_of(
     Args:
       bench: ready to run.
       machine: gives the roofline; None: not known.
-      about_run: doubts of the whole run.
+      about_run: doubts about the run as a whole.
     """
     config = bench.config
     coupled = config.decode.verify == "coupled" or not config.decode.temperature

@@ -149,7 +149,7 @@ def study(
 ) -> dict[str, Any]:
     """Answers the config's study and writes study.json, study.csv and study.png.
 
-    What is known is saved after each of its turns.
+    The results so far are saved after each turn.
 
     Returns:
       The content of study.json.

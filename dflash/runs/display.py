@@ -297,7 +297,7 @@ def from_cache(hits: int, total: int) -> str:
 
 
 def quoted(prompt: str) -> list[str]:
-    """A prompt as lines that are told apart from its answer; what is long loses its end."""
+    """A prompt as quoted lines, which differ from those of its answer; a long one is cut."""
     text = prompt.strip()[:PROMPT_CHARACTERS].translate(_CONTROL_PICTURES)
     lines = text.splitlines()[:PROMPT_LINES]
     left = len(prompt.strip()) - len("\n".join(lines))
