@@ -14,7 +14,7 @@ from support import TESTS
 from support.models import make_architecture, make_sharding
 
 from dflash import errors, registry
-from dflash.config import benchmark_schema, layers, loader, schema, train_schema
+from dflash.config import benchmark_schema, distill_schema, layers, loader, schema, train_schema
 from dflash.drafters.autoregressive import shape as draft_model
 from dflash.drafters.parts import decoder_shape
 from dflash.drafters.parts.weighted import WeightedDrafter
@@ -104,7 +104,11 @@ def tiny_target() -> schema.TargetArchitecture:
 
 def shipped() -> dict[str, tuple[schema.DrafterConfig, schema.TargetArchitecture]]:
     """Every shipped run whose drafter is made for its target, by the name of its file."""
-    runs = {"train": train_schema.TrainRun, "benchmark": benchmark_schema.BenchmarkRun}
+    runs = {
+        "train": train_schema.TrainRun,
+        "distill": distill_schema.DistillRun,
+        "benchmark": benchmark_schema.BenchmarkRun,
+    }
     found = {}
     for path in sorted(CONFIGS.rglob("*.yml")):
         folder = path.parent.name
