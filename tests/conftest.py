@@ -1,6 +1,7 @@
 """Settings that must stand before jax is imported: eight CPU devices, and quick compilation."""
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -23,6 +24,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A tenth of the time: no traceback for every operation, and fewer collections while tracing.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+gc.set_threshold(200_000, 50, 1000)
 # Programs are kept for one session, whose workers and commands share them, and never for the user.
 if "DFLASH_TESTS_PROGRAMS" not in os.environ:
     os.environ["DFLASH_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="dflash_tests_")
