@@ -166,7 +166,8 @@ def _answer(work: Work) -> int:
         work.decode(one, f"answers/{name}", load)
     if jax.process_index() == 0:
         with files.explained(work.path / ANSWERS):
-            _write_lines(work.path / ANSWERS, _all_answers(work.path / "answers", list(runs)))
+            lines = _all_answers(work.path / "answers", list(runs))
+            files.write_whole(work.path / ANSWERS, lines)
     _wait_for_all(ANSWERS)
     return 0
 
@@ -224,17 +225,6 @@ def _all_answers(directory: pathlib.Path, names: list[str]) -> Iterator[bytes]:
                 lines[record.index] = json.dumps(ids, separators=(",", ":")).encode()
         for index in sorted(lines):
             yield lines[index] + b"\n"
-
-
-def _write_lines(path: pathlib.Path, lines: Iterator[bytes]) -> None:
-    """Writes a file line by line; it appears whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    files.sync(path.parent)
 
 
 def _agreed(value: bool) -> bool:

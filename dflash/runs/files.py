@@ -5,26 +5,27 @@ import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dflash import errors
 
 
-def write_whole(path: pathlib.Path, content: str | bytes) -> None:
+def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> None:
     """Writes a file so that readers see the old content or the new, never a part.
 
     Args:
       path: the file; replaced if it exists.
-      content: text is written as UTF-8.
+      content: text, which is written as UTF-8, bytes, or parts of them, written as they come.
     Raises:
       OSError: it cannot be written; the old file stays.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
+    parts = [data] if isinstance(data, bytes) else data
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
