@@ -189,9 +189,6 @@ def _process_index() -> int:
 
 
 def _barrier(name: str) -> None:
-    import jax
+    from dflash.parallel import distributed  # imports jax
 
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
+    distributed.wait_for_all(name)

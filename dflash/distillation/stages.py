@@ -37,6 +37,7 @@ from dflash.offline import job as decode_jobs
 from dflash.offline import session as decoding
 from dflash.offline.evaluation import DraftingTest
 from dflash.offline.points import Weights
+from dflash.parallel import distributed
 from dflash.runs import dates, files, outputs, records
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
@@ -93,7 +94,7 @@ class Work:
         if jax.process_index() == 0:
             with files.explained(self.path / name):
                 files.write_whole(self.path / name, files.to_json(content))
-        _wait_for_all(name)
+        distributed.wait_for_all(f"{name} written")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,7 @@ def open_directory(
     ) as directory:
         if first:
             directory.write(dates.FILE, f"{date}\n")
-        _wait_for_all("work directory taken")
+        distributed.wait_for_all("work directory taken")
         yield directory
 
 
@@ -168,7 +169,7 @@ def _answer(work: Work) -> int:
         with files.explained(work.path / ANSWERS):
             lines = _all_answers(work.path / "answers", list(runs))
             files.write_whole(work.path / ANSWERS, lines)
-    _wait_for_all(ANSWERS)
+    distributed.wait_for_all(f"{ANSWERS} written")
     return 0
 
 
@@ -234,13 +235,6 @@ def _agreed(value: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
-
-
-def _wait_for_all(name: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(f"{name} written")
 
 
 class _Progress(Display):

@@ -43,6 +43,14 @@ def initialize(
     _join(coordinator_address, num_processes, process_id)
 
 
+def wait_for_all(name: str) -> None:
+    """Returns once every process has called it with this name; at once where there is only one."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
 def _check(coordinator_address: str, num_processes: int, process_id: int) -> None:
     host, _, port = coordinator_address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

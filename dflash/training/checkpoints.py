@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from dflash import errors
+from dflash.parallel import distributed
 from dflash.runs import files
 from dflash.training import state as states
 from dflash.training.state import TrainState
@@ -249,10 +250,7 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             aside.parent.mkdir(exist_ok=True)
             shutil.move(self._directory / str(step), aside)
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices(f"checkpoint {step} set aside")
+        distributed.wait_for_all(f"checkpoint {step} set aside")
         self._manager.reload()
 
     @contextlib.contextmanager

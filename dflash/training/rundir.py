@@ -18,6 +18,7 @@ import jax
 
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
+from dflash.parallel import distributed
 from dflash.runs import dates
 from dflash.runs.directory import RunDirectory
 
@@ -46,10 +47,7 @@ def open_directory(path: str | os.PathLike, config: TrainRun, date: datetime.dat
     )
     if jax.process_index() == 0:
         directory.write(dates.FILE, f"{date}\n")
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices("work directory taken")
+    distributed.wait_for_all("work directory taken")
     return directory
 
 
