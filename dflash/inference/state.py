@@ -47,28 +47,6 @@ class DecodeState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Prefix:
-    """A prefilled prompt, ready for a slot; batch dimension 1.
-
-    Attributes:
-      length: int32 [1]; prompt tokens in cache and drafter state.
-      anchor: int32 [1]; the first new token; negative if its logits were not finite.
-      sampling: of the sequence.
-      cache: the prompt's keys and values, in pages 1, 2, … of a pool of its own.
-      drafter: the drafter's state after the prompt.
-      bucket: padded length of the prompt in tokens; static.
-    """
-
-    length: jax.Array
-    anchor: jax.Array
-    sampling: SamplingParams
-    cache: PagedCache
-    drafter: Any
-    bucket: int = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Report:
     """What happened in one dispatch of at most C cycles, each of up to R = longest path tokens.
 
