@@ -17,6 +17,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.text.chat_template import Messages
+from dflash.text.token_bytes import TokenBytes
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
@@ -69,6 +70,17 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+
+    def token_bytes(self) -> TokenBytes:
+        """The bytes that each token writes, for grammars.
+
+        Raises:
+          InputError: they are not known for this kind of tokenizer.
+        """
+        raise errors.InputError(
+            "this checkpoint's tokenizer does not say which bytes its tokens write, which "
+            "structured output needs"
+        )
 
 
 def load_tokenizer(
@@ -132,6 +144,9 @@ class ByteTokenizer(Tokenizer):
             bytes([token]) if token < self.vocab_size else f"⟨{token}⟩".encode() for token in ids
         )
         return encoded.decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(tuple(bytes([byte]) for byte in range(self.vocab_size)))
 
 
 class NoTokenizer(Tokenizer):
