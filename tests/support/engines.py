@@ -108,9 +108,8 @@ def occupied(run: Engine, requests: Sequence[Request]) -> DecodeState:
     """A batch with one request in each slot, prefilled, with pages for its whole length."""
     state = run.new_state()
     for index, request in enumerate(requests):
-        prefix = run.prefill(request.prompt, request.sampling)
         slot = Slot(index, run.layout.standing_pages(index))
-        state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
+        state = run.admit(state, slot, request)
     return state
 
 
