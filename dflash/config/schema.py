@@ -307,6 +307,8 @@ class DecodeConfig:
     kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
     # Tokens per chunk of a prompt, at most.
     prefill_chunk: int = option(512, minimum=8, maximum=2**16)
+    # Keep full pages of what was computed, for later prompts that begin with the same tokens.
+    prefix_cache: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Engine:
         adaptive_blocks: bool = False,
         num_stop_ids: int = NUM_STOP_IDS,
         revise: cycle.Revise | None = None,
+        prefix_cache: bool | None = None,
     ):
         """Takes the models as they are; abstract ones serve to plan and to compile.
 
@@ -61,7 +62,11 @@ class Engine:
           adaptive_blocks: choose the block size anew for every cycle, up to the drafter's.
           num_stop_ids: stop ids that a request may have.
           revise: changes the verdict of every cycle; for measurements.
+          prefix_cache: in place of the config's `decode.prefix_cache`, unless None.
         """
+        self.prefix_cache = config.prefix_cache if prefix_cache is None else prefix_cache
+        if self.prefix_cache:
+            raise errors.ConfigError("decode.prefix_cache: not available yet; set it to false")
         sizes = block_choice.block_sizes(drafter.block_size) if adaptive_blocks else ()
         self.target, self.drafter, self.config = target, drafter, config
         self.sharding = target.sharding

@@ -102,6 +102,8 @@ class Completion:
       decode_clock_s: seconds that dispatches of cycles had taken in total when it finished.
       finished_at: time of the last token, in seconds of time.perf_counter.
       preemptions: how often it lost its slot for want of pages and was prefilled again.
+      cached_tokens: tokens of the prompt that the prefix cache already held.
+      queued_ms: from its submission to the start of its first prefill.
     """
 
     id: int
@@ -114,6 +116,8 @@ class Completion:
     decode_clock_s: float
     finished_at: float
     preemptions: int = 0
+    cached_tokens: int = 0
+    queued_ms: float = 0.0
 
     @property
     def tau(self) -> float:

@@ -32,6 +32,8 @@ class _Sequence:
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     block_sizes: list[int] = dataclasses.field(default_factory=list)
     pages: tuple[int, ...] = ()
+    submitted_at: float = 0.0
+    queued_ms: float = 0.0
     first_token_at: float = 0.0
     prefill_ms: float = 0.0
     preemptions: int = 0
@@ -40,6 +42,52 @@ class _Sequence:
     def length(self) -> int:
         """Committed tokens, prompt included."""
         return len(self.request.prompt) + len(self.output_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerStats:
+    """What a scheduler holds now, and what it has done since it was made.
+
+    Attributes:
+      waiting: requests in the queue, those that were preempted included.
+      prefilling: requests that hold a slot while their prompt is computed.
+      running: requests that are being decoded.
+      pages_used: pages of the target's cache that requests hold.
+      pages_cached: pages that no request holds, but that the prefix cache keeps.
+      pages_total: pages that can be handed out, over all shares.
+      preemptions: how often a request had to give up its slot for want of pages.
+      prefix_queries_tokens: prompt tokens that were looked up in the prefix cache.
+      prefix_hits_tokens: those of them that it held.
+      prefill_tokens: prompt tokens that were computed.
+      prefill_chunks: chunks of prompts that were computed.
+      dispatches: dispatches of cycles that were collected.
+      cycles: cycles in them.
+    """
+
+    waiting: int
+    prefilling: int
+    running: int
+    pages_used: int
+    pages_cached: int
+    pages_total: int
+    preemptions: int
+    prefix_queries_tokens: int
+    prefix_hits_tokens: int
+    prefill_tokens: int
+    prefill_chunks: int
+    dispatches: int
+    cycles: int
+
+
+_COUNTED = (
+    "preemptions",
+    "prefix_queries_tokens",
+    "prefix_hits_tokens",
+    "prefill_tokens",
+    "prefill_chunks",
+    "dispatches",
+    "cycles",
+)
 
 
 class Scheduler:
@@ -56,6 +104,7 @@ class Scheduler:
         self._pool = PagePool(layout.num_shares, layout.pages_per_share)
         self._dispatched: tuple[Report, float] | None = None
         self._clock_s = 0.0
+        self._counts: collections.Counter[str] = collections.Counter()  # of `SchedulerStats`
         # Empty caches exist before the clock of the first prompt starts.
         self._state: DecodeState = jax.block_until_ready(engine.new_state())
 
@@ -75,7 +124,7 @@ class Scheduler:
         if request.id in self._ids:
             raise ValueError(f"request {request.id} is in flight already")
         self._ids.add(request.id)
-        self._queue.append(_Sequence(request))
+        self._queue.append(_Sequence(request, submitted_at=time.perf_counter()))
 
     def cancel(self, id: int) -> bool:
         """Drops a request, whose slot and pages are free at once; no further events come of it.
@@ -113,6 +162,25 @@ class Scheduler:
             self._dispatched = report, begin
         return events
 
+    def stats(self) -> SchedulerStats:
+        """See `SchedulerStats`."""
+        layout = self._layout
+        total = layout.num_shares * (layout.pages_per_share - 1)
+        free = sum(map(self._pool.num_free, range(layout.num_shares)))
+        counted = {field: self._counts[field] for field in _COUNTED}
+        return SchedulerStats(
+            waiting=len(self._queue),
+            prefilling=0,
+            running=len(self._running),
+            pages_used=total - free,
+            pages_cached=0,
+            pages_total=total,
+            **counted,
+        )
+
+    def flush_prefix_cache(self) -> None:
+        """Forgets all cached pages; requests in flight keep theirs."""
+
     def close(self) -> None:
         """Hands what was learned about block sizes back to the engine; the last call."""
         self._engine.retire(self._state)
@@ -130,6 +198,7 @@ class Scheduler:
         self._clock_s += end - begin
         events: list[Event] = []
         cycles = int(report.cycles)
+        self._counts.update(dispatches=1, cycles=cycles)
         counts = report.num_committed[:cycles]
         self._check_finite(report, counts)
         for index, sequence in list(self._running.items()):
@@ -173,6 +242,7 @@ class Scheduler:
             decode_clock_s=self._clock_s,
             finished_at=now,
             preemptions=sequence.preemptions,
+            queued_ms=sequence.queued_ms,
         )
 
     def _vacate(self, index: int) -> None:
@@ -218,6 +288,7 @@ class Scheduler:
         sequence = self._running[index]
         self._vacate(index)
         sequence.preemptions += 1
+        self._counts["preemptions"] += 1
         self._queue.appendleft(sequence)
 
     # --- admission ------------------------------------------------------------------------------
@@ -240,11 +311,16 @@ class Scheduler:
         """Prefills a sequence: its prompt, or all that it had committed when it was preempted."""
         request, said = sequence.request, tuple(sequence.output_ids)
         begin = time.perf_counter()
+        if not said:
+            sequence.queued_ms = 1e3 * (begin - sequence.submitted_at)
         prefix = self._engine.prefill((*request.prompt, *said[:-1]), request.sampling)
         anchor = said[-1] if said else int(jax.device_get(prefix.anchor)[0])
         if anchor == broken.NO_TOKEN:
             raise self._engine.explain(request, said)
         now = time.perf_counter()
+        length = len(request.prompt) + max(len(said) - 1, 0)
+        chunks = -(-length // self._layout.chunk(self._layout.bucket(length)))
+        self._counts.update(prefill_tokens=length, prefill_chunks=chunks)
         sequence.prefill_ms += 1e3 * (now - begin)
         slot = Slot(index, sequence.pages)
         self._state = self._engine.insert(self._state, prefix, slot, request, anchor)
