@@ -1,4 +1,4 @@
-"""What a client asks for, whatever its dialect: prompts, how to sample, when to stop, what to show."""
+"""What a client asks for, in any dialect: prompts, how to sample, when to stop, what to show."""
 
 import dataclasses
 import secrets
@@ -9,6 +9,7 @@ from dflash.config.schema import DecodeConfig
 from dflash.inference.request import Request, Sampling
 from dflash.serving.fields import Bounds, Fields, as_ids, as_text
 from dflash.serving.refusal import Refusal, unsupported
+from dflash.serving.token_names import TokenNames
 from dflash.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 128  # outputs of one HTTP request, over all of its prompts
@@ -32,6 +33,8 @@ class Model:
       eos_ids: the checkpoint's own stop tokens.
       vocab_size: of the target.
       max_length: tokens of a prompt and its output together.
+      names: texts of single tokens.
+      drafts: tokens that a cycle drafts; None: that varies.
       special_tokens: whether texts that are no chats may spell special tokens.
       compares: whether requests can be decoded without drafting too.
     """
@@ -40,10 +43,12 @@ class Model:
     root: str
     drafter: str
     tokenizer: Tokenizer
+    names: TokenNames
     decode: DecodeConfig
     eos_ids: tuple[int, ...]
     vocab_size: int
     max_length: int
+    drafts: int | None
     special_tokens: bool = False
     compares: bool = False
 
@@ -90,7 +95,7 @@ class Ask:
     """
 
     prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling = Sampling()
+    sampling: Sampling
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -252,7 +257,9 @@ def _stop_ids(fields: Fields, model: Model) -> tuple[int, ...]:
     return tuple(sorted({*own, *model.decode.stop_ids, *ids}))
 
 
-def prompt_of_text(text: str, param: str, model: Model, *, complete: bool = True) -> tuple[int, ...]:
+def prompt_of_text(
+    text: str, param: str, model: Model, *, complete: bool = True
+) -> tuple[int, ...]:
     """Ids of a text that is no chat.
 
     Args:

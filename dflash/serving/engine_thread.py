@@ -6,6 +6,7 @@ Over several processes the first one's commands are everybody's: each process he
 enqueues the next programs, so all of them run the same ones.
 """
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -122,15 +123,13 @@ class EngineThread(threading.Thread):
         self._listener.stepped(events, stats, seconds)
 
     def _heard(self) -> list[Command]:
-        """The commands that all processes carry out now; waits for one if there is nothing to do."""
+        """The commands that all processes obey now; waits for one if there is nothing to do."""
         several = jax.process_count() > 1
         heard: list[Command] = []
         if jax.process_index() == 0:
             if all(lane.idle for lane in self._lanes.values()):
-                try:
+                with contextlib.suppress(queue.Empty):
                     heard.append(self._commands.get(timeout=_HEARTBEAT_S if several else None))
-                except queue.Empty:
-                    pass
             while not self._commands.empty():
                 heard.append(self._commands.get())
         return distributed.from_first(heard) if several else heard

@@ -269,4 +269,3 @@ class Metrics:
     def _kept(self, metric):
         self._alone.append(metric)
         return metric
-

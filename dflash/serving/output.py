@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from dflash.inference.request import Completion, Request, Tokens
-from dflash.serving.ask import Ask
+from dflash.serving.ask import Ask, Model
 from dflash.serving.stops import StopFinder
-from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
+from dflash.text.tokenizer import IncrementalDecoder
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -43,6 +43,11 @@ class Delta:
     tokens: tuple[TokenText, ...] = ()
     pieces: tuple[tuple[str, bool], ...] = ()
 
+    def then(self, later: "Delta") -> "Delta":
+        """Both, as one."""
+        tokens, pieces = self.tokens + later.tokens, self.pieces + later.pieces
+        return Delta(self.text + later.text, tokens, pieces)
+
 
 @dataclasses.dataclass
 class Statistics:
@@ -50,7 +55,7 @@ class Statistics:
 
     Attributes:
       cycles: in which the target verified.
-      drafted: tokens that were proposed, as far as its cycles' block sizes tell.
+      drafted: tokens that were proposed.
       accepted: drafted tokens among the output's.
       cached_tokens: of the prompt, found in the prefix cache.
     """
@@ -79,15 +84,14 @@ class Output:
       statistics: so far.
     """
 
-    def __init__(self, index: int, request: Request, ask: Ask, tokenizer: Tokenizer, names: "Names"):
+    def __init__(self, index: int, request: Request, ask: Ask, model: Model):
         """Starts without tokens.
 
         Args:
           index: place among the outputs of its HTTP request.
           request: what the engine was asked for.
           ask: what the client asked for.
-          tokenizer: the target's.
-          names: texts of single tokens.
+          model: what answers.
         """
         self.index, self.request = index, request
         self.ids: list[int] = []
@@ -95,8 +99,8 @@ class Output:
         self.stop_reason: str | int | None = None
         self.statistics = Statistics()
         self._said: list[str] = []
-        self._show, self._least, self._names = ask.show, ask.min_new_tokens, names
-        self._words = IncrementalDecoder(tokenizer, special_tokens=ask.show.special_tokens)
+        self._show, self._least, self._model = ask.show, ask.min_new_tokens, model
+        self._words = IncrementalDecoder(model.tokenizer, special_tokens=ask.show.special_tokens)
         self._finder = StopFinder(ask.stop, include=ask.show.stop)
         self._pieces = _Pieces() if ask.show.drafts else None
 
@@ -111,7 +115,7 @@ class Output:
         return self.finish_reason is not None
 
     def push(self, event: Tokens) -> Delta:
-        """Takes newly committed tokens; sets `finish_reason` where a stop string ends the output."""
+        """Takes newly committed tokens; a stop string among them ends the output."""
         said, tokens = [], []
         logprobs = event.logprobs if self._show.logprobs is not None else ()
         for place, (token, drafted) in enumerate(_with_origin(event)):
@@ -123,7 +127,9 @@ class Output:
             free = len(self.ids) <= self._least
             said.append(text if free else self._finder.push(text))
             if logprobs:
-                tokens.append(self._names.token(token, text, logprobs[place]))
+                found = logprobs[place]
+                top = tuple(zip(found.top_ids, found.top_logprobs, strict=True))
+                tokens.append(TokenText(token, text, found.logprob, top))
             if self._finder.found is not None:
                 self.finish_reason, self.stop_reason = "stop", self._finder.found
                 break
@@ -133,7 +139,8 @@ class Output:
     def finish(self, done: Completion) -> Delta:
         """Takes the end; whatever was held back is said now."""
         self.statistics.cached_tokens = done.cached_tokens
-        self.statistics.drafted = sum(done.block_sizes) - len(done.block_sizes)
+        if self._model.drafts is None:
+            self.statistics.drafted = sum(done.block_sizes) - len(done.block_sizes)
         if self.ended:
             return Delta()
         rest = self._words.flush()
@@ -154,6 +161,7 @@ class Output:
 
     def _count(self, lengths: Sequence[int]) -> None:
         self.statistics.cycles += len(lengths)
+        self.statistics.drafted += len(lengths) * (self._model.drafts or 0)
         self.statistics.accepted += sum(lengths) - len(lengths)
 
 
@@ -190,30 +198,3 @@ def _with_origin(event: Tokens) -> Iterator[tuple[int, bool]]:
     for length in event.acceptance_lengths or (len(event.ids),):
         for place in range(length):
             yield next(ids), place < length - 1
-
-
-class Names:
-    """Texts of single tokens, as log-probabilities show them."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        """Takes the target's tokenizer."""
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-        # After another token: the first one of a text may lose its space.
-        try:
-            self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
-        except Exception:  # there is no tokenizer
-            self._before = []
-        self._start = len(tokenizer.decode(self._before))
-
-    def of(self, token: int) -> str:
-        """The text of a token within an output."""
-        if token not in self._texts:
-            text = self._tokenizer.decode([*self._before, token], special_tokens=True)
-            self._texts[token] = text[self._start :]
-        return self._texts[token]
-
-    def token(self, id: int, text: str, found: Any) -> TokenText:
-        """A token with what the target thought of it."""
-        top = tuple(zip(found.top_ids, found.top_logprobs, strict=True))
-        return TokenText(id, text, found.logprob, top)

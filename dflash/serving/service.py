@@ -5,6 +5,7 @@ client that goes away closes its `Call`, which cancels its requests.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import itertools
@@ -141,6 +142,7 @@ class Service:
 
     Attributes:
       config: limits and timeouts.
+      created: when it was made, in seconds since 1970.
       metrics: what happened.
       state: what it does.
       model: what is served; None until it is ready.
@@ -159,6 +161,7 @@ class Service:
           profile_dir: where profiles go; None: there are none.
         """
         self.config, self.profile_dir = config, profile_dir
+        self.created = int(time.time())
         self.metrics = Metrics()
         self.state = State.STARTING
         self.model: Model | None = None
@@ -292,10 +295,8 @@ class Service:
         self._call_soon(self._on_end, error)
 
     def _call_soon(self, function, *arguments) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nobody listens any more
-            pass
 
     # --- on the event loop ----------------------------------------------------------------------
 

@@ -1,0 +1,26 @@
+"""Texts of single tokens, as log-probabilities and /detokenize show them."""
+
+from dflash import errors
+from dflash.text.tokenizer import Tokenizer
+
+
+class TokenNames:
+    """Texts of tokens, looked up once each."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        """Takes the target's tokenizer."""
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        # After another token: the first one of a text may lose its space.
+        try:
+            self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        except errors.InputError:  # there is no tokenizer
+            self._before = []
+        self._start = len(tokenizer.decode(self._before))
+
+    def of(self, token: int) -> str:
+        """The text of a token within an output."""
+        if token not in self._texts:
+            text = self._tokenizer.decode([*self._before, token], special_tokens=True)
+            self._texts[token] = text[self._start :]
+        return self._texts[token]
