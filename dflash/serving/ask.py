@@ -280,13 +280,19 @@ def prompt_of_text(
 
 
 def checked_prompt(ids: tuple[int, ...], param: str, model: Model) -> tuple[int, ...]:
-    """A prompt that is not empty, and leaves room for an output.
+    """A prompt that the target knows, that is not empty, and that leaves room for an output.
 
     Raises:
       Refusal: it is, or does not.
     """
     if not ids:
         raise Refusal(f"{param}: empty; expected at least one token", param=param)
+    if max(ids) >= model.vocab_size:
+        raise Refusal(
+            f"{param}: token {max(ids)} is outside the vocabulary of {model.vocab_size}: the "
+            "tokenizer does not fit the target",
+            param=param,
+        )
     if len(ids) >= model.max_length:
         raise Refusal(
             f"{param}: {len(ids)} tokens, but the context holds {model.max_length}, the output "

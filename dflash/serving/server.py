@@ -36,7 +36,8 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number and number > 0 else error
         raise errors.ConfigError(
             f"--host={host} --port={port}: cannot listen there: {reason}"
         ) from error

@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash.serving import ask as asks
 from dflash.serving.ask import Ask, Model, Show
-from dflash.serving.fields import ANYTHING, Bounds, Fields, as_ids, as_mapping, as_text
+from dflash.serving.fields import ANYTHING, Bounds, Fields, as_ids, as_text
 from dflash.serving.refusal import Refusal
 from dflash.text import jsonl
 
@@ -35,8 +35,7 @@ def read_generate(body: Mapping[str, Any], model: Model) -> tuple[Ask, bool]:
     """
     fields = Fields(body)
     prompts, several = _prompts(fields, model)
-    given = as_mapping(fields.take("sampling_params") or {}, "sampling_params")
-    sampling = Fields(given, "sampling_params")
+    sampling = fields.group("sampling_params")
     top = fields.integer("top_logprobs_num", Bounds(0, asks.MAX_LOGPROBS)) or 0
     logprobs = top if fields.flag("return_logprob") else None
     show = Show(
