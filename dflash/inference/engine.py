@@ -24,7 +24,8 @@ from flax import nnx
 from dflash import errors
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, block_choice, broken, cycle, timing
+from dflash.inference import adaptive, block_choice, broken, controls, cycle, first_token, timing
+from dflash.inference.controls import Controls
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.programs import Programs
 from dflash.inference.request import Request, Sampling, check_request
@@ -126,12 +127,20 @@ class Engine:
 
     # --- the four calls -------------------------------------------------------------------------
 
-    def prefill(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Prefix:
+    def prefill(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        asked: Controls | None = None,
+        allowed: np.ndarray | None = None,
+    ) -> Prefix:
         """Runs a prompt and draws its first new token.
 
         Args:
           prompt: token ids, at least one.
           sampling: how the sequence draws its tokens.
+          asked: what shapes its logits, as `controls.of_request` has it; None: nothing.
+          allowed: mask of the first token; see `first_token.allowed_first`. None: all.
         Raises:
           ValueError: the prompt is empty, or leaves no room for a new token.
         """
@@ -141,7 +150,10 @@ class Engine:
             )
         bucket = self.layout.bucket(len(prompt))
         chunk = self.layout.chunk(bucket)
-        prefix = self.program("new_prefix", bucket)(*sampling.scalars())
+        plain = Request(0, tuple(prompt), 1, sampling)
+        asked = asked or controls.of_request(plain, (), self.layout.max_length)
+        allowed = first_token.allow_all(self.vocab_size) if allowed is None else allowed
+        prefix = self.program("new_prefix", bucket)(asked, allowed, *sampling.scalars())
         run = self.program("prefill", bucket)
         for start in range(0, len(prompt), chunk):
             piece = np.zeros((1, chunk), np.int32)
@@ -169,7 +181,10 @@ class Engine:
         bucket = self.layout.bucket(len(tokens))
         chunk, sound = self.layout.chunk(bucket), True
         try:
-            cache = self.program("new_prefix", bucket)(*request.sampling.scalars()).cache
+            asked = controls.of_request(request, (), self.layout.max_length)
+            allowed = first_token.allow_all(self.vocab_size)
+            scalars = request.sampling.scalars()
+            cache = self.program("new_prefix", bucket)(asked, allowed, *scalars).cache
             run = self.program("examine", bucket)
             for start in range(0, len(tokens), chunk):
                 piece = np.zeros((1, chunk), np.int32)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
-from dflash.inference import broken
-from dflash.inference.sampling import SequenceSampler
+from dflash.inference import first_token
 from dflash.inference.state import Prefix
 from dflash.models.decoder import Decoder
 
@@ -33,9 +32,9 @@ def prefill_chunk(
     last = jnp.reshape(count - 1, (1, 1, 1))
     logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
     length = start + count
-    drawn = SequenceSampler(prefix.sampling).sample(logits, length[:, None])
-    sound = broken.finite_rows(logits, drawn)
-    drawn = jnp.where(sound, drawn, broken.NO_TOKEN)[:, 0]
+    drawn, logprobs = first_token.draw(
+        logits, length, prefix.sampling, prefix.controls, prefix.allowed
+    )
     anchor = jnp.where(following >= 0, following, drawn)
     shifted = jnp.concatenate([tokens, jnp.zeros((1, 1), jnp.int32)], axis=1)
     shifted = shifted.at[0, count].set(anchor[0])
@@ -44,5 +43,5 @@ def prefill_chunk(
             prefix.drafter, start, shifted, count[None], output.features, target
         )
     return dataclasses.replace(
-        prefix, length=length, anchor=anchor, cache=output.cache, drafter=state
+        prefix, length=length, anchor=anchor, logprobs=logprobs, cache=output.cache, drafter=state
     )

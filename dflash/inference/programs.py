@@ -11,7 +11,8 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, broken, cycle, timing
+from dflash.inference import adaptive, broken, controls, cycle, dispatch, logprobs, timing
+from dflash.inference.first_token import num_words
 from dflash.inference.lowering import loop_options, lower
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import prefill_chunk
@@ -87,6 +88,7 @@ class Programs:
             active=self.sharding.abstract((batch,), ("batch",), jnp.bool_),
             stop_ids=self.sharding.abstract((batch, self.num_stop_ids), ("batch", None), jnp.int32),
             sampling=self._abstract_sampling(batch, "batch"),
+            controls=controls.abstract(batch, "batch", layout.max_length, self.sharding),
             cache=target.new_cache(
                 batch=batch,
                 pages_per_sequence=layout.pages_per_sequence,
@@ -108,7 +110,7 @@ class Programs:
     # --- over the models and the state ----------------------------------------------------------
 
     def _generate(self, target, drafter, state):
-        return cycle.run_cycles(
+        return dispatch.run_cycles(
             target, drafter, state, max_cycles=self.config.sync_every, rules=self.rules
         )
 
@@ -183,15 +185,21 @@ class Programs:
     def _compile_new_prefix(self, bucket: int):
         abstract = self._abstract_prefix(bucket)
 
-        def new_prefix(index, *sampling):
+        def new_prefix(asked, allowed, index, *sampling):
             prefix = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             table = jnp.arange(1, prefix.cache.page_table.shape[1] + 1, dtype=jnp.int32)[None]
             cache = dataclasses.replace(prefix.cache, page_table=table)
             params = sequence_params(index, *sampling)
-            return dataclasses.replace(prefix, cache=cache, sampling=params)
+            asked = jax.tree.map(lambda x: x[None], asked)
+            return dataclasses.replace(
+                prefix, cache=cache, sampling=params, controls=asked, allowed=allowed[None]
+            )
 
-        scalars = [self._scalar(t) for t in ("int32", "uint32", "float32", "int32", "float32")]
-        return lower(new_prefix, *scalars, out=abstract)
+        dtypes = "int32", "uint32", "float32", "int32", "float32", "float32"
+        scalars = [self._scalar(dtype) for dtype in dtypes]
+        asked = jax.tree.map(lambda x: self._whole(x.shape[1:], x.dtype), abstract.controls)
+        allowed = self._whole(abstract.allowed.shape[1:], jnp.int32)
+        return lower(new_prefix, asked, allowed, *scalars, out=abstract)
 
     def _compile_prefill(self, bucket: int):
         abstract = self._abstract_prefix(bucket)
@@ -228,6 +236,9 @@ class Programs:
 
         def insert(state, prefix, slot, table, pages, limit, stop_ids, anchor):
             length = prefix.length[0] + 1
+            asked = prefix.controls.with_tokens(
+                prefix.length, anchor[None, None], jnp.ones(1, jnp.int32)
+            )
             ended = (length >= limit) | jnp.any(anchor == stop_ids)
             return DecodeState(
                 length=state.length.at[slot].set(length),
@@ -237,6 +248,9 @@ class Programs:
                 stop_ids=state.stop_ids.at[slot].set(stop_ids),
                 sampling=jax.tree.map(
                     lambda batch, one: batch.at[slot].set(one[0]), state.sampling, prefix.sampling
+                ),
+                controls=jax.tree.map(
+                    lambda batch, one: batch.at[slot].set(one[0]), state.controls, asked
                 ),
                 cache=state.cache.insert(
                     prefix.cache, slot, self.layout.share_of(slot), table, pages, self.sharding
@@ -260,6 +274,9 @@ class Programs:
             length=one,
             anchor=one,
             sampling=self._abstract_sampling(1, None),
+            controls=controls.abstract(1, None, self.layout.max_length, self.sharding),
+            allowed=self._whole((1, num_words(self.target.arch.vocab_size)), jnp.int32),
+            logprobs=self._abstract_logprobs((1,)),
             cache=self.target.new_cache(
                 batch=1,
                 pages_per_sequence=pages,
@@ -278,7 +295,12 @@ class Programs:
             temperature=floats,
             top_k=self.sharding.abstract((batch,), (name,), jnp.int32),
             top_p=floats,
+            min_p=floats,
         )
+
+    def _abstract_logprobs(self, shape) -> logprobs.Logprobs:
+        zeros = jax.eval_shape(lambda: logprobs.zeros(shape, self.target.arch.vocab_size))
+        return jax.tree.map(self._replicated, zeros)
 
     def _seconds(self) -> jax.ShapeDtypeStruct:
         return self._whole((len(self.rules.block_sizes),), jnp.float32)

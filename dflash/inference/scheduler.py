@@ -16,10 +16,10 @@ import time
 import jax
 import numpy as np
 
-from dflash.inference import broken
+from dflash.inference import broken, controls, first_token
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool, Slot
-from dflash.inference.request import Completion, Event, Request, Tokens
+from dflash.inference.request import Completion, Event, Request, TokenLogprobs, Tokens
 from dflash.inference.state import DecodeState, Report
 
 
@@ -193,7 +193,8 @@ class Scheduler:
             return []
         report, begin = self._dispatched
         self._dispatched = None
-        report = jax.device_get(report)
+        wanted = any(one.request.logprobs is not None for one in self._running.values())
+        report = jax.device_get(report if wanted else report.without_logprobs())
         end = time.perf_counter()
         self._clock_s += end - begin
         events: list[Event] = []
@@ -204,14 +205,18 @@ class Scheduler:
         for index, sequence in list(self._running.items()):
             fresh: list[int] = []
             lengths: list[int] = []
+            logprobs: list[TokenLogprobs] = []
             for i in np.flatnonzero(counts[:, index]):
                 count = int(counts[i, index])
                 fresh += report.tokens[i, index, :count].tolist()
                 lengths.append(count)
+                if sequence.request.logprobs is not None:
+                    logprobs += report.logprobs.of((i, index), count, sequence.request.logprobs)
                 sequence.block_sizes.append(int(report.block_sizes[i]))
             sequence.output_ids += fresh
             sequence.acceptance_lengths += lengths
-            events.append(Tokens(sequence.request.id, tuple(fresh), tuple(lengths)))
+            told = Tokens(sequence.request.id, tuple(fresh), tuple(lengths), tuple(logprobs))
+            events.append(told)
             if not report.active[index]:
                 share = int(np.count_nonzero(counts[:, index])) / cycles
                 events.append(self._finish(index, begin + share * (end - begin)))
@@ -313,7 +318,11 @@ class Scheduler:
         begin = time.perf_counter()
         if not said:
             sequence.queued_ms = 1e3 * (begin - sequence.submitted_at)
-        prefix = self._engine.prefill((*request.prompt, *said[:-1]), request.sampling)
+        asked = controls.of_request(request, said, self._layout.max_length)
+        allowed = first_token.allowed_first(request, None, self._engine.vocab_size)
+        prefix = self._engine.prefill(
+            (*request.prompt, *said[:-1]), request.sampling, asked, allowed
+        )
         anchor = said[-1] if said else int(jax.device_get(prefix.anchor)[0])
         if anchor == broken.NO_TOKEN:
             raise self._engine.explain(request, said)
@@ -329,7 +338,10 @@ class Scheduler:
             return []
         sequence.first_token_at = now
         sequence.output_ids.append(anchor)
-        events: list[Event] = [Tokens(request.id, (anchor,))]
+        found = ()
+        if request.logprobs is not None:
+            found = tuple(jax.device_get(prefix.logprobs).of((), 1, request.logprobs))
+        events: list[Event] = [Tokens(request.id, (anchor,), (), found)]
         if request.max_new_tokens == 1 or anchor in request.stop_ids:
             events.append(self._finish(index, now))
         return events

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 
 from dflash.inference.adaptive import Adaptive
+from dflash.inference.controls import Controls
+from dflash.inference.logprobs import Logprobs
 from dflash.inference.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
 
@@ -25,6 +27,7 @@ class DecodeState:
       active: bool [B]; the slot holds a sequence that has not ended.
       stop_ids: int32 [B, E]; tokens that end each sequence, filled up with -1.
       sampling: how each sequence draws.
+      controls: what shapes its logits.
       cache: the target's.
       drafter: the drafter's own state.
       adaptive: chooses block sizes; None if there is one. Rows in its backlog are those that the
@@ -39,6 +42,7 @@ class DecodeState:
     active: jax.Array
     stop_ids: jax.Array
     sampling: SamplingParams
+    controls: Controls
     cache: PagedCache
     drafter: Any
     adaptive: Adaptive | None
@@ -54,6 +58,9 @@ class Prefix:
       length: int32 [1]; prompt tokens in cache and drafter state.
       anchor: int32 [1]; the first new token; negative if its logits were not finite.
       sampling: of the sequence.
+      controls: likewise.
+      allowed: int32 [1, ceil(V / 32)]; tokens that the anchor may be.
+      logprobs: of the anchor.
       cache: the prompt's keys and values, in pages 1, 2, … of a pool of its own.
       drafter: the drafter's state after the prompt.
       bucket: padded length of the prompt in tokens; static.
@@ -62,6 +69,9 @@ class Prefix:
     length: jax.Array
     anchor: jax.Array
     sampling: SamplingParams
+    controls: Controls
+    allowed: jax.Array
+    logprobs: Logprobs
     cache: PagedCache
     drafter: Any
     bucket: int = dataclasses.field(metadata={"static": True})
@@ -79,6 +89,7 @@ class Report:
       active: bool [B]; after the dispatch.
       block_sizes: int32 [C]; rows that each cycle verified of a sequence.
       broken_at: int32 [B]; see the state.
+      logprobs: of the tokens, where sequences want them; None where they were left behind.
     """
 
     cycles: jax.Array
@@ -87,3 +98,8 @@ class Report:
     active: jax.Array
     block_sizes: jax.Array
     broken_at: jax.Array
+    logprobs: Logprobs | None
+
+    def without_logprobs(self) -> "Report":
+        """All but the log-probabilities, which take time to fetch."""
+        return dataclasses.replace(self, logprobs=None)

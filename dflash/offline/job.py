@@ -74,6 +74,7 @@ class Job:
                 decode.max_new_tokens,
                 Sampling.from_config(decode, prompt.index),
                 self.stop_ids,
+                decode.min_new_tokens,
             )
             for prompt in prompts
         ]

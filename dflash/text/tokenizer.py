@@ -18,6 +18,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.text.chat_template import Messages
+from dflash.text.token_bytes import TokenBytes
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
@@ -89,6 +90,17 @@ class Tokenizer(abc.ABC):
           special_tokens: whether to spell special tokens, rather than leave them out.
         """
 
+    def token_bytes(self) -> TokenBytes:
+        """The bytes that each token writes, for grammars.
+
+        Raises:
+          InputError: they are not known for this kind of tokenizer.
+        """
+        raise errors.InputError(
+            "this checkpoint's tokenizer does not say which bytes its tokens write, which "
+            "structured output needs"
+        )
+
 
 def load_tokenizer(
     directory: pathlib.Path, *, date: datetime.date | None = None, **template_variables: Any
@@ -155,6 +167,9 @@ class ByteTokenizer(Tokenizer):
             bytes([token]) if token < self.vocab_size else f"⟨{token}⟩".encode() for token in ids
         )
         return encoded.decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(tuple(bytes([byte]) for byte in range(self.vocab_size)))
 
 
 class NoTokenizer(Tokenizer):

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.text import chat_template, special_tokens
+from dflash.text import chat_template, special_tokens, token_bytes
 from dflash.text.chat_template import ChatTemplate, Messages
 from dflash.text.special_tokens import SpecialTokens
+from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
 
 _SPACE_SIGN = "\u2581"  # what sentencepiece writes for a space
@@ -89,6 +90,10 @@ class HuggingFaceTokenizer(_TemplateTokenizer):
 
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
+
+    def token_bytes(self) -> TokenBytes:
+        found = token_bytes.of_tokenizer_json(json.loads(self._tokenizer.to_str()), self.vocab_size)
+        return found or super().token_bytes()
 
     @functools.cached_property
     def _prefix(self) -> str:
@@ -197,6 +202,9 @@ class SentencePieceTokenizer(_TemplateTokenizer):
             "".join(map(self._model.id_to_piece, ids)) if control else self._model.decode(list(ids))
             for control, ids in parts
         )
+
+    def token_bytes(self) -> TokenBytes:
+        return token_bytes.of_sentencepiece(self._model)
 
     def _encode_text(self, text: str, *, beginning: bool) -> list[int]:
         ids: list[int] = []
