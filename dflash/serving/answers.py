@@ -207,8 +207,8 @@ def _completion_logprobs(tokens: Sequence[TokenText], model: Model, begin: int) 
 
 def _chat_logprobs(tokens: Sequence[TokenText], model: Model) -> Json:
     def named(token: int, logprob: float) -> Json:
-        text = model.names.of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        encoded = list(model.names.bytes_of(token))
+        return {"token": model.names.of(token), "logprob": logprob, "bytes": encoded}
 
     content = [
         named(one.id, one.logprob)

@@ -1,5 +1,7 @@
 """The endpoints: OpenAI's, vLLM's and SGLang's, and the page."""
 
+import asyncio
+import dataclasses
 import functools
 import platform
 import time
@@ -14,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import dflash
+from dflash import errors
 from dflash.serving import answers, http, openai_requests, page, sglang_requests
 from dflash.serving import ask as asks
 from dflash.serving.ask import Ask, Model
@@ -109,7 +112,7 @@ class Endpoints:
         self, request: Request, ask: Ask, model: Model, whole, parts, *, roles: bool = False
     ) -> Response:
         """An answer in OpenAI's form, whole or as a stream; both are a head and its choices."""
-        call = self._service.admit(ask)
+        call = self._service.admit(await _with_grammar(ask, model))
         if ask.show.stream:
             head, choice = parts
             events = answers.chunks(ask, call, model, head, choice, roles=roles)
@@ -126,7 +129,7 @@ class Endpoints:
         begun_at = time.perf_counter()
         body, model = await self._body(request), self._service.served()
         ask, several = sglang_requests.read_generate(body, model)
-        call, id = self._service.admit(ask), _id(request)
+        call, id = self._service.admit(await _with_grammar(ask, model)), _id(request)
         if ask.show.stream:
             events = answers.generated_chunks(ask, call, model, id=id, begun_at=begun_at)
             return EventStream(events, call, patience_s=self._service.config.send_s)
@@ -241,6 +244,18 @@ class Endpoints:
         self._service.served()
         self._service.profile(running)
         return Response(status_code=200)
+
+
+async def _with_grammar(ask: Ask, model: Model) -> Ask:
+    """What is asked for with its grammar compiled, in a thread: that may take seconds."""
+    if ask.structure is None:
+        return ask
+    try:
+        vocabulary = await asyncio.to_thread(model.vocabulary)
+    except errors.InputError as error:
+        raise Refusal(f"{ask.structure.param}: {error}", param=ask.structure.param) from error
+    grammar = await asyncio.to_thread(ask.structure.compiled, vocabulary)
+    return dataclasses.replace(ask, grammar=grammar)
 
 
 def _id(request: Request) -> str:

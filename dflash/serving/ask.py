@@ -2,20 +2,22 @@
 
 import dataclasses
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dflash import errors
 from dflash.config.schema import DecodeConfig
-from dflash.inference.request import Request, Sampling
-from dflash.serving.fields import Bounds, Fields, as_ids, as_text
+from dflash.inference.request import MAX_BIASED, Request, Sampling
+from dflash.serving import structure
+from dflash.serving.fields import Bounds, Fields, as_ids, as_mapping, as_text
 from dflash.serving.refusal import Refusal, unsupported
+from dflash.serving.structure import Structure
 from dflash.serving.token_names import TokenNames
+from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 128  # outputs of one HTTP request, over all of its prompts
 MAX_STOPS = 64  # stop strings of a request
 MAX_STOP_CHARACTERS = 1000  # of each
-MAX_LOGPROBS = 20
 NUM_STOP_IDS = 16  # that a request may add to the model's own
 _MAX_SEED = 2**32 - 1
 
@@ -34,6 +36,7 @@ class Model:
       vocab_size: of the target.
       max_length: tokens of a prompt and its output together.
       names: texts of single tokens.
+      vocabulary: makes what grammars need of the tokenizer; may raise InputError.
       drafts: tokens that a cycle drafts; None: that varies.
       special_tokens: whether texts that are no chats may spell special tokens.
       compares: whether requests can be decoded without drafting too.
@@ -44,6 +47,7 @@ class Model:
     drafter: str
     tokenizer: Tokenizer
     names: TokenNames
+    vocabulary: Callable[[], Vocabulary]
     decode: DecodeConfig
     eos_ids: tuple[int, ...]
     vocab_size: int
@@ -91,6 +95,8 @@ class Ask:
       stop_ids: tokens that do, the model's own included.
       choices: outputs for each prompt.
       show: what the answers say.
+      structure: what outputs have to match; None: anything.
+      grammar: the same, compiled.
       drafting: whether to draft; without, it is plain decoding, for comparison.
     """
 
@@ -102,6 +108,8 @@ class Ask:
     stop_ids: tuple[int, ...] = ()
     choices: int = 1
     show: Show = Show()
+    structure: Structure | None = None
+    grammar: Grammar | None = None
     drafting: bool = True
 
     @property
@@ -125,6 +133,9 @@ class Ask:
                 max_new_tokens=self._limit(prompt, model),
                 sampling=dataclasses.replace(self.sampling, sequence=number),
                 stop_ids=self.stop_ids,
+                min_new_tokens=self.min_new_tokens,
+                logprobs=self.show.logprobs,
+                grammar=self.grammar,
             )
             for prompt in self.prompts
             for number in range(self.choices)
@@ -142,6 +153,11 @@ class Ask:
                 param="max_tokens" if len(prompt) < model.max_length else "prompt",
                 code="context_length_exceeded",
             )
+        if self.min_new_tokens > asked:
+            raise Refusal(
+                f"min_tokens: {self.min_new_tokens} is more than the limit of {asked}",
+                param="min_tokens",
+            )
         return asked
 
 
@@ -152,10 +168,15 @@ class Names:
     limits: tuple[str, ...]  # of which one may be given
     least: str
     seeds: tuple[str, ...]
+    structure: Callable[[Fields], Structure | None]
 
 
-OPENAI = Names(("max_completion_tokens", "max_tokens"), "min_tokens", ("seed",))
-SGLANG = Names(("max_new_tokens",), "min_new_tokens", ("sampling_seed", "seed"))
+OPENAI = Names(
+    ("max_completion_tokens", "max_tokens"), "min_tokens", ("seed",), structure.of_openai
+)
+SGLANG = Names(
+    ("max_new_tokens",), "min_new_tokens", ("sampling_seed", "seed"), structure.of_sglang
+)
 
 
 def check_model(fields: Fields, model: Model) -> None:
@@ -186,13 +207,14 @@ def read_ask(
     """
     ask = Ask(
         prompts=prompts,
-        sampling=_sampling(fields, model.decode, names),
+        sampling=_sampling(fields, model, names),
         max_new_tokens=_first_integer(fields, names.limits, Bounds(1, model.max_length)),
-        min_new_tokens=fields.integer(names.least, Bounds(0)) or 0,
+        min_new_tokens=_least(fields, model, names),
         stop=_stops(fields),
         stop_ids=_stop_ids(fields, model),
         choices=fields.integer("n", Bounds(1, MAX_CHOICES)) or 1,
         show=show,
+        structure=names.structure(fields),
         drafting=fields.flag("drafting", True),
     )
     if ask.choices * len(prompts) > MAX_CHOICES:
@@ -201,25 +223,53 @@ def read_ask(
             f"{MAX_CHOICES} in all",
             param="n",
         )
+    if ask.structure is not None and not ask.stop_ids:
+        param = ask.structure.param
+        message = f"{param}: needs a token to end with; give stop_token_ids, or no ignore_eos"
+        raise Refusal(message, param=param)
     if not ask.drafting and not model.compares:
         raise unsupported("drafting", "false needs a server with serve.compare=true")
     return ask
 
 
-def _sampling(fields: Fields, decode: DecodeConfig, names: Names) -> Sampling:
-    temperature = fields.number("temperature", Bounds(0))
-    top_k = fields.integer("top_k", Bounds(-1, 2**31 - 1))
-    top_p = fields.number("top_p", Bounds(0, 1))
-    seed = _first_integer(fields, names.seeds, Bounds(0, _MAX_SEED))
-    temperature = decode.temperature if temperature is None else temperature
-    if seed is None:  # like requests are not to get like answers, unless they are greedy
-        seed = secrets.randbelow(_MAX_SEED + 1) if temperature else decode.seed
-    return Sampling(
-        temperature=temperature,
-        top_k=decode.top_k if top_k is None else max(0, top_k),
-        top_p=decode.top_p if top_p is None else top_p,
-        seed=seed,
-    )
+def _sampling(fields: Fields, model: Model, names: Names) -> Sampling:
+    given = {
+        "temperature": fields.number("temperature", Bounds(0)),
+        "top_k": fields.integer("top_k", Bounds(-1, 2**31 - 1)),
+        "top_p": fields.number("top_p", Bounds(0, 1)),
+        "min_p": fields.number("min_p", Bounds(0, 1)),
+        "presence_penalty": fields.number("presence_penalty", Bounds(-2, 2)),
+        "frequency_penalty": fields.number("frequency_penalty", Bounds(-2, 2)),
+        "repetition_penalty": fields.number("repetition_penalty", Bounds(0.01, 100)),
+        "logit_bias": _logit_bias(fields, model),
+        "seed": _first_integer(fields, names.seeds, Bounds(0, _MAX_SEED)),
+    }
+    if given["top_k"] == -1:  # a way to say that it is off
+        given["top_k"] = 0
+    given = {name: value for name, value in given.items() if value is not None}
+    sampling = dataclasses.replace(Sampling.from_config(model.decode), **given)
+    if "seed" not in given and sampling.temperature:
+        # Like requests are not to get like answers.
+        sampling = dataclasses.replace(sampling, seed=secrets.randbelow(_MAX_SEED + 1))
+    return sampling
+
+
+def _logit_bias(fields: Fields, model: Model) -> tuple[tuple[int, float], ...] | None:
+    given = fields.take("logit_bias")
+    if given is None:
+        return None
+    biases = Fields(as_mapping(given, "logit_bias"), "logit_bias")
+    found = {}
+    for name in given:
+        token = int(name) if name.isascii() and name.isdecimal() and len(name) < 10 else None
+        if token is None or token >= model.vocab_size:
+            param = biases.path(name)
+            message = f"{param}: expected a token id of the vocabulary of {model.vocab_size}"
+            raise Refusal(message, param="logit_bias")
+        found[token] = biases.number(name, Bounds(-100, 100)) or 0.0
+    if len(found) > MAX_BIASED:
+        raise Refusal(f"logit_bias: expected at most {MAX_BIASED} tokens", param="logit_bias")
+    return tuple(sorted(found.items()))
 
 
 def _first_integer(fields: Fields, names: tuple[str, ...], bounds: Bounds) -> int | None:
@@ -230,6 +280,11 @@ def _first_integer(fields: Fields, names: tuple[str, ...], bounds: Bounds) -> in
         *others, last = given
         raise Refusal(f"{last}: differs from {others[0]}; give one of them", param=last)
     return next(iter(given.values()), None)
+
+
+def _least(fields: Fields, model: Model, names: Names) -> int:
+    given = fields.integer(names.least, Bounds(0, model.max_length))
+    return model.decode.min_new_tokens if given is None else given
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

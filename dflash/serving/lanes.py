@@ -1,6 +1,7 @@
 """From a checked job to what the server runs: an engine for each lane, and the model's facts."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from dflash.runs.display import Display
 from dflash.serving.ask import NUM_STOP_IDS, Model
 from dflash.serving.engine_thread import DRAFTED, PLAIN
 from dflash.serving.token_names import TokenNames
+from dflash.text.grammar import Vocabulary
 from dflash.text.tokenizer import Tokenizer
 
 
@@ -69,6 +71,7 @@ def model_of(job: Job, config: ServeRun, engines: Mapping[str, Engine]) -> Model
         drafter=config.drafter.name,
         tokenizer=job.tokenizer,
         names=TokenNames(job.tokenizer),
+        vocabulary=functools.cache(functools.partial(Vocabulary.of, job.tokenizer)),
         decode=config.decode,
         eos_ids=tuple(job.target.arch.eos_token_id),
         vocab_size=job.target.arch.vocab_size,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash import errors
+from dflash.inference.request import MAX_LOGPROBS
 from dflash.serving import ask as asks
 from dflash.serving.ask import Ask, Model, Show
 from dflash.serving.fields import ANYTHING, Bounds, Fields, as_ids, as_mapping, as_text
@@ -31,7 +32,7 @@ _HARMLESS_CHAT = {
 _HARMLESS_COMPLETION = {**HARMLESS, "suffix": ("",)}
 # Of a message; others go to no template.
 _MESSAGE_KEYS = ("role", "content", "name", "reasoning_content")
-_LOGPROBS = Bounds(0, asks.MAX_LOGPROBS)
+_LOGPROBS = Bounds(0, MAX_LOGPROBS)
 
 
 def read_completion(body: Mapping[str, Any], model: Model) -> Ask:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dflash.inference.request import MAX_LOGPROBS
 from dflash.serving import ask as asks
 from dflash.serving.ask import Ask, Model, Show
 from dflash.serving.fields import ANYTHING, Bounds, Fields, as_ids, as_text
@@ -36,7 +37,7 @@ def read_generate(body: Mapping[str, Any], model: Model) -> tuple[Ask, bool]:
     fields = Fields(body)
     prompts, several = _prompts(fields, model)
     sampling = fields.group("sampling_params")
-    top = fields.integer("top_logprobs_num", Bounds(0, asks.MAX_LOGPROBS)) or 0
+    top = fields.integer("top_logprobs_num", Bounds(0, MAX_LOGPROBS)) or 0
     logprobs = top if fields.flag("return_logprob") else None
     show = Show(
         stream=fields.flag("stream"),

@@ -265,3 +265,73 @@ def test_metrics(server):
     vllm:request_queue_time_seconds_bucket vllm:request_time_per_output_token_seconds_bucket
     dflash:block_sizes_total dflash:dispatches_total dflash:step_seconds_bucket"""
     assert set(wanted.split()) <= names
+
+
+def test_logprobs(server):
+    how = {"max_tokens": 10, "temperature": 0.7, "seed": 2}
+    body = {"prompt": PROMPT, "logprobs": 2, **how}
+    _, answer = server.post(TEXT, body)
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["text_offset"] == list(range(10))
+    assert all(logprob <= 0 for logprob in found["token_logprobs"])
+    for token, logprob, top in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob
+        assert 2 <= len(top) <= 3
+        assert max(top.values()) >= logprob
+    events = server.events(TEXT, body)
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    for key in found:
+        joined = [one for part in parts for one in part[key]]
+        assert joined == (pytest.approx(found[key]) if key == "token_logprobs" else found[key])
+
+
+def test_logprobs_of_a_chat_and_of_sglang(server):
+    how = {"max_tokens": 6, "temperature": 0}
+    messages = [{"role": "user", "content": "abc"}]
+    _, answer = server.post(
+        CHAT, {"messages": messages, "logprobs": True, "top_logprobs": 3, **how}
+    )
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == answer["choices"][0]["message"]["content"]
+    for one in content:
+        assert bytes(one["bytes"]).decode() == one["token"]
+        assert len(one["top_logprobs"]) == 3
+        assert one["top_logprobs"][0]["logprob"] == one["logprob"]  # greedy
+    sampling = {"max_new_tokens": 6, "temperature": 0}
+    body = {"text": "abc\n", "sampling_params": sampling, "return_logprob": True}
+    _, generated = server.post("/generate", {**body, "top_logprobs_num": 3})
+    found = generated["meta_info"]["output_token_logprobs"]
+    assert [one[0] for one in found] == pytest.approx([one["logprob"] for one in content])
+    assert [one[1] for one in found] == generated["output_ids"]
+
+
+def test_biases_and_penalties(server):
+    body = {"prompt": PROMPT, "max_tokens": 12}
+    biased = {**body, "logit_bias": {str(ord("q")): 100}}
+    assert server.post(TEXT, biased)[1]["choices"][0]["text"] == "q" * 12
+    plain = server.post(TEXT, body)[1]["choices"][0]["text"]
+    for name, value in (
+        ("presence_penalty", 2.0),
+        ("frequency_penalty", 2.0),
+        ("repetition_penalty", 50.0),
+    ):
+        text = server.post(TEXT, {**body, name: value, "temperature": 0})[1]["choices"][0]["text"]
+        assert len(set(text)) > len(set(plain)), name
+        assert (
+            "".join(
+                event["choices"][0]["text"] for event in server.events(TEXT, {**body, name: value})
+            )
+            == text
+        )
+
+
+def test_a_least_number_of_tokens(server):
+    whole = decoded(server.config, PROMPT, max_tokens=12)
+    body = {"prompt": PROMPT, "max_tokens": 12, "stop_token_ids": [whole[2]]}
+    assert server.post(TEXT, body)[1]["usage"]["completion_tokens"] <= 3
+    assert server.post(TEXT, {**body, "min_tokens": 7})[1]["usage"]["completion_tokens"] >= 7
+    assert server.post(TEXT, {**body, "min_tokens": 13})[0] == 400
