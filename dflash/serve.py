@@ -1,13 +1,16 @@
 """Serves a target over HTTP: dflash serve CONFIG [key=value ...] [--host HOST] [--port PORT]."""
 
 import functools
+import importlib.util
 from collections.abc import Sequence
 from typing import NoReturn
 
 from absl import flags
 
-from dflash import cli
+from dflash import cli, errors
 from dflash.config import serve_schema
+
+_NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -48,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _serve(command: cli.Command) -> int:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise errors.ConfigError(f"{missing[0]}: not installed; pip install 'dflash[serve]'")
     # jax is imported here, after the config has been validated.
     import jax
 

@@ -2,9 +2,9 @@
 
 Imports go one way: errors, registry, config → {parallel, text} → runs → {kernels, checkpoints} →
 {layers, data} → {models, drafters} → inference → {offline, serving, training} → {compiler,
-measure} → distillation → entry points. A package may import whatever stands left of it, and itself; packages
-in braces never import each other. dflash/__init__.py stands leftmost; what it hands out on demand,
-it imports for type checkers alone.
+measure} → distillation → entry points. A package may import whatever stands left of it, and itself;
+packages in braces never import each other. dflash/__init__.py stands leftmost; what it hands out on
+demand, it imports for type checkers alone.
 """
 
 import ast
