@@ -48,6 +48,17 @@ def start(job: Job, config: ServeRun, display: Display) -> Mapping[str, Engine]:
     """
     with display.status("loading weights"):
         job.load_weights()
+    return compiled(job, config, display)
+
+
+def compiled(job: Job, config: ServeRun, display: Display) -> Mapping[str, Engine]:
+    """The engines of all lanes with their programs; see `start`.
+
+    Args:
+      job: its weights are in place.
+      config: of the server.
+      display: shows what takes time.
+    """
     stops = len(job.target.arch.eos_token_id) + len(config.decode.stop_ids) + NUM_STOP_IDS
     engines = {DRAFTED: job.engine(num_stop_ids=stops)}
     if config.serve.compare:

@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import uvicorn
 
@@ -21,6 +23,7 @@ from dflash.serving.service import ModelOf, Service
 
 KEY = "DFLASH_API_KEY"  # the environment variable
 _FAILED, _INTERRUPTED = 1, 130
+_LAST_ANSWERS_S = 0.2  # for those who wait when the engine fails
 _CLOSING_S = 3.0  # that connections have to end once nothing runs any more
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
@@ -120,27 +123,82 @@ async def _serve(
     on_ready: Callable[[str], None],
     profile_dir: str | None,
 ) -> tuple[int, BaseException | None]:
+    """Serves until a signal asks to stop, or the engine fails; see `run`."""
     service = Service(config, model_of, profile_dir)
-    front = _front(application(service, key=os.environ.get(KEY) or None))
     with _signals() as asked:
-        service.start(EngineThread(start, service))
-        serving = asyncio.create_task(front.serve(sockets=[listener]))
-        announcing = asyncio.create_task(_announce(service, address(listener), on_ready))
         logging = asyncio.create_task(write_log(service))
-        waits = [asyncio.create_task(asked.wait()), asyncio.create_task(service.ended.wait())]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if not service.ended.is_set():
-            await service.drain()
-            service.stop()
-        else:
-            await asyncio.sleep(0.2)  # those who wait get their answers
-        front.should_exit = True
-        await serving
-        for task in (announcing, logging, *waits):
-            task.cancel()
+        await serve(service, listener, start, asked, on_ready)
+        logging.cancel()
     if service.error is not None:
         return _FAILED, service.error
     return asked.status, None
+
+
+async def serve(
+    service: Service,
+    listener: socket.socket,
+    start: Callable[[], Mapping[str, Engine]],
+    asked: asyncio.Event,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Runs a service until it is asked to stop, or its engine ends.
+
+    Args:
+      service: not started yet.
+      listener: from `listen`.
+      start: see `run`.
+      asked: set by who wants it to stop.
+      on_ready: see `run`.
+    """
+    front = _front(application(service, key=os.environ.get(KEY) or None))
+    service.start(EngineThread(start, service))
+    serving = asyncio.create_task(front.serve(sockets=[listener]))
+    announcing = asyncio.create_task(_announce(service, address(listener), on_ready))
+    waits = [asyncio.create_task(asked.wait()), asyncio.create_task(service.ended.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if not service.ended.is_set():
+        await service.drain()
+        service.stop()
+    else:
+        await asyncio.sleep(_LAST_ANSWERS_S)
+    front.should_exit = True
+    await serving
+    for task in (announcing, *waits):
+        task.cancel()
+
+
+@contextlib.contextmanager
+def in_background(
+    config: ServeConfig, start: Callable[[], Mapping[str, Engine]], model_of: ModelOf
+) -> Iterator[str]:
+    """A server on a thread of its own, at a free port of this machine; yields its URL.
+
+    Raises:
+      BaseException: what kept its engine from starting, or ended it.
+    """
+    listener, ready = listen("127.0.0.1", 0), threading.Event()
+    held: dict[str, Any] = {}
+
+    async def serving() -> None:
+        service, asked = Service(config, model_of), asyncio.Event()
+        held.update(service=service, asked=asked, loop=asyncio.get_running_loop())
+        try:
+            await serve(service, listener, start, asked, lambda url: ready.set())
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serving()), name="server", daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        if held["service"].error is None:
+            yield address(listener)
+    finally:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            held["loop"].call_soon_threadsafe(held["asked"].set)
+        thread.join()
+    if held["service"].error is not None:
+        raise held["service"].error
 
 
 async def _announce(service: Service, url: str, on_ready: Callable[[str], None]) -> None:
