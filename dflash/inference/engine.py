@@ -24,8 +24,10 @@ from flax import nnx
 
 from dflash import errors
 from dflash.config.schema import DecodeConfig
-from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, block_choice, broken, cycle, timing
+from dflash.drafters.base import Drafter, Proposal
+from dflash.inference import adaptive, block_choice, broken, controls, cycle, timing
+from dflash.inference.first_token import Asked
+from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.prefill import Chunk
 from dflash.inference.programs import Programs
@@ -50,6 +52,7 @@ class Piece:
       pages: of the sequence, for the positions up to the piece's end at least.
       sampling: of the sequence.
       fresh: the first piece that the drafter sees of the sequence.
+      asked: of the token that the target is to draw, without batch; None: nothing.
     """
 
     tokens: Sequence[int]
@@ -58,6 +61,7 @@ class Piece:
     pages: Sequence[int]
     sampling: Sampling
     fresh: bool
+    asked: Asked | None = None
 
     @classmethod
     def of(
@@ -69,10 +73,12 @@ class Piece:
         sampling: Sampling,
         *,
         fresh: bool,
+        asked: Asked | None = None,
     ) -> "Piece":
         """Tokens start … end - 1 of a text; if it goes on, it says which token follows."""
         following = text[end] if end < len(text) else NO_TOKEN
-        return cls(text[start:end], start, following, pages, sampling, fresh)
+        asked = None if end < len(text) else asked
+        return cls(text[start:end], start, following, pages, sampling, fresh, asked)
 
 
 # Of a lane without a prompt: its rows go to the scratch page.
@@ -140,6 +146,7 @@ class Engine:
         self._drafter_params = nnx.state(drafter)
         # Of each block size, in seconds; measured by `compile` where there is a choice.
         self.cycle_seconds: tuple[float, ...] | None = None
+        self._plain_asked: dict[int, Asked] = {}
         # Acceptance statistics of earlier runs, where there is a choice; see `retire`.
         self._known: block_choice.Pool | None = None
 
@@ -174,7 +181,7 @@ class Engine:
 
     def prefill(
         self, state: DecodeState, lanes: Any, pieces: Mapping[int, Piece]
-    ) -> tuple[DecodeState, Any, jax.Array]:
+    ) -> tuple[DecodeState, Any, jax.Array, Logprobs]:
         """Runs the next piece of the prompt in every lane that has one.
 
         Consumes `state` and `lanes` (their buffers are donated).
@@ -185,7 +192,8 @@ class Engine:
           pieces: by lane; a lane may use slots and pages of its own share alone.
         Returns:
           state; lanes; the token after each lane's piece, int32 [n]: the prompt's own, or the
-          target's. It is negative if that one's logits are not finite.
+          target's. It is negative if that one's logits are not finite. Log-probabilities [n] of
+          the target's, where they are asked for.
         Raises:
           ValueError: a piece is empty, or longer than a chunk.
         """
@@ -196,8 +204,26 @@ class Engine:
         ]
         scalars = map(np.stack, zip(*(one.scalars() for one in samplings), strict=True))
         params = self._target_params, self._drafter_params
-        cache, lanes, anchors = run(*params, state.cache, lanes, chunk, *scalars)
-        return dataclasses.replace(state, cache=cache), lanes, anchors
+        asked = self._asked(pieces)
+        cache, *drawn = run(*params, state.cache, lanes, chunk, asked, *scalars)
+        return dataclasses.replace(state, cache=cache), *drawn
+
+    def _asked(self, pieces: Mapping[int, Piece]) -> Asked:
+        """What the sequences of all lanes ask of their first tokens."""
+        plain = self._plain(self.num_lanes)
+        given = {lane: one.asked for lane, one in pieces.items() if one.asked is not None}
+        if not given:
+            return plain
+        host = jax.tree.map(np.array, plain)
+        for lane, one in given.items():
+            jax.tree.map(lambda all, mine, lane=lane: all.__setitem__(lane, mine), host, one)
+        return host
+
+    def _plain(self, lanes: int) -> Asked:
+        """What sequences ask for that ask for nothing: on the device, and made once."""
+        if lanes not in self._plain_asked:
+            self._plain_asked[lanes] = self.program("plain", lanes)()
+        return self._plain_asked[lanes]
 
     def admit(
         self, state: DecodeState, slot: Slot, request: Request, said: Sequence[int] = ()
@@ -223,8 +249,8 @@ class Engine:
         for start in range(0, length, self.layout.longest_chunk):
             end = min(start + self.layout.longest_chunk, length)
             piece = Piece.of(text, start, end, slot.pages, request.sampling, fresh=not start)
-            state, lanes, anchors = self.prefill(state, lanes, {lane: piece})
-        return self.insert(state, lanes, anchors, lane, slot, request, length + 1)
+            state, lanes, anchors, _ = self.prefill(state, lanes, {lane: piece})
+        return self.insert(state, lanes, anchors, lane, slot, request, said)
 
     def explain(self, request: Request, said: Sequence[int]) -> errors.NumericsError:
         """The error of a sequence whose next logits are not finite, after finding the layer.
@@ -255,7 +281,7 @@ class Engine:
         lane: int,
         slot: Slot,
         request: Request,
-        length: int,
+        said: Sequence[int] = (),
     ) -> DecodeState:
         """Puts a prefilled sequence into a slot; consumes `state` (its buffers are donated).
 
@@ -269,21 +295,44 @@ class Engine:
           lane: where the sequence was prefilled; that of the slot's share.
           slot: must be empty, and own the pages that the next dispatch may fill.
           request: its limit and stop ids end the sequence.
-          length: committed tokens, the anchor included.
+          said: its output so far, as far as it is known: the anchor of a new sequence is not.
         Raises:
           ValueError: the slot has more pages than a sequence may own.
         """
         stop_ids = np.full(self.num_stop_ids, NO_TOKEN, np.int32)
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         numbers = (np.int32(lane), np.int32(slot.index))
+        asked = self._plain(1).controls
+        if not controls.is_plain(request):
+            asked = controls.of_request(request, said, self.layout.max_length)
+            asked = jax.tree.map(lambda x: x[None], asked)
+        length = len(request.prompt) + max(1, len(said))
         return self.program("insert")(
             state, lanes, anchors, *numbers, self._page_row(slot), np.int32(length),
-            np.int32(request.limit), stop_ids, *request.sampling.scalars(),
+            np.int32(request.limit), stop_ids, asked, *request.sampling.scalars(),
         )  # fmt: skip
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, Report]:
         """Runs up to sync_every cycles; consumes `state` (its buffers are donated)."""
         return self.run("generate", state)
+
+    def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
+        """Drafts for every slot, for `conclude` to verify; consumes `state`."""
+        return self.program("draft")(self._target_params, self._drafter_params, state)
+
+    def conclude(
+        self, state: DecodeState, proposal: Proposal, allowed: np.ndarray, ready: np.ndarray
+    ) -> tuple[DecodeState, Report]:
+        """A cycle that verifies a proposal under masks, before `generate`; consumes `state`.
+
+        Args:
+          state: as `draft` left it.
+          proposal: what it returned.
+          allowed: int32 [B, R, ceil(V / 32)]; see `dispatch.conclude`.
+          ready: bool [B]; constrained sequences whose masks are there.
+        """
+        params = self._target_params, self._drafter_params
+        return self.program("conclude")(*params, state, proposal, allowed, ready)
 
     def release(self, state: DecodeState, slot: int) -> DecodeState:
         """Takes a slot's pages from it, so that they may be handed out again."""
@@ -447,6 +496,8 @@ class Engine:
         self,
         prompt_lengths: Iterable[int],
         progress: Callable[[int, int], None] = lambda ready, total: None,
+        *,
+        grammars: bool = False,
     ) -> None:
         """Compiles every program that prompts of these lengths need, and that is not there yet.
 
@@ -454,8 +505,9 @@ class Engine:
           prompt_lengths: in tokens.
           progress: called before the first and after each program with how many are ready, and
             how many there are to compile.
+          grammars: also what sequences with grammars need; else the first one waits for it.
         """
-        names = self._programs.missing(prompt_lengths)
+        names = self._programs.missing(prompt_lengths, grammars=grammars)
         if names:
             progress(0, len(names))
         # The compiler works while the next program is traced. Processes of a run keep one order.

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
-from dflash.inference import broken
-from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.inference import first_token
+from dflash.inference.first_token import Asked
+from dflash.inference.logprobs import Logprobs
+from dflash.inference.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 
@@ -47,7 +49,8 @@ def prefill_chunk(
     lanes: Any,
     chunk: Chunk,
     sampling: SamplingParams,
-) -> tuple[PagedCache, Any, jax.Array]:
+    asked: Asked,
+) -> tuple[PagedCache, Any, jax.Array, Logprobs]:
     """Runs one chunk of each prompt.
 
     Args:
@@ -57,9 +60,10 @@ def prefill_chunk(
       lanes: the drafter's state of n sequences.
       chunk: what to run.
       sampling: of the n sequences.
+      asked: what they ask of their first tokens.
     Returns:
       cache; lanes; the token after each chunk int32 [n], `broken.NO_TOKEN` if its logits were not
-      finite.
+      finite; log-probabilities [n] of those that the target has drawn.
     """
     rows = jnp.arange(chunk.tokens.shape[1])
     with jax.named_scope("target"):
@@ -72,12 +76,11 @@ def prefill_chunk(
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
     logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
     end = chunk.start + chunk.count
-    drawn = SequenceSampler(sampling).sample(logits, end[:, None])
-    sound = broken.finite_rows(logits, drawn)
-    drawn = jnp.where(sound, drawn, broken.NO_TOKEN)[:, 0]
+    drawn, logprobs = first_token.draw(logits, end, sampling, asked)
     following = jnp.where(chunk.following >= 0, chunk.following, drawn)
     lanes = observe_chunk(drafter, lanes, chunk, following, output.features, target)
-    return dataclasses.replace(output.cache, page_table=cache.page_table), lanes, following
+    cache = dataclasses.replace(output.cache, page_table=cache.page_table)
+    return cache, lanes, following, logprobs
 
 
 def observe_chunk(

@@ -10,12 +10,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.config.schema import DecodeConfig
-from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, broken, cycle, timing
+from dflash.drafters.base import Drafter, Proposal
+from dflash.inference import (
+    adaptive,
+    broken,
+    controls,
+    cycle,
+    dispatch,
+    first_token,
+    logprobs,
+    timing,
+)
 from dflash.inference.lowering import loop_options, lower
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import Chunk, prefill_chunk, replay_chunk
-from dflash.inference.request import Sampling
+from dflash.inference.request import Request, Sampling
 from dflash.inference.sampling import SamplingParams, sequence_params
 from dflash.inference.state import DecodeState
 from dflash.layers.linear import matmul_precision
@@ -60,11 +69,19 @@ class Programs:
                 self._compiled[(kind, *key)] = build(*key)
         return self._compiled[(kind, *key)]
 
-    def names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
-        """Names of the programs that prompts of these lengths (in tokens) need."""
+    def names(self, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[tuple]:
+        """Names of the programs that prompts of these lengths (in tokens) need.
+
+        Args:
+          prompt_lengths: of the prompts.
+          grammars: also those that sequences with grammars need.
+        """
         chunks = self.layout.chunks(prompt_lengths)
         names = [("new_state",), ("new_lanes",), *(("prefill", rows) for rows in chunks)]
+        names += [("plain", lanes) for lanes in sorted({1, self.num_lanes})]
         names += [("insert",), ("generate",), ("release",)]
+        if grammars:
+            names += [("draft",), ("conclude",)]
         if self.layout.overcommits:
             names.append(("set_pages",))
         if self.keeps_rows:
@@ -85,9 +102,10 @@ class Programs:
         """Whether the drafter observes cached tokens again."""
         return self.layout.prefix_cache and self.drafter.restores == "tokens"
 
-    def missing(self, prompt_lengths: Iterable[int]) -> list[tuple]:
+    def missing(self, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[tuple]:
         """Those of these `names` that are not compiled yet."""
-        return [name for name in self.names(prompt_lengths) if name not in self._compiled]
+        names = self.names(prompt_lengths, grammars=grammars)
+        return [name for name in names if name not in self._compiled]
 
     def abstract_state(self) -> DecodeState:
         """Shapes, dtypes and shardings of the state, without its memory."""
@@ -101,6 +119,7 @@ class Programs:
             active=self.sharding.abstract((batch,), ("batch",), jnp.bool_),
             stop_ids=self.sharding.abstract((batch, self.num_stop_ids), ("batch", None), jnp.int32),
             sampling=self._abstract_sampling(batch, "batch"),
+            controls=controls.abstract(batch, "batch", layout.max_length, self.sharding),
             cache=target.new_cache(
                 batch=batch,
                 pages_per_sequence=layout.pages_per_sequence,
@@ -117,12 +136,13 @@ class Programs:
                 self.sharding,
             ),
             broken_at=ints,
+            concluded=self._scalar(),
         )
 
     # --- over the models and the state ----------------------------------------------------------
 
     def _generate(self, target, drafter, state):
-        return cycle.run_cycles(
+        return dispatch.run_cycles(
             target, drafter, state, max_cycles=self.config.sync_every, rules=self.rules
         )
 
@@ -130,9 +150,7 @@ class Programs:
         state = self.abstract_state()
         inputs = *self._weights, state
 
-        def program(target_params, drafter_params, state):
-            target = nnx.merge(self._target_graph, target_params)
-            return function(target, nnx.merge(self._drafter_graph, drafter_params), state)
+        program = self._over_models(function)
 
         def place(result):
             return state if _is_state(result) else self._replicated(result)
@@ -147,7 +165,49 @@ class Programs:
             options=loop_options(self.sharding, self.target.dtype),
         )
 
-    # --- over the state and prefixes ------------------------------------------------------------
+    # --- grammars -------------------------------------------------------------------------------
+
+    def _compile_draft(self):
+        state = self.abstract_state()
+        run = self._over_models(functools.partial(dispatch.propose, rules=self.rules))
+        return lower(
+            run, *self._weights, state, out=(state, self._abstract_proposal()), donate=(2,)
+        )
+
+    def _compile_conclude(self):
+        state, layout = self.abstract_state(), self.layout
+        words = first_token.num_words(self.target.arch.vocab_size)
+        run = self._over_models(functools.partial(dispatch.conclude, rules=self.rules))
+        proposal = self._abstract_proposal()
+        allowed = self._whole((layout.batch_size, layout.block_size, words), jnp.int32)
+        ready = self._whole((layout.batch_size,), jnp.bool_)
+        inputs = *self._weights, state, proposal, allowed, ready
+        _, report = jax.eval_shape(run, *inputs)
+        return lower(
+            run, *inputs, out=(state, jax.tree.map(self._replicated, report)), donate=(2,),
+            options=loop_options(self.sharding, self.target.dtype),
+        )  # fmt: skip
+
+    def _over_models(self, function: Callable) -> Callable:
+        """The function of (target, drafter, …) over their weights."""
+
+        def program(target_params, drafter_params, *args):
+            target = nnx.merge(self._target_graph, target_params)
+            return function(target, nnx.merge(self._drafter_graph, drafter_params), *args)
+
+        return program
+
+    def _abstract_proposal(self) -> Proposal:
+        """Tokens on every device, for the host to read; probabilities where the target's are."""
+        run = self._over_models(functools.partial(dispatch.propose, rules=self.rules))
+        _, found = jax.eval_shape(run, *self._weights, self.abstract_state())
+        probs = found.probs
+        if probs is not None:
+            probs = self.sharding.abstract(probs.shape, ("batch", None, "vocab"), probs.dtype)
+        found = dataclasses.replace(found, probs=None)
+        return dataclasses.replace(jax.tree.map(self._replicated, found), probs=probs)
+
+    # --- over the state -------------------------------------------------------------------------
 
     def _compile_new_state(self):
         abstract = self.abstract_state()
@@ -204,16 +264,28 @@ class Programs:
         cache, lanes, lines = self.abstract_state().cache, self.abstract_lanes(), self.num_lanes
         anchors = self._whole((lines,), jnp.int32)
 
-        def prefill(target_params, drafter_params, cache, lanes, chunk, *sampling):
+        def prefill(target_params, drafter_params, cache, lanes, chunk, asked, *sampling):
             target = nnx.merge(self._target_graph, target_params)
             drafter = nnx.merge(self._drafter_graph, drafter_params)
             params = jax.tree.map(lambda x: x[:, 0], jax.vmap(sequence_params)(*sampling))
-            return prefill_chunk(target, drafter, cache, lanes, chunk, params)
+            return prefill_chunk(target, drafter, cache, lanes, chunk, params, asked)
 
         return lower(
             prefill, *self._weights, cache, lanes, self._abstract_chunk(rows),
-            *self._sampling_scalars(lines), out=(cache, lanes, anchors), donate=(2, 3),
+            self._abstract_asked(lines), *self._sampling_scalars(lines),
+            out=(cache, lanes, anchors, self._abstract_logprobs(lines)), donate=(2, 3),
         )  # fmt: skip
+
+    def _compile_plain(self, lanes: int):
+        """What sequences ask for that ask for nothing, so that no call has to bring it along."""
+        plain = controls.of_request(Request(0, (), 1), (), self.layout.max_length)
+        allowed = first_token.allow_all(self.target.arch.vocab_size)
+
+        def new():
+            asked = first_token.Asked(plain, allowed)
+            return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * lanes), asked)
+
+        return lower(new, out=self._abstract_asked(lanes))
 
     def _compile_insert(self):
         state, lanes = self.abstract_state(), self.abstract_lanes()
@@ -221,8 +293,14 @@ class Programs:
         anchors = self._whole((self.num_lanes,), jnp.int32)
         stop_ids = self._whole((self.num_stop_ids,), jnp.int32)
 
-        def insert(state, lanes, anchors, lane, slot, table, length, limit, stop_ids, *sampling):
+        def insert(
+            state, lanes, anchors, lane, slot, table, length, limit, stop_ids, asked, *sampling
+        ):
             anchor = anchors[lane]
+            # What a sequence has said before this one may be on the device alone.
+            asked = asked.with_tokens(
+                jnp.reshape(length - 1, 1), anchor[None, None], jnp.ones(1, jnp.int32)
+            )
             ended = (length >= limit) | jnp.any(anchor == stop_ids) | (anchor == broken.NO_TOKEN)
             params = sequence_params(*sampling)
             page_table = state.cache.page_table.at[slot].set(table)
@@ -235,16 +313,20 @@ class Programs:
                 sampling=jax.tree.map(
                     lambda batch, one: batch.at[slot].set(one[0]), state.sampling, params
                 ),
+                controls=jax.tree.map(
+                    lambda batch, one: batch.at[slot].set(one[0]), state.controls, asked
+                ),
                 cache=dataclasses.replace(state.cache, page_table=page_table),
                 drafter=self.drafter.insert(state.drafter, lanes, lane, slot),
                 adaptive=state.adaptive and state.adaptive.insert(slot),
                 broken_at=state.broken_at.at[slot].set(0),
+                concluded=state.concluded,
             )
 
         number = self._scalar()
         return lower(
             insert, state, lanes, anchors, number, number, table, number, number, stop_ids,
-            *self._sampling_scalars(), out=state, donate=(0,),
+            self._abstract_asked(1).controls, *self._sampling_scalars(), out=state, donate=(0,),
         )  # fmt: skip
 
     # --- the prefix cache -----------------------------------------------------------------------
@@ -386,6 +468,14 @@ class Programs:
             table=self._whole((lanes, self.layout.prefill_pages), jnp.int32),
         )
 
+    def _abstract_asked(self, lanes: int) -> first_token.Asked:
+        vocab_size = self.target.arch.vocab_size
+        return first_token.abstract(lanes, self.layout.max_length, vocab_size, self.sharding)
+
+    def _abstract_logprobs(self, *shape: int) -> logprobs.Logprobs:
+        found = jax.eval_shape(lambda: logprobs.zeros(shape, self.target.arch.vocab_size))
+        return jax.tree.map(self._replicated, found)
+
     def _sampling_scalars(self, *lanes: int) -> list[jax.ShapeDtypeStruct]:
         """What `Sampling.scalars` gives, of each lane if there are any."""
         return [self._whole((*lanes, *x.shape), x.dtype) for x in Sampling().scalars()]
@@ -397,6 +487,7 @@ class Programs:
             temperature=floats,
             top_k=self.sharding.abstract((batch,), (name,), jnp.int32),
             top_p=floats,
+            min_p=floats,
         )
 
     def _seconds(self) -> jax.ShapeDtypeStruct:

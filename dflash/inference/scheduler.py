@@ -22,14 +22,17 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dflash.inference import broken
+from dflash.inference import broken, constrained, controls, first_token
 from dflash.inference.adaptive import spare_rows
 from dflash.inference.engine import Engine, Piece
+from dflash.inference.first_token import Asked
+from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.prefix_cache import PrefixCache
-from dflash.inference.request import Completion, Event, Request, Tokens
+from dflash.inference.request import Completion, Event, Request, TokenLogprobs, Tokens
 from dflash.inference.state import DecodeState, Report
 from dflash.inference.stats import SchedulerStats
+from dflash.text.grammar import Matcher
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,10 +45,14 @@ class _Sequence:
       prefilled: tokens of its context that are in them, until it decodes.
       published: pages that the prefix cache knows.
       touched: whether the drafter has seen anything of it in its lane.
+      matcher: of its grammar; it has seen all of the output.
+      asked: what it asks of its first token; None: nothing.
     """
 
     request: Request
     submitted_at: float
+    matcher: Matcher | None = None
+    asked: Asked | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     block_sizes: list[int] = dataclasses.field(default_factory=list)
@@ -70,6 +77,19 @@ class _Sequence:
         """Number of committed tokens, prompt included."""
         return len(self.request.prompt) + len(self.output_ids)
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Takes newly committed tokens."""
+        self.output_ids += tokens
+        if self.matcher:
+            self.matcher.advance([one for one in tokens if one not in self.request.stop_ids])
+
+    @property
+    def finish_reason(self) -> str:
+        """See `Completion`."""
+        if self.output_ids[-1] not in self.request.stop_ids:
+            return "length"
+        return "error" if self.matcher and not self.matcher.may_end else "stop"
+
     @property
     def context(self) -> int:
         """Tokens to prefill: the prompt, or all before the anchor where there is one already."""
@@ -83,6 +103,7 @@ class _Prefill:
     enqueued_at: float
     sequences: dict[int, tuple[_Sequence, bool]]
     anchors: jax.Array
+    logprobs: Logprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +111,7 @@ class _Cycles:
     """A dispatch of cycles that the device was given."""
 
     enqueued_at: float
-    report: Report
+    reports: list[Report]
 
 
 class Scheduler:
@@ -138,8 +159,15 @@ class Scheduler:
         self._engine.check(request)
         if request.id in self._ids:
             raise ValueError(f"request {request.id} is in flight already")
+        matcher = request.grammar and request.grammar.matcher()
+        asked = None
+        if not controls.is_plain(request):
+            asked = Asked(
+                controls.of_request(request, (), self._layout.max_length),
+                first_token.allowed_first(request, matcher, self._engine.vocab_size),
+            )
         self._ids.add(request.id)
-        self._queue.append(_Sequence(request, time.perf_counter()))
+        self._queue.append(_Sequence(request, time.perf_counter(), matcher, asked))
 
     def cancel(self, id: int) -> bool:
         """Drops a request, whose slot and pages are free at once; no further events come of it.
@@ -221,10 +249,17 @@ class Scheduler:
             self._prefill()
             if not (self._running or self._fill_at_once):
                 break
-        if self._running:
+        running = self._running.items()
+        ready = {
+            i: (one.request, one.matcher) for i, one in running if one.matcher and one.output_ids
+        }
+        others = any(one.matcher is None for _, one in running)
+        if ready or others:
             begin = time.perf_counter()
-            self._state, report = self._engine.generate(self._state)
-            self._given.append(_Cycles(begin, report))
+            self._state, reports = constrained.generate(
+                self._engine, self._state, ready, others=others
+            )
+            self._given.append(_Cycles(begin, reports))
 
     def _next_rows(self) -> int:
         """Rows of the next chunk, padding included."""
@@ -240,12 +275,17 @@ class Scheduler:
             start = one.prefilled
             end = min(start + self._layout.longest_chunk, one.context)
             sampling, fresh = one.request.sampling, not one.touched
-            pieces[lane] = Piece.of(one.text, start, end, one.pages, sampling, fresh=fresh)
+            asked = None if one.output_ids else one.asked
+            pieces[lane] = Piece.of(
+                one.text, start, end, one.pages, sampling, fresh=fresh, asked=asked
+            )
             one.prefilled, one.touched = end, True
             done[lane] = one, end == one.context
             self._counts.update(prefill_tokens=end - start, prefill_chunks=1)
-        self._state, self._lanes, anchors = self._engine.prefill(self._state, self._lanes, pieces)
-        self._given.append(_Prefill(begin, done, anchors))
+        self._state, self._lanes, anchors, logprobs = self._engine.prefill(
+            self._state, self._lanes, pieces
+        )
+        self._given.append(_Prefill(begin, done, anchors, logprobs))
         for lane, (one, complete) in done.items():
             if complete:
                 self._insert(lane, one, anchors)
@@ -254,7 +294,7 @@ class Scheduler:
         """Moves a prefilled sequence from its lane to its slot."""
         slot = Slot(one.slot, one.pages)
         self._state = self._engine.insert(
-            self._state, self._lanes, anchors, lane, slot, one.request, one.context + 1
+            self._state, self._lanes, anchors, lane, slot, one.request, one.output_ids
         )
         del self._entering[lane]
         self._running[one.slot] = one
@@ -273,9 +313,15 @@ class Scheduler:
                 one.prefill_ms += 1e3 * (end - begin)
                 # It may have been cancelled since.
                 if complete and one.slot is not None and not one.output_ids:
-                    events += self._begin(one, int(anchors[lane]), end)
+                    found: list[TokenLogprobs] = []
+                    if one.request.logprobs is not None:
+                        logprobs = jax.device_get(given.logprobs)
+                        found = logprobs.of((slice(lane, lane + 1),), 1, one.request.logprobs)
+                    events += self._begin(one, int(anchors[lane]), end, found)
             return events
-        report = jax.device_get(given.report)
+        wanted = any(one.request.logprobs is not None for one in self._running.values())
+        reports = given.reports if wanted else [one.without_logprobs() for one in given.reports]
+        report = Report.joined(jax.device_get(reports))
         begin, end = self._time(given.enqueued_at)
         self._clock_s += end - begin
         self._counts.update(dispatches=1, cycles=int(report.cycles))
@@ -289,14 +335,16 @@ class Scheduler:
         begin, self._done_at = max(enqueued_at, self._done_at), time.perf_counter()
         return begin, self._done_at
 
-    def _begin(self, one: _Sequence, anchor: int, now: float) -> list[Event]:
+    def _begin(
+        self, one: _Sequence, anchor: int, now: float, logprobs: Sequence[TokenLogprobs]
+    ) -> list[Event]:
         """The first token of a request; the device has decided alike whether it is the last."""
         request = one.request
         if anchor == broken.NO_TOKEN:
             raise self._engine.explain(request, ())
         one.first_token_at = now
-        one.output_ids.append(anchor)
-        events: list[Event] = [Tokens(request.id, (anchor,))]
+        one.extend([anchor])
+        events: list[Event] = [Tokens(request.id, (anchor,), logprobs=tuple(logprobs))]
         if request.max_new_tokens == 1 or anchor in request.stop_ids:
             events.append(self._finish(one, now))
         return events
@@ -311,11 +359,12 @@ class Scheduler:
             ran = np.flatnonzero(counts[:, index])
             fresh = _tokens(report, index, ran)
             lengths = [int(counts[i, index]) for i in ran]
-            one.output_ids += fresh
+            one.extend(fresh)
             one.acceptance_lengths += lengths
             one.block_sizes += [int(report.block_sizes[i]) for i in ran]
             if fresh:
-                events.append(Tokens(one.request.id, tuple(fresh), tuple(lengths)))
+                found = _logprobs(report, index, ran, one.request.logprobs)
+                events.append(Tokens(one.request.id, tuple(fresh), tuple(lengths), found))
             if not report.active[index]:
                 events.append(self._finish(one, begin + len(ran) / cycles * (end - begin)))
         return events
@@ -330,11 +379,10 @@ class Scheduler:
     def _finish(self, one: _Sequence, now: float) -> Completion:
         self._vacate(one)
         self._ids.discard(one.request.id)
-        stopped = one.output_ids[-1] in one.request.stop_ids
         return Completion(
             id=one.request.id,
             output_ids=tuple(one.output_ids),
-            finish_reason="stop" if stopped else "length",
+            finish_reason=one.finish_reason,
             acceptance_lengths=tuple(one.acceptance_lengths),
             block_sizes=tuple(one.block_sizes),
             prefill_ms=one.prefill_ms,
@@ -481,3 +529,14 @@ def _tokens(report: Report, index: int, cycles: np.ndarray) -> list[int]:
     """What a slot has committed in these cycles."""
     counts = report.num_committed[:, index]
     return [token for i in cycles for token in report.tokens[i, index, : counts[i]].tolist()]
+
+
+def _logprobs(
+    report: Report, index: int, cycles: np.ndarray, wanted: int | None
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of what a slot has committed in these cycles, if it wants them."""
+    if wanted is None:
+        return ()
+    counts = report.num_committed[:, index]
+    found = (report.logprobs.of((i, index), counts[i], wanted) for i in cycles)
+    return tuple(one for cycle in found for one in cycle)

@@ -129,8 +129,10 @@ class MeasuredEngine(Engine):
 
     def _show_cycle(self, target, drafter, state):
         proposal = self._propose(target, drafter, state)
-        shown = cycle.cycle(target, drafter, state, rules=self.rules, block_size=drafter.block_size)
-        return *shown, proposal
+        state, shown = cycle.cycle(
+            target, drafter, state, rules=self.rules, block_size=drafter.block_size
+        )
+        return state, shown.tokens, shown.count, proposal
 
 
 def _like(array: jax.Array, values) -> jax.Array:

@@ -278,6 +278,7 @@ def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:
         temperature,
         jnp.zeros(batch, jnp.int32),
         jnp.ones(batch, jnp.float32),
+        jnp.zeros(batch, jnp.float32),
     )
     return SequenceSampler(params, with_probs)
 
