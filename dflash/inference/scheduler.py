@@ -240,7 +240,7 @@ class Scheduler:
         Where nothing is being decoded a dispatch ends with the chunk, unless it completes a prompt.
         """
         self._grow()
-        left = self._layout.longest_chunk
+        left = self._layout.prefill_chunk
         while self._admit():
             rows, decoding = self._next_rows(), bool(self._running)
             if decoding and rows > left and not self._fill_at_once:
