@@ -158,7 +158,7 @@ def expected(
 
 @functools.cache
 def _plain_engine() -> Engine:
-    return engine(batch_size=8, sync_every=8, max_length=96)
+    return engine(batch_size=8, sync_every=8, max_length=128)
 
 
 @functools.cache
