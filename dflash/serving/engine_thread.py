@@ -11,7 +11,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -20,8 +20,9 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import Event, Request
 from dflash.inference.scheduler import Scheduler, SchedulerStats
 from dflash.parallel import distributed
+from dflash.serving.lanes import Lanes
+from dflash.text.grammar import Vocabulary
 
-DRAFTED, PLAIN = "drafted", "plain"  # the lanes: with the drafter, and without
 # Other processes wait for a word of the first one; it speaks at least so often.
 _HEARTBEAT_S = 5.0
 
@@ -79,15 +80,15 @@ class Listener(Protocol):
 class EngineThread(threading.Thread):
     """Runs a scheduler for each lane; the only thread that uses jax."""
 
-    def __init__(self, start: Callable[[], Mapping[str, Engine]], listener: Listener):
+    def __init__(self, lanes: Lanes, listener: Listener):
         """Starts nothing yet.
 
         Args:
-          start: loads, compiles and returns the engine of each lane; called on the thread.
+          lanes: are started on the thread.
           listener: hears of everything.
         """
         super().__init__(name="engine", daemon=True)
-        self._prepare, self._listener = start, listener
+        self._source, self._listener = lanes, listener
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lanes: dict[str, Scheduler] = {}
 
@@ -102,7 +103,7 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         """Serves until it is told to stop, or fails."""
         try:
-            engines = self._prepare()
+            engines = self._source.start()
             self._lanes = {name: Scheduler(engine) for name, engine in engines.items()}
             self._listener.ready(engines)
             while self._obey(self._heard()):
@@ -132,7 +133,15 @@ class EngineThread(threading.Thread):
                     heard.append(self._commands.get(timeout=_HEARTBEAT_S if several else None))
             while not self._commands.empty():
                 heard.append(self._commands.get())
-        return distributed.from_first(heard) if several else heard
+        if not several:
+            return heard
+        return [self._at_home(one) for one in distributed.from_first(list(map(_portable, heard)))]
+
+    def _at_home(self, command: Command) -> Command:
+        """A command that was portable, with this process's vocabulary in its grammar."""
+        if not isinstance(command, Submit) or command.request.grammar is None:
+            return command
+        return _with_vocabulary(command, self._source.vocabulary())
 
     def _obey(self, commands: Sequence[Command]) -> bool:
         """Carries commands out; returns whether to go on."""
@@ -152,3 +161,16 @@ class EngineThread(threading.Thread):
                 case Stop():
                     return False
         return True
+
+
+def _portable(command: Command) -> Command:
+    """A command without the vocabulary of its grammar, which every process has."""
+    if not isinstance(command, Submit) or command.request.grammar is None:
+        return command
+    return _with_vocabulary(command, None)
+
+
+def _with_vocabulary(command: Submit, vocabulary: Vocabulary | None) -> Submit:
+    grammar = dataclasses.replace(command.request.grammar, vocabulary=vocabulary)
+    request = dataclasses.replace(command.request, grammar=grammar)
+    return dataclasses.replace(command, request=request)
