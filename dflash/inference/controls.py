@@ -182,6 +182,19 @@ def abstract(batch: int, name: str | None, max_length: int, sharding: Sharding) 
     )
 
 
+def is_plain(request: Request) -> bool:
+    """Whether a request asks for nothing of this, nor for log-probabilities."""
+    sampling = request.sampling
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, request.min_new_tokens
+    return (
+        not any(penalties)
+        and sampling.repetition_penalty == 1
+        and not sampling.logit_bias
+        and request.logprobs is None
+        and request.grammar is None
+    )
+
+
 def of_request(request: Request, said: tuple[int, ...], max_length: int) -> Controls:
     """The controls of a request whose output so far is `said`: numpy arrays without batch.
 

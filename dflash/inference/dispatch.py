@@ -19,10 +19,34 @@ def run_cycles(
 ) -> tuple[DecodeState, Report]:
     """Runs cycles until `max_cycles` are done or no slot is active; see `cycle.cycle`.
 
-    Constrained sequences wait: their tokens depend on masks, which `conclude` is given.
+    A cycle of `conclude` counts as done. Constrained sequences wait: their tokens depend on masks,
+    which `conclude` is given.
     """
+    sizes, most = rules.block_sizes, max_cycles - state.concluded
+    waiting = state.active & state.controls.constrained
+    state = dataclasses.replace(state, active=state.active & ~waiting)
     report = _empty_report(target, drafter, state, max_cycles)
-    return _continue(target, drafter, state, report, rules=rules)
+
+    def go_on(carry):
+        _, report = carry
+        return (report.cycles < most) & jnp.any(report.active)
+
+    def step(size, carry):
+        state, report = carry
+        state, outcome = cycles.cycle(target, drafter, state, rules=rules, block_size=size)
+        return _choose(state, sizes), _record(report, state, outcome, size)
+
+    steps = [functools.partial(step, size) for size in sizes]
+    if state.adaptive is None:
+        state, report = jax.lax.while_loop(go_on, steps[0], (state, report))
+    else:
+        catch_up = functools.partial(_catch_up, target, drafter)
+        carry = _choose(state, sizes), report
+        state, report = _loop_by_size(go_on, steps, catch_up, carry)
+    state = dataclasses.replace(
+        state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
+    )
+    return state, dataclasses.replace(report, active=state.active)
 
 
 def propose(
@@ -43,10 +67,11 @@ def conclude(
     allowed: jax.Array,
     ready: jax.Array,
     *,
-    max_cycles: int,
     rules: Rules,
 ) -> tuple[DecodeState, Report]:
-    """A dispatch whose first cycle verifies a proposal under masks; see `cycle.conclude`.
+    """The first cycle of a dispatch verifies a proposal under masks; see `cycle.conclude`.
+
+    `run_cycles` then does the others.
 
     Args:
       state: as `propose` left it.
@@ -54,42 +79,14 @@ def conclude(
       allowed: int32 [B, R, ceil(V / 32)]; all ones for sequences that are not constrained.
       ready: bool [B]; constrained sequences whose masks are there. Others wait.
     """
-    report = _empty_report(target, drafter, state, max_cycles)
     waiting = state.active & state.controls.constrained & ~ready
     state = dataclasses.replace(state, active=state.active & ~waiting)
+    report = _empty_report(target, drafter, state, 1)
     state, outcome = cycles.conclude(target, drafter, state, proposal, rules=rules, allowed=allowed)
-    state = dataclasses.replace(state, active=state.active | waiting)
-    report = _record(report, state, outcome, rules.block_sizes[-1])
-    return _continue(target, drafter, state, report, rules=rules)
-
-
-def _continue(
-    target: Decoder, drafter: Drafter, state: DecodeState, report: Report, *, rules: Rules
-) -> tuple[DecodeState, Report]:
-    """Runs cycles of all but the constrained sequences until the report is full."""
-    sizes, max_cycles = rules.block_sizes, report.tokens.shape[0]
-    waiting = state.active & state.controls.constrained
-    state = dataclasses.replace(state, active=state.active & ~waiting)
-    report = dataclasses.replace(report, active=state.active)
-
-    def go_on(carry):
-        _, report = carry
-        return (report.cycles < max_cycles) & jnp.any(report.active)
-
-    def step(size, carry):
-        state, report = carry
-        state, outcome = cycles.cycle(target, drafter, state, rules=rules, block_size=size)
-        return _choose(state, sizes), _record(report, state, outcome, size)
-
-    steps = [functools.partial(step, size) for size in sizes]
-    if state.adaptive is None:
-        state, report = jax.lax.while_loop(go_on, steps[0], (state, report))
-    else:
-        catch_up = functools.partial(_catch_up, target, drafter)
-        carry = _choose(state, sizes), report
-        state, report = _loop_by_size(go_on, steps, catch_up, carry)
-    state = dataclasses.replace(state, active=state.active | waiting)
-    return state, dataclasses.replace(report, active=state.active)
+    state = dataclasses.replace(
+        state, active=state.active | waiting, concluded=jnp.ones_like(state.concluded)
+    )
+    return state, _record(report, state, outcome, rules.block_sizes[-1])
 
 
 def _empty_report(target: Decoder, drafter: Drafter, state: DecodeState, max_cycles: int) -> Report:

@@ -1,5 +1,7 @@
 """The first token of an output, which comes from the prompt's own pass."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,15 +11,26 @@ from dflash.inference.controls import Controls
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.request import Request
 from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.parallel.sharding import Sharding
 from dflash.text import grammar
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What n sequences ask of their first tokens.
+
+    Attributes:
+      controls: what shapes their logits; `text` holds the prompts.
+      allowed: int32 [n, ceil(V / 32)]; tokens that may be drawn; see `allowed_first`.
+    """
+
+    controls: Controls
+    allowed: jax.Array
+
+
 def draw(
-    logits: jax.Array,
-    length: jax.Array,
-    sampling: SamplingParams,
-    asked: Controls,
-    allowed: jax.Array,
+    logits: jax.Array, length: jax.Array, sampling: SamplingParams, asked: Asked
 ) -> tuple[jax.Array, Logprobs]:
     """Draws the token after each prompt.
 
@@ -25,8 +38,7 @@ def draw(
       logits: float32 [n, 1, V]; after the last token of each.
       length: int32 [n]; tokens of each.
       sampling: how each sequence draws.
-      asked: what shapes its logits; `text` holds the prompt.
-      allowed: int32 [n, ceil(V / 32)]; tokens that may be drawn; see `allowed_first`.
+      asked: by the sequences.
     Returns:
       tokens int32 [n], `broken.NO_TOKEN` where logits are not finite; log-probabilities [n].
     """
@@ -39,14 +51,15 @@ def draw(
         nothing = jnp.zeros((logits.shape[0], 0), jnp.int32)
         # Stop tokens that come too early are not allowed in the first place.
         shaped = controls.shape_logits(
-            logits, asked, length, nothing, nothing, allowed=allowed[:, None]
+            logits, own, length, nothing, nothing, allowed=asked.allowed[:, None]
         )
         return judge(shaped)
 
-    shapes = asked.shapes(length, jnp.ones(length.shape, bool)) | jnp.any(allowed != -1)
+    own = asked.controls
+    shapes = own.shapes(length, jnp.ones(length.shape, bool)) | jnp.any(asked.allowed != -1)
     with jax.named_scope("if_shaped"):
         drawn, sound = jax.lax.cond(shapes, judge_shaped, lambda: judge(logits))
-    found = logprobs.of_tokens(logits, drawn, asked.logprobs)
+    found = logprobs.of_tokens(logits, drawn, own.logprobs)
     tokens = jnp.where(sound, drawn, broken.NO_TOKEN)[:, 0]
     return tokens, jax.tree.map(lambda x: x[:, 0], found)
 
@@ -54,6 +67,14 @@ def draw(
 def num_words(vocab_size: int) -> int:
     """Words of a mask over the vocabulary."""
     return -(-vocab_size // 32)
+
+
+def abstract(lanes: int, max_length: int, vocab_size: int, sharding: Sharding) -> Asked:
+    """Shapes of what the sequences of `lanes` lanes ask for, on every device."""
+    return Asked(
+        controls.abstract(lanes, None, max_length, sharding),
+        sharding.abstract((lanes, num_words(vocab_size)), (None, None), jnp.int32),
+    )
 
 
 def allow_all(vocab_size: int) -> np.ndarray:

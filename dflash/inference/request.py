@@ -149,7 +149,8 @@ class Completion:
     Attributes:
       id: the request's.
       output_ids: without the prompt.
-      finish_reason: "stop" (a stop token, which is the last output id) or "length".
+      finish_reason: "stop" (a stop token, which is the last output id), "length", or "error": the
+        output could not be continued as its grammar demands, so it does not match.
       acceptance_lengths: tokens committed in each cycle, bonus included. The first output token
         comes from the prefill, so they sum to len(output_ids) - 1.
       block_sizes: rows that the target verified in each of these cycles.
@@ -287,5 +288,3 @@ def _check_output(where: str, request: Request) -> None:
             f"{where}: an output that matches a grammar needs a stop token to end with; give "
             "decode.stop_ids, or leave decode.ignore_eos off"
         )
-    if request.grammar is not None:
-        raise errors.InputError(f"{where}: grammar is not supported yet; leave it out")

@@ -1,9 +1,11 @@
 """The state of the decode loop, and the report of one dispatch."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from dflash.inference.adaptive import Adaptive
 from dflash.inference.controls import Controls
@@ -34,6 +36,7 @@ class DecodeState:
         drafter's state still lacks.
       broken_at: int32 [B]; position of the first token whose logits were not finite, which ended
         the sequence; 0 if there was none.
+      concluded: int32 []; cycles of the current dispatch that are done before its loop begins.
     """
 
     length: jax.Array
@@ -47,34 +50,7 @@ class DecodeState:
     drafter: Any
     adaptive: Adaptive | None
     broken_at: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """A prefilled prompt, ready for a slot; batch dimension 1.
-
-    Attributes:
-      length: int32 [1]; prompt tokens in cache and drafter state.
-      anchor: int32 [1]; the first new token; negative if its logits were not finite.
-      sampling: of the sequence.
-      controls: likewise.
-      allowed: int32 [1, ceil(V / 32)]; tokens that the anchor may be.
-      logprobs: of the anchor.
-      cache: the prompt's keys and values, in pages 1, 2, … of a pool of its own.
-      drafter: the drafter's state after the prompt.
-      bucket: padded length of the prompt in tokens; static.
-    """
-
-    length: jax.Array
-    anchor: jax.Array
-    sampling: SamplingParams
-    controls: Controls
-    allowed: jax.Array
-    logprobs: Logprobs
-    cache: PagedCache
-    drafter: Any
-    bucket: int = dataclasses.field(metadata={"static": True})
+    concluded: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -99,6 +75,21 @@ class Report:
     block_sizes: jax.Array
     broken_at: jax.Array
     logprobs: Logprobs | None
+
+    @classmethod
+    def joined(cls, reports: Sequence["Report"]) -> "Report":
+        """The report of a dispatch in several parts, from theirs; numpy arrays."""
+        *_, last = reports
+        if len(reports) == 1:
+            return last
+        ran = [jax.tree.map(lambda x, n=int(one.cycles): x[:n], one.by_cycle()) for one in reports]
+        whole = jax.tree.map(lambda *parts: np.concatenate(parts), *ran)
+        return dataclasses.replace(last, cycles=sum(int(one.cycles) for one in reports), **whole)
+
+    def by_cycle(self) -> dict[str, Any]:
+        """The fields that have an entry for every cycle."""
+        names = "tokens", "num_committed", "block_sizes", "logprobs"
+        return {name: getattr(self, name) for name in names}
 
     def without_logprobs(self) -> "Report":
         """All but the log-probabilities, which take time to fetch."""

@@ -124,7 +124,7 @@ class Grammar:
         Raises:
           InputError: the grammar is unusable, or llguidance is absent.
         """
-        return Matcher(self._compiled.deep_copy(), self.vocabulary)
+        return Matcher(self._compiled, self.vocabulary)
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -175,8 +175,19 @@ class Matcher:
 
     def __init__(self, state: Any, vocabulary: Vocabulary):
         """Takes llguidance's matcher, for itself alone."""
-        self._state, self._vocabulary = state, vocabulary
-        self._length = 0
+        self._beginning, self._vocabulary = state, vocabulary
+        self._state = state.deep_copy()
+        self._said: list[int] = []
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the output so far matches the grammar as a whole."""
+        return not self._state.is_error() and self._state.is_accepting()
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Takes the next tokens of the output, which the masks have allowed; no end among them."""
+        self._said += tokens
+        self._state.consume_tokens(list(tokens))
 
     def fill(
         self,
@@ -189,68 +200,56 @@ class Matcher:
     ) -> None:
         """Writes which tokens may follow the output so far, and each draft of a proposal.
 
-        Rows that no accepted path reaches are left as they are.
+        Where nothing may follow, because the grammar outgrows its limits or no token fits, the
+        output ends; `may_end` then says that it is not whole. Rows that no accepted path reaches
+        are left as they are.
 
         Args:
           masks: int32 [R, ceil(V / 32)]; bit v % 32 of word v // 32 is for token v. Row 0 follows
             the output so far, row g + 1 follows draft g.
           tokens: the G = R - 1 drafts.
           parents: row that each draft continues; None: a chain.
-          ends: the tokens that end the output; they may follow only where the output may end.
-          first_end: output tokens before which the output may end only if nothing else is possible.
-        Raises:
-          InputError: the grammar has become too large on the way.
+          ends: tokens that end the output; they may follow only where the output may end.
+          first_end: output tokens before which the output ends only if nothing else is possible.
         """
         children: dict[int, list[int]] = {}
         for draft, token in enumerate(tokens):
             if token not in ends:
                 parent = draft if parents is None else parents[draft]
                 children.setdefault(parent, []).append(draft)
-        self._fill_row(masks[0], ends, first_end)
-        path = [iter(children.get(0, ()))]
-        rows = [0]
-        while path:
-            draft = next(path[-1], None)
+        self._fill_row(masks[0], len(self._said), ends, first_end)
+        path = [(0, iter(children.get(0, ())))]
+        while path and not self._state.is_error():
+            row, rest = path[-1]
+            draft = next(rest, None)
             if draft is None:
                 path.pop()
-                rows.pop()
-                if rows:
-                    self._back()
-                continue
-            token, row = tokens[draft], draft + 1
-            if _allows(masks[rows[-1]], token):
-                self.advance((token,))
-                self._fill_row(masks[row], ends, first_end)
-                path.append(iter(children.get(row, ())))
-                rows.append(row)
+                if path:
+                    self._state.rollback(1)
+            elif _allows(masks[row], tokens[draft]):
+                self._state.consume_token(tokens[draft])
+                self._fill_row(masks[draft + 1], len(self._said) + len(path), ends, first_end)
+                path.append((draft + 1, iter(children.get(draft + 1, ()))))
+        if len(path) > 1:  # a draft was too much for it, which need not become part of the output
+            self._state = self._beginning.deep_copy()
+            self._state.consume_tokens(self._said)
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Takes the next tokens of the output, which the masks have allowed; no end among them."""
-        if tokens and not self._state.consume_tokens(list(tokens)):
-            raise errors.InputError(f"grammar: {_first_line(self._state.get_error())}")
-        self._length += len(tokens)
-
-    def _back(self) -> None:
-        self._state.rollback(1)
-        self._length -= 1
-
-    def _fill_row(self, row: np.ndarray, ends: Sequence[int], first_end: int) -> None:
+    def _fill_row(self, row: np.ndarray, length: int, ends: Sequence[int], first_end: int) -> None:
+        """Writes which tokens may follow an output of `length` tokens."""
         end = self._vocabulary.end
         words = np.frombuffer(self._state.compute_bitmask(), np.int32)[: end // 32 + 1].copy()
         if self._state.is_error():
-            raise errors.InputError(f"grammar: {_first_line(self._state.get_error())}")
-        if self._length == 0:
+            words[:] = 0
+        if length == 0:
             words &= ~self._vocabulary.not_first
         may_end = _allows(words, end)
         words.view(np.uint32)[-1] &= np.uint32((1 << end % 32) - 1)
-        for token in ends:
-            if token < end:
-                _set(words, token, False)
-        may_end &= self._length >= first_end or not words.any()
+        forbid(words, [token for token in ends if token < end])
         shared = min(len(row), len(words))
         row[:shared], row[shared:] = words[:shared], 0
-        for token in ends if may_end else ():
-            _set(row, token, True)
+        if (may_end and length >= first_end) or not words.any():
+            for token in ends:
+                _set(row, token, True)
 
 
 def forbid(words: np.ndarray, tokens: Sequence[int]) -> None:
@@ -295,8 +294,9 @@ def _checked(grammar: Grammar) -> Grammar:
     if problem:
         raise _unusable(grammar.kind, problem)
     masks = np.zeros((1, len(grammar.vocabulary.not_first)), np.int32)
-    grammar.matcher().fill(masks, ends=(grammar.vocabulary.end,))
-    if not masks.any():
+    matcher = grammar.matcher()
+    matcher.fill(masks, ends=(grammar.vocabulary.end,))
+    if not matcher.may_end and _allows(masks[0], grammar.vocabulary.end):
         raise _unusable(grammar.kind, "no token of the target can begin what it matches")
     return grammar
 
