@@ -61,7 +61,7 @@ def _serve(command: cli.Command) -> int:
     from dflash.runs import dates
     from dflash.runs.display import Display
     from dflash.serving import server
-    from dflash.serving.lanes import Lanes
+    from dflash.serving.tracks import Tracks
 
     distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     dry = command.dry_run
@@ -71,10 +71,10 @@ def _serve(command: cli.Command) -> int:
         print("\n".join(job.plan().lines()))
         return 0
     if jax.process_index() > 0:
-        return server.follow(Lanes(job, command.config, Display.silent()))
+        return server.follow(Tracks(job, command.config, Display.silent()))
     listener = server.listen(command.flags["host"], command.flags["port"])
     return server.run(
-        Lanes(job, command.config, Display(stream=False)),
+        Tracks(job, command.config, Display(stream=False)),
         listener,
         on_ready=lambda url: print(url, flush=True),
         profile_dir=command.profile_dir,

@@ -20,7 +20,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import Event, Request
 from dflash.inference.scheduler import Scheduler, SchedulerStats
 from dflash.parallel import distributed
-from dflash.serving.lanes import Lanes
+from dflash.serving.tracks import Tracks
 from dflash.text.grammar import Vocabulary
 
 # Other processes wait for a word of the first one; it speaks at least so often.
@@ -29,9 +29,9 @@ _HEARTBEAT_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Submit:
-    """Puts a request into a lane's queue."""
+    """Puts a request into a track's queue."""
 
-    lane: str
+    track: str
     request: Request
 
 
@@ -78,19 +78,19 @@ class Listener(Protocol):
 
 
 class EngineThread(threading.Thread):
-    """Runs a scheduler for each lane; the only thread that uses jax."""
+    """Runs a scheduler for each track; the only thread that uses jax."""
 
-    def __init__(self, lanes: Lanes, listener: Listener):
+    def __init__(self, tracks: Tracks, listener: Listener):
         """Starts nothing yet.
 
         Args:
-          lanes: are started on the thread.
+          tracks: are started on the thread.
           listener: hears of everything.
         """
         super().__init__(name="engine", daemon=True)
-        self._source, self._listener = lanes, listener
+        self._source, self._listener = tracks, listener
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._lanes: dict[str, Scheduler] = {}
+        self._tracks: dict[str, Scheduler] = {}
 
     # --- from any thread ------------------------------------------------------------------------
 
@@ -104,12 +104,12 @@ class EngineThread(threading.Thread):
         """Serves until it is told to stop, or fails."""
         try:
             engines = self._source.start()
-            self._lanes = {name: Scheduler(engine) for name, engine in engines.items()}
+            self._tracks = {name: Scheduler(engine) for name, engine in engines.items()}
             self._listener.ready(engines)
             while self._obey(self._heard()):
                 self._step()
-            for lane in self._lanes.values():
-                lane.close()
+            for track in self._tracks.values():
+                track.close()
         except BaseException as error:
             self._listener.stopped(error)
         else:
@@ -117,10 +117,10 @@ class EngineThread(threading.Thread):
 
     def _step(self) -> None:
         begin = time.perf_counter()
-        busy = [lane for lane in self._lanes.values() if not lane.idle]
-        events = [event for lane in busy for event in lane.step()]
+        busy = [track for track in self._tracks.values() if not track.idle]
+        events = [event for track in busy for event in track.step()]
         seconds = time.perf_counter() - begin if busy else 0.0
-        stats = {name: lane.stats() for name, lane in self._lanes.items()}
+        stats = {name: track.stats() for name, track in self._tracks.items()}
         self._listener.stepped(events, stats, seconds)
 
     def _heard(self) -> list[Command]:
@@ -128,7 +128,7 @@ class EngineThread(threading.Thread):
         several = jax.process_count() > 1
         heard: list[Command] = []
         if jax.process_index() == 0:
-            if all(lane.idle for lane in self._lanes.values()):
+            if all(track.idle for track in self._tracks.values()):
                 with contextlib.suppress(queue.Empty):
                     heard.append(self._commands.get(timeout=_HEARTBEAT_S if several else None))
             while not self._commands.empty():
@@ -147,13 +147,13 @@ class EngineThread(threading.Thread):
         """Carries commands out; returns whether to go on."""
         for command in commands:
             match command:
-                case Submit(lane, request):
-                    self._lanes[lane].submit(request)
+                case Submit(track, request):
+                    self._tracks[track].submit(request)
                 case Cancel(id):
-                    any(lane.cancel(id) for lane in self._lanes.values())
+                    any(track.cancel(id) for track in self._tracks.values())
                 case Flush():
-                    for lane in self._lanes.values():
-                        lane.flush_prefix_cache()
+                    for track in self._tracks.values():
+                        track.flush_prefix_cache()
                 case Profile(None):
                     jax.profiler.stop_trace()
                 case Profile(directory):

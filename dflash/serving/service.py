@@ -29,9 +29,9 @@ from dflash.serving.engine_thread import (
     Stop,
     Submit,
 )
-from dflash.serving.lanes import DRAFTED, PLAIN, Lanes
 from dflash.serving.metrics import Metrics
 from dflash.serving.refusal import Refusal
+from dflash.serving.tracks import DRAFTED, PLAIN, Tracks
 
 _LONGEST_RETRY_S = 60
 _UNKNOWN_RETRY_S = 1  # before any request has finished
@@ -143,20 +143,20 @@ class Service:
       metrics: what happened.
       state: what it does.
       model: what is served; None until it is ready.
-      stats: where the schedulers of the lanes stand.
+      stats: where the schedulers of the tracks stand.
       is_ready: set once requests are served, or never will be.
       ended: set once the engine's thread has ended.
       error: why it has, if it failed.
     """
 
-    def __init__(self, lanes: Lanes, profile_dir: str | None = None):
+    def __init__(self, tracks: Tracks, profile_dir: str | None = None):
         """Serves nothing yet.
 
         Args:
-          lanes: what is served.
+          tracks: what is served.
           profile_dir: where profiles go; None: there are none.
         """
-        self.config: ServeConfig = lanes.config.serve
+        self.config: ServeConfig = tracks.config.serve
         self.profile_dir = profile_dir
         self.created = int(time.time())
         self.metrics = Metrics()
@@ -166,7 +166,7 @@ class Service:
         self.error: BaseException | None = None
         self.ended = asyncio.Event()
         self.is_ready = asyncio.Event()
-        self._lanes = lanes
+        self._tracks = tracks
         self._engines: Mapping[str, Engine] = {}
         self._loop = asyncio.get_running_loop()
         self._thread: EngineThread | None = None
@@ -178,7 +178,7 @@ class Service:
 
     def start(self) -> None:
         """Starts the engine's thread."""
-        self._thread = EngineThread(self._lanes, self)
+        self._thread = EngineThread(self._tracks, self)
         self._thread.start()
 
     @property
@@ -208,11 +208,11 @@ class Service:
           Refusal: they cannot be decoded, or there are too many already.
         """
         model = self.served()
-        lane = DRAFTED if ask.drafting else PLAIN
+        track = DRAFTED if ask.drafting else PLAIN
         requests = ask.requests(model, self._ids)
         for request in requests:
             try:
-                self._engines[lane].check(request)
+                self._engines[track].check(request)
             except errors.InputError as error:
                 raise Refusal(str(error).removeprefix(f"prompt {request.id}: ")) from error
         if self.in_flight + len(requests) > self.slots + self.config.queue:
@@ -227,7 +227,7 @@ class Service:
         now = time.perf_counter()
         for index, request in enumerate(requests):
             self._flights[request.id] = Flight(call, index, request, now)
-            self._put(Submit(lane, request))
+            self._put(Submit(track, request))
         self.metrics.admitted(ask, model.decode)
         return call
 
@@ -300,7 +300,7 @@ class Service:
     # --- on the event loop ----------------------------------------------------------------------
 
     def _on_ready(self, engines: Mapping[str, Engine]) -> None:
-        self._engines, self.model = engines, self._lanes.model(engines)
+        self._engines, self.model = engines, self._tracks.model(engines)
         self.metrics.describe(self.model, engines[DRAFTED])
         if self.state is State.STARTING:
             self.state = State.READY

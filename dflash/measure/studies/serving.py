@@ -21,7 +21,7 @@ from dflash.measure.studies.result import Step, StudyResult, doubted
 from dflash.offline.job import Job
 from dflash.runs.display import Display
 from dflash.serving import server
-from dflash.serving.lanes import Lanes
+from dflash.serving.tracks import Tracks
 
 AT_A_TIME = (1, 2, 4, 8, 16, 32, 64)
 RATES = (0.5, 0.8)  # of the requests per second that plain decoding has reached
@@ -75,7 +75,7 @@ def _serving(config: BenchmarkRun, job: Job):
     )
     given = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)} | {"decode": decode}
     served = ServeRun(**given, serve=ServeConfig(queue=_QUEUE, drain_s=0.0))
-    return server.in_background(Lanes(job, served, Display.silent(), loaded=True))
+    return server.in_background(Tracks(job, served, Display.silent(), loaded=True))
 
 
 def _bodies(bench: benches.Bench, job: Job) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""From a checked job to what the server runs: an engine for each lane, and the model's facts."""
+"""From a checked job to what the server runs: an engine for each track, and the model's facts."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from dflash.serving.token_names import TokenNames
 from dflash.text.grammar import Vocabulary
 from dflash.text.tokenizer import Tokenizer
 
-DRAFTED, PLAIN = "drafted", "plain"  # the lanes: with the drafter, and without
+DRAFTED, PLAIN = "drafted", "plain"  # the tracks: with the drafter, and without
 
 
 class Job(Protocol):
@@ -37,7 +37,7 @@ class Job(Protocol):
         """The same target without a drafter."""
 
 
-class Lanes:
+class Tracks:
     """What a server serves; nothing of it is loaded before `start`.
 
     Attributes:
