@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dflash.llm import LLM as LLM
     from dflash.llm import Completion as Completion
     from dflash.llm import Piece as Piece
-    from dflash.llm import Sampling as Sampling
     from dflash.llm import Stream as Stream
+    from dflash.sampling import Sampling as Sampling
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,7 @@ True
 
 import copy
 import dataclasses
-import numbers
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -25,68 +25,21 @@ from typing import Any, Literal
 from dflash import errors, registry
 from dflash.checkpoints import assembly
 from dflash.config import loader
-from dflash.config.schema import DecodeConfig, DecodeRun
+from dflash.config.schema import DecodeRun
 from dflash.inference import request as requests
 from dflash.inference.engine import Engine
+from dflash.inference.request import Request, TokenLogprobs
 from dflash.offline import job as jobs
 from dflash.offline.decoding import decode
 from dflash.offline.job import Job
 from dflash.runs import compilation_cache as compilation_cache_lib
+from dflash.sampling import Sampling
 from dflash.text import prompts as prompts_lib
+from dflash.text.grammar import Vocabulary
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
 _MIN_LENGTH = 512  # tokens that an engine has room for, so that like lengths share its programs
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How to draw tokens and when to stop; what is left out is as the config's `decode` says.
-
-    >>> Sampling(temperature=0.8, max_tokens=64, seed=1).temperature
-    0.8
-
-    Attributes:
-      temperature: 0 is greedy.
-      top_k: number of likeliest tokens to draw from; 0 is off.
-      top_p: probability mass of the likeliest tokens to draw from; 1 is off.
-      max_tokens: output tokens at most.
-      seed: of the noise; prompt i of a call draws with noise of its own.
-      stop_token_ids: tokens that end the output, in addition to the checkpoint's and the config's.
-      ignore_eos: whether the checkpoint's own stop tokens do not count.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool | None = None
-
-    def __post_init__(self):
-        """Raises InputError if a value is of the wrong type; ranges are those of requests."""
-        integers = {"top_k", "max_tokens", "seed"}
-        for name in (*integers, "temperature", "top_p"):
-            value, whole = getattr(self, name), name in integers
-            kind = numbers.Integral if whole else numbers.Real
-            if value is not None and not isinstance(value, kind):
-                expected = "an integer" if whole else "a number"
-                raise errors.InputError(f"Sampling: {name}: expected {expected}, got {value!r}")
-
-    def applied_to(self, config: DecodeConfig) -> DecodeConfig:
-        """The config with what is given here in place of its own."""
-        given = {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "max_new_tokens": self.max_tokens,
-            "seed": self.seed,
-            "ignore_eos": self.ignore_eos,
-        }
-        given = {key: value for key, value in given.items() if value is not None}
-        stop_ids = (*config.stop_ids, *self.stop_token_ids)
-        return dataclasses.replace(config, **given, stop_ids=stop_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +51,13 @@ class Piece:
       token_ids: the tokens.
       drafted: whether they are accepted drafts; otherwise they are the target's own, which there is
         one of in each cycle, at its end.
+      logprobs: of the tokens, if asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     drafted: bool
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,21 +69,24 @@ class Completion:
       prompt_token_ids: its tokens.
       text: the output, without special tokens.
       token_ids: the output's tokens, a stop token included.
-      finish_reason: "stop" (a stop token, which is the last of `token_ids`) or "length".
+      finish_reason: "stop" (a stop token, which is the last of `token_ids`), "length", or "error":
+        the output could not be continued as its grammar demands.
       acceptance_lengths: tokens committed in each cycle. The first token comes from the prompt's
         own pass, so they sum to len(token_ids) - 1.
       prefill_ms: time from the prompt's start to its first token.
       decode_ms: time from the first token to the last.
+      logprobs: of each of `token_ids`, if asked for.
     """
 
     prompt: prompts_lib.Value
     prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "error"]
     acceptance_lengths: tuple[int, ...]
     prefill_ms: float
     decode_ms: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def tau(self) -> float:
@@ -254,11 +212,16 @@ class LLM:
         values = [prompts] if isinstance(prompts, str) else list(prompts)
         if not values:
             return []
-        job, engine = self._prepare(values, sampling)
-        events = decode(engine, job.requests(job.prompts))
-        done = {event.id: event for event in events if isinstance(event, requests.Completion)}
+        job, engine, asked = self._prepare(values, sampling)
+        done: dict[int, requests.Completion] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {request.id: [] for request in asked}
+        for event in decode(engine, asked):
+            if isinstance(event, requests.Completion):
+                done[event.id] = event
+            else:
+                logprobs[event.id] += event.logprobs
         return [
-            _completion(value, prompt, done[prompt.index], job.tokenizer)
+            _completion(value, prompt, done[prompt.index], job.tokenizer, logprobs[prompt.index])
             for value, prompt in zip(values, job.prompts, strict=True)
         ]
 
@@ -292,26 +255,33 @@ class LLM:
         Raises:
           InputError: the prompt is unusable or too long; before the first piece.
         """
-        job, engine = self._prepare([prompt], sampling)
-        return Stream(_pieces(prompt, job, engine))
+        return Stream(_pieces(prompt, *self._prepare([prompt], sampling)))
 
     def _prepare(self, values: Sequence[prompts_lib.Value], sampling: Sampling | None):
-        """A job over these prompts, and an engine with all programs that they need."""
-        config = self.config
-        asked = (sampling or Sampling()).applied_to(config.decode)
-        job = dataclasses.replace(self._job, config=dataclasses.replace(config, decode=asked))
+        """A job over these prompts, an engine with all programs that they need, and requests."""
+        config, sampling = self.config, sampling or Sampling()
+        decode_config = sampling.applied_to(config.decode)
+        job = dataclasses.replace(
+            self._job, config=dataclasses.replace(config, decode=decode_config)
+        )
         vocab_size = job.target.arch.vocab_size
         found = prompts_lib.from_values(
             values, config.prompts, job.tokenizer, vocab_size=vocab_size
         )
         job = jobs.with_prompts(job, found)
-        for request in job.requests(found):
+        asked = sampling.requests(job.requests(found), lambda: self._vocabulary)
+        for request in asked:
             requests.check_request(request, max_length=job.max_length, vocab_size=vocab_size)
         engine = self._engine
         if engine is None or not engine.has_room(job.max_length, len(job.stop_ids)):
             engine = self._engine = _roomy(job).engine()
-        engine.compile(len(prompt.ids) for prompt in found)
-        return job, engine
+        constrained = any(request.grammar is not None for request in asked)
+        engine.compile((len(prompt.ids) for prompt in found), grammars=constrained)
+        return job, engine, asked
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self.tokenizer)
 
 
 def _target_overrides(target: str | os.PathLike | None) -> tuple[str, ...]:
@@ -342,27 +312,37 @@ def _roomy(job: Job) -> Job:
     return dataclasses.replace(job, max_length=max(job.max_length, min(length, positions)))
 
 
-def _pieces(value: prompts_lib.Value, job: Job, engine: Engine) -> Iterator[Piece | Completion]:
+def _pieces(
+    value: prompts_lib.Value, job: Job, engine: Engine, asked: Sequence[Request]
+) -> Iterator[Piece | Completion]:
     """The pieces of the only prompt of a job, and its completion."""
     (prompt,) = job.prompts
     words = IncrementalDecoder(job.tokenizer)
-    for event in decode(engine, job.requests(job.prompts)):
+    logprobs: list[TokenLogprobs] = []
+    for event in decode(engine, asked):
         if isinstance(event, requests.Completion):
             rest = words.flush()
             if rest:
                 yield Piece(rest, (), drafted=False)
-            yield _completion(value, prompt, event, job.tokenizer)
+            yield _completion(value, prompt, event, job.tokenizer, logprobs)
             return
-        ids = iter(event.ids)
+        logprobs += event.logprobs
+        begin = 0
         for length in event.acceptance_lengths or (len(event.ids),):
-            *drafts, own = (next(ids) for _ in range(length))
-            if drafts:
-                yield Piece(words.push(drafts), tuple(drafts), drafted=True)
-            yield Piece(words.push([own]), (own,), drafted=False)
+            end = begin + length
+            for first, last, drafted in ((begin, end - 1, True), (end - 1, end, False)):
+                ids = event.ids[first:last]
+                if ids:
+                    yield Piece(words.push(ids), ids, drafted, event.logprobs[first:last])
+            begin = end
 
 
 def _completion(
-    value: prompts_lib.Value, prompt: Prompt, found: requests.Completion, tokenizer: Tokenizer
+    value: prompts_lib.Value,
+    prompt: Prompt,
+    found: requests.Completion,
+    tokenizer: Tokenizer,
+    logprobs: Sequence[TokenLogprobs],
 ) -> Completion:
     return Completion(
         prompt=value,
@@ -373,4 +353,5 @@ def _completion(
         acceptance_lengths=found.acceptance_lengths,
         prefill_ms=found.prefill_ms,
         decode_ms=found.decode_ms,
+        logprobs=tuple(logprobs),
     )

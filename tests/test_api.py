@@ -14,7 +14,7 @@ from support import TESTS
 from support.engines import count_compilations
 
 import dflash
-from dflash import errors, llm
+from dflash import errors, llm, sampling
 from dflash.config import schema
 from dflash.models.decoder import Decoder
 
@@ -71,7 +71,7 @@ def test_examples_in_docstrings(tiny, monkeypatch):
     monkeypatch.setattr(llm, "LLM", lambda config, *overrides: tiny)
     scope = {"LLM": llm.LLM, "Sampling": llm.Sampling}
     run = 0
-    for module in (dflash, llm):
+    for module in (dflash, llm, sampling):
         for test in doctest.DocTestFinder().find(module, extraglobs=scope):
             assert doctest.DocTestRunner().run(test).failed == 0
             run += len(test.examples)
@@ -216,12 +216,42 @@ def test_unusable_models_are_the_commands_errors(arguments, given, kind, message
         (["a"], {"top_p": "x"}, "Sampling: top_p: expected a number, got 'x'"),
         (["a"], {"seed": 1.5}, "Sampling: seed: expected an integer, got 1.5"),
         (["a"], {"stop_token_ids": [-4]}, "prompt 0: stop id -4 is outside the vocabulary"),
+        (["a"], {"min_p": 1.5}, "prompt 0: min_p: 1.5, expected 0 (off) to 1"),
+        (["a"], {"logit_bias": {"5": 1.0}}, "Sampling: logit_bias: expected token ids that are"),
+        (["a"], {"logit_bias": {5: "x"}}, "Sampling: logit_bias: expected biases that are numbers"),
+        (["a"], {"logit_bias": {70000: 1.0}}, "prompt 0: logit_bias: token 70000 is outside"),
+        (["a"], {"regex": 3}, "Sampling: regex: expected a text, got 3"),
+        (["a"], {"regex": "a", "lark": "b"}, "Sampling: regex and lark: expected one of them"),
+        (["a"], {"regex": "("}, "regex: "),
+        (["a"], {"json_schema": {"type": "nothing"}}, "json_schema: Invalid type: nothing"),
+        (["a"], {"regex": "a", "ignore_eos": True}, "prompt 0: an output that matches a grammar"),
     ],
 )
 def test_unusable_prompts_are_the_commands_errors(tiny, prompts, sampling, message):
     with pytest.raises(errors.InputError) as caught:
         tiny.generate(prompts, dflash.Sampling(**sampling))
     assert message in str(caught.value)
+
+
+def test_an_output_in_json(tiny, plain):
+    """As a user asks for it; with the drafter and without."""
+    schema = {
+        "type": "object",
+        "properties": {"coins": {"type": "integer"}, "rich": {"type": "boolean"}},
+        "required": ["coins", "rich"],
+        "additionalProperties": False,
+    }
+    how = dflash.Sampling(json_schema=schema, max_tokens=100, logit_bias={1000: -5.0}, logprobs=1)
+    (said,) = tiny.generate(QUESTION, how)
+    assert said.finish_reason == "stop"
+    found = json.loads(said.text)
+    assert type(found["coins"]) is int
+    assert type(found["rich"]) is bool
+    assert len(said.logprobs) == len(said.token_ids)
+    assert plain.generate(QUESTION, how)[0].token_ids == said.token_ids
+    pieces = list(tiny.stream(QUESTION, how))
+    assert "".join(piece.text for piece in pieces) == said.text
+    assert sum((piece.logprobs for piece in pieces), ()) == said.logprobs
 
 
 def test_the_target_stays_when_the_drafter_changes(tiny):

@@ -33,7 +33,7 @@ LEVELS = (
     {"offline", "serving", "training"},
     {"compiler", "measure"},
     {"distillation"},
-    {"preflight"},
+    {"preflight", "sampling"},
     {"cli", "commands", "llm"},
     # entry points
     {

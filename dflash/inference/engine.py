@@ -29,60 +29,15 @@ from dflash.inference import adaptive, block_choice, broken, controls, cycle, ti
 from dflash.inference.first_token import Asked
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import Layout, Slot
-from dflash.inference.prefill import Chunk
+from dflash.inference.pieces import GREEDY, Piece, pack, padded
 from dflash.inference.programs import Programs
-from dflash.inference.request import Request, Sampling, check_request
+from dflash.inference.request import Request, check_request
 from dflash.inference.state import DecodeState, Report
 from dflash.models.decoder import Decoder
 
-GREEDY = Sampling()
 NUM_STOP_IDS = 8  # that a request may have, unless an engine is built for more
 _MAX_THREADS = 4  # that compile at once
-NO_TOKEN = -1  # fills up the stop ids of a request that has fewer
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Tokens of a sequence that one call runs.
-
-    Attributes:
-      tokens: the piece.
-      start: position of its first token.
-      following: the token after it; negative where the target is to draw it.
-      pages: of the sequence, for the positions up to the piece's end at least.
-      sampling: of the sequence.
-      fresh: the first piece that the drafter sees of the sequence.
-      asked: of the token that the target is to draw, without batch; None: nothing.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    following: int
-    pages: Sequence[int]
-    sampling: Sampling
-    fresh: bool
-    asked: Asked | None = None
-
-    @classmethod
-    def of(
-        cls,
-        text: Sequence[int],
-        start: int,
-        end: int,
-        pages: Sequence[int],
-        sampling: Sampling,
-        *,
-        fresh: bool,
-        asked: Asked | None = None,
-    ) -> "Piece":
-        """Tokens start … end - 1 of a text; if it goes on, it says which token follows."""
-        following = text[end] if end < len(text) else NO_TOKEN
-        asked = None if end < len(text) else asked
-        return cls(text[start:end], start, following, pages, sampling, fresh, asked)
-
-
-# Of a lane without a prompt: its rows go to the scratch page.
-_IDLE = Piece((), 0, NO_TOKEN, (), GREEDY, fresh=False)
+NO_STOP = -1  # fills up the stop ids of a request that has fewer
 
 
 class Engine:
@@ -197,7 +152,7 @@ class Engine:
         Raises:
           ValueError: a piece is empty, or longer than a chunk.
         """
-        chunk = self._chunk(pieces)
+        chunk = pack(pieces, self.num_lanes, self.layout)
         run = self.program("prefill", chunk.tokens.shape[1])
         samplings = [
             pieces[lane].sampling if lane in pieces else GREEDY for lane in range(self.num_lanes)
@@ -267,7 +222,7 @@ class Engine:
             for start in range(0, len(tokens), rows):
                 part = tokens[start : start + rows]
                 where = np.int32(start), np.int32(len(part))
-                cache, found = run(self._target_params, cache, _padded(part, rows)[None], *where)
+                cache, found = run(self._target_params, cache, padded(part, rows)[None], *where)
                 sound = sound & jax.device_get(found)
         except jax.errors.JaxRuntimeError:
             sound = None
@@ -299,7 +254,7 @@ class Engine:
         Raises:
           ValueError: the slot has more pages than a sequence may own.
         """
-        stop_ids = np.full(self.num_stop_ids, NO_TOKEN, np.int32)
+        stop_ids = np.full(self.num_stop_ids, NO_STOP, np.int32)
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
         numbers = (np.int32(lane), np.int32(slot.index))
         asked = self._plain(1).controls
@@ -355,7 +310,7 @@ class Engine:
             raise ValueError(
                 f"slot {slot.index} has {len(slot.pages)} pages; a sequence owns at most {most}"
             )
-        return _padded(slot.pages, most)
+        return padded(slot.pages, most)
 
     # --- the prefix cache -----------------------------------------------------------------------
 
@@ -401,7 +356,7 @@ class Engine:
             for start in range(0, end, step):
                 last = min(start + step, end)
                 piece = Piece.of(text, start, last, pages, GREEDY, fresh=not start)
-                chunk = self._chunk({lane: piece})
+                chunk = pack({lane: piece}, self.num_lanes, self.layout)
                 run = self.program("replay", chunk.tokens.shape[1])
                 lanes = run(self._target_params, self._drafter_params, lanes, chunk)
         return lanes
@@ -412,26 +367,6 @@ class Engine:
     def num_lanes(self) -> int:
         """Prompts that are prefilled at once: one for each data replica."""
         return self._programs.num_lanes
-
-    def _chunk(self, pieces: Mapping[int, Piece]) -> Chunk:
-        """The next piece of every lane, padded to the size of one program."""
-        longest = max(len(piece.tokens) for piece in pieces.values())
-        shortest = min(len(piece.tokens) for piece in pieces.values())
-        if not 0 < shortest <= longest <= self.layout.longest_chunk:
-            raise ValueError(
-                f"pieces of {shortest} to {longest} tokens, expected 1 to "
-                f"{self.layout.longest_chunk}"
-            )
-        rows = self.layout.chunk(longest)
-        chosen = [pieces.get(lane, _IDLE) for lane in range(self.num_lanes)]
-        return Chunk(
-            tokens=np.stack([_padded(one.tokens, rows) for one in chosen]),
-            start=np.array([one.start for one in chosen], np.int32),
-            count=np.array([len(one.tokens) for one in chosen], np.int32),
-            following=np.array([one.following for one in chosen], np.int32),
-            fresh=np.array([one.fresh for one in chosen]),
-            table=np.stack([_padded(one.pages, self.layout.prefill_pages) for one in chosen]),
-        )
 
     def new_state(self) -> DecodeState:
         """A batch of empty slots."""
@@ -539,13 +474,6 @@ class Engine:
                 self.block_sizes, state, self.program("occupied"), self.generate
             )
         return self.cycle_seconds or (1.0,)
-
-
-def _padded(numbers: Sequence[int], length: int) -> np.ndarray:
-    """int32 [length], filled up with zeros."""
-    row = np.zeros(length, np.int32)
-    row[: len(numbers)] = numbers
-    return row
 
 
 def _shapes(params) -> Any:

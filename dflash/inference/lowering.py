@@ -29,6 +29,11 @@ def loop_options(sharding: Sharding, dtype: jnp.dtype) -> dict[str, str]:
     return {}
 
 
+def zeros(abstract: Any) -> Any:
+    """Zeros in place of abstract arrays, inside a program."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+
+
 def lower(
     function: Callable,
     *inputs: Any,

@@ -21,9 +21,10 @@ from dflash.inference import (
     logprobs,
     timing,
 )
-from dflash.inference.lowering import loop_options, lower
+from dflash.inference.context_programs import ContextPrograms
+from dflash.inference.lowering import loop_options, lower, zeros
 from dflash.inference.pages import Layout
-from dflash.inference.prefill import Chunk, prefill_chunk, replay_chunk
+from dflash.inference.prefill import Chunk, prefill_chunk
 from dflash.inference.request import Request, Sampling
 from dflash.inference.sampling import SamplingParams, sequence_params
 from dflash.inference.state import DecodeState
@@ -31,7 +32,7 @@ from dflash.layers.linear import matmul_precision
 from dflash.models.decoder import Decoder
 
 
-class Programs:
+class Programs(ContextPrograms):
     """Programs over one target and one drafter, by name; compiled when first asked for."""
 
     def __init__(
@@ -91,16 +92,6 @@ class Programs:
         if len(self.rules.block_sizes) > 1:
             names.append(("occupied",))
         return names
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether rows of the drafter are kept beside cached pages of the target."""
-        return self.layout.prefix_cache and bool(jax.tree.leaves(self.abstract_context()))
-
-    @property
-    def replays(self) -> bool:
-        """Whether the drafter observes cached tokens again."""
-        return self.layout.prefix_cache and self.drafter.restores == "tokens"
 
     def missing(self, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[tuple]:
         """Those of these `names` that are not compiled yet."""
@@ -213,7 +204,7 @@ class Programs:
         abstract = self.abstract_state()
 
         def new_state(seconds):
-            state = _zeros(abstract)
+            state = zeros(abstract)
             # An empty slot has a length of 1: its rows go to the start of the scratch page.
             chooser = adaptive.with_seconds(state.adaptive, seconds)
             length = jnp.ones_like(state.length)
@@ -258,7 +249,7 @@ class Programs:
 
     def _compile_new_lanes(self):
         abstract = self.abstract_lanes()
-        return lower(lambda: _zeros(abstract), out=abstract)
+        return lower(lambda: zeros(abstract), out=abstract)
 
     def _compile_prefill(self, rows: int):
         cache, lanes, lines = self.abstract_state().cache, self.abstract_lanes(), self.num_lanes
@@ -329,83 +320,13 @@ class Programs:
             self._abstract_asked(1).controls, *self._sampling_scalars(), out=state, donate=(0,),
         )  # fmt: skip
 
-    # --- the prefix cache -----------------------------------------------------------------------
-
-    def _compile_new_context(self):
-        abstract = self.abstract_context()
-        return lower(lambda: _zeros(abstract), out=abstract)
-
-    def _compile_store(self):
-        """Rows of a slot -> pages."""
-        context, state = self.abstract_context(), self.abstract_state().drafter
-        size, slots = self.layout.page_size, self.layout.slots_per_share
-
-        def store(context, state, slot, pages, end):
-            share, mine = slot // slots, slot % slots
-
-            def put(i, context):
-                rows = self.drafter.read_rows(state, mine, i * size, size)
-                return jax.tree.map(lambda pool, new: pool.at[pages[i]].set(new), context, rows)
-
-            return jax.lax.fori_loop(0, jnp.where(self._is_mine(share), end, 0), put, context)
-
-        return self._lower_local(store, context, state, out=context, donate=(0,))
-
-    def _compile_restore(self):
-        """Pages -> the first rows of a lane."""
-        context, lanes, size = self.abstract_context(), self.abstract_lanes(), self.layout.page_size
-
-        def restore(lanes, context, lane, pages, end):
-            is_mine = self._is_mine(lane)
-
-            def put(i, lanes):
-                rows = jax.tree.map(lambda pool: pool[pages[i]], context)
-                return self.drafter.write_rows(lanes, jnp.int32(0), i * size, rows)
-
-            lanes = self.drafter.clear(lanes, jnp.reshape(is_mine, (1,)))
-            return jax.lax.fori_loop(0, jnp.where(is_mine, end, 0), put, lanes)
-
-        return self._lower_local(restore, lanes, context, out=lanes, donate=(0,))
-
-    def _compile_replay(self, rows: int):
-        lanes = self.abstract_lanes()
-
-        def replay(target_params, drafter_params, lanes, chunk):
-            target = nnx.merge(self._target_graph, target_params)
-            drafter = nnx.merge(self._drafter_graph, drafter_params)
-            return replay_chunk(drafter, lanes, chunk, target)
-
-        chunk = self._abstract_chunk(rows)
-        return lower(replay, *self._weights, lanes, chunk, out=lanes, donate=(2,))
-
-    def _is_mine(self, share: jax.Array) -> jax.Array:
-        return share == self.sharding.index("pages")
-
-    def _lower_local(self, function: Callable, *trees: Any, out: Any, donate: tuple[int, ...]):
-        """Compiles a program that each device runs on its own shards of `trees`.
-
-        After these it takes a number, pages of one sequence, and how many of them count.
-        """
-        pages = self._whole((self.layout.pages_per_sequence,), jnp.int32)
-        inputs = *trees, self._scalar(), pages, self._scalar()
-        if self.sharding.mesh.size > 1:
-            in_specs, out_specs = jax.tree.map(lambda x: x.sharding.spec, (inputs, out))
-            function = jax.shard_map(
-                function,
-                mesh=self.sharding.mesh,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                check_vma=False,
-            )
-        return lower(function, *inputs, out=out, donate=donate)
-
     # --- what is not finite ---------------------------------------------------------------------
 
     def _compile_new_examined(self):
         abstract = self._abstract_examined()
 
         def new_cache():
-            cache = _zeros(abstract)
+            cache = zeros(abstract)
             table = jnp.arange(1, cache.page_table.shape[1] + 1, dtype=jnp.int32)[None]
             return dataclasses.replace(cache, page_table=table)
 
@@ -446,11 +367,6 @@ class Programs:
     def abstract_lanes(self) -> Any:
         """The drafter's state of the prompts in prefill, abstract."""
         return self._abstract_drafter(self.num_lanes)
-
-    def abstract_context(self) -> Any:
-        """Pages for the drafter's rows, one for each of the target's, abstract."""
-        num_pages = self.layout.pages_per_share * self.layout.num_shares
-        return self.drafter.context_pages(num_pages, self.layout.page_size)
 
     def _abstract_drafter(self, batch: int) -> Any:
         spare = adaptive.spare_rows(self.rules.block_sizes)
@@ -505,10 +421,6 @@ class Programs:
 
 def _is_state(x: Any) -> bool:
     return isinstance(x, DecodeState)
-
-
-def _zeros(abstract: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
 
 
 def _abstract(weights: Any) -> Any:

@@ -15,7 +15,6 @@ time, so that several processes which submit and cancel alike do the same.
 """
 
 import collections
-import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -24,94 +23,21 @@ import numpy as np
 
 from dflash.inference import broken, constrained, controls, first_token
 from dflash.inference.adaptive import spare_rows
-from dflash.inference.engine import Engine, Piece
+from dflash.inference.engine import Engine
+from dflash.inference.entry import (
+    Entry,
+    GivenCycles,
+    GivenPrefill,
+    committed,
+    committed_logprobs,
+)
 from dflash.inference.first_token import Asked
-from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import PagePool, Slot
+from dflash.inference.pieces import Piece
 from dflash.inference.prefix_cache import PrefixCache
 from dflash.inference.request import Completion, Event, Request, TokenLogprobs, Tokens
 from dflash.inference.state import DecodeState, Report
 from dflash.inference.stats import SchedulerStats
-from dflash.text.grammar import Matcher
-
-
-@dataclasses.dataclass(eq=False)
-class _Sequence:
-    """A request and how far it has come; it holds a slot and pages from its prefill to its end.
-
-    Attributes:
-      slot: index of the slot; None while it waits, and once it has ended.
-      pages: of the target's cache.
-      prefilled: tokens of its context that are in them, until it decodes.
-      published: pages that the prefix cache knows.
-      touched: whether the drafter has seen anything of it in its lane.
-      matcher: of its grammar; it has seen all of the output.
-      asked: what it asks of its first token; None: nothing.
-    """
-
-    request: Request
-    submitted_at: float
-    matcher: Matcher | None = None
-    asked: Asked | None = None
-    output_ids: list[int] = dataclasses.field(default_factory=list)
-    acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
-    block_sizes: list[int] = dataclasses.field(default_factory=list)
-    slot: int | None = None
-    pages: tuple[int, ...] = ()
-    prefilled: int = 0
-    published: int = 0
-    touched: bool = False
-    queued_ms: float | None = None
-    first_token_at: float = 0.0
-    prefill_ms: float = 0.0
-    preemptions: int = 0
-    cached_tokens: int = 0
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """Committed tokens, prompt included."""
-        return (*self.request.prompt, *self.output_ids)
-
-    @property
-    def length(self) -> int:
-        """Number of committed tokens, prompt included."""
-        return len(self.request.prompt) + len(self.output_ids)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Takes newly committed tokens."""
-        self.output_ids += tokens
-        if self.matcher:
-            self.matcher.advance([one for one in tokens if one not in self.request.stop_ids])
-
-    @property
-    def finish_reason(self) -> str:
-        """See `Completion`."""
-        if self.output_ids[-1] not in self.request.stop_ids:
-            return "length"
-        return "error" if self.matcher and not self.matcher.may_end else "stop"
-
-    @property
-    def context(self) -> int:
-        """Tokens to prefill: the prompt, or all before the anchor where there is one already."""
-        return self.length - bool(self.output_ids)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prefill:
-    """A chunk that the device was given: by lane, its sequences and whether they are complete."""
-
-    enqueued_at: float
-    sequences: dict[int, tuple[_Sequence, bool]]
-    anchors: jax.Array
-    logprobs: Logprobs
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cycles:
-    """A dispatch of cycles that the device was given."""
-
-    enqueued_at: float
-    reports: list[Report]
 
 
 class Scheduler:
@@ -128,14 +54,14 @@ class Scheduler:
         """
         layout = engine.layout
         self._engine, self._layout, self._fill_at_once = engine, layout, fill_at_once
-        self._queue: collections.deque[_Sequence] = collections.deque()
+        self._queue: collections.deque[Entry] = collections.deque()
         # By lane and by slot, in the order of admission: the last one is the youngest.
-        self._entering: dict[int, _Sequence] = {}
-        self._running: dict[int, _Sequence] = {}
+        self._entering: dict[int, Entry] = {}
+        self._running: dict[int, Entry] = {}
         self._ids: set[int] = set()  # of all requests in flight
         self._pool = PagePool(layout.num_shares, layout.pages_per_share)
         # What the device was given and has not been waited for, in order.
-        self._given: collections.deque[_Prefill | _Cycles] = collections.deque()
+        self._given: collections.deque[GivenPrefill | GivenCycles] = collections.deque()
         self._done_at = 0.0  # when it was done with the one before
         self._clock_s = 0.0
         self._counts: collections.Counter[str] = collections.Counter()  # of `SchedulerStats`
@@ -167,7 +93,7 @@ class Scheduler:
                 first_token.allowed_first(request, matcher, self._engine.vocab_size),
             )
         self._ids.add(request.id)
-        self._queue.append(_Sequence(request, time.perf_counter(), matcher, asked))
+        self._queue.append(Entry(request, time.perf_counter(), matcher, asked))
 
     def cancel(self, id: int) -> bool:
         """Drops a request, whose slot and pages are free at once; no further events come of it.
@@ -228,7 +154,7 @@ class Scheduler:
 
     def _keep_busy(self) -> None:
         """Gives the device a dispatch, unless it has cycles to run, or two chunks."""
-        while len(self._given) < 2 and not any(isinstance(one, _Cycles) for one in self._given):
+        while len(self._given) < 2 and not any(isinstance(one, GivenCycles) for one in self._given):
             before = len(self._given)
             self._dispatch()
             if len(self._given) == before:
@@ -240,7 +166,7 @@ class Scheduler:
         Where nothing is being decoded a dispatch ends with the chunk, unless it completes a prompt.
         """
         self._grow()
-        left = self._layout.longest_chunk
+        left = self._layout.prefill_chunk
         while self._admit():
             rows, decoding = self._next_rows(), bool(self._running)
             if decoding and rows > left and not self._fill_at_once:
@@ -259,7 +185,7 @@ class Scheduler:
             self._state, reports = constrained.generate(
                 self._engine, self._state, ready, others=others
             )
-            self._given.append(_Cycles(begin, reports))
+            self._given.append(GivenCycles(begin, reports))
 
     def _next_rows(self) -> int:
         """Rows of the next chunk, padding included."""
@@ -285,12 +211,12 @@ class Scheduler:
         self._state, self._lanes, anchors, logprobs = self._engine.prefill(
             self._state, self._lanes, pieces
         )
-        self._given.append(_Prefill(begin, done, anchors, logprobs))
+        self._given.append(GivenPrefill(begin, done, anchors, logprobs))
         for lane, (one, complete) in done.items():
             if complete:
                 self._insert(lane, one, anchors)
 
-    def _insert(self, lane: int, one: _Sequence, anchors: jax.Array) -> None:
+    def _insert(self, lane: int, one: Entry, anchors: jax.Array) -> None:
         """Moves a prefilled sequence from its lane to its slot."""
         slot = Slot(one.slot, one.pages)
         self._state = self._engine.insert(
@@ -305,7 +231,7 @@ class Scheduler:
     def _collect(self) -> list[Event]:
         """Waits for the oldest chunk or dispatch, and hands its tokens to their requests."""
         given = self._given.popleft()
-        if isinstance(given, _Prefill):
+        if isinstance(given, GivenPrefill):
             anchors = jax.device_get(given.anchors)
             begin, end = self._time(given.enqueued_at)
             events: list[Event] = []
@@ -336,7 +262,7 @@ class Scheduler:
         return begin, self._done_at
 
     def _begin(
-        self, one: _Sequence, anchor: int, now: float, logprobs: Sequence[TokenLogprobs]
+        self, one: Entry, anchor: int, now: float, logprobs: Sequence[TokenLogprobs]
     ) -> list[Event]:
         """The first token of a request; the device has decided alike whether it is the last."""
         request = one.request
@@ -357,13 +283,13 @@ class Scheduler:
         self._check_finite(report, counts)
         for index, one in list(self._running.items()):
             ran = np.flatnonzero(counts[:, index])
-            fresh = _tokens(report, index, ran)
+            fresh = committed(report, index, ran)
             lengths = [int(counts[i, index]) for i in ran]
             one.extend(fresh)
             one.acceptance_lengths += lengths
             one.block_sizes += [int(report.block_sizes[i]) for i in ran]
             if fresh:
-                found = _logprobs(report, index, ran, one.request.logprobs)
+                found = committed_logprobs(report, index, ran, one.request.logprobs)
                 events.append(Tokens(one.request.id, tuple(fresh), tuple(lengths), found))
             if not report.active[index]:
                 events.append(self._finish(one, begin + len(ran) / cycles * (end - begin)))
@@ -373,10 +299,10 @@ class Scheduler:
         """Raises NumericsError for the first sequence whose logits were not finite."""
         for index, one in self._running.items():
             if report.broken_at[index]:
-                fresh = _tokens(report, index, np.flatnonzero(counts[:, index]))
+                fresh = committed(report, index, np.flatnonzero(counts[:, index]))
                 raise self._engine.explain(one.request, [*one.output_ids, *fresh])
 
-    def _finish(self, one: _Sequence, now: float) -> Completion:
+    def _finish(self, one: Entry, now: float) -> Completion:
         self._vacate(one)
         self._ids.discard(one.request.id)
         return Completion(
@@ -396,7 +322,7 @@ class Scheduler:
 
     # --- slots and pages ------------------------------------------------------------------------
 
-    def _vacate(self, one: _Sequence) -> None:
+    def _vacate(self, one: Entry) -> None:
         """Ends a sequence's stay in its slot, or in its lane on the way there."""
         share = self._layout.share_of(one.slot)
         if self._running.get(one.slot) is one:
@@ -408,7 +334,7 @@ class Scheduler:
         self._pool.give_back(share, one.pages)
         one.slot, one.pages = None, ()
 
-    def _publish(self, one: _Sequence) -> None:
+    def _publish(self, one: Entry) -> None:
         """Publishes the full pages of a running sequence, as far as the drafter has rows too."""
         # The drafter may lack the last rows of plain cycles.
         rows = one.length - 1 - spare_rows(self._engine.block_sizes)
@@ -436,7 +362,7 @@ class Scheduler:
             slots = [Slot(index, one.pages) for index, one in self._running.items()]
             self._state = self._engine.set_pages(self._state, slots)
 
-    def _missing_pages(self, one: _Sequence) -> int:
+    def _missing_pages(self, one: Entry) -> int:
         return self._layout.pages_ahead(one.length, one.request.limit) - len(one.pages)
 
     def _preempt_youngest(self, share: int) -> None:
@@ -460,7 +386,7 @@ class Scheduler:
             self._queue.popleft()
         return bool(self._entering)
 
-    def _overtakes(self, one: _Sequence) -> bool:
+    def _overtakes(self, one: Entry) -> bool:
         """Whether a prompt must wait, to enter its slot in the order of the queue.
 
         Forced acceptance lengths are those of the sequences in this order.
@@ -471,7 +397,7 @@ class Scheduler:
     def _num_chunks(self, tokens: int) -> int:
         return -(-tokens // self._layout.longest_chunk)
 
-    def _place(self, one: _Sequence) -> bool:
+    def _place(self, one: Entry) -> bool:
         """Gives a sequence a slot, with the lane of its share, and pages; False if there are none.
 
         Of several shares it takes the one that has most of its pages cached.
@@ -490,7 +416,7 @@ class Scheduler:
                 return True
         return False
 
-    def _take_pages(self, one: _Sequence, share: int, cached: Sequence[int]) -> bool:
+    def _take_pages(self, one: Entry, share: int, cached: Sequence[int]) -> bool:
         """Holds the cached pages, and takes the others that the sequence needs."""
         self._pool.hold(share, cached)
         fresh = self._pool.take(share, self._missing_pages(one) - len(cached))
@@ -500,7 +426,7 @@ class Scheduler:
         one.pages = (*cached, *fresh)
         return True
 
-    def _enter(self, one: _Sequence, slot: int, lane: int, cached: Sequence[int]) -> None:
+    def _enter(self, one: Entry, slot: int, lane: int, cached: Sequence[int]) -> None:
         """Begins the prefill of a sequence behind its cached pages."""
         tokens = len(cached) * self._layout.page_size
         if cached:
@@ -523,20 +449,3 @@ _COUNTED = (
     "dispatches",
     "cycles",
 )
-
-
-def _tokens(report: Report, index: int, cycles: np.ndarray) -> list[int]:
-    """What a slot has committed in these cycles."""
-    counts = report.num_committed[:, index]
-    return [token for i in cycles for token in report.tokens[i, index, : counts[i]].tolist()]
-
-
-def _logprobs(
-    report: Report, index: int, cycles: np.ndarray, wanted: int | None
-) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of what a slot has committed in these cycles, if it wants them."""
-    if wanted is None:
-        return ()
-    counts = report.num_committed[:, index]
-    found = (report.logprobs.of((i, index), counts[i], wanted) for i in cycles)
-    return tuple(one for cycle in found for one in cycle)

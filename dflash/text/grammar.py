@@ -38,6 +38,13 @@ _LIMITS = {
     "verbose_errors": False,
 }
 
+_JSON = {
+    # Keywords that are not supported are refused, whatever the schema says of them.
+    "lenient": False,
+    # A space, or a new line and its indentation: without a bound some models never stop.
+    "whitespace_pattern": r"( |\n[ \t]{0,32})?",
+}
+
 
 class Vocabulary:
     """The tokens of a tokenizer, indexed for grammars; shared by all that use it."""
@@ -378,9 +385,8 @@ def _serialized(kind: Kind, source: str) -> str:
     if kind == "lark":
         return matcher.grammar_from_lark(source)
     try:
-        # Keywords that are not supported are refused, whatever the schema says of them.
         return matcher.grammar_from_json_schema(
-            source if kind == "json_schema" else '{"type": "object"}', overrides={"lenient": False}
+            source if kind == "json_schema" else '{"type": "object"}', overrides=_JSON
         )
     except ValueError as error:
         raise _unusable(kind, str(error)) from error

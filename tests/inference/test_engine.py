@@ -16,8 +16,8 @@ from support.engines import (
 )
 from support.models import drafter, make_architecture
 
-from dflash.inference.engine import GREEDY, Piece
 from dflash.inference.pages import Slot
+from dflash.inference.pieces import GREEDY, Piece
 from dflash.inference.request import Request
 
 
@@ -32,7 +32,15 @@ def compiled():
 def test_programs_are_few_and_known_beforehand(compiled):
     run, told = compiled
     names = [" ".join(map(str, key)) for key in run.program_names([3, 33])]
-    assert names == ["new_state", "new_lanes", "prefill 16", "insert", "generate", "release"]
+    assert names == [
+        "new_state",
+        "new_lanes",
+        "prefill 16",
+        "plain 1",
+        "insert",
+        "generate",
+        "release",
+    ]
     assert told == [(ready, len(names)) for ready in range(len(names) + 1)]
     assert run.program_names(range(1, 17)) == run.program_names([16])
 

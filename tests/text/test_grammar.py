@@ -135,6 +135,8 @@ def test_json():
         matcher = grammar.json_schema(given, VOCABULARY).matcher()
         matcher.advance([TEXTS.index(one) for one in ('{"', "a", '":', "-")])
         assert filled(matcher) == [{"0", "1"}]
+    matcher.advance([TEXTS.index(one) for one in ("1", " ")])
+    assert filled(matcher) == [{"}"}], "one space is enough"
     matcher = grammar.json_object(VOCABULARY).matcher()
     assert filled(matcher) == [{"{", '{"'}]
     matcher.advance([TEXTS.index("{"), TEXTS.index("}")])

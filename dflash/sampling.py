@@ -1,0 +1,142 @@
+"""What a caller from Python may ask of an output: `dflash.Sampling`."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dflash import errors
+from dflash.config.schema import DecodeConfig
+from dflash.inference.request import Request
+from dflash.text import grammar as grammars
+from dflash.text.grammar import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to draw tokens and when to stop; what is left out is as the config's `decode` says.
+
+    >>> Sampling(temperature=0.8, max_tokens=64, seed=1).temperature
+    0.8
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: number of likeliest tokens to draw from; 0 is off.
+      top_p: probability mass of the likeliest tokens to draw from; 1 is off.
+      min_p: smallest probability of a token to draw, as a share of the likeliest one's; 0 is off.
+      presence_penalty: subtracted from the logits of tokens that the output holds.
+      frequency_penalty: subtracted once for every time that the output holds the token.
+      repetition_penalty: divides positive logits of tokens that the prompt or the output holds,
+        and multiplies negative ones; 1 is off.
+      logit_bias: what is added to the logits of tokens, by token id.
+      max_tokens: output tokens at most.
+      min_tokens: output tokens before which no stop token is drawn.
+      seed: of the noise; prompt i of a call draws with noise of its own.
+      stop_token_ids: tokens that end the output, in addition to the checkpoint's and the config's.
+      ignore_eos: whether the checkpoint's own stop tokens do not count.
+      logprobs: number of the target's likeliest tokens to report beside each output token; None
+        reports nothing.
+      json_schema: what the output must match, as a value or as text; {"type": "object"} stands for
+        any JSON object.
+      regex: what the output must match as a whole.
+      lark: a context-free grammar that the output must match, in llguidance's dialect of Lark.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    lark: str | None = None
+
+    def __post_init__(self):
+        """Raises InputError if a value is of the wrong type; ranges are those of requests."""
+        for names, kind, expected in (
+            (_INTEGERS, numbers.Integral, "an integer"),
+            (_NUMBERS, numbers.Real, "a number"),
+            (("regex", "lark"), str, "a text"),
+        ):
+            for name in names:
+                _check_type(name, getattr(self, name), kind, expected)
+        for token, bias in self.logit_bias.items():
+            _check_type("logit_bias", token, numbers.Integral, "token ids that are integers")
+            _check_type("logit_bias", bias, numbers.Real, "biases that are numbers")
+        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise errors.InputError(f"Sampling: {' and '.join(given)}: expected one of them")
+
+    def applied_to(self, config: DecodeConfig) -> DecodeConfig:
+        """The config with what is given here in place of its own."""
+        given = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "max_new_tokens": self.max_tokens,
+            "min_new_tokens": self.min_tokens,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+        }
+        given = {key: value for key, value in given.items() if value is not None}
+        stop_ids = (*config.stop_ids, *self.stop_token_ids)
+        return dataclasses.replace(config, **given, stop_ids=stop_ids)
+
+    def requests(
+        self, made: Iterable[Request], vocabulary: Callable[[], Vocabulary]
+    ) -> list[Request]:
+        """The requests that a config makes, with what only this asks for.
+
+        Args:
+          made: by a config with this applied.
+          vocabulary: () -> that of the tokenizer; only called for a grammar.
+        Raises:
+          InputError: the grammar is unusable.
+        """
+        grammar = None
+        if self.json_schema is not None:
+            grammar = grammars.json_schema(self.json_schema, vocabulary())
+        elif self.regex is not None:
+            grammar = grammars.regex(self.regex, vocabulary())
+        elif self.lark is not None:
+            grammar = grammars.lark(self.lark, vocabulary())
+        bias = tuple((int(token), float(bias)) for token, bias in self.logit_bias.items())
+        return [
+            dataclasses.replace(
+                request,
+                sampling=dataclasses.replace(request.sampling, logit_bias=bias),
+                logprobs=self.logprobs,
+                grammar=grammar,
+            )
+            for request in made
+        ]
+
+
+_GRAMMARS = ("json_schema", "regex", "lark")
+_INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed", "logprobs")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def _check_type(name: str, value: Any, kind: type, expected: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise errors.InputError(f"Sampling: {name}: expected {expected}, got {value!r}")
