@@ -77,6 +77,8 @@ def build_target(config: TargetConfig, source: Source, *, dtype: str, sharding: 
         arch = kind.architecture_from_hf(source.hf)
         arch = dataclasses.replace(arch, eos_token_id=checkpoint.eos_token_ids(source.directory))
         _check_stated(config.architecture, arch, source.directory)
+    if config.rope_scaling is not None:
+        arch = hf_config.with_rope_scaling(arch, config.rope_scaling)
     return kind(arch, dtype=jnp.dtype(dtype), sharding=sharding)
 
 

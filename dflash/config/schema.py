@@ -39,12 +39,26 @@ def location(kind: Place, default: Any = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of rotary frequencies (`rope_scaling` in config.json)."""
+    """Scaling of rotary frequencies for long contexts (`rope_scaling` in config.json).
+
+    Both kinds divide slow frequencies by `factor` and keep fast ones; they differ in where one
+    becomes the other. What one kind does not name is ignored under it.
+    """
 
     factor: float = option(8.0, minimum=1.0)
+    # Llama 3's: full turns within the original context, below and above.
     low_freq_factor: float = option(1.0, minimum=0.0)
     high_freq_factor: float = option(4.0, minimum=0.0)
     original_max_position_embeddings: int = option(8192, minimum=1)
+    rope_type: Literal["llama3", "yarn"] = "llama3"
+    # YaRN's: full turns within the original context, above and below.
+    beta_fast: float = option(32.0, minimum=0.0)
+    beta_slow: float = option(1.0, minimum=0.0)
+    truncate: bool = True  # round the dimensions where the blend begins and ends outward
+    # YaRN's amplitude of cos and sin. None: follows from the next two; from `factor` without them.
+    attention_factor: float | None = option(None, minimum=0.0)
+    mscale: float | None = option(None, minimum=0.0)
+    mscale_all_dim: float | None = option(None, minimum=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +169,7 @@ class TargetConfig:
 
     name: str | None = None  # None: inferred from the checkpoint's config.json
     checkpoint: str | None = location("checkpoint")  # directory, hf:org/name, or random
+    rope_scaling: RopeScaling | None = None  # None: the checkpoint's
     architecture: TargetArchitecture | None = None
 
 
@@ -171,6 +186,13 @@ class DrafterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayeredDrafterConfig(DrafterConfig):
+    """A drafter that is made of transformer layers."""
+
+    rope_scaling: RopeScaling | None = None  # None: the checkpoint's, or that of the architecture
+
+
+@dataclasses.dataclass(frozen=True)
 class MarginalTree:
     """A tree of the likeliest prefixes, from the marginals of the draft positions of a block."""
 
@@ -178,7 +200,7 @@ class MarginalTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashConfig(DrafterConfig):
+class DFlashConfig(LayeredDrafterConfig):
     """A DFlash drafter."""
 
     name: str = "dflash"
@@ -210,7 +232,7 @@ class AutoregressiveConfig(DrafterConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlash2Config(DrafterConfig):
+class DFlash2Config(LayeredDrafterConfig):
     """A DFlash2 drafter."""
 
     name: str = "dflash2"
@@ -221,7 +243,7 @@ class DFlash2Config(DrafterConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkConfig(DrafterConfig):
+class DSparkConfig(LayeredDrafterConfig):
     """A DSpark drafter."""
 
     name: str = "dspark"
@@ -269,7 +291,7 @@ class BeamTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Config(DrafterConfig):
+class Eagle3Config(LayeredDrafterConfig):
     """An EAGLE-3 drafter."""
 
     name: str = "eagle3"

@@ -38,8 +38,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 CHECKPOINTS = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 scaled by YaRN": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN_ROPE}),
     "qwen3 tied, one kv head": (
         "Qwen3",
         {"head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1},

@@ -16,7 +16,7 @@ from support.models import make_sharding
 
 GOLDEN = TESTS / "golden"
 
-GOLDEN_CASES = ("qwen3_b1", "qwen3_v12", "qwen3_v64")
+GOLDEN_CASES = ("qwen3_b1", "qwen3_v12", "qwen3_v64", "qwen3yarn_v14")
 
 
 @functools.cache
