@@ -164,9 +164,12 @@ def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
     config["eos_token_id"] = list(arch.eos_token_id)
     if arch.rope_scaling is not None:
         named = _SCALING_FIELDS[arch.rope_scaling.rope_type]
-        stated = {key: config["rope_scaling"][key] for key in (*named.required, *named.optional)}
-        stated = {key: value for key, value in stated.items() if value is not None}
-        config["rope_scaling"] = stated | {"rope_type": arch.rope_scaling.rope_type}
+        defaults = vars(RopeScaling())
+        config["rope_scaling"] = {"rope_type": arch.rope_scaling.rope_type} | {
+            key: value
+            for key, value in config["rope_scaling"].items()
+            if key in named.required or (key in named.optional and value != defaults[key])
+        }
     return config | {"hidden_act": "silu", "attention_bias": False}
 
 
