@@ -160,8 +160,10 @@ def with_rope_scaling(arch: TargetArchitecture, scaling: RopeScaling) -> TargetA
 
 def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
     """The fields of config.json that state this shape; `read_architecture` reads them back."""
-    config = dataclasses.asdict(arch)
-    config["eos_token_id"] = list(arch.eos_token_id)
+    config = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in dataclasses.asdict(arch).items()
+    }
     if arch.rope_scaling is not None:
         named = _SCALING_FIELDS[arch.rope_scaling.rope_type]
         defaults = vars(RopeScaling())

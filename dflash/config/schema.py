@@ -13,6 +13,7 @@ RANDOM = "random"  # a checkpoint: weights are drawn
 INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
 MAX_TOKENS = 2**24  # of a sequence
 MAX_BATCH = 2**16  # slots, or prompts of a task
+MAX_EXPERTS = 4096  # of a layer
 MAX_LAYERS = 1024  # each is built before anything else can be said about a model
 DType = Literal["float32", "bfloat16"]
 # What a key names: a file to read, a directory that is made if missing, or the directory of a
@@ -80,6 +81,49 @@ class TargetArchitecture:
     eos_token_id: tuple[int, ...] = option((), minimum=0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeFields:
+    """What config.json states of the experts of Qwen3 MoE."""
+
+    num_experts: int = option(minimum=1, maximum=MAX_EXPERTS)
+    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
+    moe_intermediate_size: int = option(minimum=1)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = option(1, minimum=1)  # every n-th layer has experts
+    mlp_only_layers: tuple[int, ...] = option((), minimum=0)  # and these have none
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeArchitecture(Qwen3MoeFields, TargetArchitecture):
+    """Shape of a Qwen3 MoE target."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekV3Fields:
+    """What config.json states of the attention and the experts of DeepSeek-V3 and Kimi K2."""
+
+    q_lora_rank: int | None = option(None, minimum=1)
+    kv_lora_rank: int = option(minimum=1)
+    qk_nope_head_dim: int = option(minimum=1)
+    qk_rope_head_dim: int = option(minimum=2)
+    v_head_dim: int = option(minimum=1)
+    rope_interleave: bool = True
+    n_routed_experts: int = option(minimum=1, maximum=MAX_EXPERTS)
+    n_shared_experts: int = option(0, minimum=0)
+    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
+    moe_intermediate_size: int = option(minimum=1)
+    first_k_dense_replace: int = option(0, minimum=0)  # the first layers have no experts
+    n_group: int = option(1, minimum=1)
+    topk_group: int = option(1, minimum=1)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = option(1.0, minimum=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekV3Architecture(DeepseekV3Fields, TargetArchitecture):
+    """Shape of a DeepSeek-V3 or Kimi K2 target; head_dim is that of the rotary parts of heads."""
+
+
 MAX_BLOCK_SIZE = 1024  # rows that a target verifies at once, the anchor included
 MAX_RANK = 2**16  # of the small matrices in drafters
 
@@ -115,6 +159,7 @@ class DFlashArchitecture(DraftLayers):
     target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=2**12)
     # How many, where target_layer_ids is left out.
     num_target_features: int = option(5, minimum=1, maximum=2**12)
+    causal: bool = False  # rows of a block see it up to themselves, as in JetSpec's heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +216,20 @@ class TargetConfig:
     checkpoint: str | None = location("checkpoint")  # directory, hf:org/name, or random
     rope_scaling: RopeScaling | None = None  # None: the checkpoint's
     architecture: TargetArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeConfig(TargetConfig):
+    """A target with experts."""
+
+    architecture: Qwen3MoeArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekV3Config(TargetConfig):
+    """A target with latent attention and experts."""
+
+    architecture: DeepseekV3Architecture | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,13 @@ def encode(rows: jax.Array, like: Rows) -> Rows:
     return Quantised(values.astype(like.dtype), scales.mT)
 
 
+def leading(rows: Rows, width: int) -> Rows:
+    """The first `width` numbers of each row [..., S, H]; a row keeps its scale."""
+    if isinstance(rows, Quantised):
+        return Quantised(rows.values[..., :width], rows.scales)
+    return rows[..., :width]
+
+
 def split(rows: Rows, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
     """Values [..., S, H] to multiply with, and their scales [..., 1, S].
 
