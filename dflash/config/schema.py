@@ -121,7 +121,7 @@ class DeepseekV3Fields:
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekV3Architecture(DeepseekV3Fields, TargetArchitecture):
-    """Shape of a DeepSeek-V3 or Kimi K2 target; head_dim is that of the rotary parts of heads."""
+    """Shape of a DeepSeek-V3 or Kimi K2 target; head_dim and num_key_value_heads are not used."""
 
 
 MAX_BLOCK_SIZE = 1024  # rows that a target verifies at once, the anchor included

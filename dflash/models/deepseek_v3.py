@@ -1,7 +1,10 @@
 """DeepSeek-V3 and Kimi K2: latent attention, and routed experts beside shared ones."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from dflash.checkpoints import hf_config
 from dflash.checkpoints.tensor_map import Rows, Source, Stack
@@ -35,6 +38,11 @@ class DeepseekV3(Decoder):
         else:
             mlp = self._experts(**build)
         return TransformerLayer(arch, attention=attention, mlp=mlp, **build)
+
+    def rotary_angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """cos and sin for the rotary part of heads."""
+        rotary_part = dataclasses.replace(self.arch, head_dim=self.arch.qk_rope_head_dim)
+        return rotary.angles(positions, rotary_part)
 
     def _experts(self, **build) -> moe.SparseMlp:
         arch = self.arch

@@ -50,5 +50,5 @@ class KimiK25(DeepseekV3):
             "model_type": "kimi_k2",
         }
         ends = {key: text[key] for key in ("eos_token_id", "tie_word_embeddings")}
-        names = {"architectures": list(cls.hf_architectures), "model_type": cls.hf_model_type}
+        names = {"architectures": [cls.hf_architectures[0]], "model_type": cls.hf_model_type}
         return names | ends | {_TEXT: text}

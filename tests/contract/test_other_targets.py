@@ -6,34 +6,23 @@ import jax
 import numpy as np
 import pytest
 from support.engines import decode, engine, random_prompts
-from support.models import ARCHITECTURE, EMPHASIS, FAVOURITES, drafter, make_sharding, move, takes
+from support.models import (
+    ARCHITECTURE,
+    EMPHASIS,
+    FAVOURITES,
+    drafter,
+    family_architecture,
+    make_sharding,
+    move,
+    takes,
+)
 
 from dflash import registry
-from dflash.config.schema import DeepseekV3Architecture, Qwen3MoeArchitecture
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 
 ARCHITECTURES = {
-    "qwen3_moe": Qwen3MoeArchitecture(
-        **vars(ARCHITECTURE),
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-    ),
-    "deepseek_v3": DeepseekV3Architecture(
-        **vars(ARCHITECTURE),
-        q_lora_rank=12,
-        kv_lora_rank=20,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=10,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-    ),
+    family: family_architecture(family, ARCHITECTURE) for family in ("qwen3_moe", "deepseek_v3")
 }
 NAMES = sorted(registry.DRAFTERS)
 FORMS = [(name, False) for name in NAMES if name != "none"]

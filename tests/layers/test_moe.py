@@ -94,7 +94,7 @@ def test_eight_devices_equal_one(mesh):
     for name in ("softmax", "sigmoid, groups and a correction"):
         spread = layer(name, **mesh)
         out = jax.jit(spread)(x)
-        np.testing.assert_allclose(out, layer(name)(x), atol=2e-5)
+        np.testing.assert_allclose(out, jax.jit(layer(name))(x), atol=2e-5)
         assert len(spread.experts.up_proj.kernel[...].sharding.device_set) == 8
 
 
@@ -125,11 +125,8 @@ def test_sigmoid_routing_is_transformers(groups):
     with torch.no_grad():
         gate.weight.copy_(torch.from_numpy(kernel))
         gate.e_score_correction_bias.copy_(torch.from_numpy(correction))
-        block = theirs.DeepseekV3MoE(config)
-        block.gate = gate
         x = rows(40)
-        logits = gate(torch.from_numpy(x))
-        expected, weights = block.route_tokens_to_experts(logits)
+        _, weights, expected = gate(torch.from_numpy(x))
     routing = Routing(
         8, 3, "sigmoid", scale=2.5, num_groups=groups[0], groups_per_token=groups[1],
         has_correction=True,

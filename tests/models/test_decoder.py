@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from support.golden import import_transformers, load_target
-from support.models import make_architecture, make_cache, make_sharding, make_target, move, zeros
+from support.models import (
+    OWN_FIELDS,
+    family_architecture,
+    make_architecture,
+    make_cache,
+    make_sharding,
+    make_target,
+    move,
+    zeros,
+)
 
 from dflash import errors, registry
 from dflash.checkpoints import tensor_map
@@ -246,17 +255,18 @@ scalings = st.builds(
     ),
 )
 def test_config_round_trip(name, scaling, tied, eos, theta, eps, sizes):
-    arch = make_architecture(
+    arch = family_architecture(
+        name,
         rope_scaling=scaling,
         tie_word_embeddings=tied,
         eos_token_id=eos,
         rope_theta=theta,
         rms_norm_eps=eps,
-        **sizes,
+        **sizes | {key: OWN_FIELDS[name][key] for key in sizes if key in OWN_FIELDS.get(name, ())},
     )
     config = FAMILIES[name].config_to_hf(arch)
     assert FAMILIES[name].architecture_from_hf(config) == arch
-    assert config["architectures"] == list(FAMILIES[name].hf_architectures)
+    assert config["architectures"] == [FAMILIES[name].hf_architectures[0]]
 
 
 @pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "use_sliding_window"])
