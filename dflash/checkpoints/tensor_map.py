@@ -36,6 +36,8 @@ class Stack:
 
 Source = str | Rows | Stack
 
+_SCALES = ".kernel_scale"
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -82,7 +84,27 @@ def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_transposed(path: str) -> bool:
     """Whether the last two dimensions of the parameter at a dotted path are swapped in files."""
-    return path.endswith(".kernel")
+    return path.endswith((".kernel", _SCALES))
+
+
+def source_of(module: nnx.Module, path: str) -> Source:
+    """What the parameter at a dotted path is stored as; scales are beside the kernel's tensors.
+
+    Args:
+      module: offers `checkpoint_name(path)`, and `scale_suffix` if it has scales.
+    """
+    if not path.endswith(_SCALES):
+        return module.checkpoint_name(path)
+    kernel = module.checkpoint_name(path.removesuffix(_SCALES) + ".kernel")
+
+    def beside(name: str) -> str:
+        return name.removesuffix("weight") + module.scale_suffix
+
+    if isinstance(kernel, Stack):
+        return Stack(tuple(beside(part) for part in kernel.parts))
+    if isinstance(kernel, Rows):
+        return dataclasses.replace(kernel, name=beside(kernel.name))
+    return beside(kernel)
 
 
 def by_tensor(
@@ -98,7 +120,7 @@ def by_tensor(
     """
     tensors: dict[str, list[tuple[str, Piece]]] = {}
     for path, shape in shapes:
-        for piece in pieces(module.checkpoint_name(path), stored_shape(path, shape)):
+        for piece in pieces(source_of(module, path), stored_shape(path, shape)):
             tensors.setdefault(piece.name, []).append((path, piece))
     for name, held in tensors.items():
         parts = sorted((piece for _, piece in held), key=lambda piece: piece.first)

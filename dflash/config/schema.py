@@ -208,6 +208,11 @@ class Eagle3Architecture(DraftLayers):
     target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=2**12)
 
 
+# Projections in eight bits, made of plain weights as they are read, with a scale for each output.
+# w8a8: rows are multiplied in eight bits too.
+Quantization = Literal["int8", "float8_e4m3fn", "w8a8"]
+
+
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
     """The model whose distribution the output follows."""
@@ -215,6 +220,7 @@ class TargetConfig:
     name: str | None = None  # None: inferred from the checkpoint's config.json
     checkpoint: str | None = location("checkpoint")  # directory, hf:org/name, or random
     rope_scaling: RopeScaling | None = None  # None: the checkpoint's
+    quantization: Quantization | None = None  # None: as the checkpoint has them
     architecture: TargetArchitecture | None = None
 
 
@@ -249,6 +255,7 @@ class LayeredDrafterConfig(DrafterConfig):
     """A drafter that is made of transformer layers."""
 
     rope_scaling: RopeScaling | None = None  # None: the checkpoint's, or that of the architecture
+    quantization: Quantization | None = None  # None: as the checkpoint has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +293,7 @@ class AutoregressiveConfig(DrafterConfig):
     name: str = "autoregressive"
     checkpoint: str | None = location("checkpoint")
     block_size: int | Literal["auto"] = option(5, minimum=2, maximum=MAX_BLOCK_SIZE)
+    quantization: Quantization | None = None  # None: as the checkpoint has them
     family: str = "qwen3"  # of random weights; a checkpoint names its own
     architecture: DraftModelArchitecture | None = None
 

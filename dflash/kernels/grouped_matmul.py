@@ -1,7 +1,11 @@
 """Rows that are sorted into groups, each group times a matrix of its own: experts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+
+from dflash.kernels import quantised
 
 IMPLEMENTATIONS = ("auto", "tiles", "ragged_dot")
 
@@ -9,7 +13,13 @@ _SMALLEST_TILE, _LARGEST_TILE = 8, 128  # rows
 
 
 def grouped_matmul(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, implementation: str = "auto"
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    scales: jax.Array | None = None,
+    *,
+    block: tuple[int, int] | None = None,
+    implementation: str = "auto",
 ) -> jax.Array:
     """rows[i] @ weights[g] for every row i of group g.
 
@@ -19,6 +29,8 @@ def grouped_matmul(
       rows: [R, D]; those of group 0, then those of group 1, and so on.
       weights: [E, D, F].
       sizes: int32 [E]; rows of each group, together at most R.
+      scales: float32 [E, 1, F], or a scale a block, for weights in eight bits; see `quantised`.
+      block: inputs and outputs of a block; None: all inputs of one output.
       implementation: "tiles": plain JAX, one product for each tile of rows. "ragged_dot":
         `jax.lax.ragged_dot`, which a CPU computes with all weights for all rows. "auto": tiles on a
         CPU, ragged_dot elsewhere.
@@ -33,21 +45,39 @@ def grouped_matmul(
         raise ValueError(f"rows {rows.shape} do not fit weights {weights.shape}")
     if sizes.shape != weights.shape[:1]:
         raise ValueError(f"sizes {sizes.shape} of {weights.shape[0]} groups")
+    arrays = (rows, weights, sizes) if scales is None else (rows, weights, sizes, scales)
+    tiles, ragged = (functools.partial(one, block=block) for one in (_in_tiles, _ragged_dot))
     if implementation == "tiles":
-        return _in_tiles(rows, weights, sizes)
+        return tiles(*arrays)
     if implementation == "ragged_dot":
-        return _ragged_dot(rows, weights, sizes)
-    return jax.lax.platform_dependent(rows, weights, sizes, cpu=_in_tiles, default=_ragged_dot)
+        return ragged(*arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=tiles, default=ragged)
 
 
-def _ragged_dot(rows, weights, sizes):
-    product = jax.lax.ragged_dot(rows, weights, sizes)
+def _ragged_dot(rows, weights, sizes, scales=None, *, block):
+    """Scales by block are applied to all weights ahead of the product, others to what it gives."""
+    if scales is not None and block is not None:
+        weights, scales = _plain(weights, scales, block, rows.dtype), None
+    product = jax.lax.ragged_dot(
+        rows, weights.astype(rows.dtype), sizes, preferred_element_type=jnp.float32
+    )
+    row, ends = jnp.arange(len(rows)), jnp.cumsum(sizes)
+    if scales is not None:
+        group = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(sizes) - 1)
+        product *= scales[group, 0]
     # What stands behind the last group is not defined everywhere.
-    inside = jnp.arange(len(rows)) < sizes.sum()
-    return jnp.where(inside[:, None], product, 0)
+    return jnp.where((row < ends[-1])[:, None], product, 0).astype(rows.dtype)
 
 
-def _in_tiles(rows, weights, sizes):
+def _plain(weights, scales, block, dtype):
+    """Weights with their scales applied, if there are any."""
+    if scales is None:
+        return weights
+    spread = quantised.spread(scales, weights.shape, block)
+    return (weights.astype(jnp.float32) * spread).astype(dtype)
+
+
+def _in_tiles(rows, weights, sizes, scales=None, *, block):
     """Tiles of one size, each of one group; their last rows may be others', and are left out.
 
     What comes out for a row does not depend on the rows beside it: every product has one shape.
@@ -66,7 +96,12 @@ def _in_tiles(rows, weights, sizes):
     def product(one):
         group, indices, is_used = one
         empty = jnp.zeros((tile, weights.shape[2]), rows.dtype)
-        return jax.lax.cond(is_used, lambda: rows[indices] @ weights[group], lambda: empty)
+        own = None if scales is None else scales[group]
+        return jax.lax.cond(
+            is_used,
+            lambda: rows[indices] @ _plain(weights[group], own, block, rows.dtype),
+            lambda: empty,
+        )
 
     products = jax.lax.map(product, (group, taken, index < ends[-1]))
     row = jnp.arange(count)

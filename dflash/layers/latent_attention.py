@@ -15,7 +15,6 @@ from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.latent_attention import latent_attention
 from dflash.kernels.quantised import Rows
 from dflash.kernels.split_heads import rotate
-from dflash.layers import linear
 from dflash.layers.attention import Attend
 from dflash.layers.cache import CacheArray, batch_axes
 from dflash.layers.linear import Linear, RMSNorm
@@ -200,7 +199,7 @@ class LatentAttention(nnx.Module):
 
     def _by_head(self, projection: Linear, x: jax.Array) -> jax.Array:
         """A kernel [latent, N · …] as [latent, N, …]."""
-        kernel = linear.widen_late(x, projection.kernel[...], self.sharding)
+        kernel = projection.plain(x)
         return kernel.reshape(len(kernel), self.shape.num_attention_heads, -1)
 
     def _rotate(self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:

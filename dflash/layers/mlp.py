@@ -35,7 +35,7 @@ class Mlp(nnx.Module):
 
     def join(self) -> None:
         """Makes one product of gate and up; see `linear.join`."""
-        if not self.is_joined:
+        if not self.is_joined and linear.can_join([self.gate_proj, self.up_proj]):
             self.gate_up_proj = linear.join([self.gate_proj, self.up_proj])
             del self.gate_proj, self.up_proj
             self.is_joined = True

@@ -1,7 +1,7 @@
 """Mixture of experts: a router chooses a few of many mlps for each row."""
 
 import dataclasses
-import math
+import functools
 from typing import Literal
 
 import jax
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
+from dflash.checkpoints.weight_formats import WeightFormat
 from dflash.kernels.grouped_matmul import grouped_matmul
 from dflash.layers.cache import batch_axes
+from dflash.layers.linear import Kernel
 from dflash.layers.mlp import Mlp, gated
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -102,7 +104,7 @@ class Router(nnx.Module):
         return route(logits, self.routing, None if correction is None else correction[...])
 
 
-class ExpertLinear(nnx.Module):
+class ExpertLinear(Kernel):
     """A linear map without a bias for each expert; kernel [E, in, out]."""
 
     def __init__(
@@ -115,13 +117,22 @@ class ExpertLinear(nnx.Module):
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
-        self.kernel = parameters.declare(
-            (num_experts, in_features, out_features),
-            ("expert", *axes),
-            dtype=dtype,
-            sharding=sharding,
-            stddev=1 / math.sqrt(in_features),
-        )
+        shape = (num_experts, in_features, out_features)
+        super().__init__(shape, ("expert", *axes), dtype=dtype, sharding=sharding)
+
+    def narrow(self, form: WeightFormat, *, stored: bool = False) -> None:
+        """See `Kernel.narrow`.
+
+        Raises:
+          ConfigError: blocks that share a scale would be split over devices.
+        """
+        super().narrow(form, stored=stored)
+        if form.block and "mlp" not in self.scale_axes and self.sharding.size("mlp") > 1:
+            raise errors.ConfigError(
+                f"mesh: experts of width {self.kernel.get_value().shape[-2:]} have scales for "
+                f"blocks of {form.block[0]} × {form.block[1]}, which do not divide over "
+                f"{self.sharding.size('mlp')} devices; split experts over mesh.expert instead"
+            )
 
 
 class Experts(nnx.Module):
@@ -159,32 +170,41 @@ class Experts(nnx.Module):
           [B, T, D].
         """
         batch, _ = batch_axes(x.shape[0], self.sharding)
-        rows, kernels = (batch, None, None), ("expert", None, "mlp")
-        run = self.sharding.map(
-            self._run_own,
-            [rows, rows, rows, kernels, kernels, ("expert", "mlp", None)],
-            [rows],
-        )
+        rows = (batch, None, None)
         projections = (self.gate_proj, self.up_proj, self.down_proj)
-        (out,) = run(x, experts, weights, *(one.kernel[...] for one in projections))
+        arrays = [one.kernel[...] for one in projections]
+        names = [_whole_width(one.axes) for one in projections]
+        if self.gate_proj.format is not None:
+            arrays += [one.kernel_scale[...] for one in projections]
+            names += [_whole_width(one.scale_axes) for one in projections]
+        run = self.sharding.map(self._run_own, [rows, rows, rows, *names], [rows])
+        (out,) = run(x, experts, weights, *arrays)
         return out
 
-    def _run_own(self, x, experts, weights, gate, up, down):
+    def _run_own(self, x, experts, weights, gate, up, down, *scales):
         """The part of one device, which holds some of the experts, summed over all devices."""
         count, per_row = gate.shape[0], experts.shape[-1]
         own = experts.reshape(-1) - self.sharding.index("expert") * count
         own = jnp.where((own >= 0) & (own < count), own, count)  # others' come last
         order = jnp.argsort(own, stable=True)
         sizes = jnp.bincount(own, length=count + 1)[:count].astype(jnp.int32)
+        of_gate, of_up, of_down = scales or (None, None, None)
+        block = self.gate_proj.format and self.gate_proj.format.block
+        product = functools.partial(grouped_matmul, block=block)
         sorted_rows = x.reshape(-1, x.shape[-1])[order // per_row]
         inner = gated(
-            grouped_matmul(sorted_rows, gate, sizes), grouped_matmul(sorted_rows, up, sizes)
+            product(sorted_rows, gate, sizes, of_gate), product(sorted_rows, up, sizes, of_up)
         )
-        products = grouped_matmul(inner, down, sizes)
+        products = product(inner, down, sizes, of_down)
         by_row = products[jnp.argsort(order)].reshape(*weights.shape, -1)
         out = jnp.einsum("btk,btkd->btd", weights, by_row.astype(jnp.float32))
         axes = self.sharding.axes("expert") + self.sharding.axes("mlp")
         return ((jax.lax.psum(out, axes) if axes else out).astype(x.dtype),)
+
+
+def _whole_width(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    """Names within `Experts`, where every device has rows of the model's whole width."""
+    return tuple(None if name == "embed" else name for name in axes)
 
 
 class SparseMlp(nnx.Module):
