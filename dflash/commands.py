@@ -4,6 +4,7 @@
 COMMANDS = {
     "decode": ("dflash.decode", "Decode prompts with a target and a drafter."),
     "chat": ("dflash.chat", "Talk to a target in the terminal."),
+    "serve": ("dflash.serve", "Serve a target over HTTP: OpenAI's API, metrics, a page."),
     "train": ("dflash.train", "Train a drafter, or a target."),
     "distill": ("dflash.distill", "Make a drafter for a target: answers, training, measurement."),
     "benchmark": ("dflash.benchmark", "Measure drafting strategies against plain decoding."),

@@ -28,6 +28,12 @@ EXTRAS = (
         ("huggingface_hub", "tokenizers"),
         "hf:org/name downloads; tokenizer.json (Qwen, Llama)",
     ),
+    (
+        "serve",
+        ("starlette", "uvicorn", "prometheus-client", "httptools", "httpx2"),
+        "dflash serve; dflash benchmark study.name=serve",
+    ),
+    ("grammar", ("llguidance",), "structured output: JSON schemas, regular expressions"),
     ("tpu", ("libtpu",), "TPUs; dflash compile, on any Linux host"),
     ("parity", ("torch", "transformers"), "tests against reference implementations"),
     ("docs", ("mkdocs-material", "mkdocstrings"), "the documentation site"),

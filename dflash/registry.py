@@ -191,6 +191,7 @@ RUNS: Mapping[str, Entry] = {
 # The schemas of each command's configs, by which a config that is given to another one is known.
 CONFIGS: Mapping[str, tuple[str, ...]] = {
     "decode": ("dflash.config.schema:DecodeRun",),
+    "serve": ("dflash.config.serve_schema:ServeRun",),
     "train": ("dflash.config.train_schema:TrainRun",),
     "distill": ("dflash.config.distill_schema:DistillRun",),
     "benchmark": ("dflash.config.benchmark_schema:BenchmarkRun",),

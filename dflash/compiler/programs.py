@@ -127,12 +127,11 @@ def _decoding(
         turns = config.sync_every
         yield Program(CYCLE, title, compiled, seconds, context, ideals, arguments, turns)
     if _wanted(PREFILL, tpu):
-        bucket = engine.layout.bucket(context)
-        chunk = engine.layout.chunk(bucket)
-        before = bucket - chunk
+        chunk = engine.layout.chunk(context)
+        before = max(context - chunk, 0)
         title = f"prefill: {chunk} tokens after {before}"
         starting(title)
-        compiled, seconds = _timed(engine, "prefill", bucket)
+        compiled, seconds = _timed(engine, "prefill", chunk)
         ideals = cycle_ideals(target, arguments, 0, state.cache, engine.layout.capacity)
         yield Program(PREFILL, title, compiled, seconds, before, ideals, arguments)
 

@@ -31,18 +31,22 @@ class Situation:
     Attributes:
       context: tokens per sequence that attention reads.
       sampled: some sequence samples, so noise is drawn.
-      filtered: by top-k or top-p too.
+      filtered: by top-k, top-p or min-p too.
+      shaped: penalties, biases or a least length change logits.
     """
 
     context: int
     sampled: bool = False
     filtered: bool = False
+    shaped: bool = False
 
     @classmethod
     def of(cls, context: int, decode: DecodeConfig) -> "Situation":
         """That of a run which decodes as its config says."""
-        filtered = decode.top_k > 0 or decode.top_p < 1
-        return cls(context, decode.temperature > 0, filtered)
+        filtered = decode.top_k > 0 or decode.top_p < 1 or decode.min_p > 0
+        penalties = decode.presence_penalty, decode.frequency_penalty, decode.min_new_tokens
+        shaped = any(penalties) or decode.repetition_penalty != 1
+        return cls(context, decode.temperature > 0, filtered, shaped)
 
     def trips(self, loop: hlo.Instruction) -> int | None:
         """Turns of a loop that the compiler cannot count: those of attention over its context."""
@@ -56,6 +60,10 @@ class Situation:
             return int(self.filtered)
         if components.has_word(conditional.op_name, "if_sampled"):
             return int(self.sampled)
+        if components.has_word(conditional.op_name, "if_shaped"):
+            return int(self.shaped)
+        if components.has_word(conditional.op_name, "if_logprobs"):
+            return 0
         return None
 
 

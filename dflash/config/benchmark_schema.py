@@ -17,7 +17,7 @@ def overrides_of(group: str) -> Any:
 class StudyConfig:
     """A measurement of costs over `values` of one quantity."""
 
-    name: Literal["cycle", "verify", "draft", "block", "layers", "taps", "batch"] = "cycle"
+    name: Literal["cycle", "verify", "draft", "block", "layers", "taps", "batch", "serve"] = "cycle"
     # What the study varies; none: the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
     # Tokens in the cache, for the studies verify and draft.

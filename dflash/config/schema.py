@@ -378,6 +378,11 @@ class DecodeConfig:
     temperature: float = option(0.0, minimum=0.0)  # 0: greedy
     top_k: int = option(0, minimum=0)  # 0: off
     top_p: float = option(1.0, minimum=0.0, maximum=1.0)
+    min_p: float = option(0.0, minimum=0.0, maximum=1.0)  # 0: off
+    presence_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
+    frequency_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
+    repetition_penalty: float = option(1.0, minimum=0.01, maximum=100.0)  # 1: off
+    min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # before any stop token
     seed: int = option(0, minimum=0, maximum=2**32 - 1)
     verify: Literal["coupled", "rejection"] = "coupled"
     stop_ids: tuple[int, ...] = option((), minimum=0)  # in addition to the checkpoint's
@@ -396,6 +401,8 @@ class DecodeConfig:
     kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
     # Tokens per chunk of a prompt, at most.
     prefill_chunk: int = option(512, minimum=8, maximum=2**16)
+    # Keep full pages of what was computed, for later prompts that begin with the same tokens.
+    prefix_cache: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

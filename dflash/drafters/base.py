@@ -8,7 +8,7 @@ so there is one way in for context.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +108,21 @@ class Drafter(nnx.Module):
       feature_layers: target layers whose outputs `observe` receives, concatenated.
       num_draft_tokens: G, the number of tokens in every proposal.
       has_probs: proposals bring probabilities where verification asks for them.
+      restores: how the state of a prefix comes back without running the target over it, given that
+        at least one more token is observed then.
+        "rows": from what `read_rows` returned for its positions. The rest of the state is made anew
+          by the next `observe`.
+        "tokens": by observing its tokens again; features are zeros, and must not matter.
+        "never": not at all, so that no prompt of this strategy is found in a prefix cache.
+      rows_ahead: tokens after its own position that a row depends on.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ()
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 0
     has_probs: bool = False
+    restores: ClassVar[Literal["rows", "tokens", "never"]] = "never"
+    rows_ahead: ClassVar[int] = 0
 
     @classmethod
     def create(
@@ -260,15 +269,41 @@ class Drafter(nnx.Module):
         """
         raise TypeError(f"{type(self).__name__} has nothing to train")
 
-    def insert(self, state: Any, prefix: Any, slot: jax.Array) -> Any:
-        """Puts the state of one prefilled sequence into slot `slot` of the batch's state.
+    def clear(self, state: Any, fresh: jax.Array) -> Any:
+        """The state with zeros for the sequences that are `fresh`, bool [B].
 
-        The default requires that every leaf of the state is [B, …], and [1, …] with the same or
-        smaller remaining dimensions for a single shorter sequence.
+        The default requires that every leaf of the state is [B, …].
+        """
+
+        def put(leaf):
+            return jnp.where(fresh.reshape(-1, *[1] * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
+
+        return jax.tree.map(put, state)
+
+    def insert(self, state: Any, other: Any, row: jax.Array, slot: jax.Array) -> Any:
+        """Puts sequence `row` of another state into slot `slot` of the batch's state.
+
+        The default requires that every leaf of the state is [B, …], of the same or smaller
+        remaining dimensions in the other one.
         """
 
         def put(batch_leaf, leaf):
+            one = jax.lax.dynamic_slice_in_dim(leaf, row, 1)
             where = (slot,) + (jnp.int32(0),) * (leaf.ndim - 1)
-            return jax.lax.dynamic_update_slice(batch_leaf, leaf, where)
+            return jax.lax.dynamic_update_slice(batch_leaf, one, where)
 
-        return jax.tree.map(put, state, prefix)
+        return jax.tree.map(put, state, other)
+
+    # --- what a prefix cache keeps of the state; see `restores` ---------------------------------
+
+    def context_pages(self, num_pages: int, page_size: int) -> Any:
+        """Abstract pages for rows of the state: a pytree of [P, …], sharded by "pages"."""
+        return ()
+
+    def read_rows(self, state: Any, slot: jax.Array, start: jax.Array, count: int) -> Any:
+        """The rows of `count` positions of a slot: an entry of each leaf of `context_pages`."""
+        return ()
+
+    def write_rows(self, state: Any, slot: jax.Array, start: jax.Array, rows: Any) -> Any:
+        """The state with the rows that `read_rows` has returned for the same positions."""
+        return state

@@ -48,6 +48,8 @@ class LookaheadState:
 class Lookahead(Drafter):
     """The drafter; it has no weights."""
 
+    restores = "tokens"
+
     def __init__(
         self,
         *,

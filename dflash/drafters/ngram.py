@@ -16,6 +16,8 @@ from dflash.parallel.sharding import Sharding
 class Ngram(Drafter):
     """The drafter; its state is the text before the anchor, int32 [B, L]."""
 
+    restores = "tokens"
+
     def __init__(self, *, block_size: int, longest_match: int, sharding: Sharding):
         """Args: longest_match: most tokens at the end of the text that are searched for."""
         self.num_draft_tokens = block_size - 1

@@ -35,6 +35,11 @@ class Adaptive:
         choice = block_choice.choose(self.choice, active, left, sizes)
         return dataclasses.replace(self, choice=choice)
 
+    def largest(self) -> "Adaptive":
+        """Chooses the largest block size for the next cycle, whatever it costs."""
+        last = jnp.full_like(self.choice.index, self.choice.seconds.shape[0] - 1)
+        return dataclasses.replace(self, choice=dataclasses.replace(self.choice, index=last))
+
     def learn(
         self, num_committed: jax.Array, left: jax.Array, sizes: tuple[int, ...]
     ) -> "Adaptive":

@@ -3,16 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Heads, Proposal
-from dflash.inference import broken, verify
+from dflash.inference import broken, controls, logprobs, verify
 from dflash.inference import tree as trees
+from dflash.inference.logprobs import Logprobs
 from dflash.inference.sampling import SequenceSampler
-from dflash.inference.state import DecodeState, Report
+from dflash.inference.state import DecodeState
 from dflash.models.decoder import Decoder
 
 # Changes the verdict on a proposal: (drafter, its state after the draft, verdict) -> verdict.
@@ -35,9 +36,23 @@ class Rules:
     revise: Revise | None = None
 
 
+class Outcome(NamedTuple):
+    """What a cycle committed.
+
+    Attributes:
+      tokens: int32 [B, longest path].
+      count: int32 [B]; how many of them count.
+      logprobs: of the tokens, where sequences want them.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    logprobs: Logprobs
+
+
 def cycle(
     target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules, block_size: int
-) -> tuple[DecodeState, jax.Array, jax.Array]:
+) -> tuple[DecodeState, Outcome]:
     """Advances every active slot by one draft and one target forward.
 
     Args:
@@ -46,21 +61,48 @@ def cycle(
       state: see its invariant.
       rules: what is compiled into the loop.
       block_size: rows to verify, at most the drafter's.
-    Returns:
-      state, committed tokens int32 [B, longest path], num_committed int32 [B].
     """
-    position = state.length - 1
+    state, proposal = propose(target, drafter, state, rules=rules, block_size=block_size)
+    return conclude(target, drafter, state, proposal, rules=rules)
+
+
+def propose(
+    target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules, block_size: int
+) -> tuple[DecodeState, Proposal]:
+    """The first half of a cycle: a draft for every slot; see `cycle`."""
     sampler = SequenceSampler(state.sampling, with_probs=rules.rejection)
     with jax.named_scope("drafter"):
         proposal, drafter_state = _draft(drafter, block_size - 1, state, sampler, target)
+    return dataclasses.replace(state, drafter=drafter_state), proposal
 
+
+def conclude(
+    target: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    proposal: Proposal,
+    *,
+    rules: Rules,
+    allowed: jax.Array | None = None,
+) -> tuple[DecodeState, Outcome]:
+    """The second half of a cycle: verifies a proposal, commits, and lets the drafter observe.
+
+    Args:
+      state: as `propose` left it.
+      proposal: what it returned.
+      allowed: int32 [B, R, ceil(V / 32)] or None; which tokens may follow each row, see
+        `controls.shape_logits`.
+    """
+    position = state.length - 1
+    sampler = SequenceSampler(state.sampling, with_probs=rules.rejection)
     rows = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
     tree = None
     if proposal.parents is not None:
         tree = trees.from_parents(proposal.parents, drafter.longest_path - 1)
     output, positions = _forward(target, drafter, state, rows, tree)
     logits = target.unembed(output.hidden)
-    verdict = _verify(proposal, tree, logits, positions + 1, sampler)
+    verdict, sound = _judge(state, proposal, tree, logits, positions + 1, sampler, allowed)
+    drafter_state = state.drafter
     if verdict.sampled is not None:
         drafter_state = drafter.review(drafter_state, proposal, verdict.sampled)
     if rules.revise is not None:
@@ -71,13 +113,19 @@ def cycle(
     if verdict.path is not None:
         cache = cache.compact(position, verdict.path, target.sharding)
         features = jnp.take_along_axis(features, verdict.path[..., None], axis=1)
-    sound = _sound_rows(verdict, logits)
+        sound = jnp.take_along_axis(sound, verdict.path, axis=1)
     num_committed, active, broken_at = _commit(state, committed, sound, verdict.num_accepted + 1)
+    wanted = state.controls.logprobs & state.active
+    outcome = Outcome(
+        committed,
+        num_committed,
+        logprobs.of_tokens(logits, committed, wanted, verdict.path),
+    )
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = state.adaptive
     if adaptive is not None:
         adaptive = adaptive.learn(num_committed, state.limit - state.length, rules.block_sizes)
-    if adaptive is not None and block_size == 1:
+    if adaptive is not None and rows.shape[1] == 1:
         adaptive = adaptive.put_aside(following, num_committed, features)
     else:
         with jax.named_scope("drafter"):
@@ -91,12 +139,13 @@ def cycle(
         length=state.length + num_committed,
         anchor=jnp.where(num_committed > 0, anchor, state.anchor),
         active=active,
+        controls=state.controls.with_tokens(state.length, committed, num_committed),
         cache=cache,
         drafter=drafter_state,
         adaptive=adaptive,
         broken_at=broken_at,
     )
-    return state, committed, num_committed
+    return state, outcome
 
 
 def _forward(target, drafter, state, rows, tree):
@@ -114,91 +163,6 @@ def _forward(target, drafter, state, rows, tree):
     return output, positions
 
 
-def run_cycles(
-    target: Decoder, drafter: Drafter, state: DecodeState, *, max_cycles: int, rules: Rules
-) -> tuple[DecodeState, Report]:
-    """Runs cycles until `max_cycles` are done or no slot is active; see `cycle`."""
-    sizes = rules.block_sizes
-    batch, rows = state.anchor.shape[0], drafter.longest_path
-    report = Report(
-        cycles=jnp.int32(0),
-        tokens=jnp.zeros((max_cycles, batch, rows), jnp.int32),
-        num_committed=jnp.zeros((max_cycles, batch), jnp.int32),
-        active=state.active,
-        block_sizes=jnp.zeros(max_cycles, jnp.int32),
-        broken_at=state.broken_at,
-    )
-
-    def go_on(carry):
-        _, report = carry
-        return (report.cycles < max_cycles) & jnp.any(report.active)
-
-    def step(size, carry):
-        state, report = carry
-        state, tokens, num_committed = cycle(target, drafter, state, rules=rules, block_size=size)
-        i = report.cycles
-        report = Report(
-            cycles=i + 1,
-            tokens=report.tokens.at[i, :, : tokens.shape[1]].set(tokens),
-            num_committed=report.num_committed.at[i].set(num_committed),
-            active=state.active,
-            block_sizes=report.block_sizes.at[i].set(size),
-            broken_at=state.broken_at,
-        )
-        return _choose(state, sizes), report
-
-    steps = [functools.partial(step, size) for size in sizes]
-    if state.adaptive is None:
-        return jax.lax.while_loop(go_on, steps[0], (state, report))
-    catch_up = functools.partial(_catch_up, target, drafter)
-    return _loop_by_size(go_on, steps, catch_up, (_choose(state, sizes), report))
-
-
-def _choose(state: DecodeState, sizes: tuple[int, ...]) -> DecodeState:
-    """Chooses the next cycle's block size, where there is a choice."""
-    if state.adaptive is None:
-        return state
-    chosen = state.adaptive.choose(state.active, state.limit - state.length, sizes)
-    return dataclasses.replace(state, adaptive=chosen)
-
-
-def _catch_up(target: Decoder, drafter: Drafter, carry):
-    """Lets the drafter observe the backlog."""
-    state, report = carry
-    adaptive, position = state.adaptive, state.length - 1
-    with jax.named_scope("drafter"):
-        drafter_state, backlog = adaptive.backlog.clear(
-            drafter, state.drafter, state.anchor, position, state.active, target
-        )
-    adaptive = dataclasses.replace(adaptive, backlog=backlog)
-    return dataclasses.replace(state, drafter=drafter_state, adaptive=adaptive), report
-
-
-def _loop_by_size(go_on, steps, catch_up, carry):
-    """Runs the step of the chosen size while `go_on` holds.
-
-    Each size has a loop of its own, which runs while that size is chosen, inside one loop over all
-    sizes. A switch in a single loop would compute the same, but loops update the caches in place,
-    while branches may copy them.
-    """
-
-    def must_clear(carry):
-        state, _ = carry
-        return state.adaptive.must_clear(state.active)
-
-    def chosen(index, carry):
-        state, _ = carry
-        return go_on(carry) & ~must_clear(carry) & (state.adaptive.choice.index == index)
-
-    def each_in_turn(carry):
-        carry = jax.lax.while_loop(lambda c: go_on(c) & must_clear(c), catch_up, carry)
-        for index, step in enumerate(steps):
-            carry = jax.lax.while_loop(functools.partial(chosen, index), step, carry)
-        return carry
-
-    return jax.lax.while_loop(go_on, each_in_turn, carry)
-
-
 def _draft(
     drafter: Drafter, count: int, state: DecodeState, sampler: SequenceSampler, heads: Heads
 ) -> tuple[Proposal, Any]:
@@ -210,6 +174,45 @@ def _draft(
     else:
         return Proposal(jnp.zeros((state.anchor.shape[0], 0), jnp.int32)), state.drafter
     return draft(state.drafter, state.anchor, state.length - 1, sampler, heads)
+
+
+def _judge(
+    state: DecodeState,
+    proposal: Proposal,
+    tree: trees.Tree | None,
+    logits: jax.Array,
+    positions: jax.Array,
+    sampler: SequenceSampler,
+    allowed: jax.Array | None,
+) -> tuple[verify.Verdict, jax.Array]:
+    """The verdict on a proposal, and whether the logits of each row are finite, bool [B, R].
+
+    Both follow from logits that were shaped as the sequences ask for; see `controls`.
+    """
+    ancestry = None if tree is None else tree.ancestry
+
+    def judge(logits):
+        verdict = _verify(proposal, tree, logits, positions, sampler)
+        return verdict, _sound_rows(verdict, logits)
+
+    def judge_shaped():
+        shaped = controls.shape_logits(
+            logits,
+            state.controls,
+            state.length,
+            state.stop_ids,
+            proposal.tokens,
+            ancestry,
+            allowed,
+        )
+        return judge(shaped)
+
+    if allowed is not None:
+        return judge_shaped()
+    # Two copies of the rule, rather than one over a choice of logits, which would be copied.
+    with jax.named_scope("if_shaped"):
+        shapes = state.controls.shapes(state.length, state.active)
+        return jax.lax.cond(shapes, judge_shaped, lambda: judge(logits))
 
 
 def _verify(
@@ -277,9 +280,8 @@ def _commit(
 
 
 def _sound_rows(verdict: verify.Verdict, logits: jax.Array) -> jax.Array:
-    """Whether each row of the accepted path has finite logits: bool [B, longest path]."""
+    """Whether each row has finite logits: bool [B, R]."""
     picked = verdict.sampled
     if picked is None:  # probabilities take the same argmax, which the compiler finds out
         picked = jnp.argmax(logits, axis=-1)
-    sound = broken.finite_rows(logits, picked)
-    return sound if verdict.path is None else jnp.take_along_axis(sound, verdict.path, axis=1)
+    return broken.finite_rows(logits, picked)

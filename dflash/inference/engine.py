@@ -1,20 +1,21 @@
-"""The engine: four calls on device state that every way of decoding is made of.
+"""The engine: calls on device state that every way of decoding is made of.
 
-    prefill(prompt, sampling) -> prefix
-    insert(state, prefix, slot, request, anchor) -> state
-    generate(state) -> state, report          one dispatch of up to sync_every cycles
+    prefill(state, lanes, pieces) -> state, lanes, anchors      a chunk of a prompt in every lane
+    insert(state, lanes, anchors, lane, slot, request, length) -> state
+    generate(state) -> state, report                 one dispatch of up to sync_every cycles
     release(state, slot) -> state
 
 How a sequence samples, when it stops and how long it gets are device state, so one set of programs
-serves all requests. Every shape is static: there is one prefill and one insert per prompt bucket,
-and one generate. `compile` builds them ahead of time; nothing compiles inside a measured call.
+serves all requests. Every shape is static: there is one prefill per size of a chunk, and one
+program for everything else. `compile` builds them ahead of time; nothing compiles inside a measured
+call. No call waits for the device.
 """
 
 import concurrent.futures
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +24,65 @@ from flax import nnx
 
 from dflash import errors
 from dflash.config.schema import DecodeConfig
-from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, block_choice, broken, cycle, timing
+from dflash.drafters.base import Drafter, Proposal
+from dflash.inference import adaptive, block_choice, broken, controls, cycle, timing
+from dflash.inference.first_token import Asked
+from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import Layout, Slot
+from dflash.inference.prefill import Chunk
 from dflash.inference.programs import Programs
 from dflash.inference.request import Request, Sampling, check_request
-from dflash.inference.state import DecodeState, Prefix, Report
+from dflash.inference.state import DecodeState, Report
 from dflash.models.decoder import Decoder
 
 GREEDY = Sampling()
 NUM_STOP_IDS = 8  # that a request may have, unless an engine is built for more
 _MAX_THREADS = 4  # that compile at once
 NO_TOKEN = -1  # fills up the stop ids of a request that has fewer
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens of a sequence that one call runs.
+
+    Attributes:
+      tokens: the piece.
+      start: position of its first token.
+      following: the token after it; negative where the target is to draw it.
+      pages: of the sequence, for the positions up to the piece's end at least.
+      sampling: of the sequence.
+      fresh: the first piece that the drafter sees of the sequence.
+      asked: of the token that the target is to draw, without batch; None: nothing.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    following: int
+    pages: Sequence[int]
+    sampling: Sampling
+    fresh: bool
+    asked: Asked | None = None
+
+    @classmethod
+    def of(
+        cls,
+        text: Sequence[int],
+        start: int,
+        end: int,
+        pages: Sequence[int],
+        sampling: Sampling,
+        *,
+        fresh: bool,
+        asked: Asked | None = None,
+    ) -> "Piece":
+        """Tokens start … end - 1 of a text; if it goes on, it says which token follows."""
+        following = text[end] if end < len(text) else NO_TOKEN
+        asked = None if end < len(text) else asked
+        return cls(text[start:end], start, following, pages, sampling, fresh, asked)
+
+
+# Of a lane without a prompt: its rows go to the scratch page.
+_IDLE = Piece((), 0, NO_TOKEN, (), GREEDY, fresh=False)
 
 
 class Engine:
@@ -50,6 +98,7 @@ class Engine:
         adaptive_blocks: bool = False,
         num_stop_ids: int = NUM_STOP_IDS,
         revise: cycle.Revise | None = None,
+        prefix_cache: bool | None = None,
     ):
         """Takes the models as they are; abstract ones serve to plan and to compile.
 
@@ -61,7 +110,10 @@ class Engine:
           adaptive_blocks: choose the block size anew for every cycle, up to the drafter's.
           num_stop_ids: stop ids that a request may have.
           revise: changes the verdict of every cycle; for measurements.
+          prefix_cache: in place of the config's `decode.prefix_cache`, unless None.
         """
+        wanted = config.prefix_cache if prefix_cache is None else prefix_cache
+        self.prefix_cache = wanted and drafter.restores != "never"
         sizes = block_choice.block_sizes(drafter.block_size) if adaptive_blocks else ()
         self.target, self.drafter, self.config = target, drafter, config
         self.sharding = target.sharding
@@ -79,6 +131,7 @@ class Engine:
             num_shares=self.sharding.size("pages"),
             growth=config.sync_every * drafter.longest_path,
             num_pages=config.num_pages,
+            prefix_cache=self.prefix_cache,
         )
         self.num_stop_ids = num_stop_ids
         self._programs = Programs(
@@ -93,6 +146,7 @@ class Engine:
         self._drafter_params = nnx.state(drafter)
         # Of each block size, in seconds; measured by `compile` where there is a choice.
         self.cycle_seconds: tuple[float, ...] | None = None
+        self._plain_asked: dict[int, Asked] = {}
         # Acceptance statistics of earlier runs, where there is a choice; see `retire`.
         self._known: block_choice.Pool | None = None
 
@@ -121,37 +175,82 @@ class Engine:
 
     # --- the four calls -------------------------------------------------------------------------
 
-    def prefill(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Prefix:
-        """Runs a prompt and draws its first new token.
+    def new_lanes(self) -> Any:
+        """The drafter's state of the prompts in prefill, empty: a lane for each data replica."""
+        return self.program("new_lanes")()
+
+    def prefill(
+        self, state: DecodeState, lanes: Any, pieces: Mapping[int, Piece]
+    ) -> tuple[DecodeState, Any, jax.Array, Logprobs]:
+        """Runs the next piece of the prompt in every lane that has one.
+
+        Consumes `state` and `lanes` (their buffers are donated).
 
         Args:
-          prompt: token ids, at least one.
-          sampling: how the sequence draws its tokens.
+          state: the batch; its cache takes the target's rows.
+          lanes: the drafter's state of these prompts.
+          pieces: by lane; a lane may use slots and pages of its own share alone.
+        Returns:
+          state; lanes; the token after each lane's piece, int32 [n]: the prompt's own, or the
+          target's. It is negative if that one's logits are not finite. Log-probabilities [n] of
+          the target's, where they are asked for.
         Raises:
-          ValueError: the prompt is empty, or leaves no room for a new token.
+          ValueError: a piece is empty, or longer than a chunk.
         """
-        if not 0 < len(prompt) < self.layout.max_length:
+        chunk = self._chunk(pieces)
+        run = self.program("prefill", chunk.tokens.shape[1])
+        samplings = [
+            pieces[lane].sampling if lane in pieces else GREEDY for lane in range(self.num_lanes)
+        ]
+        scalars = map(np.stack, zip(*(one.scalars() for one in samplings), strict=True))
+        params = self._target_params, self._drafter_params
+        asked = self._asked(pieces)
+        cache, *drawn = run(*params, state.cache, lanes, chunk, asked, *scalars)
+        return dataclasses.replace(state, cache=cache), *drawn
+
+    def _asked(self, pieces: Mapping[int, Piece]) -> Asked:
+        """What the sequences of all lanes ask of their first tokens."""
+        plain = self._plain(self.num_lanes)
+        given = {lane: one.asked for lane, one in pieces.items() if one.asked is not None}
+        if not given:
+            return plain
+        host = jax.tree.map(np.array, plain)
+        for lane, one in given.items():
+            jax.tree.map(lambda all, mine, lane=lane: all.__setitem__(lane, mine), host, one)
+        return host
+
+    def _plain(self, lanes: int) -> Asked:
+        """What sequences ask for that ask for nothing: on the device, and made once."""
+        if lanes not in self._plain_asked:
+            self._plain_asked[lanes] = self.program("plain", lanes)()
+        return self._plain_asked[lanes]
+
+    def admit(
+        self, state: DecodeState, slot: Slot, request: Request, said: Sequence[int] = ()
+    ) -> DecodeState:
+        """Prefills a whole prompt and puts it into a slot: all chunks, and `insert`.
+
+        Args:
+          state: the batch; consumed.
+          slot: must be empty, and own the pages that the next dispatch may fill.
+          request: the sequence.
+          said: what it has said before, of which the last token becomes the anchor again.
+        Raises:
+          ValueError: the prompt is empty, or leaves no room for a new token; or the slot has more
+            pages than a sequence may own.
+        """
+        self._page_row(slot)  # checks it
+        lanes, lane = self.new_lanes(), self.layout.share_of(slot.index)
+        text, length = (*request.prompt, *said), len(request.prompt) + max(len(said) - 1, 0)
+        if not 0 < length < self.layout.max_length:
             raise ValueError(
-                f"prompt of {len(prompt)} tokens, expected 1 to {self.layout.max_length - 1}"
+                f"prompt of {length} tokens, expected 1 to {self.layout.max_length - 1}"
             )
-        bucket = self.layout.bucket(len(prompt))
-        chunk = self.layout.chunk(bucket)
-        prefix = self.program("new_prefix", bucket)(*sampling.scalars())
-        run = self.program("prefill", bucket)
-        for start in range(0, len(prompt), chunk):
-            piece = np.zeros((1, chunk), np.int32)
-            part = prompt[start : start + chunk]
-            piece[0, : len(part)] = part
-            following = prompt[start + chunk] if start + chunk < len(prompt) else -1
-            prefix = run(
-                self._target_params,
-                self._drafter_params,
-                prefix,
-                piece,
-                np.int32(len(part)),
-                np.int32(following),
-            )
-        return prefix
+        for start in range(0, length, self.layout.longest_chunk):
+            end = min(start + self.layout.longest_chunk, length)
+            piece = Piece.of(text, start, end, slot.pages, request.sampling, fresh=not start)
+            state, lanes, anchors, _ = self.prefill(state, lanes, {lane: piece})
+        return self.insert(state, lanes, anchors, lane, slot, request, said)
 
     def explain(self, request: Request, said: Sequence[int]) -> errors.NumericsError:
         """The error of a sequence whose next logits are not finite, after finding the layer.
@@ -160,59 +259,80 @@ class Engine:
           request: the sequence.
           said: its output so far.
         """
-        tokens = (*request.prompt, *said)
-        bucket = self.layout.bucket(len(tokens))
-        chunk, sound = self.layout.chunk(bucket), True
+        tokens, sound = (*request.prompt, *said), True
+        rows = self.layout.longest_chunk
         try:
-            cache = self.program("new_prefix", bucket)(*request.sampling.scalars()).cache
-            run = self.program("examine", bucket)
-            for start in range(0, len(tokens), chunk):
-                piece = np.zeros((1, chunk), np.int32)
-                part = tokens[start : start + chunk]
-                piece[0, : len(part)] = part
+            cache = self.program("new_examined")()
+            run = self.program("examine", rows)
+            for start in range(0, len(tokens), rows):
+                part = tokens[start : start + rows]
                 where = np.int32(start), np.int32(len(part))
-                cache, found = run(self._target_params, cache, piece, *where)
+                cache, found = run(self._target_params, cache, _padded(part, rows)[None], *where)
                 sound = sound & jax.device_get(found)
         except jax.errors.JaxRuntimeError:
             sound = None
         return broken.error(self.target, request, said, sound)
 
     def insert(
-        self, state: DecodeState, prefix: Prefix, slot: Slot, request: Request, anchor: int
+        self,
+        state: DecodeState,
+        lanes: Any,
+        anchors: jax.Array,
+        lane: int,
+        slot: Slot,
+        request: Request,
+        said: Sequence[int] = (),
     ) -> DecodeState:
         """Puts a prefilled sequence into a slot; consumes `state` (its buffers are donated).
 
+        The device decides whether the sequence has ended already: its anchor may be a stop token,
+        its last token, or none.
+
         Args:
           state: the batch.
-          prefix: of everything before the anchor.
+          lanes: the drafter's state of everything before the anchor.
+          anchors: int32 [n]; the last one that `prefill` has returned for these lanes.
+          lane: where the sequence was prefilled; that of the slot's share.
           slot: must be empty, and own the pages that the next dispatch may fill.
           request: its limit and stop ids end the sequence.
-          anchor: the sequence's last committed token: the one that the prefill has drawn, or, for a
-            sequence that comes back after a preemption, the one that it had drawn before.
+          said: its output so far, as far as it is known: the anchor of a new sequence is not.
         Raises:
           ValueError: the slot has more pages than a sequence may own.
         """
-        table = self._page_row(slot)
-        # The bucket's padding may fill more pages than the sequence owns: those go to scratch.
-        pages = np.zeros(self.layout.prefix_pages(prefix.bucket), np.int32)
-        owned = min(len(pages), len(slot.pages))
-        pages[:owned] = slot.pages[:owned]
         stop_ids = np.full(self.num_stop_ids, NO_TOKEN, np.int32)
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
-        return self.program("insert", prefix.bucket)(
-            state,
-            prefix,
-            np.int32(slot.index),
-            table,
-            pages,
-            np.int32(request.limit),
-            stop_ids,
-            np.int32(anchor),
-        )
+        numbers = (np.int32(lane), np.int32(slot.index))
+        asked = self._plain(1).controls
+        if not controls.is_plain(request):
+            asked = controls.of_request(request, said, self.layout.max_length)
+            asked = jax.tree.map(lambda x: x[None], asked)
+        length = len(request.prompt) + max(1, len(said))
+        return self.program("insert")(
+            state, lanes, anchors, *numbers, self._page_row(slot), np.int32(length),
+            np.int32(request.limit), stop_ids, asked, *request.sampling.scalars(),
+        )  # fmt: skip
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, Report]:
         """Runs up to sync_every cycles; consumes `state` (its buffers are donated)."""
         return self.run("generate", state)
+
+    def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
+        """Drafts for every slot, for `conclude` to verify; consumes `state`."""
+        return self.program("draft")(self._target_params, self._drafter_params, state)
+
+    def conclude(
+        self, state: DecodeState, proposal: Proposal, allowed: np.ndarray, ready: np.ndarray
+    ) -> tuple[DecodeState, Report]:
+        """A cycle that verifies a proposal under masks, before `generate`; consumes `state`.
+
+        Args:
+          state: as `draft` left it.
+          proposal: what it returned.
+          allowed: int32 [B, R, ceil(V / 32)]; see `dispatch.conclude`.
+          ready: bool [B]; constrained sequences whose masks are there.
+        """
+        params = self._target_params, self._drafter_params
+        return self.program("conclude")(*params, state, proposal, allowed, ready)
 
     def release(self, state: DecodeState, slot: int) -> DecodeState:
         """Takes a slot's pages from it, so that they may be handed out again."""
@@ -235,9 +355,83 @@ class Engine:
             raise ValueError(
                 f"slot {slot.index} has {len(slot.pages)} pages; a sequence owns at most {most}"
             )
-        row = np.zeros(most, np.int32)
-        row[: len(slot.pages)] = slot.pages
-        return row
+        return _padded(slot.pages, most)
+
+    # --- the prefix cache -----------------------------------------------------------------------
+
+    def new_context(self) -> Any:
+        """Pages for the drafter's rows beside those of the target; () where it keeps none."""
+        return self.program("new_context")() if self._programs.keeps_rows else ()
+
+    def store(self, context: Any, state: DecodeState, slot: Slot, count: int) -> Any:
+        """Copies the drafter's rows of a slot's first pages; consumes `context`.
+
+        Args:
+          context: pages of the drafter's rows.
+          state: the batch.
+          slot: its pages say where to; 0 for rows that are not wanted.
+          count: number of pages.
+        """
+        if not self._programs.keeps_rows:
+            return context
+        where = np.int32(slot.index), self._page_row(slot), np.int32(count)
+        return self.program("store")(context, state.drafter, *where)
+
+    def restore(
+        self, lanes: Any, context: Any, lane: int, pages: Sequence[int], text: Sequence[int]
+    ):
+        """The drafter's state of a cached prefix; consumes `lanes`.
+
+        Args:
+          lanes: the drafter's state of the prompts in prefill.
+          context: pages of the drafter's rows.
+          lane: where the prompt is to be prefilled.
+          pages: those that were cached.
+          text: the prompt, which is longer than they are.
+        Returns:
+          lanes.
+        """
+        if self._programs.keeps_rows:
+            row = self._page_row(Slot(lane, tuple(pages)))
+            return self.program("restore")(
+                lanes, context, np.int32(lane), row, np.int32(len(pages))
+            )
+        if self._programs.replays:
+            end, step = len(pages) * self.layout.page_size, self.layout.longest_chunk
+            for start in range(0, end, step):
+                last = min(start + step, end)
+                piece = Piece.of(text, start, last, pages, GREEDY, fresh=not start)
+                chunk = self._chunk({lane: piece})
+                run = self.program("replay", chunk.tokens.shape[1])
+                lanes = run(self._target_params, self._drafter_params, lanes, chunk)
+        return lanes
+
+    # --- state ----------------------------------------------------------------------------------
+
+    @property
+    def num_lanes(self) -> int:
+        """Prompts that are prefilled at once: one for each data replica."""
+        return self._programs.num_lanes
+
+    def _chunk(self, pieces: Mapping[int, Piece]) -> Chunk:
+        """The next piece of every lane, padded to the size of one program."""
+        longest = max(len(piece.tokens) for piece in pieces.values())
+        shortest = min(len(piece.tokens) for piece in pieces.values())
+        if not 0 < shortest <= longest <= self.layout.longest_chunk:
+            raise ValueError(
+                f"pieces of {shortest} to {longest} tokens, expected 1 to "
+                f"{self.layout.longest_chunk}"
+            )
+        rows = self.layout.chunk(longest)
+        chosen = [pieces.get(lane, _IDLE) for lane in range(self.num_lanes)]
+        return Chunk(
+            tokens=np.stack([_padded(one.tokens, rows) for one in chosen]),
+            start=np.array([one.start for one in chosen], np.int32),
+            count=np.array([len(one.tokens) for one in chosen], np.int32),
+            following=np.array([one.following for one in chosen], np.int32),
+            fresh=np.array([one.fresh for one in chosen]),
+            table=np.stack([_padded(one.pages, self.layout.prefill_pages) for one in chosen]),
+        )
 
     def new_state(self) -> DecodeState:
         """A batch of empty slots."""
@@ -302,6 +496,8 @@ class Engine:
         self,
         prompt_lengths: Iterable[int],
         progress: Callable[[int, int], None] = lambda ready, total: None,
+        *,
+        grammars: bool = False,
     ) -> None:
         """Compiles every program that prompts of these lengths need, and that is not there yet.
 
@@ -309,8 +505,9 @@ class Engine:
           prompt_lengths: in tokens.
           progress: called before the first and after each program with how many are ready, and
             how many there are to compile.
+          grammars: also what sequences with grammars need; else the first one waits for it.
         """
-        names = self._programs.missing(prompt_lengths)
+        names = self._programs.missing(prompt_lengths, grammars=grammars)
         if names:
             progress(0, len(names))
         # The compiler works while the next program is traced. Processes of a run keep one order.
@@ -342,6 +539,13 @@ class Engine:
                 self.block_sizes, state, self.program("occupied"), self.generate
             )
         return self.cycle_seconds or (1.0,)
+
+
+def _padded(numbers: Sequence[int], length: int) -> np.ndarray:
+    """int32 [length], filled up with zeros."""
+    row = np.zeros(length, np.int32)
+    row[: len(numbers)] = numbers
+    return row
 
 
 def _shapes(params) -> Any:

@@ -1,40 +1,120 @@
 """Handing out pages of the target's cache: plain host code, run between dispatches."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterable
 
 from dflash import errors
 
-# Prompts up to so many tokens share their programs. On a TPU or GPU a pass over 128 rows takes as
-# long as one over 16: as long as reading the weights.
-MIN_BUCKET = 128
+# Chunks of a prompt have at least so many rows, padding included. On a TPU or GPU a pass over 128
+# rows takes as long as one over 16: as long as reading the weights.
+MIN_CHUNK = 128
 _STEP = 16  # rows that the capacity of short sequences is a multiple of
 
 
 class PagePool:
-    """Free pages of each share of the pool.
+    """The pages of each share of the pool: who holds them, and what is known of those nobody holds.
 
     The pool is split over the data axes of the mesh; a slot takes pages from the share that its
     own device holds. Page 0 of a share is scratch and never handed out.
+
+    A page may be *published* under a key that names its content. Other sequences that need the same
+    content then hold the same page. A published page that nobody holds stays *idle* until it is
+    taken for something else, the one that was given back first before all others.
     """
 
     def __init__(self, num_shares: int, pages_per_share: int):
-        self._free = [list(range(pages_per_share - 1, 0, -1)) for _ in range(num_shares)]
+        """Every page is free."""
+        self._shares = [_Share(pages_per_share) for _ in range(num_shares)]
 
     def take(self, share: int, count: int) -> tuple[int, ...] | None:
-        """Takes `count` pages of a share, or None if fewer are free."""
-        free = self._free[share]
-        if len(free) < count:
-            return None
-        return tuple(free.pop() for _ in range(count))
+        """Takes `count` pages of a share, idle ones last; None if there are fewer."""
+        return self._shares[share].take(count)
 
     def give_back(self, share: int, pages: tuple[int, ...]) -> None:
-        """Returns pages that were taken from `share`."""
-        self._free[share].extend(reversed(pages))
+        """Lets go of pages that were taken or held; of a sequence's, its last one goes first."""
+        for page in reversed(pages):
+            self._shares[share].let_go(page)
+
+    def find(self, share: int, keys: Iterable[bytes]) -> tuple[int, ...]:
+        """Pages published under these keys, up to the first key that there is none for."""
+        pages = map(self._shares[share].page_of.get, keys)
+        return tuple(itertools.takewhile(lambda page: page is not None, pages))
+
+    def hold(self, share: int, pages: tuple[int, ...]) -> None:
+        """Holds pages that were found, beside those who hold them already."""
+        for page in pages:
+            self._shares[share].hold(page)
+
+    def publish(self, share: int, page: int, key: bytes) -> bool:
+        """Publishes a page that is held; False if another one is published under this key."""
+        return self._shares[share].publish(page, key)
+
+    def forget(self) -> None:
+        """Makes all published pages ordinary ones."""
+        for share in self._shares:
+            share.forget()
 
     def num_free(self, share: int) -> int:
-        """Free pages of a share."""
-        return len(self._free[share])
+        """Pages of a share that can be taken, idle ones included."""
+        return len(self._shares[share].free) + self.num_idle(share)
+
+    def num_idle(self, share: int) -> int:
+        """Published pages of a share that nobody holds."""
+        return len(self._shares[share].idle)
+
+
+class _Share:
+    """One share of a `PagePool`. A page is free, idle, or has a count of holders."""
+
+    def __init__(self, num_pages: int):
+        self.free = list(range(num_pages - 1, 0, -1))
+        self.holders: dict[int, int] = {}
+        self.idle: dict[int, None] = {}  # in the order in which they will be taken
+        self.page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    def take(self, count: int) -> tuple[int, ...] | None:
+        if len(self.free) + len(self.idle) < count:
+            return None
+        return tuple(self._take_one() for _ in range(count))
+
+    def _take_one(self) -> int:
+        if self.free:
+            page = self.free.pop()
+        else:
+            page = next(iter(self.idle))
+            del self.idle[page]
+            del self.page_of[self._key_of.pop(page)]
+        self.holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        self.idle.pop(page, None)
+        self.holders[page] = self.holders.get(page, 0) + 1
+
+    def let_go(self, page: int) -> None:
+        self.holders[page] -= 1
+        if self.holders[page]:
+            return
+        del self.holders[page]
+        if page in self._key_of:
+            self.idle[page] = None
+        else:
+            self.free.append(page)
+
+    def publish(self, page: int, key: bytes) -> bool:
+        if key in self.page_of:
+            return False
+        self.page_of[key], self._key_of[page] = page, key
+        return True
+
+    def forget(self) -> None:
+        self.free.extend(reversed(self.idle))
+        self.idle.clear()
+        self.page_of.clear()
+        self._key_of.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +138,7 @@ class Layout:
       num_shares: pieces that the page pool is split into, one per data replica.
       growth: tokens that one dispatch may add to a sequence.
       num_pages: pages of all shares together; None for enough to fill every slot.
+      prefix_cache: sequences may begin with pages that others have filled.
     """
 
     batch_size: int
@@ -68,6 +149,7 @@ class Layout:
     num_shares: int
     growth: int = 1
     num_pages: int | None = None
+    prefix_cache: bool = False
 
     def __post_init__(self):
         """Raises ConfigError if the pool cannot hold the longest sequence in every share."""
@@ -80,10 +162,20 @@ class Layout:
             )
 
     @property
+    def longest_chunk(self) -> int:
+        """Rows of the longest piece of a prompt that runs at once."""
+        return min(self.prefill_chunk, _round_up(self.max_length, _STEP))
+
+    @property
     def capacity(self) -> int:
-        """The largest prompt bucket in tokens: max_length, rounded up to what a chunk divides."""
-        step = self.prefill_chunk if self.max_length > self.prefill_chunk else _STEP
-        return math.ceil(self.max_length / step) * step
+        """Positions of a sequence that a chunk may write, its padding included.
+
+        Chunks begin at multiples of the longest one, unless pages came from the prefix cache.
+        """
+        if not self.prefix_cache:
+            return _round_up(self.max_length, self.longest_chunk)
+        padding = max(min(MIN_CHUNK, self.longest_chunk), self.longest_chunk // 2)
+        return _round_up(self.max_length + padding, _STEP)
 
     @property
     def pages_per_sequence(self) -> int:
@@ -100,7 +192,9 @@ class Layout:
         """Pages of one share, the scratch page included."""
         enough = self.slots_per_share * self.pages_per_sequence
         if self.num_pages is not None:
-            enough = min(enough, self.num_pages // self.num_shares)
+            given = self.num_pages // self.num_shares
+            # Pages that no sequence can use are of use to the prefix cache alone.
+            enough = given if self.prefix_cache else min(enough, given)
         return enough + 1
 
     @property
@@ -136,28 +230,32 @@ class Layout:
         """The share of the pool that slot `slot` takes its pages from."""
         return slot // self.slots_per_share
 
-    def bucket(self, length: int) -> int:
-        """Padded length of a prompt: a power of two, or the capacity."""
-        smallest = min(MIN_BUCKET, self.prefill_chunk)
-        power = max(smallest, 1 << (length - 1).bit_length())
-        return min(power, self.capacity)
+    def chunk(self, tokens: int) -> int:
+        """Rows of the next chunk of a prompt of which so many tokens are left, padding included.
 
-    def buckets(self, lengths) -> list[int]:
-        """Buckets that prompts of these lengths (in tokens) may need, ascending.
-
-        Where the pool overcommits, a preempted sequence comes back as a longer prompt, so all that
-        are not smaller than the smallest are needed.
+        A power of two, or the longest chunk: few programs serve all prompts.
         """
-        lengths = set(lengths)
-        if self.overcommits and lengths:
-            lengths |= {min(lengths) << i for i in range(self.max_length.bit_length())}
-            lengths = {min(length, self.max_length) for length in lengths}
-        return sorted({self.bucket(length) for length in lengths})
+        power = max(MIN_CHUNK, 1 << (tokens - 1).bit_length())
+        return min(power, self.longest_chunk)
 
-    def chunk(self, bucket: int) -> int:
-        """Tokens that one prefill call of a bucket runs."""
-        return min(bucket, self.prefill_chunk)
+    def chunks(self, lengths: Iterable[int]) -> list[int]:
+        """Rows of all chunks that prompts of these lengths (in tokens) may need, ascending.
 
-    def prefix_pages(self, bucket: int) -> int:
-        """Pages that a prompt of a bucket fills, padding included."""
-        return math.ceil(bucket / self.page_size)
+        Where the pool overcommits, a preempted sequence comes back as a longer prompt, and where
+        prompts are cached any part of one may be left: then all sizes up to the longest are needed.
+        """
+        lengths, longest = set(lengths), self.longest_chunk
+        if lengths and (self.overcommits or self.prefix_cache):
+            most = self.max_length if self.overcommits else max(lengths)
+            return sorted({self.chunk(min(1 << i, most)) for i in range(most.bit_length() + 1)})
+        whole = {longest for length in lengths if length >= longest}
+        return sorted(whole | {self.chunk(rest) for n in lengths if (rest := n % longest)})
+
+    @property
+    def prefill_pages(self) -> int:
+        """Entries of the page table of a sequence in prefill, whose padding goes to scratch."""
+        return max(self.pages_per_sequence, math.ceil(self.capacity / self.page_size))
+
+
+def _round_up(number: int, step: int) -> int:
+    return math.ceil(number / step) * step

@@ -1,48 +1,113 @@
-"""Prefill: a prompt's context for target and drafter, and its first new token."""
+"""Prefill: a prompt's context for target and drafter, chunk by chunk, and its first new token.
+
+Prompts are prefilled in *lanes*, one for each data replica. The target's rows go straight into the
+pages that the sequence owns in the cache of the batch. The drafter's state is one of its own until
+the prompt is complete: cycles of the batch meanwhile would disturb it in a slot.
+"""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
-from dflash.inference import broken
-from dflash.inference.sampling import SequenceSampler
-from dflash.inference.state import Prefix
+from dflash.inference import first_token
+from dflash.inference.first_token import Asked
+from dflash.inference.logprobs import Logprobs
+from dflash.inference.sampling import SamplingParams
+from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The next tokens of the prompts in n lanes, of at most T tokens each.
+
+    Attributes:
+      tokens: int32 [n, T]; the chunk's, and padding.
+      start: int32 [n]; position of the first one.
+      count: int32 [n]; how many are the prompt's; 0 for a lane without a prompt.
+      following: int32 [n]; the token after them, or -1 where the target is to draw it.
+      fresh: bool [n]; the lane's drafter state is that of another prompt, to be dropped.
+      table: int32 [n, M]; pages of each sequence.
+    """
+
+    tokens: jax.Array
+    start: jax.Array
+    count: jax.Array
+    following: jax.Array
+    fresh: jax.Array
+    table: jax.Array
 
 
 def prefill_chunk(
     target: Decoder,
     drafter: Drafter,
-    prefix: Prefix,
-    tokens: jax.Array,
-    count: jax.Array,
-    following: jax.Array,
-) -> Prefix:
-    """Runs one chunk of a prompt.
+    cache: PagedCache,
+    lanes: Any,
+    chunk: Chunk,
+    sampling: SamplingParams,
+    asked: Asked,
+) -> tuple[PagedCache, Any, jax.Array, Logprobs]:
+    """Runs one chunk of each prompt.
 
     Args:
-      tokens: int32 [1, T], of which `count` are the prompt's.
-      following: the prompt's next token, or -1 if this chunk is the last: then the target draws it.
+      target: the model.
+      drafter: observes the rows.
+      cache: of the batch; its own page table is left alone.
+      lanes: the drafter's state of n sequences.
+      chunk: what to run.
+      sampling: of the n sequences.
+      asked: what they ask of their first tokens.
+    Returns:
+      cache; lanes; the token after each chunk int32 [n], `broken.NO_TOKEN` if its logits were not
+      finite; log-probabilities [n] of those that the target has drawn.
     """
-    start = prefix.length
-    positions = start[:, None] + jnp.arange(tokens.shape[1])
+    rows = jnp.arange(chunk.tokens.shape[1])
     with jax.named_scope("target"):
-        output = target(tokens, positions, prefix.cache, feature_layers=drafter.feature_layers)
-    last = jnp.reshape(count - 1, (1, 1, 1))
-    logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
-    length = start + count
-    drawn = SequenceSampler(prefix.sampling).sample(logits, length[:, None])
-    sound = broken.finite_rows(logits, drawn)
-    drawn = jnp.where(sound, drawn, broken.NO_TOKEN)[:, 0]
-    anchor = jnp.where(following >= 0, following, drawn)
-    shifted = jnp.concatenate([tokens, jnp.zeros((1, 1), jnp.int32)], axis=1)
-    shifted = shifted.at[0, count].set(anchor[0])
-    with jax.named_scope("drafter"):
-        state = drafter.observe(
-            prefix.drafter, start, shifted, count[None], output.features, target
+        output = target(
+            chunk.tokens,
+            chunk.start[:, None] + rows,
+            dataclasses.replace(cache, page_table=chunk.table),
+            feature_layers=drafter.feature_layers,
         )
-    return dataclasses.replace(
-        prefix, length=length, anchor=anchor, cache=output.cache, drafter=state
-    )
+    last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
+    logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
+    end = chunk.start + chunk.count
+    drawn, logprobs = first_token.draw(logits, end, sampling, asked)
+    following = jnp.where(chunk.following >= 0, chunk.following, drawn)
+    lanes = observe_chunk(drafter, lanes, chunk, following, output.features, target)
+    cache = dataclasses.replace(output.cache, page_table=cache.page_table)
+    return cache, lanes, following, logprobs
+
+
+def observe_chunk(
+    drafter: Drafter,
+    lanes: Any,
+    chunk: Chunk,
+    following: jax.Array,
+    features: jax.Array,
+    heads: Decoder,
+) -> Any:
+    """Lets the drafter observe a chunk whose next tokens are `following`: its state.
+
+    Args: see `prefill_chunk` and `Drafter.observe`.
+    """
+    rows = jnp.arange(chunk.tokens.shape[1] + 1)
+    padded = jnp.pad(chunk.tokens, ((0, 0), (0, 1)))
+    tokens = jnp.where(rows == chunk.count[:, None], following[:, None], padded)
+    with jax.named_scope("drafter"):
+        lanes = drafter.clear(lanes, chunk.fresh)
+        return drafter.observe(lanes, chunk.start, tokens, chunk.count, features, heads)
+
+
+def replay_chunk(drafter: Drafter, lanes: Any, chunk: Chunk, heads: Decoder) -> Any:
+    """Shows cached tokens to a drafter whose state depends on tokens alone.
+
+    Args: see `prefill_chunk`; `chunk.following` is known.
+    """
+    width = len(drafter.feature_layers) * heads.arch.hidden_size
+    features = jnp.zeros((*chunk.tokens.shape, width), heads.dtype)
+    return observe_chunk(drafter, lanes, chunk, chunk.following, features, heads)

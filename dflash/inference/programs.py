@@ -10,14 +10,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.config.schema import DecodeConfig
-from dflash.drafters.base import Drafter
-from dflash.inference import adaptive, broken, cycle, timing
+from dflash.drafters.base import Drafter, Proposal
+from dflash.inference import (
+    adaptive,
+    broken,
+    controls,
+    cycle,
+    dispatch,
+    first_token,
+    logprobs,
+    timing,
+)
 from dflash.inference.lowering import loop_options, lower
 from dflash.inference.pages import Layout
-from dflash.inference.prefill import prefill_chunk
-from dflash.inference.request import Sampling
+from dflash.inference.prefill import Chunk, prefill_chunk, replay_chunk
+from dflash.inference.request import Request, Sampling
 from dflash.inference.sampling import SamplingParams, sequence_params
-from dflash.inference.state import DecodeState, Prefix
+from dflash.inference.state import DecodeState
 from dflash.layers.linear import matmul_precision
 from dflash.models.decoder import Decoder
 
@@ -60,20 +69,43 @@ class Programs:
                 self._compiled[(kind, *key)] = build(*key)
         return self._compiled[(kind, *key)]
 
-    def names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
-        """Names of the programs that prompts of these lengths (in tokens) need."""
-        per_bucket = [
-            (kind, bucket)
-            for bucket in self.layout.buckets(prompt_lengths)
-            for kind in ("new_prefix", "prefill", "insert")
-        ]
-        growing = [("set_pages",)] if self.layout.overcommits else []
-        timed = [("occupied",)] if len(self.rules.block_sizes) > 1 else []
-        return [("new_state",), *per_bucket, ("generate",), ("release",), *growing, *timed]
+    def names(self, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[tuple]:
+        """Names of the programs that prompts of these lengths (in tokens) need.
 
-    def missing(self, prompt_lengths: Iterable[int]) -> list[tuple]:
+        Args:
+          prompt_lengths: of the prompts.
+          grammars: also those that sequences with grammars need.
+        """
+        chunks = self.layout.chunks(prompt_lengths)
+        names = [("new_state",), ("new_lanes",), *(("prefill", rows) for rows in chunks)]
+        names += [("plain", lanes) for lanes in sorted({1, self.num_lanes})]
+        names += [("insert",), ("generate",), ("release",)]
+        if grammars:
+            names += [("draft",), ("conclude",)]
+        if self.layout.overcommits:
+            names.append(("set_pages",))
+        if self.keeps_rows:
+            names += [("new_context",), ("store",), ("restore",)]
+        if self.replays:
+            names += [("replay", rows) for rows in chunks]
+        if len(self.rules.block_sizes) > 1:
+            names.append(("occupied",))
+        return names
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows of the drafter are kept beside cached pages of the target."""
+        return self.layout.prefix_cache and bool(jax.tree.leaves(self.abstract_context()))
+
+    @property
+    def replays(self) -> bool:
+        """Whether the drafter observes cached tokens again."""
+        return self.layout.prefix_cache and self.drafter.restores == "tokens"
+
+    def missing(self, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[tuple]:
         """Those of these `names` that are not compiled yet."""
-        return [name for name in self.names(prompt_lengths) if name not in self._compiled]
+        names = self.names(prompt_lengths, grammars=grammars)
+        return [name for name in names if name not in self._compiled]
 
     def abstract_state(self) -> DecodeState:
         """Shapes, dtypes and shardings of the state, without its memory."""
@@ -87,6 +119,7 @@ class Programs:
             active=self.sharding.abstract((batch,), ("batch",), jnp.bool_),
             stop_ids=self.sharding.abstract((batch, self.num_stop_ids), ("batch", None), jnp.int32),
             sampling=self._abstract_sampling(batch, "batch"),
+            controls=controls.abstract(batch, "batch", layout.max_length, self.sharding),
             cache=target.new_cache(
                 batch=batch,
                 pages_per_sequence=layout.pages_per_sequence,
@@ -94,7 +127,7 @@ class Programs:
                 page_size=layout.page_size,
                 kv_dtype=self.config.kv_dtype,
             ),
-            drafter=drafter.init_state(batch, layout.capacity + adaptive.spare_rows(sizes)),
+            drafter=self._abstract_drafter(batch),
             adaptive=adaptive.abstract(
                 sizes,
                 batch,
@@ -103,12 +136,13 @@ class Programs:
                 self.sharding,
             ),
             broken_at=ints,
+            concluded=self._scalar(),
         )
 
     # --- over the models and the state ----------------------------------------------------------
 
     def _generate(self, target, drafter, state):
-        return cycle.run_cycles(
+        return dispatch.run_cycles(
             target, drafter, state, max_cycles=self.config.sync_every, rules=self.rules
         )
 
@@ -116,9 +150,7 @@ class Programs:
         state = self.abstract_state()
         inputs = *self._weights, state
 
-        def program(target_params, drafter_params, state):
-            target = nnx.merge(self._target_graph, target_params)
-            return function(target, nnx.merge(self._drafter_graph, drafter_params), state)
+        program = self._over_models(function)
 
         def place(result):
             return state if _is_state(result) else self._replicated(result)
@@ -133,13 +165,55 @@ class Programs:
             options=loop_options(self.sharding, self.target.dtype),
         )
 
-    # --- over the state and prefixes ------------------------------------------------------------
+    # --- grammars -------------------------------------------------------------------------------
+
+    def _compile_draft(self):
+        state = self.abstract_state()
+        run = self._over_models(functools.partial(dispatch.propose, rules=self.rules))
+        return lower(
+            run, *self._weights, state, out=(state, self._abstract_proposal()), donate=(2,)
+        )
+
+    def _compile_conclude(self):
+        state, layout = self.abstract_state(), self.layout
+        words = first_token.num_words(self.target.arch.vocab_size)
+        run = self._over_models(functools.partial(dispatch.conclude, rules=self.rules))
+        proposal = self._abstract_proposal()
+        allowed = self._whole((layout.batch_size, layout.block_size, words), jnp.int32)
+        ready = self._whole((layout.batch_size,), jnp.bool_)
+        inputs = *self._weights, state, proposal, allowed, ready
+        _, report = jax.eval_shape(run, *inputs)
+        return lower(
+            run, *inputs, out=(state, jax.tree.map(self._replicated, report)), donate=(2,),
+            options=loop_options(self.sharding, self.target.dtype),
+        )  # fmt: skip
+
+    def _over_models(self, function: Callable) -> Callable:
+        """The function of (target, drafter, …) over their weights."""
+
+        def program(target_params, drafter_params, *args):
+            target = nnx.merge(self._target_graph, target_params)
+            return function(target, nnx.merge(self._drafter_graph, drafter_params), *args)
+
+        return program
+
+    def _abstract_proposal(self) -> Proposal:
+        """Tokens on every device, for the host to read; probabilities where the target's are."""
+        run = self._over_models(functools.partial(dispatch.propose, rules=self.rules))
+        _, found = jax.eval_shape(run, *self._weights, self.abstract_state())
+        probs = found.probs
+        if probs is not None:
+            probs = self.sharding.abstract(probs.shape, ("batch", None, "vocab"), probs.dtype)
+        found = dataclasses.replace(found, probs=None)
+        return dataclasses.replace(jax.tree.map(self._replicated, found), probs=probs)
+
+    # --- over the state -------------------------------------------------------------------------
 
     def _compile_new_state(self):
         abstract = self.abstract_state()
 
         def new_state(seconds):
-            state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+            state = _zeros(abstract)
             # An empty slot has a length of 1: its rows go to the start of the scratch page.
             chooser = adaptive.with_seconds(state.adaptive, seconds)
             length = jnp.ones_like(state.length)
@@ -180,36 +254,177 @@ class Programs:
         shape = (self.layout.batch_size, self.layout.pages_per_sequence)
         return lower(set_pages, state, self._whole(shape, jnp.int32), out=state, donate=(0,))
 
-    def _compile_new_prefix(self, bucket: int):
-        abstract = self._abstract_prefix(bucket)
+    # --- prompts --------------------------------------------------------------------------------
 
-        def new_prefix(index, *sampling):
-            prefix = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-            table = jnp.arange(1, prefix.cache.page_table.shape[1] + 1, dtype=jnp.int32)[None]
-            cache = dataclasses.replace(prefix.cache, page_table=table)
-            params = sequence_params(index, *sampling)
-            return dataclasses.replace(prefix, cache=cache, sampling=params)
+    def _compile_new_lanes(self):
+        abstract = self.abstract_lanes()
+        return lower(lambda: _zeros(abstract), out=abstract)
 
-        scalars = [self._scalar(t) for t in ("int32", "uint32", "float32", "int32", "float32")]
-        return lower(new_prefix, *scalars, out=abstract)
+    def _compile_prefill(self, rows: int):
+        cache, lanes, lines = self.abstract_state().cache, self.abstract_lanes(), self.num_lanes
+        anchors = self._whole((lines,), jnp.int32)
 
-    def _compile_prefill(self, bucket: int):
-        abstract = self._abstract_prefix(bucket)
-        tokens = self._whole((1, self.layout.chunk(bucket)), jnp.int32)
-
-        def prefill(target_params, drafter_params, prefix, tokens, count, following):
+        def prefill(target_params, drafter_params, cache, lanes, chunk, asked, *sampling):
             target = nnx.merge(self._target_graph, target_params)
             drafter = nnx.merge(self._drafter_graph, drafter_params)
-            return prefill_chunk(target, drafter, prefix, tokens, count, following)
+            params = jax.tree.map(lambda x: x[:, 0], jax.vmap(sequence_params)(*sampling))
+            return prefill_chunk(target, drafter, cache, lanes, chunk, params, asked)
 
         return lower(
-            prefill, *self._weights, abstract, tokens,
-            self._scalar(), self._scalar(), out=abstract, donate=(2,),
+            prefill, *self._weights, cache, lanes, self._abstract_chunk(rows),
+            self._abstract_asked(lines), *self._sampling_scalars(lines),
+            out=(cache, lanes, anchors, self._abstract_logprobs(lines)), donate=(2, 3),
         )  # fmt: skip
 
-    def _compile_examine(self, bucket: int):
-        cache = self._abstract_prefix(bucket).cache
-        tokens = self._whole((1, self.layout.chunk(bucket)), jnp.int32)
+    def _compile_plain(self, lanes: int):
+        """What sequences ask for that ask for nothing, so that no call has to bring it along."""
+        plain = controls.of_request(Request(0, (), 1), (), self.layout.max_length)
+        allowed = first_token.allow_all(self.target.arch.vocab_size)
+
+        def new():
+            asked = first_token.Asked(plain, allowed)
+            return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * lanes), asked)
+
+        return lower(new, out=self._abstract_asked(lanes))
+
+    def _compile_insert(self):
+        state, lanes = self.abstract_state(), self.abstract_lanes()
+        table = self._whole((self.layout.pages_per_sequence,), jnp.int32)
+        anchors = self._whole((self.num_lanes,), jnp.int32)
+        stop_ids = self._whole((self.num_stop_ids,), jnp.int32)
+
+        def insert(
+            state, lanes, anchors, lane, slot, table, length, limit, stop_ids, asked, *sampling
+        ):
+            anchor = anchors[lane]
+            # What a sequence has said before this one may be on the device alone.
+            asked = asked.with_tokens(
+                jnp.reshape(length - 1, 1), anchor[None, None], jnp.ones(1, jnp.int32)
+            )
+            ended = (length >= limit) | jnp.any(anchor == stop_ids) | (anchor == broken.NO_TOKEN)
+            params = sequence_params(*sampling)
+            page_table = state.cache.page_table.at[slot].set(table)
+            return DecodeState(
+                length=state.length.at[slot].set(length),
+                limit=state.limit.at[slot].set(limit),
+                anchor=state.anchor.at[slot].set(anchor),
+                active=state.active.at[slot].set(~ended),
+                stop_ids=state.stop_ids.at[slot].set(stop_ids),
+                sampling=jax.tree.map(
+                    lambda batch, one: batch.at[slot].set(one[0]), state.sampling, params
+                ),
+                controls=jax.tree.map(
+                    lambda batch, one: batch.at[slot].set(one[0]), state.controls, asked
+                ),
+                cache=dataclasses.replace(state.cache, page_table=page_table),
+                drafter=self.drafter.insert(state.drafter, lanes, lane, slot),
+                adaptive=state.adaptive and state.adaptive.insert(slot),
+                broken_at=state.broken_at.at[slot].set(0),
+                concluded=state.concluded,
+            )
+
+        number = self._scalar()
+        return lower(
+            insert, state, lanes, anchors, number, number, table, number, number, stop_ids,
+            self._abstract_asked(1).controls, *self._sampling_scalars(), out=state, donate=(0,),
+        )  # fmt: skip
+
+    # --- the prefix cache -----------------------------------------------------------------------
+
+    def _compile_new_context(self):
+        abstract = self.abstract_context()
+        return lower(lambda: _zeros(abstract), out=abstract)
+
+    def _compile_store(self):
+        """Rows of a slot -> pages."""
+        context, state = self.abstract_context(), self.abstract_state().drafter
+        size, slots = self.layout.page_size, self.layout.slots_per_share
+
+        def store(context, state, slot, pages, end):
+            share, mine = slot // slots, slot % slots
+
+            def put(i, context):
+                rows = self.drafter.read_rows(state, mine, i * size, size)
+                return jax.tree.map(lambda pool, new: pool.at[pages[i]].set(new), context, rows)
+
+            return jax.lax.fori_loop(0, jnp.where(self._is_mine(share), end, 0), put, context)
+
+        return self._lower_local(store, context, state, out=context, donate=(0,))
+
+    def _compile_restore(self):
+        """Pages -> the first rows of a lane."""
+        context, lanes, size = self.abstract_context(), self.abstract_lanes(), self.layout.page_size
+
+        def restore(lanes, context, lane, pages, end):
+            is_mine = self._is_mine(lane)
+
+            def put(i, lanes):
+                rows = jax.tree.map(lambda pool: pool[pages[i]], context)
+                return self.drafter.write_rows(lanes, jnp.int32(0), i * size, rows)
+
+            lanes = self.drafter.clear(lanes, jnp.reshape(is_mine, (1,)))
+            return jax.lax.fori_loop(0, jnp.where(is_mine, end, 0), put, lanes)
+
+        return self._lower_local(restore, lanes, context, out=lanes, donate=(0,))
+
+    def _compile_replay(self, rows: int):
+        lanes = self.abstract_lanes()
+
+        def replay(target_params, drafter_params, lanes, chunk):
+            target = nnx.merge(self._target_graph, target_params)
+            drafter = nnx.merge(self._drafter_graph, drafter_params)
+            return replay_chunk(drafter, lanes, chunk, target)
+
+        chunk = self._abstract_chunk(rows)
+        return lower(replay, *self._weights, lanes, chunk, out=lanes, donate=(2,))
+
+    def _is_mine(self, share: jax.Array) -> jax.Array:
+        return share == self.sharding.index("pages")
+
+    def _lower_local(self, function: Callable, *trees: Any, out: Any, donate: tuple[int, ...]):
+        """Compiles a program that each device runs on its own shards of `trees`.
+
+        After these it takes a number, pages of one sequence, and how many of them count.
+        """
+        pages = self._whole((self.layout.pages_per_sequence,), jnp.int32)
+        inputs = *trees, self._scalar(), pages, self._scalar()
+        if self.sharding.mesh.size > 1:
+            in_specs, out_specs = jax.tree.map(lambda x: x.sharding.spec, (inputs, out))
+            function = jax.shard_map(
+                function,
+                mesh=self.sharding.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                check_vma=False,
+            )
+        return lower(function, *inputs, out=out, donate=donate)
+
+    # --- what is not finite ---------------------------------------------------------------------
+
+    def _compile_new_examined(self):
+        abstract = self._abstract_examined()
+
+        def new_cache():
+            cache = _zeros(abstract)
+            table = jnp.arange(1, cache.page_table.shape[1] + 1, dtype=jnp.int32)[None]
+            return dataclasses.replace(cache, page_table=table)
+
+        return lower(new_cache, out=abstract)
+
+    def _abstract_examined(self):
+        """A cache for one sequence alone."""
+        pages = self.layout.prefill_pages
+        return self.target.new_cache(
+            batch=1,
+            pages_per_sequence=pages,
+            num_pages=pages + 1,
+            page_size=self.layout.page_size,
+            kv_dtype=self.config.kv_dtype,
+        )
+
+    def _compile_examine(self, rows: int):
+        cache = self._abstract_examined()
+        tokens = self._whole((1, rows), jnp.int32)
 
         def examine(target_params, cache, tokens, start, count):
             target = nnx.merge(self._target_graph, target_params)
@@ -221,55 +436,49 @@ class Programs:
             out=(cache, sound), donate=(1,),
         )  # fmt: skip
 
-    def _compile_insert(self, bucket: int):
-        state, prefix = self.abstract_state(), self._abstract_prefix(bucket)
-        table = self._whole((self.layout.pages_per_sequence,), jnp.int32)
-        pages = self._whole((self.layout.prefix_pages(bucket),), jnp.int32)
-
-        def insert(state, prefix, slot, table, pages, limit, stop_ids, anchor):
-            length = prefix.length[0] + 1
-            ended = (length >= limit) | jnp.any(anchor == stop_ids)
-            return DecodeState(
-                length=state.length.at[slot].set(length),
-                limit=state.limit.at[slot].set(limit),
-                anchor=state.anchor.at[slot].set(anchor),
-                active=state.active.at[slot].set(~ended),
-                stop_ids=state.stop_ids.at[slot].set(stop_ids),
-                sampling=jax.tree.map(
-                    lambda batch, one: batch.at[slot].set(one[0]), state.sampling, prefix.sampling
-                ),
-                cache=state.cache.insert(
-                    prefix.cache, slot, self.layout.share_of(slot), table, pages, self.sharding
-                ),
-                drafter=self.drafter.insert(state.drafter, prefix.drafter, slot),
-                adaptive=state.adaptive and state.adaptive.insert(slot),
-                broken_at=state.broken_at.at[slot].set(0),
-            )
-
-        return lower(
-            insert, state, prefix, self._scalar(), table, pages, self._scalar(),
-            self._whole((self.num_stop_ids,), jnp.int32), self._scalar(), out=state, donate=(0,),
-        )  # fmt: skip
-
     # --- shapes ---------------------------------------------------------------------------------
 
-    def _abstract_prefix(self, bucket: int) -> Prefix:
-        pages = self.layout.prefix_pages(bucket)
-        one = self._whole((1,), jnp.int32)
-        return Prefix(
-            length=one,
-            anchor=one,
-            sampling=self._abstract_sampling(1, None),
-            cache=self.target.new_cache(
-                batch=1,
-                pages_per_sequence=pages,
-                num_pages=pages + 1,
-                page_size=self.layout.page_size,
-                kv_dtype=self.config.kv_dtype,
-            ),
-            drafter=self.drafter.init_state(1, bucket),
-            bucket=bucket,
+    @property
+    def num_lanes(self) -> int:
+        """Prompts that are prefilled at once: one for each data replica."""
+        return self.layout.num_shares
+
+    def abstract_lanes(self) -> Any:
+        """The drafter's state of the prompts in prefill, abstract."""
+        return self._abstract_drafter(self.num_lanes)
+
+    def abstract_context(self) -> Any:
+        """Pages for the drafter's rows, one for each of the target's, abstract."""
+        num_pages = self.layout.pages_per_share * self.layout.num_shares
+        return self.drafter.context_pages(num_pages, self.layout.page_size)
+
+    def _abstract_drafter(self, batch: int) -> Any:
+        spare = adaptive.spare_rows(self.rules.block_sizes)
+        return self.drafter.init_state(batch, self.layout.capacity + spare)
+
+    def _abstract_chunk(self, rows: int) -> Chunk:
+        lanes = self.num_lanes
+        per_lane = self._whole((lanes,), jnp.int32)
+        return Chunk(
+            tokens=self._whole((lanes, rows), jnp.int32),
+            start=per_lane,
+            count=per_lane,
+            following=per_lane,
+            fresh=self._whole((lanes,), jnp.bool_),
+            table=self._whole((lanes, self.layout.prefill_pages), jnp.int32),
         )
+
+    def _abstract_asked(self, lanes: int) -> first_token.Asked:
+        vocab_size = self.target.arch.vocab_size
+        return first_token.abstract(lanes, self.layout.max_length, vocab_size, self.sharding)
+
+    def _abstract_logprobs(self, *shape: int) -> logprobs.Logprobs:
+        found = jax.eval_shape(lambda: logprobs.zeros(shape, self.target.arch.vocab_size))
+        return jax.tree.map(self._replicated, found)
+
+    def _sampling_scalars(self, *lanes: int) -> list[jax.ShapeDtypeStruct]:
+        """What `Sampling.scalars` gives, of each lane if there are any."""
+        return [self._whole((*lanes, *x.shape), x.dtype) for x in Sampling().scalars()]
 
     def _abstract_sampling(self, batch: int, name: str | None) -> SamplingParams:
         floats = self.sharding.abstract((batch,), (name,), jnp.float32)
@@ -278,6 +487,7 @@ class Programs:
             temperature=floats,
             top_k=self.sharding.abstract((batch,), (name,), jnp.int32),
             top_p=floats,
+            min_p=floats,
         )
 
     def _seconds(self) -> jax.ShapeDtypeStruct:
@@ -295,6 +505,10 @@ class Programs:
 
 def _is_state(x: Any) -> bool:
     return isinstance(x, DecodeState)
+
+
+def _zeros(abstract: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
 
 
 def _abstract(weights: Any) -> Any:

@@ -1,5 +1,9 @@
-"""What is asked of an engine: a prompt, how to sample, when to stop; and the events that answer."""
+"""What is asked of an engine: a prompt, how to sample, when to stop; and the events that answer.
 
+What each field does to the logits, and in which order, is defined in `inference/controls.py`.
+"""
+
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -8,7 +12,10 @@ import numpy as np
 
 from dflash import errors
 from dflash.config.schema import DecodeConfig
+from dflash.text.grammar import Grammar
 
+MAX_LOGPROBS = 20  # likeliest tokens that are reported beside the drawn one
+MAX_BIASED = 300  # tokens that a request may bias
 _MAX_SEED = 2**32 - 1
 
 
@@ -22,6 +29,12 @@ class Sampling:
       top_p: probability mass of the likeliest tokens to draw from; 1 is off.
       seed: of the noise, 0 to 2**32 - 1.
       sequence: number of the sequence under this seed. Noise depends on the two alone.
+      min_p: smallest probability of a token to draw, as a share of the likeliest one's; 0 is off.
+      presence_penalty: subtracted from the logits of tokens that the output holds; 0 is off.
+      frequency_penalty: subtracted once for every time that the output holds the token; 0 is off.
+      repetition_penalty: divides positive logits of tokens that the prompt or the output holds,
+        and multiplies negative ones; 1 is off.
+      logit_bias: (token, bias) pairs; each bias is added to its token's logit.
     """
 
     temperature: float = 0.0
@@ -29,20 +42,36 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     sequence: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def from_config(cls, config: DecodeConfig, sequence: int = 0) -> "Sampling":
         """What a config asks for, for sequence number `sequence` of the run."""
-        return cls(config.temperature, config.top_k, config.top_p, config.seed, sequence)
+        return cls(
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=config.seed,
+            sequence=sequence,
+            min_p=config.min_p,
+            presence_penalty=config.presence_penalty,
+            frequency_penalty=config.frequency_penalty,
+            repetition_penalty=config.repetition_penalty,
+        )
 
     def scalars(self) -> tuple[np.generic, ...]:
-        """sequence, seed, temperature, top_k, top_p, in the dtypes that programs take."""
+        """sequence, seed, temperature, top_k, top_p, min_p, in the dtypes that programs take."""
         return (
             np.int32(self.sequence),
             np.uint32(self.seed),
             np.float32(self.temperature),
             np.int32(self.top_k),
             np.float32(self.top_p),
+            np.float32(self.min_p),
         )
 
 
@@ -56,6 +85,10 @@ class Request:
       max_new_tokens: number of output tokens at which the sequence ends.
       sampling: how tokens are drawn.
       stop_ids: tokens that end the sequence; at most as many as the engine has room for.
+      min_new_tokens: output tokens before which no stop token is drawn.
+      logprobs: number of the target's likeliest tokens to report beside each output token, 0 to
+        MAX_LOGPROBS; None reports nothing.
+      grammar: what the output must match, and may end only where it does; None: anything.
     """
 
     id: int
@@ -63,11 +96,32 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def limit(self) -> int:
         """Length of the whole sequence in tokens at which it ends."""
         return len(self.prompt) + self.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """What the target thought of one output token and of others in its place.
+
+    All are of the log-softmax of the target's raw logits: before penalties, biases, masks and
+    temperature, whatever the token was drawn from.
+
+    Attributes:
+      logprob: of the output token.
+      top_ids: the likeliest tokens, the best first, as many as the request asked for.
+      top_logprobs: theirs.
+    """
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +133,13 @@ class Tokens:
       ids: tokens of one or more cycles, or the first token, which comes from the prefill.
       acceptance_lengths: how many tokens each of these cycles has committed; none for the first.
         The last token of a cycle is the target's own, unless the output ended within the draft.
+      logprobs: one for each of the ids, if the request asked for them.
     """
 
     id: int
     ids: tuple[int, ...]
     acceptance_lengths: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +149,8 @@ class Completion:
     Attributes:
       id: the request's.
       output_ids: without the prompt.
-      finish_reason: "stop" (a stop token, which is the last output id) or "length".
+      finish_reason: "stop" (a stop token, which is the last output id), "length", or "error": the
+        output could not be continued as its grammar demands, so it does not match.
       acceptance_lengths: tokens committed in each cycle, bonus included. The first output token
         comes from the prefill, so they sum to len(output_ids) - 1.
       block_sizes: rows that the target verified in each of these cycles.
@@ -102,6 +159,8 @@ class Completion:
       decode_clock_s: seconds that dispatches of cycles had taken in total when it finished.
       finished_at: time of the last token, in seconds of time.perf_counter.
       preemptions: how often it lost its slot for want of pages and was prefilled again.
+      cached_tokens: tokens of the prompt that the prefix cache already held.
+      queued_ms: from its submission to the start of its first prefill.
     """
 
     id: int
@@ -114,6 +173,8 @@ class Completion:
     decode_clock_s: float
     finished_at: float
     preemptions: int = 0
+    cached_tokens: int = 0
+    queued_ms: float = 0.0
 
     @property
     def tau(self) -> float:
@@ -145,7 +206,9 @@ def check_request(
     where = f"prompt {request.id}"
     if not request.prompt:
         raise errors.InputError(f"{where}: empty; give at least one token")
-    for kind, ids in (("token id", request.prompt), ("stop id", request.stop_ids)):
+    biased = tuple(token for token, _ in request.sampling.logit_bias)
+    kinds = {"token id": request.prompt, "stop id": request.stop_ids, "logit_bias: token": biased}
+    for kind, ids in kinds.items():
         wrong = [token for token in ids if not 0 <= token < vocab_size]
         if wrong:
             raise errors.InputError(
@@ -167,18 +230,61 @@ def check_request(
             "shorten one"
         )
     _check_sampling(where, request.sampling)
+    _check_output(where, request)
 
 
 def _check_sampling(where: str, sampling: Sampling) -> None:
+    penalty = "a number from -2 to 2"
     ranges = {
         "temperature": (0.0 <= sampling.temperature < math.inf, "a number of 0 or more"),
         "top_k": (0 <= sampling.top_k < 2**31, "0 (off) to 2147483647"),
         "top_p": (0.0 <= sampling.top_p <= 1.0, "0 to 1"),
+        "min_p": (0.0 <= sampling.min_p <= 1.0, "0 (off) to 1"),
         "seed": (0 <= sampling.seed <= _MAX_SEED, f"0 to {_MAX_SEED}"),
         "sequence": (0 <= sampling.sequence < 2**31, "0 to 2147483647"),
+        "presence_penalty": (-2.0 <= sampling.presence_penalty <= 2.0, penalty),
+        "frequency_penalty": (-2.0 <= sampling.frequency_penalty <= 2.0, penalty),
+        "repetition_penalty": (
+            0.01 <= sampling.repetition_penalty <= 100.0,
+            "a number from 0.01 to 100, where 1 is off",
+        ),
     }
     for name, (holds, expected) in ranges.items():
         if not holds:
             raise errors.InputError(
                 f"{where}: {name}: {getattr(sampling, name)}, expected {expected}"
             )
+    _check_bias(where, sampling.logit_bias)
+
+
+def _check_bias(where: str, pairs: tuple[tuple[int, float], ...]) -> None:
+    tokens = [token for token, _ in pairs]
+    if len(pairs) > MAX_BIASED:
+        raise errors.InputError(
+            f"{where}: logit_bias: {len(pairs)} tokens, expected at most {MAX_BIASED}"
+        )
+    twice = [token for token, count in collections.Counter(tokens).items() if count > 1]
+    if twice:
+        raise errors.InputError(f"{where}: logit_bias: token {twice[0]} is given twice")
+    for token, bias in pairs:
+        if not -100.0 <= bias <= 100.0:
+            raise errors.InputError(
+                f"{where}: logit_bias: {bias} of token {token}, expected a number from -100 to 100"
+            )
+
+
+def _check_output(where: str, request: Request) -> None:
+    if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+        raise errors.InputError(
+            f"{where}: min_new_tokens: {request.min_new_tokens}, expected 0 to max_new_tokens, "
+            f"which is {request.max_new_tokens}"
+        )
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+        raise errors.InputError(
+            f"{where}: logprobs: {request.logprobs}, expected 0 to {MAX_LOGPROBS}"
+        )
+    if request.grammar is not None and not request.stop_ids:
+        raise errors.InputError(
+            f"{where}: an output that matches a grammar needs a stop token to end with; give "
+            "decode.stop_ids, or leave decode.ignore_eos off"
+        )

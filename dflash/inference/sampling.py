@@ -27,16 +27,23 @@ class SamplingParams:
       temperature: float32 [B]; 0 is greedy.
       top_k: int32 [B]; 0 is off.
       top_p: float32 [B]; 1 is off.
+      min_p: float32 [B]; 0 is off.
     """
 
     seed: jax.Array
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
+    min_p: jax.Array
 
 
 def sequence_params(
-    index: jax.Array, seed: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+    index: jax.Array,
+    seed: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
 ) -> SamplingParams:
     """The parameters, B = 1, of sequence number `index` under a seed; all arguments are scalars."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
@@ -45,6 +52,7 @@ def sequence_params(
         temperature=temperature[None],
         top_k=top_k[None],
         top_p=top_p[None],
+        min_p=min_p[None],
     )
 
 
@@ -174,7 +182,7 @@ def position_keys(seed: jax.Array, positions: jax.Array, stream: int) -> jax.Arr
 
 
 def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """Applies temperature, then top-k, then top-p; what is filtered out becomes -inf.
+    """Applies temperature, top-k, top-p, min-p, in this order; what is filtered out becomes -inf.
 
     Args:
       logits: float32 [B, T, V].
@@ -182,10 +190,31 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
     """
     temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None, None]
     logits = logits / temperature
+    samples = params.temperature > 0
     # The sort is expensive; skip it unless a sequence that samples asks for it.
-    filtered = jnp.any((params.temperature > 0) & ((params.top_k > 0) | (params.top_p < 1.0)))
+    ranked = samples & ((params.top_k > 0) | (params.top_p < 1.0))
+
+    def filtered():
+        with jax.named_scope("if_filtered"):
+            kept = jax.lax.cond(
+                jnp.any(ranked), lambda: _top_k_top_p(logits, params), lambda: logits
+            )
+        return _min_p(kept, params)
+
     with jax.named_scope("if_filtered"):
-        return jax.lax.cond(filtered, lambda: _top_k_top_p(logits, params), lambda: logits)
+        return jax.lax.cond(
+            jnp.any(ranked | (samples & (params.min_p > 0))), filtered, lambda: logits
+        )
+
+
+def _min_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
+    """Keeps tokens at least min_p times as likely as the likeliest (Nguyen et al., 2407.01082).
+
+    The ratio is the same before and after other filters, none of which takes the likeliest.
+    """
+    min_p = params.min_p[:, None, None]
+    share = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    return jnp.where((share >= min_p) | (min_p <= 0), logits, -jnp.inf)
 
 
 def _top_k_top_p(logits: jax.Array, params: SamplingParams) -> jax.Array:

@@ -2,67 +2,152 @@
 
     submit(request)    puts a request into the queue
     cancel(id)         takes it out again, wherever it is
-    step() -> events   collects the dispatch that is running, refills slots, starts the next one
+    step() -> events   waits for what the device finishes next, and keeps it busy
 
-`step` returns while the device is busy with the dispatch that it started, so what a caller does
-with the events, such as turning tokens into text, costs no time. Offline decoding and a server are
-both clients of these three calls.
+A dispatch is at most one chunk of prefill for each data replica that has a prompt waiting, followed
+by `sync_every` cycles of the sequences that are complete. Nothing is read in between. So a prompt,
+however long, holds the others up by one chunk at a time. While nothing is being decoded, chunks
+follow one another at once.
+
+`step` returns while the device is busy, so what a caller does with the events, such as turning
+tokens into text, costs no time. What it decides depends on requests and tokens alone, never on
+time, so that several processes which submit and cancel alike do the same.
 """
 
 import collections
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from dflash.inference import broken
-from dflash.inference.engine import Engine
+from dflash.inference import broken, constrained, controls, first_token
+from dflash.inference.adaptive import spare_rows
+from dflash.inference.engine import Engine, Piece
+from dflash.inference.first_token import Asked
+from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import PagePool, Slot
-from dflash.inference.request import Completion, Event, Request, Tokens
+from dflash.inference.prefix_cache import PrefixCache
+from dflash.inference.request import Completion, Event, Request, TokenLogprobs, Tokens
 from dflash.inference.state import DecodeState, Report
+from dflash.inference.stats import SchedulerStats
+from dflash.text.grammar import Matcher
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Sequence:
-    """A request and how far it has come; it holds a slot and pages only while it runs."""
+    """A request and how far it has come; it holds a slot and pages from its prefill to its end.
+
+    Attributes:
+      slot: index of the slot; None while it waits, and once it has ended.
+      pages: of the target's cache.
+      prefilled: tokens of its context that are in them, until it decodes.
+      published: pages that the prefix cache knows.
+      touched: whether the drafter has seen anything of it in its lane.
+      matcher: of its grammar; it has seen all of the output.
+      asked: what it asks of its first token; None: nothing.
+    """
 
     request: Request
+    submitted_at: float
+    matcher: Matcher | None = None
+    asked: Asked | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     block_sizes: list[int] = dataclasses.field(default_factory=list)
+    slot: int | None = None
     pages: tuple[int, ...] = ()
+    prefilled: int = 0
+    published: int = 0
+    touched: bool = False
+    queued_ms: float | None = None
     first_token_at: float = 0.0
     prefill_ms: float = 0.0
     preemptions: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Committed tokens, prompt included."""
+        return (*self.request.prompt, *self.output_ids)
 
     @property
     def length(self) -> int:
-        """Committed tokens, prompt included."""
+        """Number of committed tokens, prompt included."""
         return len(self.request.prompt) + len(self.output_ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Takes newly committed tokens."""
+        self.output_ids += tokens
+        if self.matcher:
+            self.matcher.advance([one for one in tokens if one not in self.request.stop_ids])
+
+    @property
+    def finish_reason(self) -> str:
+        """See `Completion`."""
+        if self.output_ids[-1] not in self.request.stop_ids:
+            return "length"
+        return "error" if self.matcher and not self.matcher.may_end else "stop"
+
+    @property
+    def context(self) -> int:
+        """Tokens to prefill: the prompt, or all before the anchor where there is one already."""
+        return self.length - bool(self.output_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prefill:
+    """A chunk that the device was given: by lane, its sequences and whether they are complete."""
+
+    enqueued_at: float
+    sequences: dict[int, tuple[_Sequence, bool]]
+    anchors: jax.Array
+    logprobs: Logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cycles:
+    """A dispatch of cycles that the device was given."""
+
+    enqueued_at: float
+    reports: list[Report]
 
 
 class Scheduler:
     """Keeps the slots of an engine busy; owns the device state between dispatches."""
 
-    def __init__(self, engine: Engine):
-        """Allocates an empty batch."""
+    def __init__(self, engine: Engine, *, fill_at_once: bool = False):
+        """Allocates an empty batch.
+
+        Args:
+          engine: decodes.
+          fill_at_once: prefill for all free slots before each dispatch, in the order of the queue.
+            That keeps the most slots busy, but sequences stand still meanwhile: for decoding where
+            nobody waits for the next token.
+        """
         layout = engine.layout
-        self._engine, self._layout = engine, layout
+        self._engine, self._layout, self._fill_at_once = engine, layout, fill_at_once
         self._queue: collections.deque[_Sequence] = collections.deque()
-        # By slot, in the order of admission: the last one is the youngest.
+        # By lane and by slot, in the order of admission: the last one is the youngest.
+        self._entering: dict[int, _Sequence] = {}
         self._running: dict[int, _Sequence] = {}
         self._ids: set[int] = set()  # of all requests in flight
         self._pool = PagePool(layout.num_shares, layout.pages_per_share)
-        self._dispatched: tuple[Report, float] | None = None
+        # What the device was given and has not been waited for, in order.
+        self._given: collections.deque[_Prefill | _Cycles] = collections.deque()
+        self._done_at = 0.0  # when it was done with the one before
         self._clock_s = 0.0
+        self._counts: collections.Counter[str] = collections.Counter()  # of `SchedulerStats`
+        self._cache = PrefixCache(engine, self._pool)
         # Empty caches exist before the clock of the first prompt starts.
         self._state: DecodeState = jax.block_until_ready(engine.new_state())
+        self._lanes = jax.block_until_ready(engine.new_lanes())
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued, running or left to collect."""
-        return not (self._queue or self._running or self._dispatched)
+        return not (self._queue or self._entering or self._running or self._given)
 
     def submit(self, request: Request) -> None:
         """Puts a request at the end of the queue.
@@ -74,8 +159,15 @@ class Scheduler:
         self._engine.check(request)
         if request.id in self._ids:
             raise ValueError(f"request {request.id} is in flight already")
+        matcher = request.grammar and request.grammar.matcher()
+        asked = None
+        if not controls.is_plain(request):
+            asked = Asked(
+                controls.of_request(request, (), self._layout.max_length),
+                first_token.allowed_first(request, matcher, self._engine.vocab_size),
+            )
         self._ids.add(request.id)
-        self._queue.append(_Sequence(request))
+        self._queue.append(_Sequence(request, time.perf_counter(), matcher, asked))
 
     def cancel(self, id: int) -> bool:
         """Drops a request, whose slot and pages are free at once; no further events come of it.
@@ -83,106 +175,246 @@ class Scheduler:
         Returns:
           whether there was such a request.
         """
-        for sequence in self._queue:
+        if id not in self._ids:
+            return False
+        self._ids.discard(id)
+        held = (*self._entering.values(), *self._running.values())
+        for sequence in held:
             if sequence.request.id == id:
-                self._queue.remove(sequence)
-                self._ids.discard(id)
+                self._vacate(sequence)
                 return True
-        for index, sequence in self._running.items():
-            if sequence.request.id == id:
-                self._vacate(index)
-                self._ids.discard(id)
-                return True
-        return False
+        self._queue.remove(next(one for one in self._queue if one.request.id == id))
+        return True
 
     def step(self) -> list[Event]:
-        """Advances all sequences by one dispatch.
+        """Waits for one chunk or dispatch, and gives the device the next one.
 
         Returns:
-          what the dispatch before has brought, and the first tokens of the requests that entered:
-          Tokens as they are committed, and a Completion after the last Tokens of each request.
+          what it has brought: Tokens as they are committed, the first token of a request by itself,
+          and a Completion after the last Tokens of each request. Nothing, where a chunk was but a
+          part of a prompt.
         Raises:
           NumericsError: the target's logits are not finite.
         """
-        events = self._collect()
-        self._grow()
-        events += self._admit()
-        if self._running:
-            begin = time.perf_counter()
-            self._state, report = self._engine.generate(self._state)
-            self._dispatched = report, begin
+        self._keep_busy()
+        events = self._collect() if self._given else []
+        self._keep_busy()
         return events
+
+    def stats(self) -> SchedulerStats:
+        """See `SchedulerStats`."""
+        shares, usable = range(self._layout.num_shares), self._layout.pages_per_share - 1
+        total = len(shares) * usable
+        counted = {name: self._counts[name] for name in _COUNTED}
+        return SchedulerStats(
+            waiting=len(self._queue),
+            prefilling=len(self._entering),
+            running=len(self._running),
+            pages_used=total - sum(map(self._pool.num_free, shares)),
+            pages_cached=sum(map(self._pool.num_idle, shares)),
+            pages_total=total,
+            **counted,
+        )
+
+    def flush_prefix_cache(self) -> None:
+        """Forgets all cached pages; requests in flight keep theirs."""
+        self._pool.forget()
 
     def close(self) -> None:
         """Hands what was learned about block sizes back to the engine; the last call."""
         self._engine.retire(self._state)
 
-    # --- collecting a dispatch ------------------------------------------------------------------
+    # --- giving the device work -----------------------------------------------------------------
+
+    def _keep_busy(self) -> None:
+        """Gives the device a dispatch, unless it has cycles to run, or two chunks."""
+        while len(self._given) < 2 and not any(isinstance(one, _Cycles) for one in self._given):
+            before = len(self._given)
+            self._dispatch()
+            if len(self._given) == before:
+                return
+
+    def _dispatch(self) -> None:
+        """A chunk of prefill, then cycles; further chunks while they fit into one of full length.
+
+        Where nothing is being decoded a dispatch ends with the chunk, unless it completes a prompt.
+        """
+        self._grow()
+        left = self._layout.longest_chunk
+        while self._admit():
+            rows, decoding = self._next_rows(), bool(self._running)
+            if decoding and rows > left and not self._fill_at_once:
+                break
+            left -= rows if decoding else 0
+            self._prefill()
+            if not (self._running or self._fill_at_once):
+                break
+        running = self._running.items()
+        ready = {
+            i: (one.request, one.matcher) for i, one in running if one.matcher and one.output_ids
+        }
+        others = any(one.matcher is None for _, one in running)
+        if ready or others:
+            begin = time.perf_counter()
+            self._state, reports = constrained.generate(
+                self._engine, self._state, ready, others=others
+            )
+            self._given.append(_Cycles(begin, reports))
+
+    def _next_rows(self) -> int:
+        """Rows of the next chunk, padding included."""
+        left = max(one.context - one.prefilled for one in self._entering.values())
+        return self._layout.chunk(left)
+
+    def _prefill(self) -> None:
+        """Runs the next chunk of every lane; sequences that are complete enter their slots."""
+        begin, pieces, done = time.perf_counter(), {}, {}
+        for lane, one in self._entering.items():
+            if one.queued_ms is None:
+                one.queued_ms = 1e3 * (begin - one.submitted_at)
+            start = one.prefilled
+            end = min(start + self._layout.longest_chunk, one.context)
+            sampling, fresh = one.request.sampling, not one.touched
+            asked = None if one.output_ids else one.asked
+            pieces[lane] = Piece.of(
+                one.text, start, end, one.pages, sampling, fresh=fresh, asked=asked
+            )
+            one.prefilled, one.touched = end, True
+            done[lane] = one, end == one.context
+            self._counts.update(prefill_tokens=end - start, prefill_chunks=1)
+        self._state, self._lanes, anchors, logprobs = self._engine.prefill(
+            self._state, self._lanes, pieces
+        )
+        self._given.append(_Prefill(begin, done, anchors, logprobs))
+        for lane, (one, complete) in done.items():
+            if complete:
+                self._insert(lane, one, anchors)
+
+    def _insert(self, lane: int, one: _Sequence, anchors: jax.Array) -> None:
+        """Moves a prefilled sequence from its lane to its slot."""
+        slot = Slot(one.slot, one.pages)
+        self._state = self._engine.insert(
+            self._state, self._lanes, anchors, lane, slot, one.request, one.output_ids
+        )
+        del self._entering[lane]
+        self._running[one.slot] = one
+        self._publish(one)
+
+    # --- collecting what it has done ------------------------------------------------------------
 
     def _collect(self) -> list[Event]:
-        """Waits for the running dispatch, and hands its tokens to their requests."""
-        if self._dispatched is None:
-            return []
-        report, begin = self._dispatched
-        self._dispatched = None
-        report = jax.device_get(report)
-        end = time.perf_counter()
+        """Waits for the oldest chunk or dispatch, and hands its tokens to their requests."""
+        given = self._given.popleft()
+        if isinstance(given, _Prefill):
+            anchors = jax.device_get(given.anchors)
+            begin, end = self._time(given.enqueued_at)
+            events: list[Event] = []
+            for lane, (one, complete) in given.sequences.items():
+                one.prefill_ms += 1e3 * (end - begin)
+                # It may have been cancelled since.
+                if complete and one.slot is not None and not one.output_ids:
+                    found: list[TokenLogprobs] = []
+                    if one.request.logprobs is not None:
+                        logprobs = jax.device_get(given.logprobs)
+                        found = logprobs.of((slice(lane, lane + 1),), 1, one.request.logprobs)
+                    events += self._begin(one, int(anchors[lane]), end, found)
+            return events
+        wanted = any(one.request.logprobs is not None for one in self._running.values())
+        reports = given.reports if wanted else [one.without_logprobs() for one in given.reports]
+        report = Report.joined(jax.device_get(reports))
+        begin, end = self._time(given.enqueued_at)
         self._clock_s += end - begin
+        self._counts.update(dispatches=1, cycles=int(report.cycles))
+        return self._hand_out(report, begin, end)
+
+    def _time(self, enqueued_at: float) -> tuple[float, float]:
+        """When the device began with what it has just finished, and now.
+
+        It takes one thing after the other.
+        """
+        begin, self._done_at = max(enqueued_at, self._done_at), time.perf_counter()
+        return begin, self._done_at
+
+    def _begin(
+        self, one: _Sequence, anchor: int, now: float, logprobs: Sequence[TokenLogprobs]
+    ) -> list[Event]:
+        """The first token of a request; the device has decided alike whether it is the last."""
+        request = one.request
+        if anchor == broken.NO_TOKEN:
+            raise self._engine.explain(request, ())
+        one.first_token_at = now
+        one.extend([anchor])
+        events: list[Event] = [Tokens(request.id, (anchor,), logprobs=tuple(logprobs))]
+        if request.max_new_tokens == 1 or anchor in request.stop_ids:
+            events.append(self._finish(one, now))
+        return events
+
+    def _hand_out(self, report: Report, begin: float, end: float) -> list[Event]:
+        """The events of a dispatch of cycles, which took from `begin` to `end`."""
         events: list[Event] = []
         cycles = int(report.cycles)
         counts = report.num_committed[:cycles]
         self._check_finite(report, counts)
-        for index, sequence in list(self._running.items()):
-            fresh: list[int] = []
-            lengths: list[int] = []
-            for i in np.flatnonzero(counts[:, index]):
-                count = int(counts[i, index])
-                fresh += report.tokens[i, index, :count].tolist()
-                lengths.append(count)
-                sequence.block_sizes.append(int(report.block_sizes[i]))
-            sequence.output_ids += fresh
-            sequence.acceptance_lengths += lengths
-            events.append(Tokens(sequence.request.id, tuple(fresh), tuple(lengths)))
+        for index, one in list(self._running.items()):
+            ran = np.flatnonzero(counts[:, index])
+            fresh = _tokens(report, index, ran)
+            lengths = [int(counts[i, index]) for i in ran]
+            one.extend(fresh)
+            one.acceptance_lengths += lengths
+            one.block_sizes += [int(report.block_sizes[i]) for i in ran]
+            if fresh:
+                found = _logprobs(report, index, ran, one.request.logprobs)
+                events.append(Tokens(one.request.id, tuple(fresh), tuple(lengths), found))
             if not report.active[index]:
-                share = int(np.count_nonzero(counts[:, index])) / cycles
-                events.append(self._finish(index, begin + share * (end - begin)))
+                events.append(self._finish(one, begin + len(ran) / cycles * (end - begin)))
         return events
 
     def _check_finite(self, report: Report, counts: np.ndarray) -> None:
         """Raises NumericsError for the first sequence whose logits were not finite."""
-        for index, sequence in self._running.items():
+        for index, one in self._running.items():
             if report.broken_at[index]:
-                said = list(sequence.output_ids)
-                for i in np.flatnonzero(counts[:, index]):
-                    said += report.tokens[i, index, : counts[i, index]].tolist()
-                raise self._engine.explain(sequence.request, said)
+                fresh = _tokens(report, index, np.flatnonzero(counts[:, index]))
+                raise self._engine.explain(one.request, [*one.output_ids, *fresh])
 
-    def _finish(self, index: int, now: float) -> Completion:
-        sequence = self._running[index]
-        self._vacate(index)
-        self._ids.discard(sequence.request.id)
-        stopped = sequence.output_ids[-1] in sequence.request.stop_ids
+    def _finish(self, one: _Sequence, now: float) -> Completion:
+        self._vacate(one)
+        self._ids.discard(one.request.id)
         return Completion(
-            id=sequence.request.id,
-            output_ids=tuple(sequence.output_ids),
-            finish_reason="stop" if stopped else "length",
-            acceptance_lengths=tuple(sequence.acceptance_lengths),
-            block_sizes=tuple(sequence.block_sizes),
-            prefill_ms=sequence.prefill_ms,
-            decode_ms=1e3 * (now - sequence.first_token_at),
+            id=one.request.id,
+            output_ids=tuple(one.output_ids),
+            finish_reason=one.finish_reason,
+            acceptance_lengths=tuple(one.acceptance_lengths),
+            block_sizes=tuple(one.block_sizes),
+            prefill_ms=one.prefill_ms,
+            decode_ms=1e3 * (now - one.first_token_at),
             decode_clock_s=self._clock_s,
             finished_at=now,
-            preemptions=sequence.preemptions,
+            preemptions=one.preemptions,
+            cached_tokens=one.cached_tokens,
+            queued_ms=one.queued_ms,
         )
 
-    def _vacate(self, index: int) -> None:
-        """Ends a sequence's stay in its slot."""
-        sequence, share = self._running.pop(index), self._layout.share_of(index)
-        self._state = self._engine.release(self._state, index)
-        self._pool.give_back(share, sequence.pages)
-        sequence.pages = ()
+    # --- slots and pages ------------------------------------------------------------------------
 
-    # --- pages ----------------------------------------------------------------------------------
+    def _vacate(self, one: _Sequence) -> None:
+        """Ends a sequence's stay in its slot, or in its lane on the way there."""
+        share = self._layout.share_of(one.slot)
+        if self._running.get(one.slot) is one:
+            self._publish(one)
+            del self._running[one.slot]
+            self._state = self._engine.release(self._state, one.slot)
+        else:
+            del self._entering[share]
+        self._pool.give_back(share, one.pages)
+        one.slot, one.pages = None, ()
+
+    def _publish(self, one: _Sequence) -> None:
+        """Publishes the full pages of a running sequence, as far as the drafter has rows too."""
+        # The drafter may lack the last rows of plain cycles.
+        rows = one.length - 1 - spare_rows(self._engine.block_sizes)
+        rows = max(rows, one.prefilled)
+        slot = Slot(one.slot, one.pages)
+        one.published = self._cache.publish(self._state, slot, one.text, rows, one.published)
 
     def _grow(self) -> None:
         """Gives every sequence the pages that the next dispatch may fill, the oldest first.
@@ -192,68 +424,119 @@ class Scheduler:
         always proceeds, since a share holds at least one sequence of full length.
         """
         changed = False
-        for index, sequence in list(self._running.items()):
-            while index in self._running:
-                missing = self._missing_pages(sequence)
-                if missing <= 0:
-                    break
-                share = self._layout.share_of(index)
-                fresh = self._pool.take(share, missing)
+        for index, one in list(self._running.items()):
+            while one.slot is not None and (missing := self._missing_pages(one)) > 0:
+                fresh = self._pool.take(self._layout.share_of(index), missing)
                 if fresh is None:
-                    self._preempt_youngest(share)
-                    continue
-                sequence.pages += fresh
-                changed = True
+                    self._preempt_youngest(self._layout.share_of(index))
+                else:
+                    one.pages += fresh
+                    changed = True
         if changed:
-            self._state = self._engine.set_pages(
-                self._state, [Slot(index, one.pages) for index, one in self._running.items()]
-            )
+            slots = [Slot(index, one.pages) for index, one in self._running.items()]
+            self._state = self._engine.set_pages(self._state, slots)
 
-    def _missing_pages(self, sequence: _Sequence) -> int:
-        needed = self._layout.pages_ahead(sequence.length, sequence.request.limit)
-        return needed - len(sequence.pages)
+    def _missing_pages(self, one: _Sequence) -> int:
+        return self._layout.pages_ahead(one.length, one.request.limit) - len(one.pages)
 
     def _preempt_youngest(self, share: int) -> None:
-        index = [i for i in self._running if self._layout.share_of(i) == share][-1]
-        sequence = self._running[index]
-        self._vacate(index)
-        sequence.preemptions += 1
-        self._queue.appendleft(sequence)
+        """A sequence in prefill was admitted after all that run."""
+        mine = [one for one in self._running.values() if self._layout.share_of(one.slot) == share]
+        one = self._entering.get(share) or mine[-1]
+        self._vacate(one)
+        one.preemptions += 1
+        self._counts["preemptions"] += 1
+        self._queue.appendleft(one)
 
-    # --- admission ------------------------------------------------------------------------------
+    def _admit(self) -> bool:
+        """Gives free lanes to queued requests, in order, while there are slots and pages for them.
 
-    def _admit(self) -> list[Event]:
-        """Prefills queued requests, in order, into free slots while there are pages for them."""
-        events: list[Event] = []
-        for index in range(self._layout.batch_size):
-            share = self._layout.share_of(index)
-            while index not in self._running and self._queue:
-                pages = self._pool.take(share, self._missing_pages(self._queue[0]))
-                if pages is None:
-                    break
-                sequence = self._queue.popleft()
-                sequence.pages = pages
-                events += self._start(sequence, index)
-        return events
+        Returns:
+          whether a prompt is in a lane.
+        """
+        while self._queue and not self._overtakes(self._queue[0]):
+            if not self._place(self._queue[0]):
+                break
+            self._queue.popleft()
+        return bool(self._entering)
 
-    def _start(self, sequence: _Sequence, index: int) -> list[Event]:
-        """Prefills a sequence: its prompt, or all that it had committed when it was preempted."""
-        request, said = sequence.request, tuple(sequence.output_ids)
-        begin = time.perf_counter()
-        prefix = self._engine.prefill((*request.prompt, *said[:-1]), request.sampling)
-        anchor = said[-1] if said else int(jax.device_get(prefix.anchor)[0])
-        if anchor == broken.NO_TOKEN:
-            raise self._engine.explain(request, said)
-        now = time.perf_counter()
-        sequence.prefill_ms += 1e3 * (now - begin)
-        slot = Slot(index, sequence.pages)
-        self._state = self._engine.insert(self._state, prefix, slot, request, anchor)
-        self._running[index] = sequence
-        if said:
-            return []
-        sequence.first_token_at = now
-        sequence.output_ids.append(anchor)
-        events: list[Event] = [Tokens(request.id, (anchor,))]
-        if request.max_new_tokens == 1 or anchor in request.stop_ids:
-            events.append(self._finish(index, now))
-        return events
+    def _overtakes(self, one: _Sequence) -> bool:
+        """Whether a prompt must wait, to enter its slot in the order of the queue.
+
+        Forced acceptance lengths are those of the sequences in this order.
+        """
+        left = max((held.context - held.prefilled for held in self._entering.values()), default=0)
+        return self._fill_at_once and self._num_chunks(one.context) < self._num_chunks(left)
+
+    def _num_chunks(self, tokens: int) -> int:
+        return -(-tokens // self._layout.longest_chunk)
+
+    def _place(self, one: _Sequence) -> bool:
+        """Gives a sequence a slot, with the lane of its share, and pages; False if there are none.
+
+        Of several shares it takes the one that has most of its pages cached.
+        """
+        taken = {held.slot for held in (*self._entering.values(), *self._running.values())}
+        free: dict[int, int] = {}  # by share, the first slot
+        for slot in range(self._layout.batch_size):
+            share = self._layout.share_of(slot)
+            if slot not in taken and share not in self._entering:
+                free.setdefault(share, slot)
+        text, context = one.text, one.context
+        found = {share: self._cache.find(share, text, context) for share in free}
+        for share in sorted(free, key=lambda share: -len(found[share])):
+            if self._take_pages(one, share, found[share]):
+                self._enter(one, free[share], share, found[share])
+                return True
+        return False
+
+    def _take_pages(self, one: _Sequence, share: int, cached: Sequence[int]) -> bool:
+        """Holds the cached pages, and takes the others that the sequence needs."""
+        self._pool.hold(share, cached)
+        fresh = self._pool.take(share, self._missing_pages(one) - len(cached))
+        if fresh is None:
+            self._pool.give_back(share, cached)
+            return False
+        one.pages = (*cached, *fresh)
+        return True
+
+    def _enter(self, one: _Sequence, slot: int, lane: int, cached: Sequence[int]) -> None:
+        """Begins the prefill of a sequence behind its cached pages."""
+        tokens = len(cached) * self._layout.page_size
+        if cached:
+            self._lanes = self._cache.restore(self._lanes, lane, cached, one.text)
+        one.slot, one.prefilled, one.published = slot, tokens, len(cached)
+        one.touched = bool(cached)
+        if not one.output_ids:
+            one.cached_tokens = tokens
+        if self._engine.prefix_cache:
+            self._counts.update(prefix_queries_tokens=one.context, prefix_hits_tokens=tokens)
+        self._entering[lane] = one
+
+
+_COUNTED = (
+    "preemptions",
+    "prefix_queries_tokens",
+    "prefix_hits_tokens",
+    "prefill_tokens",
+    "prefill_chunks",
+    "dispatches",
+    "cycles",
+)
+
+
+def _tokens(report: Report, index: int, cycles: np.ndarray) -> list[int]:
+    """What a slot has committed in these cycles."""
+    counts = report.num_committed[:, index]
+    return [token for i in cycles for token in report.tokens[i, index, : counts[i]].tolist()]
+
+
+def _logprobs(
+    report: Report, index: int, cycles: np.ndarray, wanted: int | None
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of what a slot has committed in these cycles, if it wants them."""
+    if wanted is None:
+        return ()
+    counts = report.num_committed[:, index]
+    found = (report.logprobs.of((i, index), counts[i], wanted) for i in cycles)
+    return tuple(one for cycle in found for one in cycle)

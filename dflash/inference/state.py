@@ -1,11 +1,15 @@
 """The state of the decode loop, and the report of one dispatch."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from dflash.inference.adaptive import Adaptive
+from dflash.inference.controls import Controls
+from dflash.inference.logprobs import Logprobs
 from dflash.inference.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
 
@@ -25,12 +29,14 @@ class DecodeState:
       active: bool [B]; the slot holds a sequence that has not ended.
       stop_ids: int32 [B, E]; tokens that end each sequence, filled up with -1.
       sampling: how each sequence draws.
+      controls: what shapes its logits.
       cache: the target's.
       drafter: the drafter's own state.
       adaptive: chooses block sizes; None if there is one. Rows in its backlog are those that the
         drafter's state still lacks.
       broken_at: int32 [B]; position of the first token whose logits were not finite, which ended
         the sequence; 0 if there was none.
+      concluded: int32 []; cycles of the current dispatch that are done before its loop begins.
     """
 
     length: jax.Array
@@ -39,32 +45,12 @@ class DecodeState:
     active: jax.Array
     stop_ids: jax.Array
     sampling: SamplingParams
+    controls: Controls
     cache: PagedCache
     drafter: Any
     adaptive: Adaptive | None
     broken_at: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """A prefilled prompt, ready for a slot; batch dimension 1.
-
-    Attributes:
-      length: int32 [1]; prompt tokens in cache and drafter state.
-      anchor: int32 [1]; the first new token; negative if its logits were not finite.
-      sampling: of the sequence.
-      cache: the prompt's keys and values, in pages 1, 2, … of a pool of its own.
-      drafter: the drafter's state after the prompt.
-      bucket: padded length of the prompt in tokens; static.
-    """
-
-    length: jax.Array
-    anchor: jax.Array
-    sampling: SamplingParams
-    cache: PagedCache
-    drafter: Any
-    bucket: int = dataclasses.field(metadata={"static": True})
+    concluded: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +65,7 @@ class Report:
       active: bool [B]; after the dispatch.
       block_sizes: int32 [C]; rows that each cycle verified of a sequence.
       broken_at: int32 [B]; see the state.
+      logprobs: of the tokens, where sequences want them; None where they were left behind.
     """
 
     cycles: jax.Array
@@ -87,3 +74,23 @@ class Report:
     active: jax.Array
     block_sizes: jax.Array
     broken_at: jax.Array
+    logprobs: Logprobs | None
+
+    @classmethod
+    def joined(cls, reports: Sequence["Report"]) -> "Report":
+        """The report of a dispatch in several parts, from theirs; numpy arrays."""
+        *_, last = reports
+        if len(reports) == 1:
+            return last
+        ran = [jax.tree.map(lambda x, n=int(one.cycles): x[:n], one.by_cycle()) for one in reports]
+        whole = jax.tree.map(lambda *parts: np.concatenate(parts), *ran)
+        return dataclasses.replace(last, cycles=sum(int(one.cycles) for one in reports), **whole)
+
+    def by_cycle(self) -> dict[str, Any]:
+        """The fields that have an entry for every cycle."""
+        names = "tokens", "num_committed", "block_sizes", "logprobs"
+        return {name: getattr(self, name) for name in names}
+
+    def without_logprobs(self) -> "Report":
+        """All but the log-probabilities, which take time to fetch."""
+        return dataclasses.replace(self, logprobs=None)

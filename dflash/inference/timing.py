@@ -39,6 +39,7 @@ def occupy(
         temperature=jnp.full_like(state.sampling.temperature, sampling.temperature),
         top_k=jnp.full_like(state.sampling.top_k, sampling.top_k),
         top_p=jnp.full_like(state.sampling.top_p, sampling.top_p),
+        min_p=jnp.full_like(state.sampling.min_p, sampling.min_p),
     )
     empty = jax.tree.map(jnp.zeros_like, state.adaptive)
     return dataclasses.replace(

@@ -63,39 +63,6 @@ class PagedCache:
         """Slots per page."""
         return self.pools[0].shape[2]
 
-    def insert(
-        self,
-        prefix: "PagedCache",
-        slot: jax.Array,
-        share: jax.Array,
-        table: jax.Array,
-        pages: jax.Array,
-        sharding: Sharding,
-    ) -> "PagedCache":
-        """Copies a prompt's pages into those that a slot owns, on the device that holds it.
-
-        Args:
-          prefix: of one sequence, in pages 1, 2, … of a pool of its own.
-          slot: int32 [].
-          share: int32 []; the share of the pool that the slot lives in.
-          table: int32 [M]; the slot's page table from now on.
-          pages: int32 [pages of the prefix]; where each goes.
-          sharding: of the cache.
-        """
-        count = len(self.axes)
-
-        def copy(pages, share, *pools):
-            mine = jnp.where(share == sharding.index("pages"), pages, 0)
-            return jax.tree.map(
-                lambda pool, one: pool.at[:, mine].set(one[:, 1:]), pools[:count], pools[count:]
-            )
-
-        stored, whole = self._names("pages"), self._names(None)
-        copied = sharding.map(copy, ((None,), (), *stored, *whole), stored)(
-            pages, share, *self.pools, *prefix.pools
-        )
-        return self._replace_pools(copied, self.page_table.at[slot].set(table))
-
     def compact(self, start: jax.Array, path: jax.Array, sharding: Sharding) -> "PagedCache":
         """Moves the rows of an accepted path to their contiguous places.
 
@@ -130,8 +97,8 @@ class PagedCache:
 def batch_axes(batch: int, sharding: Sharding) -> tuple[str | None, str | None]:
     """Logical names of the batch and page dimensions of a call over `batch` sequences.
 
-    A prompt is prefilled alone, on every data replica at once: one sequence cannot be split, so
-    both of its dimensions stay whole.
+    A batch that does not divide over the data replicas is computed on every one of them: one
+    sequence cannot be split, so both of its dimensions stay whole.
     """
     return ("batch", "pages") if batch % sharding.size("batch") == 0 else (None, None)
 
@@ -189,6 +156,25 @@ class StaticCache:
             tuple(store(old, new, position) for old, new in zip(self.values, values, strict=True)),
         )
 
+    def read_rows(self, sequence: jax.Array, start: jax.Array, count: int) -> "StaticCache":
+        """Rows [K, count, H] of every layer, from position `start` of one sequence on."""
+
+        def read(leaf):
+            _, heads, _, width = leaf.shape
+            where = (sequence, jnp.int32(0), start, jnp.int32(0))
+            return jax.lax.dynamic_slice(leaf, where, (1, heads, count, width))[0]
+
+        return jax.tree.map(read, self)
+
+    def write_rows(
+        self, sequence: jax.Array, start: jax.Array, rows: "StaticCache"
+    ) -> "StaticCache":
+        """Writes what `read_rows` has returned."""
+        where = (sequence, jnp.int32(0), start, jnp.int32(0))
+        return jax.tree.map(
+            lambda leaf, new: jax.lax.dynamic_update_slice(leaf, new[None], where), self, rows
+        )
+
 
 def _write_rows(cache: jax.Array, rows: jax.Array, position: jax.Array) -> jax.Array:
     """Writes rows [T, K, H] at `position` of one sequence's cache [K, L, H]."""
@@ -206,10 +192,11 @@ def static_cache(
     capacity: int,
     dtype: jnp.dtype,
     sharding: Sharding,
+    tile: int = SLOT_TILE,
 ) -> StaticCache:
-    """An abstract cache of at least `capacity` positions per sequence."""
+    """An abstract cache of at least `capacity` positions per sequence, a multiple of `tile`."""
     batch_name, _ = batch_axes(batch, sharding)
     names = (batch_name, "kv_heads", None, None)
-    capacity += -capacity % SLOT_TILE
+    capacity += -capacity % tile
     rows = sharding.abstract((batch, num_kv_heads, capacity, head_dim), names, dtype)
     return StaticCache((rows,) * num_layers, (rows,) * num_layers)

@@ -58,11 +58,9 @@ class MeasuredEngine(Engine):
         """A state with the same prompt in every slot, and room for the maximal length."""
         layout, sampling = self.layout, Sampling.from_config(self.config)
         request = Request(0, tuple(prompt), layout.max_length - len(prompt), sampling)
-        prefix, state = self.prefill(prompt, sampling), self.new_state()
-        anchor = int(jax.device_get(prefix.anchor)[0])
+        state = self.new_state()
         for index in range(layout.batch_size):
-            slot = Slot(index, layout.standing_pages(index))
-            state = self.insert(state, prefix, slot, request, anchor)
+            state = self.admit(state, Slot(index, layout.standing_pages(index)), request)
         return jax.block_until_ready(state)
 
     def standing(self, context_tokens: int) -> DecodeState:
@@ -131,8 +129,10 @@ class MeasuredEngine(Engine):
 
     def _show_cycle(self, target, drafter, state):
         proposal = self._propose(target, drafter, state)
-        shown = cycle.cycle(target, drafter, state, rules=self.rules, block_size=drafter.block_size)
-        return *shown, proposal
+        state, shown = cycle.cycle(
+            target, drafter, state, rules=self.rules, block_size=drafter.block_size
+        )
+        return state, shown.tokens, shown.count, proposal
 
 
 def _like(array: jax.Array, values) -> jax.Array:

@@ -110,9 +110,14 @@ class Forced(Drafter):
         inner, place = state
         return self.inner.review(inner, proposal, sampled), place
 
-    def insert(self, state, prefix, slot):
+    def clear(self, state, fresh):
+        """As the drafter does."""
+        inner, place = state
+        return self.inner.clear(inner, fresh), place
+
+    def insert(self, state, other, row, slot):
         """As the drafter does; the sequence begins the next row of the script."""
-        inner = self.inner.insert(state[0], prefix[0], slot)
+        inner = self.inner.insert(state[0], other[0], row, slot)
         place, last = state[1], self._place.shape[0] - 1
         row = place.row.at[slot].set(jnp.minimum(place.taken, last))
         return inner, Place(place.cycle.at[slot].set(0), row, place.taken + 1)

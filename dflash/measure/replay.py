@@ -49,12 +49,10 @@ def record(
       tokenizer: the target's.
     """
     engine.follow([lengths])
-    prefix = engine.prefill(request.prompt, request.sampling)
-    anchor = int(jax.device_get(prefix.anchor)[0])
     slot = Slot(0, engine.layout.standing_pages(0))
-    state = engine.insert(engine.new_state(), prefix, slot, request, anchor)
+    state = engine.admit(engine.new_state(), slot, request)
     words = IncrementalDecoder(tokenizer)
-    first = words.push([anchor])
+    first = words.push([int(jax.device_get(state.anchor)[0])])
     frames = []
     while jax.device_get(state.active)[0]:
         state, tokens, counts, proposal = engine.show_cycle(state)

@@ -15,7 +15,7 @@ def decode(engine: Engine, requests: Iterable[Request]) -> Iterator[Event]:
     Raises:
       InputError: a request that cannot be decoded; before any other has begun.
     """
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(engine, fill_at_once=True)
     for request in requests:
         scheduler.submit(request)
     while not scheduler.idle:

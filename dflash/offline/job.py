@@ -28,6 +28,7 @@ from dflash.runs.outputs import Record
 from dflash.text import prompts, tokenizer
 from dflash.text.prompts import Prompt
 
+_USUAL_LENGTH = 4096  # tokens of a sequence, where nothing tells how long they get
 Grader = Callable[..., bool | None]  # (text, *, finished)
 
 
@@ -73,6 +74,7 @@ class Job:
                 decode.max_new_tokens,
                 Sampling.from_config(decode, prompt.index),
                 self.stop_ids,
+                decode.min_new_tokens,
             )
             for prompt in prompts
         ]
@@ -153,11 +155,26 @@ class Job:
         """The baseline: the same prompts, target and loop, and a drafter that proposes nothing."""
         return self.with_drafter(dataclasses.replace(self.config, drafter=DrafterConfig()))
 
-    def engine(self, prompts: Sequence[Prompt] = ()) -> Engine:
+    def with_room(self) -> "Job":
+        """The job with room for prompts that are not known yet: `decode.max_length`, or a default.
+
+        Raises:
+          ConfigError: it is more than the target was made for.
+        """
+        positions, asked = self.target.arch.max_position_embeddings, self.config.decode.max_length
+        if asked is not None and asked > positions:
+            raise errors.ConfigError(
+                f"decode.max_length: {asked} is more than the {positions} positions that the "
+                "target was made for"
+            )
+        return dataclasses.replace(self, max_length=asked or min(positions, _USUAL_LENGTH))
+
+    def engine(self, prompts: Sequence[Prompt] = (), *, num_stop_ids: int = NUM_STOP_IDS) -> Engine:
         """An engine over the models as they are now.
 
         Args:
           prompts: later turns to have room for, beside the first ones.
+          num_stop_ids: stop ids that a request may have.
         """
         longest = [max_length(self.requests(prompts))] if prompts else []
         return Engine(
@@ -166,13 +183,13 @@ class Job:
             self.config.decode,
             max_length=max([self.max_length, *longest]),
             adaptive_blocks=self.config.drafter.adaptive,
-            num_stop_ids=max(NUM_STOP_IDS, len(self.stop_ids)),
+            num_stop_ids=max(num_stop_ids, len(self.stop_ids)),
         )
 
     def plan(self) -> plan.Plan:
         """The plan of the run: memory and programs."""
         lengths = [len(prompt.ids) for prompt in self.prompts]
-        lengths = lengths or [self.max_length - self.config.decode.max_new_tokens]
+        lengths = lengths or [max(1, self.max_length - self.config.decode.max_new_tokens)]
         return plan.make_plan(self.engine(), self.target, self.drafter, lengths)
 
 

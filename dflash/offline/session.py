@@ -7,20 +7,18 @@ model's answer to the turn before. Each round decodes every prompt that is ready
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Tokens, max_length
 from dflash.offline.decoding import decode
 from dflash.offline.job import Job
+from dflash.parallel import distributed
 from dflash.runs import dates, outputs
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory
@@ -174,18 +172,7 @@ def _ready(job: Job, records: Records) -> list[Prompt]:
 
 def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
     """The prompts that the first process found ready: it alone reads earlier runs' records."""
-    if jax.process_count() == 1:
-        return list(ready)
-    encoded = json.dumps([dataclasses.asdict(prompt) for prompt in ready]).encode()
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(encoded))))
-    padded = np.zeros(size, np.uint8)
-    mine = np.frombuffer(encoded, np.uint8)[:size]
-    padded[: len(mine)] = mine
-    agreed = json.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
-    return [
-        Prompt(**{key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()})
-        for fields in agreed
-    ]
+    return distributed.from_first(list(ready))
 
 
 def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:

@@ -1,10 +1,16 @@
 """Joins the processes of a multi-host run."""
 
+import pickle
+from typing import Any
+
 import jax
+import numpy as np
 
 from dflash import errors
 
 AUTO = "auto"
+_MESSAGE_BYTES = 4096  # of what one process tells all others at once
+_SIZE_BYTES = 8
 
 
 def initialize(
@@ -49,6 +55,35 @@ def wait_for_all(name: str) -> None:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(name)
+
+
+def from_first(value: Any) -> Any:
+    """The first process's value, on all processes; others' values do not count.
+
+    It travels pickled, among processes that run one program. It waits for what the devices do.
+
+    Args:
+      value: anything that can be pickled.
+    """
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    encoded = pickle.dumps(value)
+    # Few sizes, since each is a program: most values fit into the first message.
+    first = np.zeros(_MESSAGE_BYTES, np.uint8)
+    head = len(encoded).to_bytes(_SIZE_BYTES, "little") + encoded[: _MESSAGE_BYTES - _SIZE_BYTES]
+    first[: len(head)] = np.frombuffer(head, np.uint8)
+    first = multihost_utils.broadcast_one_to_all(first).tobytes()
+    size = int.from_bytes(first[:_SIZE_BYTES], "little")
+    found = first[_SIZE_BYTES : _SIZE_BYTES + size]
+    if len(found) < size:
+        missing = size - len(found)
+        rest = np.zeros(1 << (missing - 1).bit_length(), np.uint8)
+        mine = np.frombuffer(encoded[len(found) : size], np.uint8)[:missing]
+        rest[: len(mine)] = mine
+        found += multihost_utils.broadcast_one_to_all(rest).tobytes()[:missing]
+    return pickle.loads(found)
 
 
 def _check(coordinator_address: str, num_processes: int, process_id: int) -> None:

@@ -30,9 +30,15 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._date = date
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The conversation as text, up to where the answer begins unless asked otherwise.
 
+        Args:
+          messages: each with "role" and "content".
+          add_generation_prompt: whether the answer is to begin where the text ends.
+          **variables: in place of the template's own of these names.
         Raises:
           InputError: there is no template, or it fails, or exceeds a limit of `template_sandbox`.
         """
@@ -44,7 +50,7 @@ class ChatTemplate:
                 self._template,
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                **self._variables | variables,
             )
         except Exception as error:  # templates are other people's code, and may raise anything
             raise _failure(source, error) from error

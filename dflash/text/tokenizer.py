@@ -11,12 +11,14 @@ print(decoder.flush())
 
 import abc
 import datetime
+import functools
 import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 from dflash import errors
 from dflash.text.chat_template import Messages
+from dflash.text.token_bytes import TokenBytes
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
@@ -29,32 +31,45 @@ class Tokenizer(abc.ABC):
     fingerprint: str  # equal for tokenizers that turn the same text into the same ids
 
     @abc.abstractmethod
-    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
+    ) -> list[int]:
         """Ids of a text; a beginning-of-sequence id is added where the tokenizer's files say so.
 
         Args:
           text: of a user.
           special_tokens: whether special tokens that the text spells are read as such; otherwise
             they are text like any other.
+          add_special_tokens: whether to add what the files say at a text's ends.
         """
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """Ids of a conversation in the checkpoint's chat template, up to where the answer begins.
 
         Special tokens come from the template alone: those that messages spell are text.
 
         Args:
           messages: each with "role" and "content".
+          **variables: see `render_chat`.
         Raises:
           InputError: there is no chat template, or it cannot render these messages.
         """
-        return self.encode_rendered(self.render_chat(messages))
+        return self.encode_rendered(self.render_chat(messages, **variables))
 
     @abc.abstractmethod
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """A conversation in the chat template; without generation prompt, up to its last message.
 
-        Special tokens that messages spell are marked, for `encode_rendered`; see `special_tokens`.
+        Special tokens that messages and variables spell are marked, for `encode_rendered`; see
+        `special_tokens`.
+
+        Args:
+          messages: each with "role" and "content".
+          add_generation_prompt: whether the answer is to begin where the text ends.
+          **variables: what the template may ask for, such as `enable_thinking`, in place of those
+            that the tokenizer was loaded with.
         """
 
     @abc.abstractmethod
@@ -67,8 +82,24 @@ class Tokenizer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+    def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
+        """Text of ids; bytes that are not UTF-8 become U+FFFD.
+
+        Args:
+          ids: token ids.
+          special_tokens: whether to spell special tokens, rather than leave them out.
+        """
+
+    def token_bytes(self) -> TokenBytes:
+        """The bytes that each token writes, for grammars.
+
+        Raises:
+          InputError: they are not known for this kind of tokenizer.
+        """
+        raise errors.InputError(
+            "this checkpoint's tokenizer does not say which bytes its tokens write, which "
+            "structured output needs"
+        )
 
 
 def load_tokenizer(
@@ -117,21 +148,28 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 256
     fingerprint = "bytes"
 
-    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
+    ) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         # Random weights have no chat template either: the contents, a line each.
         return "".join(f"{message['content']}\n" for message in messages)
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
         return self.encode(text)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
         encoded = b"".join(
             bytes([token]) if token < self.vocab_size else f"⟨{token}⟩".encode() for token in ids
         )
         return encoded.decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(tuple(bytes([byte]) for byte in range(self.vocab_size)))
 
 
 class NoTokenizer(Tokenizer):
@@ -146,16 +184,20 @@ class NoTokenizer(Tokenizer):
             "give prompts as prompt_ids"
         )
 
-    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
+    ) -> list[int]:
         raise errors.InputError(self._message)
 
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         raise errors.InputError(self._message)
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
         raise errors.InputError(self._message)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
         return "".join(f"⟨{token}⟩" for token in ids)
 
 
@@ -169,8 +211,8 @@ class IncrementalDecoder:
     # tokens while one is missing, so a few more are awaited before giving up.
     _MAX_PENDING = 8
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool = False):
+        self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
         self._reset()
 
     def push(self, ids: Iterable[int]) -> str:
@@ -179,7 +221,7 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """Returns the text that is still held back, and resets."""
-        rest = self._tokenizer.decode(self._ids)[len(self._shown) :]
+        rest = self._decode(self._ids)[len(self._shown) :]
         self._reset()
         return rest
 
@@ -192,7 +234,7 @@ class IncrementalDecoder:
 
     def _push_one(self, token: int) -> str:
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
+        text = self._decode(self._ids)
         patient = len(self._ids) - self._context <= self._MAX_PENDING
         held = min(3, len(text) - len(text.rstrip("\ufffd")))
         if held and patient:
@@ -205,7 +247,7 @@ class IncrementalDecoder:
         if new:  # a token without text is no context: the next one would decode as the first
             self._ids = self._ids[self._context :]
             self._context = len(self._ids)
-            self._shown = self._tokenizer.decode(self._ids)
+            self._shown = self._decode(self._ids)
         elif not patient:
             self._ids.pop()  # an endless run of special tokens
         return new

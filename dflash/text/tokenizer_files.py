@@ -3,15 +3,17 @@
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.text import chat_template, special_tokens
+from dflash.text import chat_template, special_tokens, token_bytes
 from dflash.text.chat_template import ChatTemplate, Messages
 from dflash.text.special_tokens import SpecialTokens
+from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
 
 _SPACE_SIGN = "\u2581"  # what sentencepiece writes for a space
@@ -23,9 +25,14 @@ class _TemplateTokenizer(Tokenizer):
     _special_tokens: SpecialTokens
     _template: ChatTemplate
 
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        marked = self._special_tokens.mark(messages)
-        return self._template.render(marked, add_generation_prompt=add_generation_prompt)
+    def render_chat(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        return self._template.render(
+            self._special_tokens.mark(messages),
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens.mark(variables),
+        )
 
 
 class HuggingFaceTokenizer(_TemplateTokenizer):
@@ -59,10 +66,12 @@ class HuggingFaceTokenizer(_TemplateTokenizer):
             strips={one: (token.lstrip, token.rstrip) for one, (_, token) in special.items()},
         )
 
-    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        if special_tokens or not self._special_tokens.spelled_in(text):
-            return self._tokenizer.encode(text).ids
-        return self._literal.encode(text).ids
+    def encode(
+        self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
+    ) -> list[int]:
+        plain = special_tokens or not self._special_tokens.spelled_in(text)
+        encoder = self._tokenizer if plain else self._literal
+        return encoder.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
         # The template writes the beginning-of-sequence token itself; it must not come twice.
@@ -79,8 +88,12 @@ class HuggingFaceTokenizer(_TemplateTokenizer):
             inner = self._prefix == "first"
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
+
+    def token_bytes(self) -> TokenBytes:
+        found = token_bytes.of_tokenizer_json(json.loads(self._tokenizer.to_str()), self.vocab_size)
+        return found or super().token_bytes()
 
     @functools.cached_property
     def _prefix(self) -> str:
@@ -161,8 +174,11 @@ class SentencePieceTokenizer(_TemplateTokenizer):
         sign = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SIGN.encode()]
         self._sign = sign if all(map(self._model.is_byte, sign)) else None
 
-    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        bos = [self._model.bos_id()] if self._add_bos and self._model.bos_id() >= 0 else []
+    def encode(
+        self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
+    ) -> list[int]:
+        adds = add_special_tokens and self._add_bos and self._model.bos_id() >= 0
+        bos = [self._model.bos_id()] if adds else []
         return bos + self.encode_rendered(
             text if special_tokens else self._special_tokens.mark(text)
         )
@@ -176,9 +192,19 @@ class SentencePieceTokenizer(_TemplateTokenizer):
                 ids.append(special)
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        known = [i for i in ids if 0 <= i < self.vocab_size and not self._is_control(i)]
-        return self._model.decode(known)
+    def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
+        known = [one for one in ids if 0 <= one < self.vocab_size]
+        if not special_tokens:
+            return self._model.decode([one for one in known if not self._is_control(one)])
+        # sentencepiece itself spells no control pieces: they stand between texts.
+        parts = itertools.groupby(known, self._is_control)
+        return "".join(
+            "".join(map(self._model.id_to_piece, ids)) if control else self._model.decode(list(ids))
+            for control, ids in parts
+        )
+
+    def token_bytes(self) -> TokenBytes:
+        return token_bytes.of_sentencepiece(self._model)
 
     def _encode_text(self, text: str, *, beginning: bool) -> list[int]:
         ids: list[int] = []

@@ -3,6 +3,7 @@
 What a drafter drafts may be good or bad; what comes out must be what plain decoding gives.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from support.models import ARCHITECTURE, drafter, takes, target
 from dflash import registry
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
-from dflash.inference.request import Completion
+from dflash.inference.request import Completion, Request
 from dflash.inference.sampling import SamplingParams, SequenceSampler
+from dflash.inference.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,8 @@ def case_engine(form: Form, case: Case, verify: str = "coupled") -> Engine:
         prefill_chunk=PREFILL_CHUNK,
         max_length=max(case.lengths) + 32,
         verify=verify,
+        # With the programs of one, which all tests of a ragged batch share.
+        prefix_cache=case.lengths == ONE_BUCKET,
     )
 
 
@@ -187,6 +191,56 @@ def test_a_sequence_that_gives_way_says_what_it_would_have_said(form):
     assert sum(one.preemptions for one in done) > 0, "nothing was interrupted"
 
 
+def finish(scheduler: Scheduler, request: Request) -> tuple[Completion, dict]:
+    """Decodes one request; and what is drafted for it in slot 0, by its length."""
+    scheduler.submit(request)
+    drafts, events = {}, []
+    form = scheduler.form
+    while not scheduler.idle:
+        events += scheduler.step()
+        state = scheduler._state
+        if state.active[0]:
+            proposal, _ = propose(form)(state.drafter, state.anchor, state.length - 1)
+            drafts[int(state.length[0])] = np.asarray(proposal.tokens[0]).tolist()
+    (done,) = (event for event in events if isinstance(event, Completion))
+    return done, drafts
+
+
+@each_form
+def test_a_cached_prefix_changes_no_token_no_draft_and_no_acceptance(form):
+    """The same prompt again, the next turn of its chat, and another prompt that begins alike."""
+    run = ragged_engine(form)
+    plain = copy.copy(run)
+    plain.prefix_cache = False
+    cached, alone = Scheduler(run), Scheduler(plain)
+    cached.form = alone.form = form
+    (text,) = random_prompts([32])
+    how = {"temperature": 0.8, "seed": 2}
+    (first,) = make_requests([text], 17, **how)
+    whole, _ = finish(cached, first)
+    assert (whole.cached_tokens, whole.output_ids) == (0, finish(alone, first)[0].output_ids)
+    turns = [
+        (first, 16),  # a token at least is left to compute
+        (
+            dataclasses.replace(first, prompt=(*text, *whole.output_ids, 3, 1), max_new_tokens=12),
+            48,
+        ),
+        (dataclasses.replace(first, prompt=(*text[:17], *text[5:17])), 16),
+    ]
+    for request, hit in turns:
+        mine, drafts = finish(cached, request)
+        wanted, plain_drafts = finish(alone, request)
+        assert (mine.cached_tokens, wanted.cached_tokens) == (hit, 0)
+        assert mine.output_ids == wanted.output_ids
+        assert mine.acceptance_lengths == wanted.acceptance_lengths
+        assert drafts == plain_drafts
+    stats = cached.stats()
+    assert (stats.pages_used, stats.waiting, stats.running) == (0, 0, 0)
+    assert stats.prefix_hits_tokens == sum(hit for _, hit in turns)
+    cached.flush_prefix_cache()
+    assert finish(cached, first)[0].cached_tokens == 0
+
+
 @each_form
 def test_greedy_rejection_is_plain_greedy_decoding(form):
     prompts = random_prompts(ONE_BUCKET)
@@ -224,6 +278,7 @@ def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:
         temperature,
         jnp.zeros(batch, jnp.int32),
         jnp.ones(batch, jnp.float32),
+        jnp.zeros(batch, jnp.float32),
     )
     return SequenceSampler(params, with_probs)
 

@@ -49,7 +49,7 @@ def run_cycles(case):
     state = zeros(drafter.init_state(1, 96))
     zero = jnp.zeros(1)
     sampler = SequenceSampler(
-        SamplingParams(jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1)
+        SamplingParams(jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1, zero)
     )
     rows = max(len(vectors[f"cycle{i}_context_feature"]) for i in CYCLES)
 

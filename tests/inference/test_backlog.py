@@ -22,6 +22,7 @@ GREEDY = SequenceSampler(
         jnp.zeros(BATCH),
         jnp.zeros(BATCH, jnp.int32),
         jnp.ones(BATCH),
+        jnp.zeros(BATCH),
     )
 )
 

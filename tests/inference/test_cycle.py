@@ -118,9 +118,7 @@ def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree, dept
 
     requests = make_requests(prompts, 20, temperature=0.8)
     state = occupied(run, requests)
-    fresh = [
-        run.prefill(text, request.sampling) for text, request in zip(texts, requests, strict=True)
-    ]
+    fresh = occupied(run, make_requests(texts, 1, temperature=0.8))
     dispatches = 0
     while bool(state.active.any()):
         state, _ = run.generate(state)
@@ -130,16 +128,16 @@ def test_cache_and_drafter_state_hold_exactly_the_committed_positions(tree, dept
             assert int(state.drafter["count"][i]) == held
             np.testing.assert_array_equal(state.drafter["tokens"][i, :held], text[:held])
             np.testing.assert_array_equal(state.drafter["following"][i, :held], text[1 : held + 1])
-            features = fresh[i].drafter["features"][0, :held]
+            features = fresh.drafter["features"][i, :held]
             np.testing.assert_allclose(state.drafter["features"][i, :held], features, atol=1e-4)
             assert int(state.anchor[i]) == text[held]
             for rows, wanted in zip(
                 jax.tree.leaves(state.cache.layers),
-                jax.tree.leaves(fresh[i].cache.layers),
+                jax.tree.leaves(fresh.cache.layers),
                 strict=True,
             ):
                 held_rows = cached_rows(rows, state.cache.page_table[i], held)
-                fresh_rows = cached_rows(wanted, fresh[i].cache.page_table[0], held)
+                fresh_rows = cached_rows(wanted, fresh.cache.page_table[i], held)
                 np.testing.assert_allclose(held_rows, fresh_rows, atol=1e-4)
     assert dispatches > 2
 

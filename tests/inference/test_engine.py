@@ -16,6 +16,7 @@ from support.engines import (
 )
 from support.models import drafter, make_architecture
 
+from dflash.inference.engine import GREEDY, Piece
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request
 
@@ -31,8 +32,7 @@ def compiled():
 def test_programs_are_few_and_known_beforehand(compiled):
     run, told = compiled
     names = [" ".join(map(str, key)) for key in run.program_names([3, 33])]
-    per_bucket = [f"{kind} {b}" for b in (16, 64) for kind in ("new_prefix", "prefill", "insert")]
-    assert names == ["new_state", *per_bucket, "generate", "release"]
+    assert names == ["new_state", "new_lanes", "prefill 16", "insert", "generate", "release"]
     assert told == [(ready, len(names)) for ready in range(len(names) + 1)]
     assert run.program_names(range(1, 17)) == run.program_names([16])
 
@@ -53,28 +53,52 @@ def test_nothing_compiles_once_compiled(compiled):
 
 @pytest.mark.parametrize("length", [0, 50])
 def test_a_prompt_must_fit(compiled, length):
+    run, _ = compiled
     with pytest.raises(ValueError, match=f"prompt of {length} tokens, expected 1 to 49"):
-        compiled[0].prefill((1,) * length)
+        run.admit(run.new_state(), Slot(0, (1, 2, 3)), Request(0, (1,) * length, 1))
+
+
+@pytest.mark.parametrize("length", [0, 17])
+def test_a_piece_is_at_most_a_chunk(compiled, length):
+    run, _ = compiled
+    piece = Piece.of((1,) * 40, 0, length, (1, 2, 3), GREEDY, fresh=True)
+    with pytest.raises(
+        ValueError, match=f"pieces of {length} to {length} tokens, expected 1 to 16"
+    ):
+        run.prefill(run.new_state(), run.new_lanes(), {0: piece})
 
 
 def test_a_slot_owns_at_most_the_pages_of_the_longest_sequence(compiled):
     run, _ = compiled
-    slot, prefix = Slot(1, (1, 2, 3, 4, 5)), run.prefill((1, 2))
     with pytest.raises(ValueError, match="slot 1 has 5 pages; a sequence owns at most 4"):
-        run.insert(run.new_state(), prefix, slot, Request(0, (1, 2), 38), 3)
+        run.admit(run.new_state(), Slot(1, (1, 2, 3, 4, 5)), Request(0, (1, 2), 38))
 
 
-def test_the_anchor_is_the_one_that_is_given(compiled):
-    """A sequence that comes back continues from what it had said, whatever a prefill draws."""
+def test_a_sequence_that_comes_back_continues_from_what_it_had_said(compiled):
+    """Whatever a prefill would draw."""
     run, _ = compiled
-    prefix, slot = run.prefill((1, 2)), Slot(1, run.layout.standing_pages(1))
-    other = (int(prefix.anchor[0]) + 1) % run.vocab_size
-    for stop_ids, active in (((), True), ((other,), False), ((int(prefix.anchor[0]),), True)):
+    slot = Slot(1, run.layout.standing_pages(1))
+    drawn = int(run.admit(run.new_state(), slot, Request(0, (1, 2), 30)).anchor[1])
+    other = (drawn + 1) % run.vocab_size
+    for stop_ids, active in (((), True), ((other,), False), ((drawn,), True)):
         request = Request(0, (1, 2), 30, stop_ids=stop_ids)
-        state = run.insert(run.new_state(), prefix, slot, request, other)
+        state = run.admit(run.new_state(), slot, request, (other,))
         assert int(state.anchor[1]) == other
         assert int(state.length[1]) == 3
         assert bool(state.active[1]) == active
+
+
+def test_the_device_decides_whether_the_first_token_is_the_last(compiled):
+    run, _ = compiled
+    slot = Slot(1, run.layout.standing_pages(1))
+    drawn = int(run.admit(run.new_state(), slot, Request(0, (1, 2), 30)).anchor[1])
+    for request, active in (
+        (Request(0, (1, 2), 2), True),
+        (Request(0, (1, 2), 1), False),
+        (Request(0, (1, 2), 9, stop_ids=(drawn,)), False),
+    ):
+        state = run.admit(run.new_state(), slot, request)
+        assert (int(state.anchor[1]), bool(state.active[1])) == (drawn, active)
 
 
 def test_other_weights_must_be_of_the_same_shapes(compiled):
@@ -113,20 +137,21 @@ def replace_length(state, length: int):
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 48])
-def test_what_prefill_holds_does_not_depend_on_bucket_and_chunks(compiled, length):
+def test_what_a_prompt_leaves_does_not_depend_on_its_chunks(compiled, length):
     """A prompt's rows are the same within a prompt that is longer by a token."""
     run, _ = compiled
     (prompt,) = random_prompts([length])
-    prefix = run.prefill(prompt)
-    assert prefix.length.tolist() == [length]
-    longer = run.prefill((*prompt, int(prefix.anchor[0])))
-    for mine, theirs in zip(rows(prefix, length), rows(longer, length), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    slot = Slot(1, run.layout.standing_pages(1))
+    state = run.admit(run.new_state(), slot, Request(0, prompt, 1))
+    assert int(state.length[1]) == length + 1
+    mine = rows(state, slot, length)
+    longer = run.admit(run.new_state(), slot, Request(0, (*prompt, int(state.anchor[1])), 1))
+    for one, other in zip(mine, rows(longer, slot, length), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def rows(prefix, count: int) -> list[np.ndarray]:
-    """The first rows of every layer's keys and values, each [K, count, H]."""
-    leaves = map(np.asarray, jax.tree.leaves(prefix.cache.layers))
-    return [
-        pages[:, 1:].reshape(pages.shape[0], -1, pages.shape[-1])[:, :count] for pages in leaves
-    ]
+def rows(state, slot: Slot, count: int) -> list[np.ndarray]:
+    """A slot's first rows of every layer's keys and values, target and drafter: [K, count, H]."""
+    leaves = [np.asarray(pool)[:, list(slot.pages)] for pool in state.cache.pools]
+    leaves += [np.asarray(leaf)[slot.index] for leaf in jax.tree.leaves(state.drafter)]
+    return [leaf.reshape(leaf.shape[0], -1, leaf.shape[-1])[:, :count] for leaf in leaves]

@@ -1,10 +1,13 @@
 """Tests of page hand-out and of the sizes of the decode loop."""
 
+import collections
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.inference.pages import MIN_BUCKET, Layout, PagePool
+from dflash.inference.pages import MIN_CHUNK, Layout, PagePool
 
 steady = settings(deadline=None, derandomize=True, database=None)
 powers = st.integers(3, 10).map(lambda n: 1 << n)
@@ -19,28 +22,74 @@ layouts = st.builds(
 )
 
 
+class Model:
+    """What a pool should hold: for every page its holders, and its key if it is published."""
+
+    def __init__(self, shares: int, size: int):
+        self.pool, self.shares, self.size = PagePool(shares, size), shares, size
+        self.held: list[tuple[int, tuple[int, ...]]] = []  # by sequence
+        self.key_of: dict[tuple[int, int], bytes] = {}
+
+    def holders(self, share: int) -> collections.Counter:
+        return collections.Counter(
+            page for where, pages in self.held for page in pages if where == share
+        )
+
+    def check(self):
+        for share in range(self.shares):
+            held = self.holders(share)
+            assert set(held) <= set(range(1, self.size)), "page 0 is scratch"
+            assert len(held) + self.pool.num_free(share) == self.size - 1, "a page is lost"
+            published = {page: key for (s, page), key in self.key_of.items() if s == share}
+            for page, key in published.items():
+                assert self.pool.find(share, [key]) == (page,)
+            assert self.pool.num_idle(share) == len(set(published) - set(held))
+            for page, count in held.items():
+                assert count == 1 or page in published, "only published pages have several holders"
+
+
 @steady
 @given(st.data())
-def test_no_page_has_two_owners(data):
-    shares, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
-    pool = PagePool(shares, size)
-    held: list[tuple[int, tuple[int, ...]]] = []
-    for _ in range(data.draw(st.integers(1, 30))):
-        if held and data.draw(st.booleans()):
-            pool.give_back(*held.pop(data.draw(st.integers(0, len(held) - 1))))
-        else:
-            share, count = data.draw(st.integers(0, shares - 1)), data.draw(st.integers(0, 6))
-            free = pool.num_free(share)
-            pages = pool.take(share, count)
-            assert (pages is None) == (count > free)
-            if pages is not None:
-                assert len(pages) == count
-                held.append((share, pages))
-        for share in range(shares):
-            owned = [page for where, pages in held for page in pages if where == share]
-            assert len(set(owned)) == len(owned)
-            assert set(owned) <= set(range(1, size)), "page 0 is scratch"
-            assert len(owned) + pool.num_free(share) == size - 1
+def test_pages_are_neither_lost_nor_used_twice(data):
+    model = Model(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)))
+    pool, keys = model.pool, [bytes([i]) for i in range(6)]
+    for _ in range(data.draw(st.integers(1, 40))):
+        share = data.draw(st.integers(0, model.shares - 1))
+        match data.draw(st.sampled_from(["take", "give back", "publish", "hit", "forget"])):
+            case "take":
+                count, free = data.draw(st.integers(0, 5)), pool.num_free(share)
+                pages = pool.take(share, count)
+                assert (pages is None) == (count > free)
+                if pages is not None:
+                    assert len(set(pages)) == count
+                    assert not set(pages) & set(model.holders(share)), "a page with two owners"
+                    for page in pages:
+                        model.key_of.pop((share, page), None)
+                    model.held.append((share, pages))
+            case "give back" if model.held:
+                where = data.draw(st.integers(0, len(model.held) - 1))
+                pool.give_back(*model.held.pop(where))
+            case "publish" if model.held:
+                share, pages = data.draw(st.sampled_from(model.held))
+                key = data.draw(st.sampled_from(keys))
+                fresh = [page for page in pages if (share, page) not in model.key_of]
+                if fresh:
+                    taken = key in [k for (s, _), k in model.key_of.items() if s == share]
+                    assert pool.publish(share, fresh[0], key) == (not taken)
+                    if not taken:
+                        model.key_of[share, fresh[0]] = key
+            case "hit":
+                found = pool.find(share, data.draw(st.lists(st.sampled_from(keys), unique=True)))
+                pool.hold(share, found)
+                model.held.append((share, found))
+            case "forget" if data.draw(st.booleans()):
+                pool.forget()
+                model.key_of.clear()
+                # From then on a page of several holders is theirs alone until the last lets go.
+                assume_single = max(model.holders(share).values(), default=1) == 1
+                if not assume_single:
+                    return
+        model.check()
 
 
 def test_a_refused_request_takes_nothing():
@@ -49,25 +98,62 @@ def test_a_refused_request_takes_nothing():
     assert sorted(pool.take(0, 3)) == [1, 2, 3]
 
 
+def test_pages_that_were_not_used_for_longest_go_first_and_the_end_of_a_text_before_its_start():
+    pool = PagePool(1, 6)
+    first, second = pool.take(0, 2), pool.take(0, 2)
+    keys = [b"a", b"ab", b"x", b"xy"]
+    for page, key in zip((*first, *second), keys, strict=True):
+        assert pool.publish(0, page, key)
+    pool.give_back(0, first)
+    pool.give_back(0, second)
+    pool.hold(0, pool.find(0, keys[:2]))
+    pool.give_back(0, first)  # used again, after the second
+    gone = []
+    while pool.num_idle(0):
+        pool.take(0, 1)
+        gone += [key for key in keys if not pool.find(0, [key]) and key not in gone]
+    assert gone == [b"xy", b"x", b"ab", b"a"]
+
+
 @steady
-@given(layouts, st.data())
-def test_buckets_hold_their_prompts_in_whole_chunks(layout, data):
+@given(layouts, st.booleans(), st.data())
+def test_chunks_cover_a_prompt_within_the_capacity(layout, cached, data):
+    layout = dataclasses.replace(layout, prefix_cache=cached)
     length = data.draw(st.integers(1, layout.max_length))
-    bucket = layout.bucket(length)
-    assert length <= bucket <= layout.capacity
-    assert bucket == layout.capacity or bucket & (bucket - 1) == 0
-    assert bucket < 2 * max(length, MIN_BUCKET)
-    assert bucket % layout.chunk(bucket) == 0
-    assert layout.chunk(bucket) <= layout.prefill_chunk
-    assert bucket <= layout.bucket(min(length + 1, layout.max_length)), "not monotone"
-    assert layout.prefix_pages(bucket) * layout.page_size >= bucket
+    start = 0
+    if cached:
+        start = data.draw(st.integers(0, (length - 1) // layout.page_size)) * layout.page_size
+    known = layout.chunks([length])
+    assert known == sorted(set(known))
+    while start < length:
+        rows = layout.chunk(length - start)
+        assert rows in known
+        assert rows <= layout.longest_chunk <= layout.prefill_chunk
+        assert rows < 2 * max(length - start, MIN_CHUNK)
+        assert start + rows <= layout.capacity
+        assert start + rows <= layout.prefill_pages * layout.page_size
+        start += min(rows, length - start)
 
 
 @steady
 @given(layouts)
-def test_buckets_are_few(layout):
-    buckets = {layout.bucket(length) for length in range(1, layout.max_length + 1)}
-    assert len(buckets) <= layout.max_length.bit_length() + 1
+def test_chunks_are_of_few_sizes(layout):
+    sizes = {layout.chunk(length) for length in range(1, layout.max_length + 1)}
+    assert len(sizes) <= layout.longest_chunk.bit_length() + 1
+    assert set(layout.chunks(range(1, layout.max_length + 1))) == sizes
+
+
+def test_a_sequence_that_may_come_back_needs_all_sizes():
+    tight = Layout(
+        2, max_length=90, block_size=4, page_size=8, prefill_chunk=32, num_shares=1, num_pages=13
+    )
+    assert tight.overcommits
+    assert tight.chunks([64]) == [32]
+    wide = Layout(2, max_length=2000, block_size=4, page_size=8, prefill_chunk=512, num_shares=1)
+    assert wide.chunks([512]) == [512]
+    assert wide.chunks([700]) == [256, 512]
+    assert dataclasses.replace(wide, num_pages=300).chunks([512]) == [128, 256, 512]
+    assert dataclasses.replace(wide, prefix_cache=True).chunks([300]) == [128, 256, 512]
 
 
 @steady
@@ -90,16 +176,13 @@ def test_every_slot_of_a_share_can_be_full_at_once(layout):
     assert None not in taken
 
 
-@pytest.mark.parametrize(
-    ("length", "bucket"),
-    [(1, 32), (32, 32), (33, 64), (65, 96), (96, 96)],
-)
-def test_bucket_edges(length, bucket):
+@pytest.mark.parametrize(("left", "rows"), [(1, 32), (32, 32), (33, 32), (90, 32)])
+def test_a_short_chunk_is_the_only_one(left, rows):
     layout = Layout(1, max_length=90, block_size=4, page_size=8, prefill_chunk=32, num_shares=1)
-    assert layout.bucket(length) == bucket
+    assert layout.chunk(left) == rows
 
 
-@pytest.mark.parametrize(("length", "bucket"), [(1, 128), (128, 128), (129, 256), (700, 1024)])
-def test_short_prompts_share_their_programs(length, bucket):
+@pytest.mark.parametrize(("left", "rows"), [(1, 128), (128, 128), (129, 256), (700, 512)])
+def test_short_prompts_share_their_programs(left, rows):
     layout = Layout(1, max_length=4096, block_size=4, page_size=8, prefill_chunk=512, num_shares=1)
-    assert layout.bucket(length) == bucket
+    assert layout.chunk(left) == rows

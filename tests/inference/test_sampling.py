@@ -20,25 +20,29 @@ options = st.tuples(
     st.sampled_from([0.0, 0.3, 0.8, 1.0, 2.5]),
     st.integers(0, VOCAB + 2),
     st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99, 1.0]),
+    st.sampled_from([0.0, 0.0, 0.03, 0.3, 1.0]),
 )
 sample = jax.jit(sampling.sample, static_argnums=3)
 probabilities = jax.jit(sampling.probabilities)
 
 
-def make_params(*rows: tuple[float, int, float], seed: int = 0) -> SamplingParams:
-    """One sequence per (temperature, top_k, top_p)."""
-    temperature, top_k, top_p = zip(*rows, strict=True)
+def make_params(*rows: tuple[float, ...], seed: int = 0) -> SamplingParams:
+    """One sequence per (temperature, top_k, top_p), or (temperature, top_k, top_p, min_p)."""
+    temperature, top_k, top_p, min_p = zip(*((*row, 0.0)[:4] for row in rows), strict=True)
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"), len(rows))
     return SamplingParams(
         jax.random.key_data(keys),
         jnp.array(temperature, jnp.float32),
         jnp.array(top_k, jnp.int32),
         jnp.array(top_p, jnp.float32),
+        jnp.array(min_p, jnp.float32),
     )
 
 
-def reference_probabilities(logits, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Temperature, then top-k, then top-p, a token at a time."""
+def reference_probabilities(
+    logits, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> np.ndarray:
+    """Temperature, then top-k, then top-p, then min-p, a token at a time."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
     weights = np.exp((logits - logits.max()) / np.float64(temperature))
@@ -49,6 +53,7 @@ def reference_probabilities(logits, temperature: float, top_k: int, top_p: float
             break
         kept.append(token)
         mass += weights[token] / weights[order].sum()
+    kept = [token for token in kept if weights[token] >= min_p * weights[kept].max()]
     probs = np.zeros(len(logits))
     probs[kept] = weights[kept] / weights[kept].sum()
     return probs
@@ -75,9 +80,13 @@ def test_filters_against_numpy(rows, chosen):
         ((1.0, 3, 1.0), 3),
         ((1.0, 0, 0.0), 1),
         ((1.0, 9, 0.95), 4),
+        ((1.0, 0, 1.0, 0.4), 3),  # at least 0.16
+        ((3.0, 0, 1.0, 0.4), 4),  # of what temperature has made of it
+        ((1.0, 0, 0.75, 0.4), 3),  # of all before top-p: the mass before the third is 0.7
+        ((1.0, 0, 0.72, 0.6), 2),
     ],
 )
-def test_top_k_comes_before_top_p(option, kept):
+def test_filters_come_in_their_order(option, kept):
     logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))[None, None]
     assert jnp.count_nonzero(probabilities(logits, make_params(option))) == kept
 

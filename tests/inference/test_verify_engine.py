@@ -43,24 +43,22 @@ FORMS = {
 
 @functools.cache
 def full_engine(form: str):
-    """An engine, its slots all holding one prompt, and that prompt's prefix."""
+    """An engine, its slots all holding one prompt, and the token after it."""
     small = models.target(vocab_size=VOCAB)
     model = FORMS[form](small.arch)
     run = engines.engine(
         model, on=small, batch_size=SLOTS, sync_every=2, max_length=16, verify="rejection"
     )
-    sampling = Sampling(temperature=TEMPERATURE)
-    request = Request(0, PROMPT, 16 - len(PROMPT), sampling)
-    prefix, state = run.prefill(PROMPT, sampling), run.new_state()
+    request = Request(0, PROMPT, 16 - len(PROMPT), Sampling(temperature=TEMPERATURE))
+    state = run.new_state()
     for i in range(SLOTS):
-        slot = Slot(i, run.layout.standing_pages(i))
-        state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
-    return run, state, prefix
+        state = run.admit(state, Slot(i, run.layout.standing_pages(i)), request)
+    return run, state, int(state.anchor[0])
 
 
 def engine_pvalue(run, form: str) -> float:
     """How well the two tokens after a prompt and its first token fit the target, by chi-square."""
-    _, start, prefix = full_engine(form)
+    _, start, anchor = full_engine(form)
     firsts, seconds, accepted = [], [], 0
     for i in range(ROUNDS):
         noise = dataclasses.replace(start.sampling, seed=make_params(SLOTS, seed=i).seed)
@@ -74,7 +72,7 @@ def engine_pvalue(run, form: str) -> float:
     assert len(first) >= 20_000
     assert 0.1 < accepted / len(first) < 0.9, "both accepting and refusing must happen"
     small = models.target(vocab_size=VOCAB)
-    return chi_square(first, second, exact_joint(small, int(prefix.anchor[0])))
+    return chi_square(first, second, exact_joint(small, anchor))
 
 
 def exact_joint(small, anchor: int) -> np.ndarray:

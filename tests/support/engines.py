@@ -108,9 +108,8 @@ def occupied(run: Engine, requests: Sequence[Request]) -> DecodeState:
     """A batch with one request in each slot, prefilled, with pages for its whole length."""
     state = run.new_state()
     for index, request in enumerate(requests):
-        prefix = run.prefill(request.prompt, request.sampling)
         slot = Slot(index, run.layout.standing_pages(index))
-        state = run.insert(state, prefix, slot, request, int(prefix.anchor[0]))
+        state = run.admit(state, slot, request)
     return state
 
 
@@ -159,7 +158,7 @@ def expected(
 
 @functools.cache
 def _plain_engine() -> Engine:
-    return engine(batch_size=8, sync_every=8, max_length=96)
+    return engine(batch_size=8, sync_every=8, max_length=128)
 
 
 @functools.cache

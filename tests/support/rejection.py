@@ -20,6 +20,7 @@ def make_params(batch: int, temperature: float = 1.0, seed: int = 0) -> Sampling
         jnp.full(batch, temperature, jnp.float32),
         jnp.zeros(batch, jnp.int32),
         jnp.ones(batch, jnp.float32),
+        jnp.zeros(batch, jnp.float32),
     )
 
 

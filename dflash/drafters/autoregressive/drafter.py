@@ -39,6 +39,7 @@ class Autoregressive(Drafter):
     """The drafter; each sequence has its pages from start to end, so there is no page pool."""
 
     has_probs = True
+    restores = "rows"
 
     def __init__(self, model: nnx.Module, *, block_size: int, page_size: int = PAGE_TOKENS):
         """Args: model: a target, of class `models.decoder.Decoder`."""
@@ -121,17 +122,61 @@ class Autoregressive(Drafter):
         output = self.model(tokens, positions, dataclasses.replace(state.cache, page_table=table))
         return output.hidden, dataclasses.replace(state, cache=output.cache)
 
-    def insert(self, state, prefix, slot):
-        """Copies a sequence's pages, which may be fewer; see `Drafter.insert`."""
+    def clear(self, state, fresh):
+        """Nothing to do: all that is read is observed before; see `Drafter.clear`."""
+        return state
 
+    def insert(self, state, other, row, slot):
+        """Copies a sequence's pages; see `Drafter.insert`."""
         _, pages = state.cache.page_table.shape
 
         def put(pool, one):
-            return jax.lax.dynamic_update_slice(pool, one, (0, slot * pages, 0, 0))
+            mine = jax.lax.dynamic_slice_in_dim(one, row * pages, pages, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(pool, mine, slot * pages, axis=1)
 
-        layers = jax.tree.map(put, state.cache.layers, prefix.cache.layers)
+        layers = jax.tree.map(put, state.cache.layers, other.cache.layers)
         cache = dataclasses.replace(state.cache, layers=layers)
-        return DraftModelState(cache, super().insert(state.hidden, prefix.hidden, slot))
+        return DraftModelState(cache, super().insert(state.hidden, other.hidden, row, slot))
+
+    def context_pages(self, num_pages, page_size):
+        """Abstract pages [P, K, S, H]; see `Drafter.context_pages`."""
+        cache = self.model.new_cache(
+            batch=num_pages, pages_per_sequence=1, num_pages=num_pages, page_size=page_size
+        )
+        form = jax.tree.structure(cache.layers)
+        pages = [
+            self.model.sharding.abstract(
+                (num_pages, pool.shape[0], *pool.shape[2:]), ("pages", axis, None, None), pool.dtype
+            )
+            for pool, axis in zip(cache.pools, cache.axes, strict=True)
+        ]
+        return jax.tree.unflatten(form, pages)
+
+    def read_rows(self, state, slot, start, count):
+        """See `Drafter.read_rows`."""
+        begin = self._first_row(state, slot) + start
+
+        def read(pool):
+            rows = pool.reshape(pool.shape[0], -1, pool.shape[-1])
+            return jax.lax.dynamic_slice_in_dim(rows, begin, count, axis=1)
+
+        return jax.tree.map(read, state.cache.layers)
+
+    def write_rows(self, state, slot, start, rows):
+        """See `Drafter.write_rows`."""
+        begin = self._first_row(state, slot) + start
+
+        def write(pool, new):
+            flat = pool.reshape(pool.shape[0], -1, pool.shape[-1])
+            flat = jax.lax.dynamic_update_slice_in_dim(flat, new, begin, axis=1)
+            return flat.reshape(pool.shape)
+
+        layers = jax.tree.map(write, state.cache.layers, rows)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+
+    def _first_row(self, state: DraftModelState, slot: jax.Array) -> jax.Array:
+        """Number of a slot's first row, counted over the pages of all slots."""
+        return slot * state.cache.page_table.shape[1] * self.page_size
 
     def loss(self, batch, heads, key, options, *, remat=False) -> Any:
         """Not here: the model learns as a target does."""

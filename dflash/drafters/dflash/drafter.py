@@ -31,6 +31,7 @@ class DFlash(OnePassDrafter):
 
     hf_architectures = ("DFlashDraftModel",)
     shapes = shapes
+    restores = "rows"
     ignored_checkpoint_names = ()
     ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
 
@@ -86,6 +87,18 @@ class DFlash(OnePassDrafter):
     def init_state(self, batch, max_length):
         """Abstract context; see `WeightedDrafter.context_cache`."""
         return self.context_cache(batch, max_length)
+
+    def context_pages(self, num_pages, page_size):
+        """See `Drafter.context_pages`."""
+        return self.context_cache_pages(num_pages, page_size)
+
+    def read_rows(self, state, slot, start, count):
+        """See `Drafter.read_rows`."""
+        return state.read_rows(slot, start, count)
+
+    def write_rows(self, state, slot, start, rows):
+        """See `Drafter.write_rows`."""
+        return state.write_rows(slot, start, rows)
 
     def draft(self, state, anchor, position, sampler, heads):
         """Drafts a chain or a tree in one pass; see `Drafter.draft`."""

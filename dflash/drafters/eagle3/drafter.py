@@ -51,6 +51,8 @@ class Eagle3(WeightedDrafter):
     hf_architectures = ("LlamaForCausalLMEagle3",)
     shapes = shapes
     has_probs = True
+    restores = "rows"
+    rows_ahead = 1
     # Some files hold a copy of the target's table, which this drafter borrows instead.
     ignored_checkpoint_names = ("embed_tokens.weight",)
 
@@ -115,6 +117,18 @@ class Eagle3(WeightedDrafter):
         width = self.shape.decoder.hidden_size
         hidden = self.sharding.abstract((batch, width), (name, None), self.dtype)
         return Eagle3State(self.context_cache(batch, max_length), hidden)
+
+    def context_pages(self, num_pages, page_size):
+        """See `Drafter.context_pages`."""
+        return self.context_cache_pages(num_pages, page_size)
+
+    def read_rows(self, state, slot, start, count):
+        """See `Drafter.read_rows`."""
+        return state.cache.read_rows(slot, start, count)
+
+    def write_rows(self, state, slot, start, rows):
+        """See `Drafter.write_rows`."""
+        return dataclasses.replace(state, cache=state.cache.write_rows(slot, start, rows))
 
     def draft(self, state, anchor, position, sampler, heads):
         """Drafts a chain or a tree, token by token; see `Drafter.draft`."""

@@ -102,13 +102,21 @@ class WeightedDrafter(Drafter):
 
         `observe` may write a whole path from the last position on.
         """
+        return self._static_cache(batch, max_length + self.longest_path, kv.SLOT_TILE)
+
+    def context_cache_pages(self, num_pages: int, page_size: int) -> kv.StaticCache:
+        """Abstract pages of such a cache: each is a sequence of `page_size` positions."""
+        return self._static_cache(num_pages, page_size, 1)
+
+    def _static_cache(self, batch: int, capacity: int, tile: int) -> kv.StaticCache:
         decoder = self.shape.decoder
         return kv.static_cache(
             num_layers=decoder.num_hidden_layers,
             num_kv_heads=decoder.num_key_value_heads,
             head_dim=decoder.head_dim,
             batch=batch,
-            capacity=max_length + self.longest_path,
+            capacity=capacity,
             dtype=self.dtype,
             sharding=self.sharding,
+            tile=tile,
         )

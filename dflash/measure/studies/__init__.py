@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from dflash.config.benchmark_schema import BenchmarkRun
-from dflash.measure.studies import timings, variants
+from dflash.measure.studies import serving, timings, variants
 from dflash.measure.studies.result import Step
 from dflash.measure.studies.result import StudyResult as StudyResult
 
@@ -16,8 +16,9 @@ STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
     "layers": variants.layers,
     "taps": variants.taps,
     "batch": variants.batch,
+    "serve": serving.serve,
 }
 
 # Those that cut acceptance lengths to the block of each variant, and all that decode prompts.
 CUTTING = frozenset(("block", "layers", "taps"))
-DECODING = CUTTING | {"batch"}
+DECODING = CUTTING | {"batch", "serve"}

@@ -88,7 +88,7 @@ class Steps:
     def _draft(self, ids, count):
         zero = jnp.zeros(1)
         params = SamplingParams(
-            jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1
+            jnp.zeros((1, 2), jnp.uint32), zero, jnp.zeros(1, jnp.int32), zero + 1, zero
         )
         state, _, _ = self._observe(ids, count)
         sampler = SequenceSampler(params)

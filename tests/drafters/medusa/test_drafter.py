@@ -82,7 +82,11 @@ def test_drafts_come_from_the_row_before_the_anchor():
     np.testing.assert_array_equal(state[0], batch.features[0, 2])
     np.testing.assert_array_equal(state[1], 1.0)  # nothing was committed
     params = SamplingParams(
-        jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2), jnp.zeros(2, jnp.int32), jnp.ones(2)
+        jnp.zeros((2, 2), jnp.uint32),
+        jnp.zeros(2),
+        jnp.zeros(2, jnp.int32),
+        jnp.ones(2),
+        jnp.zeros(2),
     )
     sampler = SequenceSampler(params)
     proposal, after = model.draft(state, batch.tokens[:, 3], count, sampler, make_target())

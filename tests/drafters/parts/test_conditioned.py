@@ -31,7 +31,11 @@ CONTEXT, BLOCK = 13, 8
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 GREEDY = SequenceSampler(
     SamplingParams(
-        jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
+        jnp.zeros((1, 2), jnp.uint32),
+        jnp.zeros(1),
+        jnp.zeros(1, jnp.int32),
+        jnp.ones(1),
+        jnp.zeros(1),
     )
 )
 

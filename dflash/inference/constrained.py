@@ -1,0 +1,63 @@
+"""Dispatches with sequences whose outputs must match grammars.
+
+Which tokens a grammar allows after a draft is known on the host alone. So the first cycle of such
+a dispatch stops between draft and verification: the host reads the drafts, and says for each row
+which tokens may follow. The other sequences then run on to the end of the dispatch.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from dflash.inference import first_token
+from dflash.inference.engine import Engine
+from dflash.inference.request import Request
+from dflash.inference.state import DecodeState, Report
+from dflash.text.grammar import Matcher
+
+
+def generate(
+    engine: Engine,
+    state: DecodeState,
+    ready: Mapping[int, tuple[Request, Matcher]],
+    *,
+    others: bool,
+) -> tuple[DecodeState, list[Report]]:
+    """Runs one dispatch; consumes `state`.
+
+    Args:
+      engine: runs it.
+      state: the batch.
+      ready: by slot, constrained sequences, with matchers that have seen all of their output. Other
+        constrained sequences stand still.
+      others: whether there are sequences that are not constrained.
+    Returns:
+      state; reports of the parts of the dispatch.
+    """
+    reports = []
+    if ready:
+        state, report = _masked_cycle(engine, state, ready)
+        reports.append(report)
+    if others:
+        state, report = engine.generate(state)
+        reports.append(report)
+    return state, reports
+
+
+def _masked_cycle(
+    engine: Engine, state: DecodeState, ready: Mapping[int, tuple[Request, Matcher]]
+) -> tuple[DecodeState, Report]:
+    state, proposal = engine.draft(state)
+    tokens, parents = jax.device_get((proposal.tokens, proposal.parents))
+    slots, rows = len(tokens), tokens.shape[1] + 1
+    allowed = np.tile(first_token.allow_all(engine.vocab_size), (slots, rows, 1))
+    for slot, (request, matcher) in ready.items():
+        matcher.fill(
+            allowed[slot],
+            tokens[slot].tolist(),
+            None if parents is None else parents[slot].tolist(),
+            ends=request.stop_ids,
+            first_end=request.min_new_tokens,
+        )
+    return engine.conclude(state, proposal, allowed, np.isin(np.arange(slots), list(ready)))

@@ -1,0 +1,225 @@
+"""What shapes the target's logits before a token is drawn from them.
+
+The logits of a row, which follow the committed text and the drafts on the path to the row, go
+through these steps. The order is vLLM's (v1/sample/sampler.py) up to the penalties; what filters
+comes in the order of Hugging Face's generation.
+
+    1. logit_bias is added.
+    2. repetition_penalty r, for tokens of prompt, output or path: l / r if l > 0, else l * r
+       (Keskar et al. 2019, arXiv 1909.05858).
+    3. frequency_penalty times the token's count in output and path is subtracted, then
+       presence_penalty if that count is not 0 (OpenAI's definition).
+    4. Stop tokens before min_new_tokens, and tokens that a grammar does not allow, become -inf.
+    5. Temperature, top-k, top-p, min-p (`inference/sampling.py`); a greedy sequence takes the
+       largest logit after step 4.
+
+Drafts count as said in the rows after them, so every row of a block is shaped as plain decoding
+would shape it. Batches in which nobody asks for any of it skip all of it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash.inference.request import MAX_BIASED, Request
+from dflash.parallel.sharding import Sharding
+
+_NO_TOKEN = -1  # fills up the biased tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Controls:
+    """What each of B sequences asks for.
+
+    Attributes:
+      presence: float32 [B]; the presence penalty.
+      frequency: float32 [B]; the frequency penalty.
+      repetition: float32 [B]; the repetition penalty; 1 is off.
+      bias_ids: int32 [B, MAX_BIASED]; tokens with a bias, filled up with -1.
+      biases: float32 [B, MAX_BIASED]; theirs.
+      min_length: int32 [B]; tokens of prompt and output before which no stop token is drawn.
+      prompt_length: int32 [B]; tokens of the prompt.
+      constrained: bool [B]; the output must match a grammar.
+      logprobs: bool [B]; log-probabilities are reported.
+      text: int32 [B, L]; committed tokens, of those that ask for a penalty.
+    """
+
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    bias_ids: jax.Array
+    biases: jax.Array
+    min_length: jax.Array
+    prompt_length: jax.Array
+    constrained: jax.Array
+    logprobs: jax.Array
+    text: jax.Array
+
+    def with_tokens(self, start: jax.Array, tokens: jax.Array, count: jax.Array) -> "Controls":
+        """The text with count[b] more tokens from position start[b] on.
+
+        Args:
+          start: int32 [B].
+          tokens: int32 [B, T].
+          count: int32 [B].
+        """
+        offset = jnp.arange(tokens.shape[1])
+
+        def put(row, start, tokens, count):
+            places = jnp.where(offset < count, start + offset, row.shape[0])
+            return row.at[places].set(tokens, mode="drop")
+
+        text = jax.vmap(put)(self.text, start, tokens, count)
+        return dataclasses.replace(self, text=text)
+
+    def shapes(self, length: jax.Array, active: jax.Array) -> jax.Array:
+        """bool []; whether the logits of any active sequence of `length` tokens are changed."""
+        penalized = (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
+        biased = self.bias_ids[:, 0] != _NO_TOKEN
+        return jnp.any(active & (penalized | biased | (length < self.min_length)))
+
+
+def shape_logits(
+    logits: jax.Array,
+    controls: Controls,
+    length: jax.Array,
+    stop_ids: jax.Array,
+    drafts: jax.Array,
+    ancestry: jax.Array | None = None,
+    allowed: jax.Array | None = None,
+) -> jax.Array:
+    """The logits [B, R, V] after steps 1 to 4.
+
+    Args:
+      logits: float32 [B, R, V]; the target's, after each row.
+      controls: of the B sequences.
+      length: int32 [B]; committed tokens, the anchor included.
+      stop_ids: int32 [B, E]; tokens that end each sequence, filled up with -1.
+      drafts: int32 [B, R - 1]; the tokens of the rows after the anchor's.
+      ancestry: bool [B, R, R]; see `tree.Tree`; None: a chain.
+      allowed: int32 [B, R, ceil(V / 32)] or None; bit v % 32 of word v // 32: token v may follow.
+    """
+    rows, vocab_size = logits.shape[1:]
+    if ancestry is None:
+        ancestry = jnp.tri(rows, dtype=bool)[None]
+    on_path = ancestry[:, :, 1:]
+    logits += _scatter(controls.bias_ids, controls.biases, vocab_size)[:, None]
+
+    place = jnp.arange(controls.text.shape[1])
+    said = place < length[:, None]
+    output = said & (place >= controls.prompt_length[:, None])
+    drafted = _count_drafts(drafts, on_path, vocab_size)
+    counts = _scatter(controls.text, output.astype(jnp.float32), vocab_size)[:, None] + drafted
+    seen = _scatter(controls.text, said.astype(jnp.float32), vocab_size)[:, None] + drafted
+    repetition = controls.repetition[:, None, None]
+    penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(seen > 0, penalized, logits)
+    logits -= controls.frequency[:, None, None] * counts
+    logits -= controls.presence[:, None, None] * (counts > 0)
+
+    too_short = length[:, None] + on_path.sum(axis=-1) < controls.min_length[:, None]
+    ends = _scatter(stop_ids, jnp.ones(stop_ids.shape), vocab_size)[:, None] > 0
+    logits = jnp.where(too_short[..., None] & ends, -jnp.inf, logits)
+    return logits if allowed is None else jnp.where(_bits(allowed, vocab_size), logits, -jnp.inf)
+
+
+def _scatter(ids: jax.Array, values: jax.Array, vocab_size: int) -> jax.Array:
+    """Sums of the values [B, T] of each id, float32 [B, V]; negative ids are ignored."""
+
+    def one(ids, values):
+        places = jnp.where(ids < 0, vocab_size, ids)
+        return jnp.zeros(vocab_size, jnp.float32).at[places].add(values, mode="drop")
+
+    return jax.vmap(one)(ids, values)
+
+
+def _count_drafts(drafts: jax.Array, on_path: jax.Array, vocab_size: int) -> jax.Array:
+    """How often each token was drafted on the way to each row, float32 [B, R, V].
+
+    Args:
+      drafts: int32 [B, G].
+      on_path: bool [B or 1, R, G]; whether a draft is on the way to a row.
+    """
+    tokens = jax.nn.one_hot(drafts, vocab_size, dtype=jnp.float32)
+    paths = jnp.broadcast_to(on_path, (drafts.shape[0], *on_path.shape[1:]))
+    # Sums of ones: exact in the lowest precision of a product that there is.
+    return jnp.einsum("brg,bgv->brv", paths.astype(jnp.float32), tokens)
+
+
+def _bits(words: jax.Array, count: int) -> jax.Array:
+    """The first `count` bits of words int32 [..., W], as bool [..., count]."""
+    bits = (words[..., None] >> jnp.arange(32)) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :count] != 0
+
+
+# --- on the host ---------------------------------------------------------------------------------
+
+
+def abstract(batch: int, name: str | None, max_length: int, sharding: Sharding) -> Controls:
+    """Shapes of the controls of `batch` sequences of at most `max_length` tokens.
+
+    Args:
+      name: logical axis of the batch.
+    """
+
+    def array(dtype, *shape):
+        return sharding.abstract((batch, *shape), (name, *[None] * len(shape)), dtype)
+
+    return Controls(
+        presence=array(jnp.float32),
+        frequency=array(jnp.float32),
+        repetition=array(jnp.float32),
+        bias_ids=array(jnp.int32, MAX_BIASED),
+        biases=array(jnp.float32, MAX_BIASED),
+        min_length=array(jnp.int32),
+        prompt_length=array(jnp.int32),
+        constrained=array(jnp.bool_),
+        logprobs=array(jnp.bool_),
+        text=array(jnp.int32, max_length),
+    )
+
+
+def is_plain(request: Request) -> bool:
+    """Whether a request asks for nothing of this, nor for log-probabilities."""
+    sampling = request.sampling
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, request.min_new_tokens
+    return (
+        not any(penalties)
+        and sampling.repetition_penalty == 1
+        and not sampling.logit_bias
+        and request.logprobs is None
+        and request.grammar is None
+    )
+
+
+def of_request(request: Request, said: tuple[int, ...], max_length: int) -> Controls:
+    """The controls of a request whose output so far is `said`: numpy arrays without batch.
+
+    A grammar's masks also say where the output may end, so `min_length` is not for constrained
+    sequences.
+    """
+    sampling = request.sampling
+    bias_ids = np.full(MAX_BIASED, _NO_TOKEN, np.int32)
+    biases = np.zeros(MAX_BIASED, np.float32)
+    for place, (token, bias) in enumerate(sampling.logit_bias):
+        bias_ids[place], biases[place] = token, bias
+    text = np.zeros(max_length, np.int32)
+    tokens = (*request.prompt, *said)
+    text[: len(tokens)] = tokens
+    constrained = request.grammar is not None
+    shortest = 0 if constrained else len(request.prompt) + request.min_new_tokens
+    return Controls(
+        presence=np.float32(sampling.presence_penalty),
+        frequency=np.float32(sampling.frequency_penalty),
+        repetition=np.float32(sampling.repetition_penalty),
+        bias_ids=bias_ids,
+        biases=biases,
+        min_length=np.int32(shortest),
+        prompt_length=np.int32(len(request.prompt)),
+        constrained=np.bool_(constrained),
+        logprobs=np.bool_(request.logprobs is not None),
+        text=text,
+    )

@@ -1,0 +1,163 @@
+"""A dispatch: cycles in a loop on the device, until the host wants to know."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dflash.drafters.base import Drafter, Proposal
+from dflash.inference import cycle as cycles
+from dflash.inference import logprobs
+from dflash.inference.cycle import Outcome, Rules
+from dflash.inference.state import DecodeState, Report
+from dflash.models.decoder import Decoder
+
+
+def run_cycles(
+    target: Decoder, drafter: Drafter, state: DecodeState, *, max_cycles: int, rules: Rules
+) -> tuple[DecodeState, Report]:
+    """Runs cycles until `max_cycles` are done or no slot is active; see `cycle.cycle`.
+
+    A cycle of `conclude` counts as done. Constrained sequences wait: their tokens depend on masks,
+    which `conclude` is given.
+    """
+    sizes, most = rules.block_sizes, max_cycles - state.concluded
+    waiting = state.active & state.controls.constrained
+    state = dataclasses.replace(state, active=state.active & ~waiting)
+    report = _empty_report(target, drafter, state, max_cycles)
+
+    def go_on(carry):
+        _, report = carry
+        return (report.cycles < most) & jnp.any(report.active)
+
+    def step(size, carry):
+        state, report = carry
+        state, outcome = cycles.cycle(target, drafter, state, rules=rules, block_size=size)
+        return _choose(state, sizes), _record(report, state, outcome, size)
+
+    steps = [functools.partial(step, size) for size in sizes]
+    if state.adaptive is None:
+        state, report = jax.lax.while_loop(go_on, steps[0], (state, report))
+    else:
+        catch_up = functools.partial(_catch_up, target, drafter)
+        carry = _choose(state, sizes), report
+        state, report = _loop_by_size(go_on, steps, catch_up, carry)
+    state = dataclasses.replace(
+        state, active=state.active | waiting, concluded=jnp.zeros_like(state.concluded)
+    )
+    return state, dataclasses.replace(report, active=state.active)
+
+
+def propose(
+    target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules
+) -> tuple[DecodeState, Proposal]:
+    """Drafts the largest block for every slot, for `conclude` to verify."""
+    if state.adaptive is not None:
+        state, _ = _catch_up(target, drafter, (_choose(state, rules.block_sizes), None))
+        state = dataclasses.replace(state, adaptive=state.adaptive.largest())
+    return cycles.propose(target, drafter, state, rules=rules, block_size=rules.block_sizes[-1])
+
+
+def conclude(
+    target: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    proposal: Proposal,
+    allowed: jax.Array,
+    ready: jax.Array,
+    *,
+    rules: Rules,
+) -> tuple[DecodeState, Report]:
+    """The first cycle of a dispatch verifies a proposal under masks; see `cycle.conclude`.
+
+    `run_cycles` then does the others.
+
+    Args:
+      state: as `propose` left it.
+      proposal: what it returned.
+      allowed: int32 [B, R, ceil(V / 32)]; all ones for sequences that are not constrained.
+      ready: bool [B]; constrained sequences whose masks are there. Others wait.
+    """
+    waiting = state.active & state.controls.constrained & ~ready
+    state = dataclasses.replace(state, active=state.active & ~waiting)
+    report = _empty_report(target, drafter, state, 1)
+    state, outcome = cycles.conclude(target, drafter, state, proposal, rules=rules, allowed=allowed)
+    state = dataclasses.replace(
+        state, active=state.active | waiting, concluded=jnp.ones_like(state.concluded)
+    )
+    return state, _record(report, state, outcome, rules.block_sizes[-1])
+
+
+def _empty_report(target: Decoder, drafter: Drafter, state: DecodeState, max_cycles: int) -> Report:
+    shape = max_cycles, state.anchor.shape[0], drafter.longest_path
+    return Report(
+        cycles=jnp.int32(0),
+        tokens=jnp.zeros(shape, jnp.int32),
+        num_committed=jnp.zeros(shape[:2], jnp.int32),
+        active=state.active,
+        block_sizes=jnp.zeros(max_cycles, jnp.int32),
+        broken_at=state.broken_at,
+        logprobs=logprobs.zeros(shape, target.arch.vocab_size),
+    )
+
+
+def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> Report:
+    """The report with one more cycle, of this block size, after which the state is `state`."""
+    i, width = report.cycles, outcome.tokens.shape[1]
+    return Report(
+        cycles=i + 1,
+        tokens=report.tokens.at[i, :, :width].set(outcome.tokens),
+        num_committed=report.num_committed.at[i].set(outcome.count),
+        active=state.active,
+        block_sizes=report.block_sizes.at[i].set(size),
+        broken_at=state.broken_at,
+        logprobs=jax.tree.map(
+            lambda all, one: all.at[i, :, :width].set(one), report.logprobs, outcome.logprobs
+        ),
+    )
+
+
+def _choose(state: DecodeState, sizes: tuple[int, ...]) -> DecodeState:
+    """Chooses the next cycle's block size, where there is a choice."""
+    if state.adaptive is None:
+        return state
+    chosen = state.adaptive.choose(state.active, state.limit - state.length, sizes)
+    return dataclasses.replace(state, adaptive=chosen)
+
+
+def _catch_up(target: Decoder, drafter: Drafter, carry):
+    """Lets the drafter observe the backlog."""
+    state, report = carry
+    adaptive, position = state.adaptive, state.length - 1
+    with jax.named_scope("drafter"):
+        drafter_state, backlog = adaptive.backlog.clear(
+            drafter, state.drafter, state.anchor, position, state.active, target
+        )
+    adaptive = dataclasses.replace(adaptive, backlog=backlog)
+    return dataclasses.replace(state, drafter=drafter_state, adaptive=adaptive), report
+
+
+def _loop_by_size(go_on, steps, catch_up, carry):
+    """Runs the step of the chosen size while `go_on` holds.
+
+    Each size has a loop of its own, which runs while that size is chosen, inside one loop over all
+    sizes. A switch in a single loop would compute the same, but loops update the caches in place,
+    while branches may copy them.
+    """
+
+    def must_clear(carry):
+        state, _ = carry
+        return state.adaptive.must_clear(state.active)
+
+    def chosen(index, carry):
+        state, _ = carry
+        return go_on(carry) & ~must_clear(carry) & (state.adaptive.choice.index == index)
+
+    def each_in_turn(carry):
+        carry = jax.lax.while_loop(lambda c: go_on(c) & must_clear(c), catch_up, carry)
+        for index, step in enumerate(steps):
+            carry = jax.lax.while_loop(functools.partial(chosen, index), step, carry)
+        return carry
+
+    return jax.lax.while_loop(go_on, each_in_turn, carry)

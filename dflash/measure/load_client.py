@@ -1,0 +1,115 @@
+"""A load on a server, from a process of its own: python -m dflash.measure.load_client < plan.json
+
+The plan is a `Plan` as JSON; what came back is a list of `Answer`s as JSON, on stdout. Nothing here
+imports jax: the server's process has enough to do.
+"""
+
+import asyncio
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx2 as httpx
+
+_TIMEOUT_S = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to send, and when.
+
+    Attributes:
+      url: of the server.
+      bodies: of requests to /v1/completions.
+      at_a_time: requests under way at once: the next one starts when one ends. None: they start at
+        random times, whatever has become of those before.
+      rate: requests per second on average, where they start at random.
+      seed: of the times.
+    """
+
+    url: str
+    bodies: Sequence[dict[str, Any]]
+    at_a_time: int | None = None
+    rate: float = 0.0
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """How a request went; times are in seconds since the first one of the plan.
+
+    Attributes:
+      begin, first, last: when it was sent, and when its first and last tokens came.
+      tokens: of the output.
+      accepted: drafts among them.
+      error: what was wrong; None: nothing.
+    """
+
+    begin: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+    accepted: int = 0
+    error: str | None = None
+
+
+async def run(plan: Plan) -> list[Answer]:
+    """Sends all requests; returns how they went, in their order."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as client:
+        zero = time.perf_counter()
+        if plan.at_a_time is None:
+            return await _open_loop(plan, client, zero)
+        return await _closed_loop(plan, client, zero)
+
+
+async def _closed_loop(plan: Plan, client, zero: float) -> list[Answer]:
+    free = asyncio.Semaphore(plan.at_a_time)
+
+    async def one(body):
+        async with free:
+            return await _ask(client, plan.url, body, zero)
+
+    return await asyncio.gather(*map(one, plan.bodies))
+
+
+async def _open_loop(plan: Plan, client, zero: float) -> list[Answer]:
+    draw, at, tasks = random.Random(plan.seed), 0.0, []
+    for body in plan.bodies:
+        await asyncio.sleep(max(0.0, zero + at - time.perf_counter()))
+        tasks.append(asyncio.create_task(_ask(client, plan.url, body, zero)))
+        at += draw.expovariate(plan.rate)
+    return await asyncio.gather(*tasks)
+
+
+async def _ask(client, url: str, body: dict[str, Any], zero: float) -> Answer:
+    begin = time.perf_counter() - zero
+    given = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    first = last = 0.0
+    usage: dict[str, Any] = {}
+    try:
+        async with client.stream("POST", f"{url}/v1/completions", json=given) as answer:
+            if answer.status_code != 200:
+                return Answer(begin, error=(await answer.aread()).decode())
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                now, event = time.perf_counter() - zero, json.loads(line[len("data: ") :])
+                if "error" in event:
+                    return Answer(begin, error=event["error"]["message"])
+                if event["choices"]:
+                    first, last = first or now, now
+                usage = event["usage"] or usage
+    except httpx.HTTPError as error:
+        return Answer(begin, error=f"{type(error).__name__}: {error}")
+    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    return Answer(begin, first, last, usage["completion_tokens"], accepted)
+
+
+if __name__ == "__main__":
+    answers = asyncio.run(run(Plan(**json.load(sys.stdin))))
+    json.dump([dataclasses.asdict(one) for one in answers], sys.stdout)

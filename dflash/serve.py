@@ -1,0 +1,87 @@
+"""Serves a target over HTTP: dflash serve CONFIG [key=value ...] [--host HOST] [--port PORT]."""
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import NoReturn
+
+from absl import flags
+
+from dflash import cli, errors
+from dflash.config import serve_schema
+
+_NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    where = {"flag_values": values}
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 is all.", **where)
+    flags.DEFINE_integer(
+        "port",
+        8000,
+        "Port to listen at; 0 is any that is free.",
+        lower_bound=0,
+        upper_bound=65535,
+        **where,
+    )
+
+
+SUBCOMMAND = cli.Subcommand(
+    "serve",
+    "Serves a target with a drafting strategy over HTTP: OpenAI's endpoints, SGLang's /generate, "
+    "vLLM's metrics, and a page at /. Many requests are decoded at a time, as they come. The URL "
+    "goes to stdout once requests are served. If DFLASH_API_KEY is set, clients have to show it. "
+    "Prompts of the config are ignored.",
+    examples=(
+        "dflash serve configs/tiny_dflash.yml",
+        "dflash serve configs/tiny_dflash.yml drafter.name=none --port 8001",
+        "dflash serve configs/qwen3_4b_dflash.yml decode.batch_size=32 --host 0.0.0.0",
+        "dflash serve configs/qwen3_4b_dflash.yml decode.max_length=16384 --dry_run",
+    ),
+    schema=serve_schema.ServeRun,
+    shared=tuple(name for name in cli.RUN_FLAGS if name != "workdir"),
+    define_flags=_define_flags,
+    statuses="0 also after SIGTERM, once running requests have ended",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command; see `dflash serve --help`."""
+    cli.run(SUBCOMMAND, _serve, argv)
+
+
+def _serve(command: cli.Command) -> int:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise errors.ConfigError(f"{missing[0]}: not installed; pip install 'dflash[serve]'")
+    # jax is imported here, after the config has been validated.
+    import jax
+
+    from dflash.offline import job as jobs
+    from dflash.parallel import distributed
+    from dflash.runs import dates
+    from dflash.runs.display import Display
+    from dflash.serving import lanes, server
+
+    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
+    dry = command.dry_run
+    job = jobs.prepare_models(command.config, dry=dry, date=None if dry else dates.find(None))
+    job = job.with_room()
+    if dry:
+        print("\n".join(job.plan().lines()))
+        return 0
+    if jax.process_index() > 0:
+        return server.follow(functools.partial(lanes.start, job, command.config, Display.silent()))
+    listener = server.listen(command.flags["host"], command.flags["port"])
+    return server.run(
+        command.config.serve,
+        listener,
+        functools.partial(lanes.start, job, command.config, Display(stream=False)),
+        functools.partial(lanes.model_of, job, command.config),
+        on_ready=lambda url: print(url, flush=True),
+        profile_dir=command.profile_dir,
+    )
+
+
+if __name__ == "__main__":
+    main()

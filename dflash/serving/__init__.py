@@ -1,0 +1,1 @@
+"""An HTTP server over the scheduler: OpenAI's endpoints and others, streaming, metrics, a page."""

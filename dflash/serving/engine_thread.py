@@ -1,0 +1,154 @@
+"""The thread that owns jax: commands come in, events go out, and nobody else touches a scheduler.
+
+    submit, cancel, flush, profile, stop      from any thread; carried out between two dispatches
+
+Over several processes the first one's commands are everybody's: each process hears them before it
+enqueues the next programs, so all of them run the same ones.
+"""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import jax
+
+from dflash.inference.engine import Engine
+from dflash.inference.request import Event, Request
+from dflash.inference.scheduler import Scheduler, SchedulerStats
+from dflash.parallel import distributed
+
+DRAFTED, PLAIN = "drafted", "plain"  # the lanes: with the drafter, and without
+# Other processes wait for a word of the first one; it speaks at least so often.
+_HEARTBEAT_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Submit:
+    """Puts a request into a lane's queue."""
+
+    lane: str
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Cancel:
+    """Drops a request, if it is still there."""
+
+    id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Flush:
+    """Empties the prefix caches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Begins a profiler trace in a directory; None ends it."""
+
+    directory: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Ends the thread."""
+
+
+Command = Submit | Cancel | Flush | Profile | Stop
+
+
+class Listener(Protocol):
+    """Hears of what happens, on the engine's thread: each call has to return at once."""
+
+    def ready(self, engines: Mapping[str, Engine]) -> None:
+        """Everything is compiled; requests are served from now on."""
+
+    def stepped(
+        self, events: Sequence[Event], stats: Mapping[str, SchedulerStats], seconds: float
+    ) -> None:
+        """A step has taken `seconds` and brought events; the schedulers stand as `stats` say."""
+
+    def stopped(self, error: BaseException | None) -> None:
+        """The thread ends; `error`: it has failed, and answers nothing any more."""
+
+
+class EngineThread(threading.Thread):
+    """Runs a scheduler for each lane; the only thread that uses jax."""
+
+    def __init__(self, start: Callable[[], Mapping[str, Engine]], listener: Listener):
+        """Starts nothing yet.
+
+        Args:
+          start: loads, compiles and returns the engine of each lane; called on the thread.
+          listener: hears of everything.
+        """
+        super().__init__(name="engine", daemon=True)
+        self._prepare, self._listener = start, listener
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._lanes: dict[str, Scheduler] = {}
+
+    # --- from any thread ------------------------------------------------------------------------
+
+    def put(self, command: Command) -> None:
+        """Has a command carried out before the next step."""
+        self._commands.put(command)
+
+    # --- on the thread --------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves until it is told to stop, or fails."""
+        try:
+            engines = self._prepare()
+            self._lanes = {name: Scheduler(engine) for name, engine in engines.items()}
+            self._listener.ready(engines)
+            while self._obey(self._heard()):
+                self._step()
+            for lane in self._lanes.values():
+                lane.close()
+        except BaseException as error:
+            self._listener.stopped(error)
+        else:
+            self._listener.stopped(None)
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        busy = [lane for lane in self._lanes.values() if not lane.idle]
+        events = [event for lane in busy for event in lane.step()]
+        seconds = time.perf_counter() - begin if busy else 0.0
+        stats = {name: lane.stats() for name, lane in self._lanes.items()}
+        self._listener.stepped(events, stats, seconds)
+
+    def _heard(self) -> list[Command]:
+        """The commands that all processes obey now; waits for one if there is nothing to do."""
+        several = jax.process_count() > 1
+        heard: list[Command] = []
+        if jax.process_index() == 0:
+            if all(lane.idle for lane in self._lanes.values()):
+                with contextlib.suppress(queue.Empty):
+                    heard.append(self._commands.get(timeout=_HEARTBEAT_S if several else None))
+            while not self._commands.empty():
+                heard.append(self._commands.get())
+        return distributed.from_first(heard) if several else heard
+
+    def _obey(self, commands: Sequence[Command]) -> bool:
+        """Carries commands out; returns whether to go on."""
+        for command in commands:
+            match command:
+                case Submit(lane, request):
+                    self._lanes[lane].submit(request)
+                case Cancel(id):
+                    any(lane.cancel(id) for lane in self._lanes.values())
+                case Flush():
+                    for lane in self._lanes.values():
+                        lane.flush_prefix_cache()
+                case Profile(None):
+                    jax.profiler.stop_trace()
+                case Profile(directory):
+                    jax.profiler.start_trace(directory)
+                case Stop():
+                    return False
+        return True

@@ -1,0 +1,200 @@
+"""One output as its client sees it: text, where it ends, log-probabilities, and its statistics."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from dflash.inference.request import Completion, Request, Tokens
+from dflash.serving.ask import Ask, Model
+from dflash.serving.stops import StopFinder
+from dflash.text.tokenizer import IncrementalDecoder
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenText:
+    """A token, its text where it stands, and how likely it was.
+
+    Attributes:
+      id: of the token.
+      text: what it adds to the output.
+      logprob: log-probability under the target's own logits.
+      top: (id, log-probability) of the likeliest tokens in its place.
+    """
+
+    id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What an output has gained.
+
+    Attributes:
+      text: that is certain now.
+      tokens: with log-probabilities, where these are asked for.
+      pieces: the same text in pieces, each with whether its tokens were drafted.
+    """
+
+    text: str = ""
+    tokens: tuple[TokenText, ...] = ()
+    pieces: tuple[tuple[str, bool], ...] = ()
+
+    def then(self, later: "Delta") -> "Delta":
+        """Both, as one."""
+        tokens, pieces = self.tokens + later.tokens, self.pieces + later.pieces
+        return Delta(self.text + later.text, tokens, pieces)
+
+
+@dataclasses.dataclass
+class Statistics:
+    """What an output was made of.
+
+    Attributes:
+      cycles: in which the target verified.
+      drafted: tokens that were proposed.
+      accepted: drafted tokens among the output's.
+      cached_tokens: of the prompt, found in the prefix cache.
+    """
+
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens of a cycle; None where there was none."""
+        return 1 + self.accepted / self.cycles if self.cycles else None
+
+
+class Output:
+    """Follows one request from its first event to its end.
+
+    Attributes:
+      index: place among the outputs of its HTTP request.
+      request: what the engine was asked for.
+      ids: the output's tokens, up to where it ends.
+      text: all that the deltas said.
+      finish_reason: None while it goes on.
+      stop_reason: the stop string or token that ended it.
+      statistics: so far.
+    """
+
+    def __init__(self, index: int, request: Request, ask: Ask, model: Model):
+        """Starts without tokens.
+
+        Args:
+          index: place among the outputs of its HTTP request.
+          request: what the engine was asked for.
+          ask: what the client asked for.
+          model: what answers.
+        """
+        self.index, self.request = index, request
+        self.ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.statistics = Statistics()
+        self._said: list[str] = []
+        self._show, self._least, self._model = ask.show, ask.min_new_tokens, model
+        self._words = IncrementalDecoder(model.tokenizer, special_tokens=ask.show.special_tokens)
+        self._finder = StopFinder(ask.stop, include=ask.show.stop)
+        self._pieces = _Pieces() if ask.show.drafts else None
+
+    @property
+    def text(self) -> str:
+        """All that it said so far."""
+        return "".join(self._said)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is to come."""
+        return self.finish_reason is not None
+
+    def push(self, event: Tokens) -> Delta:
+        """Takes newly committed tokens; a stop string among them ends the output."""
+        said, tokens = [], []
+        logprobs = event.logprobs if self._show.logprobs is not None else ()
+        for place, (token, drafted) in enumerate(_with_origin(event)):
+            self.ids.append(token)
+            text = self._words.push((token,))
+            if self._pieces is not None:
+                self._pieces.add(text, drafted)
+            # The text of tokens before the least number is out of reach for stop strings.
+            free = len(self.ids) <= self._least
+            said.append(text if free else self._finder.push(text))
+            if logprobs:
+                found = logprobs[place]
+                top = tuple(zip(found.top_ids, found.top_logprobs, strict=True))
+                tokens.append(TokenText(token, text, found.logprob, top))
+            if self._finder.found is not None:
+                self.finish_reason, self.stop_reason = "stop", self._finder.found
+                break
+        self._count(event.acceptance_lengths)
+        return self._delta("".join(said), tokens)
+
+    def finish(self, done: Completion) -> Delta:
+        """Takes the end; whatever was held back is said now."""
+        self.statistics.cached_tokens = done.cached_tokens
+        if self._model.drafts is None:
+            self.statistics.drafted = sum(done.block_sizes) - len(done.block_sizes)
+        if self.ended:
+            return Delta()
+        rest = self._words.flush()
+        if self._pieces is not None:
+            self._pieces.add(rest, False)
+        text = self._finder.push(rest, final=True)
+        self.finish_reason = done.finish_reason
+        if self._finder.found is not None:
+            self.finish_reason, self.stop_reason = "stop", self._finder.found
+        elif done.finish_reason == "stop":
+            self.stop_reason = done.output_ids[-1]
+        return self._delta(text, ())
+
+    def _delta(self, text: str, tokens: Sequence[TokenText]) -> Delta:
+        self._said.append(text)
+        pieces = () if self._pieces is None else tuple(self._pieces.take(len(text)))
+        return Delta(text, tuple(tokens), pieces)
+
+    def _count(self, lengths: Sequence[int]) -> None:
+        self.statistics.cycles += len(lengths)
+        self.statistics.drafted += len(lengths) * (self._model.drafts or 0)
+        self.statistics.accepted += sum(lengths) - len(lengths)
+
+
+class _Pieces:
+    """Text in pieces of one origin each, taken as far as it is said."""
+
+    def __init__(self):
+        self._waiting: list[tuple[str, bool]] = []
+
+    def add(self, text: str, drafted: bool) -> None:
+        if text:
+            self._waiting.append((text, drafted))
+
+    def take(self, size: int) -> Iterator[tuple[str, bool]]:
+        """The next `size` characters; neighbors of one origin together."""
+        run, origin = "", False
+        while size and self._waiting:
+            text, drafted = self._waiting.pop(0)
+            if len(text) > size:
+                self._waiting.insert(0, (text[size:], drafted))
+                text = text[:size]
+            size -= len(text)
+            if run and drafted != origin:
+                yield run, origin
+                run = ""
+            run, origin = run + text, drafted
+        if run:
+            yield run, origin
+
+
+def _with_origin(event: Tokens) -> Iterator[tuple[int, bool]]:
+    """Each token of an event with whether it was drafted: the last of a cycle is the target's."""
+    ids = iter(event.ids)
+    for length in event.acceptance_lengths or (len(event.ids),):
+        for place in range(length):
+            yield next(ids), place < length - 1

@@ -1,0 +1,389 @@
+"""Grammars that an output must match: JSON, of a schema or not, regular expressions, and Lark.
+
+    vocabulary = Vocabulary.of(tokenizer)             # once per tokenizer
+    grammar = json_schema({"type": "integer"}, vocabulary)
+    matcher = grammar.matcher()                       # one per output
+    matcher.fill(masks, tokens, parents, ends)        # which tokens may follow
+    matcher.advance(tokens)                           # what was said
+
+Matching is the work of llguidance (`pip install 'dflash[grammar]'`). Which tokens may follow
+depends on the grammar and the tokens so far alone, so all processes of a run have the same masks.
+"""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from dflash import errors
+from dflash.text.token_bytes import TokenBytes
+from dflash.text.tokenizer import Tokenizer
+
+Kind = Literal["json_object", "json_schema", "regex", "lark"]
+
+MAX_SOURCE_BYTES = 2**16
+COMPILE_SECONDS = 3.0
+_COMPILE_BYTES = 2**30
+# Far above what real schemas take; a grammar that needs more is refused.
+_LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 200_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 50_000,
+    "verbose_errors": False,
+}
+
+
+class Vocabulary:
+    """The tokens of a tokenizer, indexed for grammars; shared by all that use it."""
+
+    def __init__(self, tokens: TokenBytes):
+        """Takes the tokens; they are indexed when the first grammar needs it (under a second)."""
+        self.tokens = tokens
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
+        """The vocabulary of a tokenizer.
+
+        Raises:
+          InputError: its tokens' bytes are not known.
+        """
+        return cls(tokenizer.token_bytes())
+
+    @property
+    def end(self) -> int:
+        """The token that stands for the end of the output: one more than there are."""
+        return len(self.tokens.tokens)
+
+    @functools.cached_property
+    def index(self) -> Any:
+        """The tokens as llguidance takes them."""
+        library = _import_llguidance()
+        return library.LLTokenizer(library.TokenizerWrapper(_Wrapped(self)))
+
+    @functools.cached_property
+    def not_first(self) -> np.ndarray:
+        """Bits of the tokens that may not begin an output, int32 [words]."""
+        dropped = [
+            self.tokens.drops_space and (token or b"").startswith(b" ")
+            for token in self.tokens.tokens
+        ]
+        return _pack(np.array([*dropped, False]))
+
+
+class _Wrapped:
+    """What llguidance asks of a tokenizer. Tokens without text have no bytes and never match.
+
+    Past the end there is a token for every byte, which no mask contains: llguidance splits what a
+    grammar prescribes into tokens, and must be able to, whatever the vocabulary.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary):
+        texts = [*vocabulary.tokens.tokens, None, *(bytes([byte]) for byte in range(256))]
+        self.tokens = [text or b"" for text in texts]
+        self.special_token_ids = [i for i, text in enumerate(texts) if not text]
+        self.eos_token_id = vocabulary.end
+        self._number_of = {text: i for i, text in reversed(list(enumerate(texts))) if text}
+        self._longest = max(map(len, self._number_of))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Splits a text into tokens, the longest first."""
+        rest, found = text.encode() if isinstance(text, str) else text, []
+        while rest:
+            sizes = range(min(self._longest, len(rest)), 0, -1)
+            size = next(size for size in sizes if rest[:size] in self._number_of)
+            found.append(self._number_of[rest[:size]])
+            rest = rest[size:]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """What an output must match; made by the functions below, which check it.
+
+    Attributes:
+      kind: what `source` is.
+      source: the JSON schema, the regular expression or the Lark text; "" for any JSON object.
+      vocabulary: of the target's tokenizer.
+    """
+
+    kind: Kind
+    source: str
+    vocabulary: Vocabulary = dataclasses.field(repr=False)
+
+    def matcher(self) -> "Matcher":
+        """A matcher at the beginning of an output; the first call compiles the grammar.
+
+        Raises:
+          InputError: the grammar is unusable, or llguidance is absent.
+        """
+        return Matcher(self._compiled, self.vocabulary)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        library = _import_llguidance()
+        compiled = library.LLMatcher(
+            self.vocabulary.index,
+            _serialized(self.kind, self.source),
+            log_level=0,
+            limits=library.LLParserLimits(**_LIMITS),
+        )
+        if compiled.is_error():
+            raise _unusable(self.kind, compiled.get_error())
+        return compiled
+
+
+def json_object(vocabulary: Vocabulary) -> Grammar:
+    """Any JSON object."""
+    return _checked(Grammar("json_object", "", vocabulary))
+
+
+def json_schema(schema: Mapping[str, Any] | str, vocabulary: Vocabulary) -> Grammar:
+    """JSON that a schema describes, given as a value or as text; see `regex` for what is raised."""
+    if not isinstance(schema, str):
+        try:
+            schema = json.dumps(schema, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _unusable("json_schema", str(error)) from error
+    return _checked(Grammar("json_schema", schema, vocabulary))
+
+
+def regex(pattern: str, vocabulary: Vocabulary) -> Grammar:
+    """Text that a regular expression (Rust's syntax, without look-around) matches as a whole.
+
+    Raises:
+      InputError: it is not valid, uses what is not supported, takes too long or too much memory to
+        compile, matches nothing that the tokenizer can write, or llguidance is absent.
+    """
+    return _checked(Grammar("regex", pattern, vocabulary))
+
+
+def lark(text: str, vocabulary: Vocabulary) -> Grammar:
+    """Text that a context-free grammar in llguidance's dialect of Lark describes; see `regex`."""
+    return _checked(Grammar("lark", text, vocabulary))
+
+
+class Matcher:
+    """How far an output has come in its grammar."""
+
+    def __init__(self, state: Any, vocabulary: Vocabulary):
+        """Takes llguidance's matcher, for itself alone."""
+        self._beginning, self._vocabulary = state, vocabulary
+        self._state = state.deep_copy()
+        self._said: list[int] = []
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the output so far matches the grammar as a whole."""
+        return not self._state.is_error() and self._state.is_accepting()
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Takes the next tokens of the output, which the masks have allowed; no end among them."""
+        self._said += tokens
+        self._state.consume_tokens(list(tokens))
+
+    def fill(
+        self,
+        masks: np.ndarray,
+        tokens: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        ends: Sequence[int],
+        first_end: int = 0,
+    ) -> None:
+        """Writes which tokens may follow the output so far, and each draft of a proposal.
+
+        Where nothing may follow, because the grammar outgrows its limits or no token fits, the
+        output ends; `may_end` then says that it is not whole. Rows that no accepted path reaches
+        are left as they are.
+
+        Args:
+          masks: int32 [R, ceil(V / 32)]; bit v % 32 of word v // 32 is for token v. Row 0 follows
+            the output so far, row g + 1 follows draft g.
+          tokens: the G = R - 1 drafts.
+          parents: row that each draft continues; None: a chain.
+          ends: tokens that end the output; they may follow only where the output may end.
+          first_end: output tokens before which the output ends only if nothing else is possible.
+        """
+        children: dict[int, list[int]] = {}
+        for draft, token in enumerate(tokens):
+            if token not in ends:
+                parent = draft if parents is None else parents[draft]
+                children.setdefault(parent, []).append(draft)
+        self._fill_row(masks[0], len(self._said), ends, first_end)
+        path = [(0, iter(children.get(0, ())))]
+        while path and not self._state.is_error():
+            row, rest = path[-1]
+            draft = next(rest, None)
+            if draft is None:
+                path.pop()
+                if path:
+                    self._state.rollback(1)
+            elif _allows(masks[row], tokens[draft]):
+                self._state.consume_token(tokens[draft])
+                self._fill_row(masks[draft + 1], len(self._said) + len(path), ends, first_end)
+                path.append((draft + 1, iter(children.get(draft + 1, ()))))
+        if len(path) > 1:  # a draft was too much for it, which need not become part of the output
+            self._state = self._beginning.deep_copy()
+            self._state.consume_tokens(self._said)
+
+    def _fill_row(self, row: np.ndarray, length: int, ends: Sequence[int], first_end: int) -> None:
+        """Writes which tokens may follow an output of `length` tokens."""
+        end = self._vocabulary.end
+        words = np.frombuffer(self._state.compute_bitmask(), np.int32)[: end // 32 + 1].copy()
+        if self._state.is_error():
+            words[:] = 0
+        if length == 0:
+            words &= ~self._vocabulary.not_first
+        may_end = _allows(words, end)
+        words.view(np.uint32)[-1] &= np.uint32((1 << end % 32) - 1)
+        forbid(words, [token for token in ends if token < end])
+        shared = min(len(row), len(words))
+        row[:shared], row[shared:] = words[:shared], 0
+        if (may_end and length >= first_end) or not words.any():
+            for token in ends:
+                _set(row, token, True)
+
+
+def forbid(words: np.ndarray, tokens: Sequence[int]) -> None:
+    """Takes the bits of tokens out of a mask int32 [words]."""
+    for token in tokens:
+        _set(words, token, False)
+
+
+def _allows(words: np.ndarray, token: int) -> bool:
+    return token < 32 * len(words) and bool(words.view(np.uint32)[token // 32] >> (token % 32) & 1)
+
+
+def _set(words: np.ndarray, token: int, value: bool) -> None:
+    bit = np.uint32(1 << (token % 32))
+    unsigned = words.view(np.uint32)
+    if value:
+        unsigned[token // 32] |= bit
+    else:
+        unsigned[token // 32] &= ~bit
+
+
+def _pack(bits: np.ndarray) -> np.ndarray:
+    """bool [n] as int32 [ceil(n / 32)]."""
+    padded = np.zeros(-(-len(bits) // 32) * 32, bool)
+    padded[: len(bits)] = bits
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+# --- checking ------------------------------------------------------------------------------------
+
+
+def _checked(grammar: Grammar) -> Grammar:
+    """The grammar, compiled, if it can be; see `regex`."""
+    _import_llguidance()
+    try:
+        size = len(grammar.source.encode())
+    except UnicodeEncodeError as error:
+        raise _unusable(grammar.kind, "holds half a character (a lone surrogate)") from error
+    if size > MAX_SOURCE_BYTES:
+        raise _unusable(grammar.kind, f"{size} bytes, expected at most {MAX_SOURCE_BYTES}")
+    problem = _compiles_alone(grammar.kind, grammar.source)
+    if problem:
+        raise _unusable(grammar.kind, problem)
+    masks = np.zeros((1, len(grammar.vocabulary.not_first)), np.int32)
+    matcher = grammar.matcher()
+    matcher.fill(masks, ends=(grammar.vocabulary.end,))
+    if not matcher.may_end and _allows(masks[0], grammar.vocabulary.end):
+        raise _unusable(grammar.kind, "no token of the target can begin what it matches")
+    return grammar
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiles_alone(kind: Kind, source: str) -> str:
+    """Compiles a grammar in a process of its own, which can be stopped; returns what is wrong.
+
+    The library bounds most of what it does, but not all: some short schemas take minutes.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _ALONE],
+            input=json.dumps([_serialized(kind, source), _LIMITS, _COMPILE_BYTES]),
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes more than {COMPILE_SECONDS:g} s to compile; make it simpler"
+    if done.returncode:
+        return f"takes more than {_COMPILE_BYTES >> 20} MiB to compile; make it simpler"
+    return done.stdout
+
+
+# Takes the first steps of an output too, at which large automata are built.
+_ALONE = """
+import json, sys
+import llguidance
+
+class Bytes:
+    tokens = [bytes([byte]) for byte in range(256)] + [b""]
+    eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
+    def __call__(self, text):
+        return list(text)
+
+grammar, limits, most_bytes = json.load(sys.stdin)
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+except ImportError:  # only Unix has it
+    pass
+matcher = llguidance.LLMatcher(
+    llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes())),
+    grammar, log_level=0, limits=llguidance.LLParserLimits(**limits),
+)
+for _ in range(8):
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    allowed = [byte for byte in range(256) if mask >> byte & 1]
+    if matcher.is_error() or not allowed:
+        break
+    matcher.consume_token(allowed[len(allowed) // 2])
+print(matcher.get_error(), end="")
+"""
+
+
+def _serialized(kind: Kind, source: str) -> str:
+    """The grammar as llguidance takes it."""
+    matcher = _import_llguidance().LLMatcher
+    if kind == "regex":
+        return matcher.grammar_from_regex(source)
+    if kind == "lark":
+        return matcher.grammar_from_lark(source)
+    try:
+        # Keywords that are not supported are refused, whatever the schema says of them.
+        return matcher.grammar_from_json_schema(
+            source if kind == "json_schema" else '{"type": "object"}', overrides={"lenient": False}
+        )
+    except ValueError as error:
+        raise _unusable(kind, str(error)) from error
+
+
+def _unusable(kind: Kind, problem: str) -> errors.InputError:
+    return errors.InputError(f"{kind}: {_first_line(problem)}")
+
+
+def _first_line(problem: str) -> str:
+    """A library's message in one line of a bearable length."""
+    line = " ".join(problem.split("<state>")[0].split())
+    return line if len(line) <= 200 else f"{line[:199]}…"
+
+
+def _import_llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise errors.InputError(
+            "structured output needs llguidance; pip install 'dflash[grammar]'"
+        ) from error
+    return llguidance

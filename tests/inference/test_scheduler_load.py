@@ -1,0 +1,271 @@
+"""Tests of the scheduler under load: long prompts, random arrivals and cancellations, few pages."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from support.engines import engine, expected, make_requests, random_prompts
+from support.models import drafter
+
+from dflash.inference.engine import Engine
+from dflash.inference.request import Completion, Tokens
+from dflash.inference.scheduler import Scheduler
+
+CHUNK = 16
+
+
+@functools.cache
+def run(**options) -> Engine:
+    model = drafter("dflash", block_size=4)
+    return engine(model, **{"batch_size": 3, "sync_every": 2, "max_length": 96} | options)
+
+
+class Spy:
+    """An engine that notes what the device is given: rows of prefill, or "cycles"."""
+
+    def __init__(self, inner: Engine):
+        self._inner = inner
+        self.given: list[int | str] = []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def prefill(self, state, lanes, pieces):
+        self.given.append(sum(len(piece.tokens) for piece in pieces.values()))
+        return self._inner.prefill(state, lanes, pieces)
+
+    def generate(self, state):
+        self.given.append("cycles")
+        return self._inner.generate(state)
+
+
+def drain(one: Scheduler) -> list:
+    events = []
+    while not one.idle:
+        events += one.step()
+    return events
+
+
+def heard(events) -> list[int]:
+    return [event.id for event in events if isinstance(event, Tokens)]
+
+
+def outputs(events) -> dict[int, tuple[tuple[int, ...], str]]:
+    done = [event for event in events if isinstance(event, Completion)]
+    return {one.id: (one.output_ids, one.finish_reason) for one in done}
+
+
+def check_pages(one: Scheduler) -> None:
+    """Every page is counted as often as sequences hold it, and no count is left over."""
+    held = collections.Counter(
+        page
+        for sequence in (*one._entering.values(), *one._running.values())
+        for page in sequence.pages
+    )
+    (share,) = one._pool._shares
+    assert share.holders == held
+    stats = one.stats()
+    assert stats.pages_used == len(held)
+    assert len(share.free) + stats.pages_cached + stats.pages_used == stats.pages_total
+    for sequence in one._running.values():
+        private = sequence.pages[sequence.published :]
+        assert all(held[page] == 1 for page in private), "two sequences write one page"
+
+
+# --- prompts beside streams ---------------------------------------------------------------------
+
+
+def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk_and_a_dispatch():
+    spy = Spy(run())
+    one = Scheduler(spy)
+    prompts, limits = random_prompts([5, 9, 80]), [32, 32, 4]
+    first, second, late = make_requests(prompts, limits, temperature=0.8)
+    one.submit(first)
+    one.submit(second)
+    events = one.step() + one.step()
+    spy.given.clear()
+    one.submit(late)
+    since = []
+    while 2 not in heard(since):
+        since += one.step()
+    chunks = [i for i, given in enumerate(spy.given) if given != "cycles"]
+    assert [spy.given[i] for i in chunks] == [CHUNK] * 5
+    assert all(b - a > 1 for a, b in itertools.pairwise(chunks)), "two without cycles"
+    # Each of these dispatches brought both streams tokens.
+    for stream in (0, 1):
+        assert heard(since).count(stream) >= 4
+    events += since + drain(one)
+    wanted = expected(prompts, limits, temperature=0.8)
+    assert outputs(events) == dict(enumerate(wanted))
+
+
+def test_while_nothing_is_decoded_chunks_follow_one_another():
+    spy = Spy(run())
+    one = Scheduler(spy)
+    one.submit(make_requests(random_prompts([80]), 2)[0])
+    steps = 0
+    while not (events := one.step()):
+        steps += 1
+    assert heard(events) == [0], "the first token comes by itself"
+    assert steps == 4
+    assert spy.given == [CHUNK] * 5 + ["cycles"]
+
+
+def test_the_first_token_does_not_wait_for_cycles():
+    one = Scheduler(run())
+    one.submit(make_requests(random_prompts([9]), 20)[0])
+    (event,) = one.step()
+    assert (event.id, len(event.ids)) == (0, 1)
+    assert one.stats().dispatches == 0
+    assert len(one._given) == 1, "the cycles behind it run already"
+
+
+def test_short_prompts_share_a_chunk():
+    """As many as fit into the longest one; and all that there are where nobody waits."""
+    wide = run(max_length=320, prefill_chunk=256, batch_size=6)
+    given = {}
+    for at_once in (False, True):
+        spy = Spy(wide)
+        one = Scheduler(spy, fill_at_once=at_once)
+        for request in make_requests(random_prompts([5, 9, 12, 8, 11]), 30):
+            one.submit(request)
+        drain(one)
+        given[at_once] = "".join("c" if one == "cycles" else "p" for one in spy.given)
+    # The first one comes while nothing is decoded.
+    assert given[False].startswith("pppcppc")
+    assert given[True].startswith("pppppc")
+
+
+def test_prompts_are_served_in_the_order_of_arrival():
+    one = Scheduler(run())
+    for request in make_requests(random_prompts([40, 3, 50, 2, 7]), 3):
+        one.submit(request)
+    assert list(dict.fromkeys(heard(drain(one)))) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("beside_a_stream", [False, True])
+def test_a_request_is_cancelled_while_it_is_prefilled(beside_a_stream):
+    one = Scheduler(run())
+    stream, long, late = make_requests(random_prompts([5, 80, 7]), [32, 5, 6])
+    if beside_a_stream:
+        one.submit(stream)
+        one.step()
+    one.submit(long)
+    one.step()
+    one.step()
+    assert one.stats().prefilling == 1
+    before = one.stats().pages_used
+    assert one.cancel(long.id)
+    assert (one.stats().prefilling, one.stats().pages_used < before) == (0, True)
+    check_pages(one)
+    one.submit(late)
+    events = drain(one)
+    assert long.id not in heard(events)
+    wanted = expected(random_prompts([5, 80, 7]), [32, 5, 6], temperature=0.0)
+    assert outputs(events)[late.id] == wanted[late.id]
+    assert one.stats().pages_used == 0
+
+
+def test_statistics():
+    one = Scheduler(run())
+    for request in make_requests(random_prompts([5, 40, 3, 2]), 9):
+        one.submit(request)
+    assert one.stats().waiting == 4
+    one.step()
+    stats = one.stats()
+    assert (stats.waiting, stats.prefilling, stats.running) == (2, 1, 1)
+    assert 0 < stats.pages_used < stats.pages_total
+    done = [event for event in drain(one) if isinstance(event, Completion)]
+    stats = one.stats()
+    assert (stats.waiting, stats.prefilling, stats.running, stats.pages_used) == (0, 0, 0, 0)
+    assert (stats.prefill_tokens, stats.prefill_chunks) == (50, 6)
+    assert stats.cycles >= max(len(one.acceptance_lengths) for one in done)
+    assert stats.dispatches * 2 >= stats.cycles
+    assert [d.queued_ms for d in done] == sorted(d.queued_ms for d in done)
+
+
+# --- anything may happen ------------------------------------------------------------------------
+
+
+def similar_prompts(rng: np.random.Generator, count: int) -> list[tuple[int, ...]]:
+    """Prompts of 1 to 60 tokens, most of which begin as others do."""
+    stems = random_prompts([60, 60], seed=1)
+    prompts = []
+    for _ in range(count):
+        kept, rest = rng.integers(0, 45), rng.integers(1, 16)
+        tail = rng.integers(0, 24, rest).tolist()
+        prompts.append((*stems[rng.integers(2)][:kept], *tail))
+    return prompts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_soak(temperature):
+    """Random arrivals and cancellations with too few pages: no wrong token, no page lost."""
+    few = run(page_size=8, num_pages=15, prefix_cache=True)
+    assert few.layout.overcommits
+    rng = np.random.default_rng(8)
+    prompts = similar_prompts(rng, 80)
+    limits = rng.integers(1, 33, len(prompts)).tolist()
+    how = {"temperature": temperature, "seed": 5, "stop_ids": (7,)}
+    wanted = expected(prompts, limits, **how)
+    waiting = collections.deque(make_requests(prompts, limits, **how))
+    one, events, cancelled, submitted = Scheduler(few), [], set(), []
+    while waiting or not one.idle:
+        for _ in range(rng.integers(0, 4)):
+            if waiting:
+                submitted.append(waiting[0].id)
+                one.submit(waiting.popleft())
+        if submitted and rng.random() < 0.1:
+            id = int(rng.choice(submitted[-6:]))
+            if one.cancel(id):
+                cancelled.add(id)
+        if rng.random() < 0.02:
+            one.flush_prefix_cache()
+        events += one.step()
+        check_pages(one)
+    done = outputs(events)
+    assert sorted(done) == sorted(set(range(len(prompts))) - cancelled)
+    assert all(done[id] == wanted[id] for id in done)
+    said = collections.defaultdict(tuple)
+    for event in events:
+        if isinstance(event, Tokens):
+            said[event.id] += event.ids
+    assert all(wanted[id][0][: len(ids)] == ids for id, ids in said.items())
+    stats = one.stats()
+    assert (stats.pages_used, stats.waiting, stats.prefilling, stats.running) == (0, 0, 0, 0)
+    assert not bool(one._state.active.any())
+    assert not bool(one._state.cache.page_table.any())
+    assert stats.preemptions > 0, "the pool was never dry"
+    assert stats.prefix_hits_tokens > 0
+    assert len(cancelled) > 3
+
+
+def test_a_preempted_sequence_takes_up_its_own_pages():
+    few = run(page_size=8, num_pages=15, prefix_cache=True)
+    one = Scheduler(few)
+    prompts = random_prompts([40, 40, 40])
+    for request in make_requests(prompts, 32):
+        one.submit(request)
+    done = [event for event in drain(one) if isinstance(event, Completion)]
+    assert outputs(done) == dict(enumerate(expected(prompts, [32] * 3, temperature=0.0)))
+    assert sum(d.preemptions for d in done) > 0
+    assert one.stats().prefix_hits_tokens > 0, "no prompt begins like another"
+    assert all(d.cached_tokens == 0 for d in done), "which is not what a client's prompt had"
+
+
+def test_what_is_decided_does_not_depend_on_time():
+    """The same calls in the same order: the same events, step by step."""
+    few = run(page_size=8, num_pages=15, prefix_cache=True)
+    found = []
+    for _ in range(2):
+        one, steps = Scheduler(few), []
+        for request in make_requests(random_prompts([50, 50, 9, 30]), 20, temperature=0.8):
+            one.submit(request)
+            steps.append([dataclasses.astuple(e)[:2] for e in one.step()])
+        while not one.idle:
+            steps.append([dataclasses.astuple(e)[:2] for e in one.step()])
+        found.append(steps)
+    assert found[0] == found[1]

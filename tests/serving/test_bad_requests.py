@@ -1,0 +1,226 @@
+"""What cannot be served is refused at once, in one line, and nothing stalls."""
+
+import json
+import socket
+import urllib.parse
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+USER = {"role": "user", "content": "a"}
+WRONG = [
+    (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": {"a": 1}}, "prompt"),
+    (TEXT, {"prompt": [1, "a"]}, "prompt"),
+    (TEXT, {"prompt": [1, 128]}, "prompt"),
+    (TEXT, {"prompt": [-1]}, "prompt"),
+    (TEXT, {"prompt": [1.5]}, "prompt"),
+    (TEXT, {"prompt": [["a"]]}, "prompt[0]"),
+    (TEXT, {"prompt": ["a"] * 129}, "prompt"),
+    (TEXT, {"prompt": "a" * 128}, "prompt"),
+    (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": 128}, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": True}, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": "7"}, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    (TEXT, {"prompt": "a", "temperature": -0.1}, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": 10**400}, "temperature"),
+    (TEXT, {"prompt": "a", "top_p": 1.1}, "top_p"),
+    (TEXT, {"prompt": "a", "top_k": -2}, "top_k"),
+    (TEXT, {"prompt": "a", "seed": -1}, "seed"),
+    (TEXT, {"prompt": "a", "seed": 2**32}, "seed"),
+    (TEXT, {"prompt": "a", "n": 0}, "n"),
+    (TEXT, {"prompt": "a", "n": 129}, "n"),
+    (TEXT, {"prompt": ["a"] * 100, "n": 2}, "n"),
+    (TEXT, {"prompt": "a", "best_of": 2}, "best_of"),
+    (TEXT, {"prompt": "a", "stop": ""}, "stop"),
+    (TEXT, {"prompt": "a", "stop": [1]}, "stop[0]"),
+    (TEXT, {"prompt": "a", "stop": ["x"] * 65}, "stop"),
+    (TEXT, {"prompt": "a", "stop_token_ids": [500]}, "stop_token_ids"),
+    (TEXT, {"prompt": "a", "stop_token_ids": list(range(20))}, "stop_token_ids"),
+    (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
+    (TEXT, {"prompt": "a", "logprobs": 1, "echo": True}, "echo"),
+    (TEXT, {"prompt": "a", "stream": "yes"}, "stream"),
+    (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    (TEXT, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    (TEXT, {"prompt": "a", "stream_options": []}, "stream_options"),
+    (TEXT, {"prompt": "a", "drafting": 1}, "drafting"),
+    (TEXT, {"prompt": "\ud800"}, "prompt"),
+    (TEXT, {"prompt": "é"}, "prompt"),
+    (TEXT, {"prompt": "a", "temprature": 1}, "temprature"),
+    (TEXT, {"prompt": "a", "messages": [USER]}, "messages"),
+    (TEXT, {"prompt": "a", "min_p": 2}, "min_p"),
+    (TEXT, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    (TEXT, {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+    (TEXT, {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    (TEXT, {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
+    (TEXT, {"prompt": "a", "logit_bias": {"128": 1}}, "logit_bias"),
+    (TEXT, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
+    (TEXT, {"prompt": "a", "logit_bias": [1]}, "logit_bias"),
+    (TEXT, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+    (TEXT, {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    (
+        TEXT,
+        {"prompt": "a", "response_format": {"type": "json_schema"}},
+        "response_format.json_schema.schema",
+    ),
+    (TEXT, {"prompt": "a", "guided_regex": 1}, "guided_regex"),
+    (TEXT, {"prompt": "a", "guided_json": "{", "stop_token_ids": [0]}, "guided_json"),
+    (TEXT, {"prompt": "a", "guided_regex": "(", "stop_token_ids": [0]}, "guided_regex"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "a"}, "messages"),
+    (CHAT, {"messages": ["a"]}, "messages[0]"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [USER | {"content": 5}]}, "messages[0].content"),
+    (CHAT, {"messages": [USER | {"content": ["a"]}]}, "messages[0].content[0]"),
+    (
+        CHAT,
+        {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    (CHAT, {"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [USER], "tools": [{}]}, "tools"),
+    (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"messages": [USER], "logprobs": 2}, "logprobs"),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": 1}, "chat_template_kwargs"),
+    (CHAT, {"messages": [USER], "audio": {}}, "audio"),
+    (GENERATE, {}, "text"),
+    (GENERATE, {"text": "a", "input_ids": [1]}, "text"),
+    (GENERATE, {"text": 1}, "text"),
+    (GENERATE, {"text": ["a", "b"], "stream": True}, "stream"),
+    (GENERATE, {"text": "a", "sampling_params": []}, "sampling_params"),
+    (GENERATE, {"text": "a", "sampling_params": {"x": 1}}, "sampling_params.x"),
+    (GENERATE, {"text": "a", "lora_path": "/x"}, "lora_path"),
+    (GENERATE, {"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+    ("/tokenize", {}, "messages"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": [1000]}, "tokens"),
+]
+
+
+def refused(answer) -> dict:
+    """The error of an answer, whose form is checked."""
+    assert set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 1200
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"), WRONG, ids=[f"{i}-{case[2]}" for i, case in enumerate(WRONG)]
+)
+def test_what_is_wrong_is_named(server, path, body, param):
+    status, answer = server.post(path, body)
+    assert status == 400, answer
+    error = refused(answer)
+    assert error["param"] == param
+    assert param in error["message"] or error["code"] == "context_length_exceeded"
+
+
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"a"',
+    b"\xff\xfe",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": NaN}',
+    b'{"prompt": "a", "temperature": Infinity}',
+    b"[" * 50_000,
+    b'{"a":' * 20_000,
+    b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}",
+    b'{"prompt": "a", "max_tokens": 1e999}',
+    json.dumps({"prompt": "a", "x" * 50_000: 1}).encode(),
+    json.dumps({"prompt": "a", "user": None, "stop": ["y" * 50_000]}).encode(),
+    json.dumps({"prompt": list(range(128)) * 150}).encode(),
+    json.dumps({"prompt": "a" * 90_000}).encode(),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+@pytest.mark.parametrize("path", [TEXT, GENERATE])
+def test_bodies_that_are_no_requests(server, path, body):
+    status, answer = server.post(path, body)
+    assert status == 400
+    refused(answer)
+
+
+def test_bodies_that_are_too_large_or_of_another_kind(server):
+    status, answer = server.post(TEXT, {"prompt": "a" * 200_000})
+    assert (status, refused(answer)["code"]) == (413, "too_large")
+    status, answer = server.post(TEXT, b"prompt=a", **{"Content-Type": "text/plain"})
+    assert (status, "application/json" in refused(answer)["message"]) == (415, True)
+    assert server.post(TEXT, b"x", **{"Content-Encoding": "gzip"})[0] == 415
+
+
+def raw(server, content: bytes, *, patience_s: float = 10) -> bytes:
+    """What the server answers to bytes on a connection."""
+    place = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), patience_s) as connection:
+        connection.sendall(content)
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+            if b"\r\n\r\n" in found and b"400" in found[:20]:
+                break
+        return found
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"\x00\x01\x02\r\n\r\n", b"400"),
+        (b"GET\r\n\r\n", b"400"),
+        (HEAD + b"Content-Length: -5\r\n\r\n", b"400"),
+        (HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", b"400"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
+        (HEAD + b"Content-Length: 99999999999999\r\nConnection: close\r\n\r\n", b"413"),
+        # It promises a body and never sends it.
+        (HEAD + b"Content-Length: 50\r\nConnection: close\r\n\r\n{", b"408"),
+    ],
+)
+def test_requests_that_are_no_http(server, content, status):
+    assert status in raw(server, content)[:20]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = (
+    "prompt messages text input_ids sampling_params max_tokens temperature top_p top_k n seed stop "
+    "stop_token_ids ignore_eos min_tokens logprobs top_logprobs echo best_of stream_options user "
+    "logit_bias tools response_format chat_template_kwargs skip_special_tokens rid lora_path"
+).split()
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    path=st.sampled_from([TEXT, CHAT, GENERATE, "/tokenize", "/detokenize"]),
+    body=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=12), VALUES, max_size=5),
+)
+def test_no_body_brings_it_down(server, path, body):
+    status, answer = server.post(path, json.dumps(body).encode())
+    assert status in (200, 400)
+    if status == 400:
+        refused(answer)

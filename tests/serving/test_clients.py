@@ -1,0 +1,117 @@
+"""Real clients: the openai package as it is, and the requests of published load generators."""
+
+import asyncio
+import json
+import pathlib
+
+import pytest
+from support.served import decoded
+
+openai = pytest.importorskip("openai", reason="needs the openai package")
+
+RECORDED = json.loads(pathlib.Path(__file__).with_name("requests.json").read_text())
+MESSAGES = [{"role": "user", "content": "abcabc"}]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as made:
+        yield made
+
+
+def test_openai_lists_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_openai_completes(client, server):
+    how = {"max_tokens": 10, "temperature": 0.8, "seed": 4}
+    said = client.completions.create(model="tiny", prompt="abcabc", **how)
+    wanted = bytes(decoded(server.config, "abcabc", **how)).decode()
+    assert said.choices[0].text == wanted
+    assert said.usage.completion_tokens == 10
+    parts = client.completions.create(model="tiny", prompt="abcabc", stream=True, **how)
+    assert "".join(part.choices[0].text for part in parts) == wanted
+
+
+def test_openai_chats(client, server):
+    wanted = bytes(decoded(server.config, "abcabc\n", max_tokens=10)).decode()
+    said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10)
+    assert said.choices[0].message.content == wanted
+    assert said.choices[0].finish_reason == "length"
+    parts = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_completion_tokens=10,
+        stream=True,
+        stream_options={"include_usage": True},
+        n=2,
+    )
+    texts, usage = {0: "", 1: ""}, None
+    for part in parts:
+        usage = part.usage or usage
+        for choice in part.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: wanted, 1: wanted}
+    assert usage.completion_tokens == 20
+
+
+def test_openai_takes_an_answer_back_as_a_message(client):
+    said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4)
+    answer = said.choices[0].message.model_dump()  # with all its fields that are null
+    more = [*MESSAGES, answer, {"role": "user", "content": "and?"}]
+    assert client.chat.completions.create(model="tiny", messages=more, max_tokens=4).choices
+
+
+def test_openai_from_many_tasks(server):
+    async def ask(client, number):
+        stream = await client.completions.create(
+            model="tiny", prompt=[number + 1] * 5, max_tokens=6 + number, stream=True
+        )
+        return "".join([part.choices[0].text async for part in stream])
+
+    async def everyone():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(12)))
+
+    for number, text in enumerate(asyncio.run(everyone())):
+        wanted = decoded(server.config, [number + 1] * 5, max_tokens=6 + number)
+        assert text == bytes(wanted).decode()
+
+
+def test_openai_names_what_is_wrong(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="a" * 127, max_tokens=64)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_requests_of_load_generators(server, name):
+    path, body = RECORDED[name]["path"], RECORDED[name]["body"]
+    if not body.get("stream"):
+        status, answer = server.post(path, body)
+        assert status == 200
+        if path == "/generate":
+            meta = answer["meta_info"]
+            assert meta["completion_tokens"] == 8
+            assert meta["spec_verify_ct"] > 0 < meta["spec_accept_length"]
+        elif path != "/tokenize":
+            assert answer["usage"]["completion_tokens"] == 8
+        return
+    events = server.events(path, {key: value for key, value in body.items() if key != "stream"})
+    if path == "/generate":
+        assert all(event["text"] for event in events)
+        assert events[-1]["meta_info"]["completion_tokens"] == 8
+        assert "cached_tokens" in events[-1]["meta_info"]
+    elif "stream_options" in body:
+        assert events[-1]["choices"] == []
+        assert events[-1]["usage"]["completion_tokens"] == 8
+        assert all(event["choices"] for event in events[:-1])
+    else:  # older copies look at choices[0] of every event
+        assert all(event["choices"] for event in events)

@@ -1,0 +1,337 @@
+"""What the endpoints say, over loopback: forms, errors, and that it is what decoding says."""
+
+import concurrent.futures
+import itertools
+
+import pytest
+from support.served import decoded, plain_decoding
+
+import dflash
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+PROMPT = "abcabcabcab"
+
+
+def test_it_says_what_it_is(server):
+    assert server.get("/health") == (200, {"status": "ready"})
+    assert server.get("/ping")[0] == server.post("/ping", {})[0] == 200
+    assert "version" in server.get("/version")[1]
+    (model,) = server.get("/v1/models")[1]["data"]
+    assert (model["id"], model["root"], model["max_model_len"]) == ("tiny", "random", 128)
+    assert server.get("/v1/models/tiny")[1] == model
+    assert server.get("/v1/models/gpt-4")[0] == 404
+    assert server.get("/get_model_info")[1]["is_generation"]
+    assert server.get("/get_server_info")[1]["served_model_name"] == "tiny"
+    assert server.get("/nowhere") == (
+        404,
+        {
+            "error": {
+                "message": "GET /nowhere: Not Found",
+                "type": "not_found_error",
+                "param": None,
+                "code": None,
+            }
+        },
+    )
+    assert server.get(TEXT)[0] == 405
+
+
+def test_a_completion(server):
+    status, answer = server.post(TEXT, {"model": "tiny", "prompt": PROMPT, "max_tokens": 9})
+    (choice,) = answer["choices"]
+    wanted = decoded(server.config, PROMPT, max_tokens=9)
+    assert (status, answer["object"], choice["index"]) == (200, "text_completion", 0)
+    assert choice["text"] == bytes(wanted).decode()
+    assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), 9)
+    assert usage["total_tokens"] == len(PROMPT) + 9
+
+
+def test_a_chat(server):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
+    _, answer = server.post(CHAT, {"messages": messages, "max_completion_tokens": 5})
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    # Without a checkpoint there is no template: contents are lines.
+    wanted = decoded(server.config, "abc\n", max_tokens=5)
+    assert choice["message"]["content"] == bytes(wanted).decode()
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_it_says_what_decoding_says(server, temperature, drafting):
+    how = {"temperature": temperature, "max_tokens": 24, "seed": 5}
+    wanted = bytes(decoded(server.config, PROMPT, **how)).decode()
+    body = {"prompt": PROMPT, "drafting": drafting, **how}
+    _, answer = server.post(TEXT, body)
+    assert answer["choices"][0]["text"] == wanted
+    events = server.events(TEXT, body)
+    assert "".join(event["choices"][0]["text"] for event in events) == wanted
+
+
+def test_it_says_the_same_among_32_others(server):
+    how = [
+        {
+            "temperature": 0.8 if i % 2 else 0.0,
+            "max_tokens": 4 + i % 17,
+            "seed": i,
+            "top_k": 40 if i % 3 else 0,
+            "top_p": 0.9 if i % 5 else 1.0,
+        }
+        for i in range(33)
+    ]
+    prompts = [list(range(1 + i, 4 + 2 * i)) for i in range(33)]
+
+    def ask(i):
+        if i % 3:
+            body = {"prompt": prompts[i], **how[i]}
+            return server.post(TEXT, body)[1]["choices"][0]["text"]
+        events = server.events(TEXT, {"prompt": prompts[i], **how[i]})
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    with concurrent.futures.ThreadPoolExecutor(33) as pool:
+        said = list(pool.map(ask, range(33)))
+    for i, text in enumerate(said):
+        assert text == bytes(decoded(server.config, prompts[i], **how[i])).decode(), i
+
+
+def test_several_choices_have_noise_of_their_own(server):
+    how = {"temperature": 1.0, "max_tokens": 12, "seed": 3}
+    _, answer = server.post(TEXT, {"prompt": [PROMPT, "xyz"], "n": 3, **how})
+    llm = plain_decoding(server.config)
+    wanted = [
+        one.text
+        for prompt in (PROMPT, "xyz")
+        for one in llm.generate([prompt] * 3, dflash.Sampling(**how))
+    ]
+    assert [choice["text"] for choice in answer["choices"]] == wanted
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert len(set(wanted[:3])) > 1
+    assert answer["usage"]["completion_tokens"] == 72
+
+
+def test_without_a_seed_answers_differ(server):
+    body = {"prompt": PROMPT, "temperature": 1.5, "max_tokens": 24}
+    said = {server.post(TEXT, body)[1]["choices"][0]["text"] for _ in range(3)}
+    assert len(said) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(server, stream):
+    how = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
+    whole = bytes(decoded(server.config, PROMPT, **how)).decode()
+    stop = whole[21:26]
+    at = whole.index(stop)
+    body = {"prompt": PROMPT, "stop": ["never said", stop], **how}
+    if stream:
+        events = server.events(TEXT, body | {"stream_options": {"include_usage": True}})
+        choices = [event["choices"][0] for event in events[:-1]]
+        text, last, usage = "".join(one["text"] for one in choices), choices[-1], events[-1]
+        assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
+    else:
+        _, usage = server.post(TEXT, body)
+        (last,) = usage["choices"]
+        text = last["text"]
+    assert text == whole[:at]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+    assert usage["usage"]["completion_tokens"] == at + len(stop)
+    _, kept = server.post(TEXT, {**body, "include_stop_str_in_output": True})
+    assert kept["choices"][0]["text"] == whole[: at + len(stop)]
+    _, later = server.post(TEXT, {**body, "min_tokens": at + len(stop)})
+    assert later["choices"][0]["text"].startswith(whole[: at + len(stop)])
+
+
+def test_stop_tokens(server):
+    how = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
+    whole = decoded(server.config, PROMPT, **how)
+    token = whole[9]
+    _, answer = server.post(TEXT, {"prompt": PROMPT, "stop_token_ids": [token], **how})
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
+    assert choice["text"] == bytes(whole[: whole.index(token) + 1]).decode()
+
+
+def test_echo(server):
+    body = {"prompt": PROMPT, "max_tokens": 4, "echo": True}
+    text = server.post(TEXT, body)[1]["choices"][0]["text"]
+    assert text.startswith(PROMPT)
+    assert len(text) == len(PROMPT) + 4
+    assert "".join(e["choices"][0]["text"] for e in server.events(TEXT, body)) == text
+
+
+def test_a_streamed_chat(server):
+    body = {"messages": [{"role": "user", "content": "abcabcabc"}], "max_tokens": 20}
+    whole = server.post(CHAT, body)[1]
+    events = server.events(CHAT, body)
+    assert all("usage" not in event for event in events)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    said = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert said == whole["choices"][0]["message"]["content"]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    counted = server.events(CHAT, body | {"stream_options": {"include_usage": True}})
+    assert counted[-1]["choices"] == []
+    assert counted[-1]["usage"] == whole["usage"]
+    assert {event["usage"] for event in counted[:-1]} == {None}
+
+
+def test_pieces_tell_drafts_from_the_targets_own(server):
+    body = {"prompt": PROMPT, "max_tokens": 40, "show_drafts": True}
+    choices = [event["choices"][0] for event in server.events(TEXT, body)]
+    pieces = [piece for choice in choices for piece in choice["dflash"]["pieces"]]
+    assert "".join(text for text, _ in pieces) == "".join(one["text"] for one in choices)
+    last = choices[-1]["dflash"]
+    assert last["accepted"] == sum(len(text) for text, drafted in pieces if drafted) > 0
+    assert last["tokens"] == 40
+    assert last["tau"] == pytest.approx(39 / last["cycles"], rel=0.2)
+
+
+def test_sglangs_generate(server):
+    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body = {"text": PROMPT, "sampling_params": sampling}
+    _, answer = server.post("/generate", body)
+    wanted = decoded(server.config, PROMPT, max_tokens=12)
+    meta = answer["meta_info"]
+    assert (answer["text"], answer["output_ids"]) == (bytes(wanted).decode(), list(wanted))
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 12)
+    assert meta["finish_reason"] == {"type": "length", "length": 12}
+    assert meta["spec_accept_length"] == 12 / meta["spec_verify_ct"]
+    assert meta["spec_accept_token_num"] == 11 - meta["spec_verify_ct"]
+    _, several = server.post("/generate", {**body, "text": [PROMPT, "x"]})
+    assert [type(one["text"]) for one in several] == [str, str]
+    assert several[0]["text"] == answer["text"]
+    chunks = server.events("/generate", body)
+    texts = [chunk["text"] for chunk in chunks]
+    assert all(late.startswith(early) for early, late in itertools.pairwise(texts))
+    assert texts[-1] == answer["text"]
+    assert server.get("/flush_cache")[0] == server.post("/flush_cache", {})[0] == 200
+
+
+def test_tokens_there_and_back(server):
+    body = {"model": "tiny", "prompt": "abc", "add_special_tokens": False}
+    _, found = server.post("/tokenize", body)
+    assert (found["tokens"], found["count"], found["max_model_len"]) == ([97, 98, 99], 3, 128)
+    assert server.post("/detokenize", {"tokens": [97, 98, 99]}) == (200, {"prompt": "abc"})
+    chat = {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}
+    assert server.post("/tokenize", chat)[1]["token_strs"] == ["a", "\n"]
+
+
+def test_answers_carry_the_id_of_their_request(server):
+    headers = server.exchange("GET", "/health", **{"X-Request-Id": "mine-7"})[1]
+    assert headers["x-request-id"] == "mine-7"
+    made = server.exchange("GET", "/health", **{"X-Request-Id": "no id"})[1]
+    assert len(made["x-request-id"]) == 32
+
+
+def test_the_page_runs_nothing_but_its_own(server):
+    status, headers, content = server.exchange("GET", "/")
+    policy = headers["Content-Security-Policy"]
+    assert status == 200
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert policy.count("'sha256-") == 2
+    assert b"http://" not in content.replace(b"http://www.w3.org", b"")
+    assert b"https://" not in content
+
+
+def test_profiles_need_a_directory(server):
+    assert server.post("/start_profile", {})[0] == 404
+
+
+def test_metrics(server):
+    server.post(TEXT, {"prompt": PROMPT, "max_tokens": 24})
+    lines = server.get("/metrics")[1].decode().splitlines()
+    # As vLLM's own benchmark reads them.
+    found = {}
+    for line in lines:
+        if line.startswith("vllm:spec_decode"):
+            name = line.split("{")[0].split()[0]
+            if name.endswith("_total"):
+                found.setdefault(name, []).append(float(line.split()[-1]))
+    drafts = found["vllm:spec_decode_num_drafts_total"][0]
+    accepted = found["vllm:spec_decode_num_accepted_tokens_total"][0]
+    assert drafts > 0 < accepted
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == [3 * drafts]
+    positions = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert len(positions) == 3
+    assert sum(positions) == accepted
+    names = {line.split("{")[0] for line in lines if not line.startswith("#")}
+    wanted = """vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
+    vllm:cache_config_info vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total
+    vllm:num_preemptions_total vllm:prompt_tokens_total vllm:generation_tokens_total
+    vllm:request_success_total vllm:time_to_first_token_seconds_bucket
+    vllm:inter_token_latency_seconds_bucket vllm:e2e_request_latency_seconds_bucket
+    vllm:request_queue_time_seconds_bucket vllm:request_time_per_output_token_seconds_bucket
+    dflash:block_sizes_total dflash:dispatches_total dflash:step_seconds_bucket"""
+    assert set(wanted.split()) <= names
+
+
+def test_logprobs(server):
+    how = {"max_tokens": 10, "temperature": 0.7, "seed": 2}
+    body = {"prompt": PROMPT, "logprobs": 2, **how}
+    _, answer = server.post(TEXT, body)
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["text_offset"] == list(range(10))
+    assert all(logprob <= 0 for logprob in found["token_logprobs"])
+    for token, logprob, top in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob
+        assert 2 <= len(top) <= 3
+        assert max(top.values()) >= logprob
+    events = server.events(TEXT, body)
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    for key in found:
+        joined = [one for part in parts for one in part[key]]
+        assert joined == (pytest.approx(found[key]) if key == "token_logprobs" else found[key])
+
+
+def test_logprobs_of_a_chat_and_of_sglang(server):
+    how = {"max_tokens": 6, "temperature": 0}
+    messages = [{"role": "user", "content": "abc"}]
+    _, answer = server.post(
+        CHAT, {"messages": messages, "logprobs": True, "top_logprobs": 3, **how}
+    )
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == answer["choices"][0]["message"]["content"]
+    for one in content:
+        assert bytes(one["bytes"]).decode() == one["token"]
+        assert len(one["top_logprobs"]) == 3
+        assert one["top_logprobs"][0]["logprob"] == one["logprob"]  # greedy
+    sampling = {"max_new_tokens": 6, "temperature": 0}
+    body = {"text": "abc\n", "sampling_params": sampling, "return_logprob": True}
+    _, generated = server.post("/generate", {**body, "top_logprobs_num": 3})
+    found = generated["meta_info"]["output_token_logprobs"]
+    assert [one[0] for one in found] == pytest.approx([one["logprob"] for one in content])
+    assert [one[1] for one in found] == generated["output_ids"]
+
+
+def test_biases_and_penalties(server):
+    body = {"prompt": PROMPT, "max_tokens": 12}
+    biased = {**body, "logit_bias": {str(ord("q")): 100}}
+    assert server.post(TEXT, biased)[1]["choices"][0]["text"] == "q" * 12
+    plain = server.post(TEXT, body)[1]["choices"][0]["text"]
+    for name, value in (
+        ("presence_penalty", 2.0),
+        ("frequency_penalty", 2.0),
+        ("repetition_penalty", 50.0),
+    ):
+        text = server.post(TEXT, {**body, name: value, "temperature": 0})[1]["choices"][0]["text"]
+        assert len(set(text)) > len(set(plain)), name
+        assert (
+            "".join(
+                event["choices"][0]["text"] for event in server.events(TEXT, {**body, name: value})
+            )
+            == text
+        )
+
+
+def test_a_least_number_of_tokens(server):
+    whole = decoded(server.config, PROMPT, max_tokens=12)
+    body = {"prompt": PROMPT, "max_tokens": 12, "stop_token_ids": [whole[2]]}
+    assert server.post(TEXT, body)[1]["usage"]["completion_tokens"] <= 3
+    assert server.post(TEXT, {**body, "min_tokens": 7})[1]["usage"]["completion_tokens"] >= 7
+    assert server.post(TEXT, {**body, "min_tokens": 13})[0] == 400

@@ -1,0 +1,176 @@
+"""How the server begins and ends, and what it does when it has too much to do."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+
+import pytest
+from support import served
+from support.served import ended, wait_until
+
+TEXT = "/v1/completions"
+SLOW = {"prompt": "abc", "max_tokens": 120, "temperature": 1.0, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A server of this module's own, with a key, and few slots and places in the queue."""
+    options = ("serve.queue=2", "decode.batch_size=1", "decode.sync_every=1")
+    directory = tmp_path_factory.mktemp("own")
+    with served.serving(directory, *options, DFLASH_API_KEY="secret") as running:
+        yield running
+
+
+def key(server):
+    """The server, and the header that it wants."""
+    return server, {"Authorization": "Bearer secret"}
+
+
+def test_a_key_is_asked_for(own):
+    server, header = key(own)
+    assert server.get("/v1/models")[0] == 401
+    assert server.send("GET", "/v1/models", Authorization="Bearer other")[0] == 401
+    assert server.send("GET", "/v1/models", **header)[0] == 200
+    assert {server.get(path)[0] for path in ("/", "/health", "/ping", "/metrics")} == {200}
+
+
+def running(server) -> float:
+    lines = server.get("/metrics")[1].decode().splitlines()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
+
+
+def opened(server, body) -> socket.socket:
+    """A connection that has sent a request, and reads nothing."""
+    place, content = urllib.parse.urlsplit(server.url), json.dumps(body).encode()
+    connection = socket.create_connection((place.hostname, place.port), 60)
+    head = (
+        f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer secret\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_place(own, stream):
+    connection = opened(own, {**SLOW, "n": 3, "stream": stream})
+    wait_until(lambda: running(own) == 3, "requests under way")
+    connection.close()
+    wait_until(lambda: running(own) == 0, "end of what nobody waits for")
+
+
+def test_too_many_requests_are_told_to_come_again(own):
+    server, header = key(own)
+    connection = opened(own, {**SLOW, "n": 3, "stream": True})
+    wait_until(lambda: running(own) == 3, "requests under way")
+    status, headers, answer = server.exchange("POST", TEXT, {"prompt": "a"}, **header)
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert int(headers["Retry-After"]) >= 1
+    connection.close()
+    wait_until(lambda: running(own) == 0, "end of what nobody waits for")
+    assert server.post(TEXT, {"prompt": "a", "max_tokens": 2}, **header)[0] == 200
+
+
+def test_its_port_is_taken(own):
+    port = urllib.parse.urlsplit(own.url).port
+    command = [sys.executable, "-m", "dflash.serve", str(own.config), f"--port={port}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"error: --host=127.0.0.1 --port={port}: cannot listen there: Address already in use"
+    )
+
+
+def test_sigterm_lets_requests_end(own):
+    """The last test of this server."""
+    server, header = key(own)
+    found = {}
+
+    def ask():
+        found["answer"] = server.post(TEXT, {**SLOW, "n": 3}, **header)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: running(own) == 3, "requests under way")
+    own.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.get("/health")[0] == 503, "draining")
+    refused = server.post(TEXT, {"prompt": "a"}, **header)
+    asking.join(60)
+    assert own.process.wait(60) == 0, own.log.read_text()
+    status, answer = found["answer"]
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 360)
+    assert refused[0] == 503
+
+
+def test_it_serves_again_after_kill_and_ends_by_itself_when_the_engine_fails(tmp_path):
+    """A killed server's port is free at once; one whose engine fails answers 500 to all."""
+    with served.serving(tmp_path) as first:
+        port = urllib.parse.urlsplit(first.url).port
+        connection = opened(first, {**SLOW, "stream": True})
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(10)
+        connection.close()
+    crash = tmp_path / "crash.py"
+    crash.write_text(CRASH)
+    with served.serving(tmp_path, f"--port={port}", program=(str(crash),)) as second:
+        assert second.url.endswith(str(port))
+        answers = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(second.post(TEXT, SLOW)))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: running(second) == 3, "requests under way")
+        status, answer = second.post(TEXT, {"prompt": "crash!", "max_tokens": 8})
+        for thread in threads:
+            thread.join(60)
+        assert (status, answer["error"]["code"]) == (500, "failed")
+        assert {status for status, _ in answers} <= {200, 500}
+        assert second.process.wait(60) == 1
+        assert "RuntimeError: the device is gone" in second.log.read_text()
+
+
+# The server with a scheduler that chokes on a prompt.
+CRASH = """
+from dflash import serve
+from dflash.inference.scheduler import Scheduler
+
+submit = Scheduler.submit
+
+
+def failing(self, request):
+    if bytes(request.prompt) == b"crash!":
+        raise RuntimeError("the device is gone")
+    submit(self, request)
+
+
+Scheduler.submit = failing
+serve.main()
+"""
+
+
+def test_signals_while_it_starts(tmp_path):
+    config = tmp_path / "serve.yml"
+    config.write_text(served.CONFIG)
+    command = [sys.executable, "-m", "dflash.serve", str(config), "--port=0"]
+    process = subprocess.Popen(
+        [*command, "--compilation_cache=off"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        process.stderr.readline()  # it reads weights
+        time.sleep(0.5)
+        begin = time.monotonic()
+        assert ended(process, signal.SIGTERM) == 0
+        assert time.monotonic() - begin < 20
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

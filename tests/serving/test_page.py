@@ -1,0 +1,76 @@
+"""The page at /, driven in a browser."""
+
+import shutil
+
+import pytest
+from support.served import decoded
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as found:
+        running = found.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide", "narrow"])
+def page(browser, server, request):
+    width, scheme = request.param
+    opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    problems = []
+    opened.on("console", lambda one: problems.append(one.text) if "policy" in one.text else None)
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.goto(server.url)
+    playwright.expect(opened.locator("#model")).to_contain_text("tiny")
+    yield opened
+    assert problems == []
+    opened.close()
+
+
+def send(page, text):
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    done = playwright.expect(page.locator("#turns"))
+    done.to_have_attribute("aria-busy", "false", timeout=60_000)
+
+
+def test_a_chat_in_color(page, server):
+    send(page, "abcabcabcabc")
+    (mine, answer) = page.locator(".said").all()
+    wanted = bytes(decoded(server.config, "abcabcabcabc\n", max_tokens=24)).decode()
+    assert mine.text_content() == "abcabcabcabc"
+    assert answer.text_content() == wanted
+    assert page.locator("#turns .drafted").count() > 0 < page.locator("#turns .own").count()
+    assert "τ" in page.locator("#turns .facts").text_content()
+    assert "tokens/s" in page.locator("#live").text_content()
+    width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    assert width <= 0  # nothing is cut off at the side
+
+
+def test_with_and_without_drafting(page):
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    page.fill("#max_tokens", "40")
+    page.check("#compare")
+    send(page, "xyxyxy")
+    with_drafts, without = page.locator(".pair .said").all_text_contents()
+    assert with_drafts == without != ""
+    first, second = page.locator(".pair .said").all()
+    assert first.locator(".drafted").count() > 0 == second.locator(".drafted").count()
+
+
+def test_what_is_said_is_text(page):
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    page.fill("#max_tokens", "5")
+    send(page, "<img src=x onerror=alert(1)><b>bold</b>")
+    assert page.locator("#turns img, #turns b").count() == 0
+    assert "<b>bold</b>" in page.locator(".user .said").text_content()
+
+
+def test_a_refusal_is_shown(page):
+    send(page, "a" * 200)
+    assert "128" in page.locator(".facts.error").text_content()
