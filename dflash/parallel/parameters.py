@@ -153,8 +153,12 @@ def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:
 
 
 def count(module: nnx.Module) -> int:
-    """Number of scalar weights."""
-    return sum(param.get_value().size for _, param in named_parameters(module))
+    """Number of scalar weights; the scales of eight-bit ones do not count."""
+    return sum(
+        param.get_value().size
+        for path, param in named_parameters(module)
+        if not path.endswith(".kernel_scale")
+    )
 
 
 def fill_buffers(module: nnx.Module) -> None:

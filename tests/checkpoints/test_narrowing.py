@@ -1,0 +1,275 @@
+"""Tests of weights in eight bits: made as they are read, and as foreign checkpoints have them."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.engines import decode, engine, random_prompts
+from support.golden import GOLDEN
+from support.models import drafter, make_sharding
+
+from dflash import errors
+from dflash.checkpoints import assembly, narrowing
+from dflash.config.schema import TargetConfig
+from dflash.inference import weights
+from dflash.kernels import quantised
+from dflash.layers.transformer import join_projections
+from dflash.parallel import parameters
+
+CASES = ("qwen3_v64", "qwen3moe_v20", "deepseek_v14")
+LARGEST = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448}
+CODES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3", "float32": "F32"}
+
+
+def build(directory, quantization=None, **mesh):
+    config = TargetConfig(checkpoint=str(directory), quantization=quantization)
+    source = assembly.find_target(config)
+    model = assembly.build_target(config, source, dtype="float32", sharding=make_sharding(**mesh))
+    assembly.load_weights(model, source)
+    return model
+
+
+def logits(model, tokens):
+    def run(rows):
+        hidden, _ = model.forward(rows, jnp.arange(rows.shape[1])[None], jnp.ones_like(rows))
+        return model.unembed(hidden)[0]
+
+    return np.asarray(jax.jit(run)(jnp.asarray(tokens)[None]))
+
+
+def write_tensors(path, tensors):
+    """A safetensors file; the library cannot write eight-bit floating point from numpy."""
+    header, begin = {}, 0
+    for name, array in tensors.items():
+        end = begin + array.nbytes
+        code = CODES[array.dtype.name]
+        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).tobytes())
+
+
+def in_blocks(weight, block, dtype):
+    """Values and scales of a weight [out, in] in blocks of [out, in], and what they stand for."""
+    rows, columns = (-(-n // b) for n, b in zip(weight.shape, block, strict=True))
+    scales = np.ones((rows, columns), np.float32)
+    values, plain = np.zeros(weight.shape, dtype), np.zeros_like(weight)
+    for i in range(rows):
+        for j in range(columns):
+            part = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            scales[i, j] = np.abs(weight[part]).max() / LARGEST[dtype]
+            scaled = weight[part] / scales[i, j]
+            values[part] = (np.round(scaled) if dtype is np.int8 else scaled).astype(dtype)
+            plain[part] = values[part].astype(np.float32) * scales[i, j]
+    return values, scales, plain
+
+
+def compressed(strategy, kind, **more):
+    stated = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy} | more
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": stated}},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS = {
+    "fp8 by blocks": (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [6, 8]},
+        (6, 8), ml_dtypes.float8_e4m3fn, "weight_scale_inv",
+    ),
+    "compressed int8 by output": (
+        compressed("channel", "int"), (1, 10**6), np.int8, "weight_scale"
+    ),
+    "compressed fp8 by output": (
+        compressed("channel", "float"), (1, 10**6), ml_dtypes.float8_e4m3fn, "weight_scale"
+    ),
+    "compressed fp8 by blocks": (
+        compressed("block", "float", block_structure=[2, 16]),
+        (2, 16), ml_dtypes.float8_e4m3fn, "weight_scale",
+    ),
+}  # fmt: skip
+
+
+def is_projection(name):
+    return "_proj" in name and not name.startswith("lm_head")
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Writes a golden target in a foreign format, and one of the weights that it stands for."""
+
+    def write(case, name):
+        stated, block, dtype, suffix = FORMATS[name]
+        narrow, plain = {}, {}
+        for key, array in load_file(GOLDEN / case / "target" / "model.safetensors").items():
+            narrow[key] = plain[key] = array
+            if is_projection(key):
+                values, scales, plain[key] = in_blocks(array, block, dtype)
+                narrow |= {key: values, key.removesuffix("weight") + suffix: scales}
+        for kind, tensors, extra in (
+            ("narrow", narrow, {"quantization_config": stated}), ("plain", plain, {})
+        ):  # fmt: skip
+            directory = tmp_path / kind
+            directory.mkdir()
+            config = json.loads((GOLDEN / case / "target" / "config.json").read_text()) | extra
+            (directory / "config.json").write_text(json.dumps(config))
+            write_tensors(directory / "model.safetensors", tensors)
+        return tmp_path / "narrow", tmp_path / "plain"
+
+    return write
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_foreign_formats_are_read_to_the_weights_they_stand_for(foreign, name):
+    narrow, plain = (build(directory) for directory in foreign("qwen3moe_v20", name))
+    others = dict(narrowing.projections(plain))
+    rows = jnp.ones((1, 1))
+    found = dict(narrowing.projections(narrow))
+    assert len(found) == 6 * (4 + 3)
+    for path, kernel in found.items():
+        assert kernel.kernel[...].dtype.itemsize == 1
+        np.testing.assert_array_equal(kernel.plain(rows), others[path].kernel[...], err_msg=path)
+    tokens = np.arange(12) % 20
+    np.testing.assert_allclose(logits(narrow, tokens), logits(plain, tokens), atol=2e-4)
+
+
+def test_one_tensor_for_keys_and_values_has_its_scales_divided(foreign):
+    narrow, plain = (
+        build(directory) for directory in foreign("deepseek_v14", "compressed int8 by output")
+    )
+    tokens = np.arange(12) % 14
+    np.testing.assert_allclose(logits(narrow, tokens), logits(plain, tokens), atol=2e-4)
+
+
+def test_spread_over_eight_devices(foreign):
+    directory, _ = foreign("qwen3moe_v20", "compressed int8 by output")
+    tokens = np.arange(12) % 20
+    spread = build(directory, expert=4, tensor=2)
+    np.testing.assert_allclose(logits(spread, tokens), logits(build(directory), tokens), atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "form"), zip(CASES, ("int8", "float8_e4m3fn", "w8a8"), strict=True)
+)
+def test_plain_weights_are_narrowed_as_they_are_read(case, form):
+    model, plain = build(GOLDEN / case / "target", form), build(GOLDEN / case / "target")
+    others = dict(narrowing.projections(plain))
+    for path, kernel in narrowing.projections(model):
+        weight = np.asarray(others[path].kernel[...])
+        step = np.abs(weight).max(axis=-2, keepdims=True) * (1 / 8 if "float" in form else 1 / 127)
+        assert np.all(np.abs(kernel.plain(jnp.ones((1, 1))) - weight) <= 0.51 * step), path
+    kept = {path: leaf.get_value() for path, leaf in parameters.named_parameters(model)}
+    assert {kept[path].dtype.itemsize for path in kept if path.endswith("_proj.kernel")} == {1}
+    assert kept["lm_head.kernel" if "lm_head.kernel" in kept else "norm.scale"].dtype == jnp.float32
+
+
+def test_strategies_follow_the_narrow_target():
+    target = build(GOLDEN / "qwen3moe_v20" / "target", "w8a8")
+    prompts, limits = random_prompts([9, 20, 3], seed=1), [14, 20, 9]
+    prompts = [tuple(token % 20 for token in prompt) for prompt in prompts]
+    options = {"on": target, "batch_size": 2, "sync_every": 4}
+    plain = [one.output_ids for one in decode(engine(**options), prompts, limits)]
+    for name, tree in (("dflash", True), ("ngram", False)):
+        run = engine(drafter(name, arch=target.arch, tree=tree), **options)
+        assert [one.output_ids for one in decode(run, prompts, limits)] == plain
+
+
+def test_joined_projections_multiply_alike():
+    model = build(GOLDEN / "qwen3_v64" / "target", "int8")
+    tokens = np.arange(12)
+    before = logits(model, tokens)
+    join_projections(model)
+    assert model.layers[0].mlp.is_joined
+    np.testing.assert_allclose(logits(model, tokens), before, atol=2e-4)
+
+
+def test_random_weights_in_eight_bits_resemble_plain_ones():
+    source = assembly.Source(None, None, 0)
+    arch = build(GOLDEN / "qwen3_v64" / "target").arch
+    peaks = []
+    for form in (None, "int8"):
+        config = TargetConfig("qwen3", "random", quantization=form, architecture=arch)
+        model = assembly.build_target(config, source, dtype="float32", sharding=make_sharding())
+        weights.load(model, source, make_sharding())
+        kernel = model.layers[0].mlp.up_proj.plain(jnp.ones((1, 1)))
+        peaks.append(float(jnp.std(kernel)))
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
+
+
+WRONG = {
+    "quantization_config: quantized weights (awq) are not supported": {"quant_method": "awq"},
+    "quantization_config: weight_block_size: expected two sizes of 1 or more, got None": {
+        "quant_method": "fp8"
+    },
+    "quantization_config: weights: strategy 'tensor' is not supported": compressed("tensor", "int"),
+    "quantization_config: weights: expected 8 symmetric bits, got 4": compressed(
+        "channel", "int", num_bits=4
+    ),
+    "quantized weights (compressed-tensors, pack-quantized) are not supported": compressed(
+        "group", "int"
+    )
+    | {"format": "pack-quantized"},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_formats_that_cannot_be_read_are_named(tmp_path, words):
+    shutil.copytree(GOLDEN / "qwen3_v64" / "target", tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": WRONG[words]}
+    path.write_text(json.dumps(config))
+    with pytest.raises(errors.CheckpointError) as caught:
+        build(tmp_path / "target")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def damaged(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    write_tensors(directory / "model.safetensors", tensors)
+
+
+def test_scales_that_are_missing_or_misshapen(foreign):
+    directory, _ = foreign("qwen3moe_v20", "compressed int8 by output")
+    name = "model.layers.2.mlp.experts.5.up_proj.weight_scale"
+    damaged(directory, lambda tensors: tensors.update({name: tensors[name][:3]}))
+    with pytest.raises(errors.CheckpointError, match=f"{name}' has shape .3, 1., expected .24, 1."):
+        build(directory)
+    damaged(directory, lambda tensors: tensors.pop(name))
+    with pytest.raises(errors.CheckpointError, match=f"is I8, but '{name}' is missing"):
+        build(directory)
+
+
+def test_an_expert_that_is_missing(foreign):
+    directory, _ = foreign("qwen3moe_v20", "compressed int8 by output")
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    damaged(directory, lambda tensors: tensors.pop(name))
+    with pytest.raises(errors.CheckpointError, match=f"1 of .* tensors missing: '{name}'"):
+        build(directory)
+
+
+def test_weights_are_not_narrowed_twice(foreign):
+    directory, _ = foreign("qwen3_v64", "compressed int8 by output")
+    with pytest.raises(errors.ConfigError, match=r"target.quantization: int8, but the weights in"):
+        build(directory, "int8")
+
+
+def test_rows_in_eight_bits_multiply_as_integers():
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(5, 32)), rng.normal(size=(32, 7))
+    values, scales = quantised.narrowed(jnp.asarray(kernel), "int8")
+    product = quantised.int8_product(jnp.asarray(x, jnp.float32), values, scales)
+    np.testing.assert_allclose(product, x @ kernel, atol=0.2)
+    alone = quantised.int8_product(jnp.asarray(x[2:3], jnp.float32), values, scales)
+    np.testing.assert_array_equal(product[2:3], alone)
