@@ -118,7 +118,7 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
     try:
         weight_formats.stored_format(config)
     except errors.CheckpointError as error:
-        raise errors.CheckpointError(f"{directory}: {error}") from error
+        raise errors.CheckpointError(f"{path.parent}/{error}") from error
     return config
 
 

@@ -86,6 +86,12 @@ class LatentAttention(nnx.Module):
         """What is kept of a position: the latent and the rotated key."""
         return CacheArray(1, self.shape.kv_lora_rank + self.shape.qk_rope_head_dim, None)
 
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations on a pair of a row and a position that it sees, in the latent space."""
+        shape = self.shape
+        return 2 * shape.num_attention_heads * (2 * shape.kv_lora_rank + shape.qk_rope_head_dim)
+
     def project(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:

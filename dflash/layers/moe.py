@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -151,13 +152,25 @@ class Experts(nnx.Module):
         self.gate_proj = ExpertLinear(count, width, hidden, ("embed", "mlp"), **build)
         self.up_proj = ExpertLinear(count, width, hidden, ("embed", "mlp"), **build)
         self.down_proj = ExpertLinear(count, hidden, width, ("mlp", "embed"), **build)
-        self.sharding = sharding
+        self.routing, self.sharding = routing, sharding
         shared = set(sharding.axes("expert")) & set(sharding.axes("batch"))
         if shared:  # the sum over experts would mix sequences
             raise errors.ConfigError(
                 f"sharding_rules: batch and expert both use mesh axis {sorted(shared)[0]!r}; "
                 "give experts an axis of their own"
             )
+
+    def share_read(self, rows: int) -> float:
+        """Expected share of the experts that so many rows touch, each choosing at random.
+
+        Real rows agree more than that: it is an upper bound.
+        """
+        return 1.0 - (1.0 - self.share_used) ** rows
+
+    @property
+    def share_used(self) -> float:
+        """Share of the experts that one row goes through."""
+        return self.routing.experts_per_token / self.routing.num_experts
 
     def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Runs rows through their experts.
@@ -237,6 +250,29 @@ class SparseMlp(nnx.Module):
         """[B, T, D] -> [B, T, D]."""
         out = self.experts(x, *self.gate(x))
         return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What part of a weight so many rows are multiplied with, and what part is read for them."""
+
+    used: float
+    read: float
+
+
+def shares(model: nnx.Module, rows: int) -> Callable[[str], Shares]:
+    """The shares of the parameter at a dotted path of a model, when it runs `rows` rows at once."""
+    experts = {
+        ".".join(map(str, path)) + ".": module
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Experts)
+    }
+
+    def of(path: str) -> Shares:
+        owner = next((one for prefix, one in experts.items() if path.startswith(prefix)), None)
+        return Shares(owner.share_used, owner.share_read(rows)) if owner else Shares(1.0, 1.0)
+
+    return of
 
 
 def stacked_names(path: str, num_experts: int) -> tuple[str, ...] | None:

@@ -10,20 +10,34 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.engines import decode, engine, random_prompts
-from support.golden import GOLDEN
-from support.models import drafter, make_sharding
+from support.models import drafter, family_architecture, make_sharding
 
-from dflash import errors
-from dflash.checkpoints import assembly, narrowing
+from dflash import errors, registry
+from dflash.checkpoints import assembly, checkpoint, narrowing
 from dflash.config.schema import TargetConfig
 from dflash.inference import weights
 from dflash.kernels import quantised
 from dflash.layers.transformer import join_projections
 from dflash.parallel import parameters
 
-CASES = ("qwen3_v64", "qwen3moe_v20", "deepseek_v14")
+VOCABULARY = 20
+TOKENS = np.arange(12) % VOCABULARY
 LARGEST = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448}
 CODES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3", "float32": "F32"}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Directories of random targets, by family: as few layers as show all that the family has."""
+    found = {}
+    for family, layers in (("qwen3", 1), ("qwen3_moe", 2), ("deepseek_v3", 2)):
+        arch = family_architecture(family, num_hidden_layers=layers, vocab_size=VOCABULARY)
+        kind = registry.load(registry.TARGETS[family].implementation)
+        model = kind(arch, dtype=jnp.float32, sharding=make_sharding())
+        parameters.initialize(model, jax.random.key(0))
+        found[family] = tmp_path_factory.mktemp(family) / "target"
+        checkpoint.save_hf(model, found[family], kind.config_to_hf(arch))
+    return found
 
 
 def build(directory, quantization=None, **mesh):
@@ -34,12 +48,12 @@ def build(directory, quantization=None, **mesh):
     return model
 
 
-def logits(model, tokens):
+def logits(model):
     def run(rows):
         hidden, _ = model.forward(rows, jnp.arange(rows.shape[1])[None], jnp.ones_like(rows))
         return model.unembed(hidden)[0]
 
-    return np.asarray(jax.jit(run)(jnp.asarray(tokens)[None]))
+    return np.asarray(jax.jit(run)(jnp.asarray(TOKENS)[None]))
 
 
 def write_tensors(path, tensors):
@@ -105,13 +119,13 @@ def is_projection(name):
 
 
 @pytest.fixture
-def foreign(tmp_path):
-    """Writes a golden target in a foreign format, and one of the weights that it stands for."""
+def foreign(tmp_path, checkpoints):
+    """Writes a target in a foreign format, and one of the plain weights that it stands for."""
 
-    def write(case, name):
+    def write(family, name):
         stated, block, dtype, suffix = FORMATS[name]
         narrow, plain = {}, {}
-        for key, array in load_file(GOLDEN / case / "target" / "model.safetensors").items():
+        for key, array in load_file(checkpoints[family] / "model.safetensors").items():
             narrow[key] = plain[key] = array
             if is_projection(key):
                 values, scales, plain[key] = in_blocks(array, block, dtype)
@@ -121,7 +135,7 @@ def foreign(tmp_path):
         ):  # fmt: skip
             directory = tmp_path / kind
             directory.mkdir()
-            config = json.loads((GOLDEN / case / "target" / "config.json").read_text()) | extra
+            config = json.loads((checkpoints[family] / "config.json").read_text()) | extra
             (directory / "config.json").write_text(json.dumps(config))
             write_tensors(directory / "model.safetensors", tensors)
         return tmp_path / "narrow", tmp_path / "plain"
@@ -131,38 +145,36 @@ def foreign(tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_foreign_formats_are_read_to_the_weights_they_stand_for(foreign, name):
-    narrow, plain = (build(directory) for directory in foreign("qwen3moe_v20", name))
+    narrow, plain = (build(directory) for directory in foreign("qwen3_moe", name))
     others = dict(narrowing.projections(plain))
     rows = jnp.ones((1, 1))
     found = dict(narrowing.projections(narrow))
-    assert len(found) == 6 * (4 + 3)
+    assert len(found) == 2 * (4 + 3)
     for path, kernel in found.items():
         assert kernel.kernel[...].dtype.itemsize == 1
         np.testing.assert_array_equal(kernel.plain(rows), others[path].kernel[...], err_msg=path)
-    tokens = np.arange(12) % 20
-    np.testing.assert_allclose(logits(narrow, tokens), logits(plain, tokens), atol=2e-4)
+    np.testing.assert_allclose(logits(narrow), logits(plain), atol=2e-4)
 
 
 def test_one_tensor_for_keys_and_values_has_its_scales_divided(foreign):
     narrow, plain = (
-        build(directory) for directory in foreign("deepseek_v14", "compressed int8 by output")
+        build(directory) for directory in foreign("deepseek_v3", "compressed int8 by output")
     )
-    tokens = np.arange(12) % 14
-    np.testing.assert_allclose(logits(narrow, tokens), logits(plain, tokens), atol=2e-4)
+    np.testing.assert_allclose(logits(narrow), logits(plain), atol=2e-4)
 
 
 def test_spread_over_eight_devices(foreign):
-    directory, _ = foreign("qwen3moe_v20", "compressed int8 by output")
-    tokens = np.arange(12) % 20
+    directory, _ = foreign("qwen3_moe", "compressed int8 by output")
     spread = build(directory, expert=4, tensor=2)
-    np.testing.assert_allclose(logits(spread, tokens), logits(build(directory), tokens), atol=2e-4)
+    np.testing.assert_allclose(logits(spread), logits(build(directory)), atol=2e-4)
 
 
 @pytest.mark.parametrize(
-    ("case", "form"), zip(CASES, ("int8", "float8_e4m3fn", "w8a8"), strict=True)
+    ("family", "form"),
+    [("qwen3", "int8"), ("qwen3_moe", "float8_e4m3fn"), ("deepseek_v3", "w8a8")],
 )
-def test_plain_weights_are_narrowed_as_they_are_read(case, form):
-    model, plain = build(GOLDEN / case / "target", form), build(GOLDEN / case / "target")
+def test_plain_weights_are_narrowed_as_they_are_read(checkpoints, family, form):
+    model, plain = build(checkpoints[family], form), build(checkpoints[family])
     others = dict(narrowing.projections(plain))
     for path, kernel in narrowing.projections(model):
         weight = np.asarray(others[path].kernel[...])
@@ -173,10 +185,10 @@ def test_plain_weights_are_narrowed_as_they_are_read(case, form):
     assert kept["lm_head.kernel" if "lm_head.kernel" in kept else "norm.scale"].dtype == jnp.float32
 
 
-def test_strategies_follow_the_narrow_target():
-    target = build(GOLDEN / "qwen3moe_v20" / "target", "w8a8")
+def test_strategies_follow_the_narrow_target(checkpoints):
+    target = build(checkpoints["qwen3_moe"], "w8a8")
     prompts, limits = random_prompts([9, 20, 3], seed=1), [14, 20, 9]
-    prompts = [tuple(token % 20 for token in prompt) for prompt in prompts]
+    prompts = [tuple(token % VOCABULARY for token in prompt) for prompt in prompts]
     options = {"on": target, "batch_size": 2, "sync_every": 4}
     plain = [one.output_ids for one in decode(engine(**options), prompts, limits)]
     for name, tree in (("dflash", True), ("ngram", False)):
@@ -184,18 +196,16 @@ def test_strategies_follow_the_narrow_target():
         assert [one.output_ids for one in decode(run, prompts, limits)] == plain
 
 
-def test_joined_projections_multiply_alike():
-    model = build(GOLDEN / "qwen3_v64" / "target", "int8")
-    tokens = np.arange(12)
-    before = logits(model, tokens)
+def test_joined_projections_multiply_alike(checkpoints):
+    model = build(checkpoints["qwen3"], "int8")
+    before = logits(model)
     join_projections(model)
     assert model.layers[0].mlp.is_joined
-    np.testing.assert_allclose(logits(model, tokens), before, atol=2e-4)
+    np.testing.assert_allclose(logits(model), before, atol=2e-4)
 
 
 def test_random_weights_in_eight_bits_resemble_plain_ones():
-    source = assembly.Source(None, None, 0)
-    arch = build(GOLDEN / "qwen3_v64" / "target").arch
+    source, arch = assembly.Source(None, None, 0), family_architecture("qwen3")
     peaks = []
     for form in (None, "int8"):
         config = TargetConfig("qwen3", "random", quantization=form, architecture=arch)
@@ -223,8 +233,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_formats_that_cannot_be_read_are_named(tmp_path, words):
-    shutil.copytree(GOLDEN / "qwen3_v64" / "target", tmp_path / "target")
+def test_formats_that_cannot_be_read_are_named(checkpoints, tmp_path, words):
+    shutil.copytree(checkpoints["qwen3"], tmp_path / "target")
     path = tmp_path / "target" / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": WRONG[words]}
     path.write_text(json.dumps(config))
@@ -241,8 +251,8 @@ def damaged(directory, change):
 
 
 def test_scales_that_are_missing_or_misshapen(foreign):
-    directory, _ = foreign("qwen3moe_v20", "compressed int8 by output")
-    name = "model.layers.2.mlp.experts.5.up_proj.weight_scale"
+    directory, _ = foreign("qwen3_moe", "compressed int8 by output")
+    name = "model.layers.0.mlp.experts.5.up_proj.weight_scale"
     damaged(directory, lambda tensors: tensors.update({name: tensors[name][:3]}))
     with pytest.raises(errors.CheckpointError, match=f"{name}' has shape .3, 1., expected .24, 1."):
         build(directory)
@@ -252,15 +262,15 @@ def test_scales_that_are_missing_or_misshapen(foreign):
 
 
 def test_an_expert_that_is_missing(foreign):
-    directory, _ = foreign("qwen3moe_v20", "compressed int8 by output")
-    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    directory, _ = foreign("qwen3_moe", "compressed int8 by output")
+    name = "model.layers.0.mlp.experts.5.up_proj.weight"
     damaged(directory, lambda tensors: tensors.pop(name))
     with pytest.raises(errors.CheckpointError, match=f"1 of .* tensors missing: '{name}'"):
         build(directory)
 
 
 def test_weights_are_not_narrowed_twice(foreign):
-    directory, _ = foreign("qwen3_v64", "compressed int8 by output")
+    directory, _ = foreign("qwen3", "compressed int8 by output")
     with pytest.raises(errors.ConfigError, match=r"target.quantization: int8, but the weights in"):
         build(directory, "int8")
 
