@@ -47,13 +47,15 @@ def follow(model: nnx.Module, directory: pathlib.Path, config: Mapping[str, Any]
     if stored is None:
         return
     model.scale_suffix = stored.scale_suffix
-    tensors = read_headers(directory)
+    tensors, packed = read_headers(directory), set()
     # Files have [out, in].
     block = stored.block and (stored.block[1], stored.block[0])
     for path, kernel in projections(model):
-        dtype = _dtype_of(model, f"{path}.kernel", kernel, tensors, stored.scale_suffix)
+        dtype = _dtype_of(model, f"{path}.kernel", kernel, tensors, stored)
         if dtype is not None:
             kernel.narrow(WeightFormat(dtype, block), stored=True)
+            packed |= {f"{path}.kernel"} if stored.is_packed else set()
+    model.packed = frozenset(packed)
 
 
 def projections(model: nnx.Module) -> Iterator[tuple[str, Any]]:
@@ -64,11 +66,18 @@ def projections(model: nnx.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _dtype_of(
-    model: nnx.Module, path: str, kernel: Any, tensors: Mapping[str, StoredTensor], suffix: str
+    model: nnx.Module,
+    path: str,
+    kernel: Any,
+    tensors: Mapping[str, StoredTensor],
+    stored: weight_formats.StoredFormat,
 ) -> str | None:
     """The dtype of a kernel's stored values; None if they are plain, or missing."""
     shape = tensor_map.stored_shape(path, kernel.kernel.get_value().shape)
     names = {piece.name for piece in tensor_map.pieces(tensor_map.source_of(model, path), shape)}
+    if stored.is_packed:
+        found = any(name.removesuffix("weight") + tensor_map.PACKED in tensors for name in names)
+        return INT8 if found else None
     present = [tensors[name] for name in sorted(names) if name in tensors]
     codes = {tensor.code for tensor in present if tensor.code in _BY_CODE}
     if not codes:
@@ -78,7 +87,7 @@ def _dtype_of(
             f"{present[0].file}: {files.quote_some(names)}: some are in eight bits and some are not"
         )
     for tensor in present:
-        scales = tensor.name.removesuffix("weight") + suffix
+        scales = tensor.name.removesuffix("weight") + stored.scale_suffix
         if scales not in tensors:
             raise errors.CheckpointError(
                 f"{tensor.file}: tensor {tensor.name!r} is {tensor.code}, but {scales!r} is missing"

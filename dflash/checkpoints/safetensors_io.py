@@ -27,11 +27,12 @@ from dflash.parallel import parameters
 
 MAX_SHARD_BYTES = 5 * 2**30
 # Computed from the config here, but stored as a buffer by some older checkpoints.
-IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq")
+IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq", "*.weight_shape")
 
 _PIECE_BYTES = 8 * 2**20
 _ALIGNMENT_BYTES = 64  # what lets a CPU device use a host buffer as it is
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # of weights
+_PER_WORD = 8  # values of four bits in an int32; source: compressed-tensors, pack-quantized
 _NARROW_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # of weights that have scales
 _BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 _CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _BUFFER_DTYPES).items()}
@@ -155,12 +156,20 @@ def _check(tensors, wanted, module, directory) -> None:
     for name, held in names.items():
         (path, piece), *_ = held
         tensor, expected = tensors[name], piece.shape
+        if _is_packed(tensor):
+            expected = (expected[0], -(-expected[1] // _PER_WORD))
         if tensor.shape != expected:
             raise errors.CheckpointError(
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(expected)}; {misfit}"
             )
-        _check_code(tensor, _codes_for(wanted[path].dtype))
+        if not _is_packed(tensor):
+            _check_code(tensor, _codes_for(wanted[path].dtype))
+
+
+def _is_packed(tensor: StoredTensor) -> bool:
+    """Whether a tensor holds eight values of four bits in each int32."""
+    return tensor.name.endswith("." + tensor_map.PACKED) and tensor.code == "I32"
 
 
 def _codes_for(dtype: np.dtype) -> Mapping[str, Any]:
@@ -251,7 +260,19 @@ class _Reader(contextlib.ExitStack):
             yield start, min(start + step, last)
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-        """The values at `index`, as they are stored; () for a tensor without dimensions."""
+        """The values at `index`, unpacked; () for a tensor without dimensions."""
+        if not _is_packed(tensor):
+            return self._read(tensor, index)
+        rows, columns = index
+        words = slice(columns.start // _PER_WORD, -(-columns.stop // _PER_WORD))
+        packed = self._read(tensor, (rows, words)).view(np.uint32)
+        values = (packed[..., None] >> (4 * np.arange(_PER_WORD, dtype=np.uint32))) & 0xF
+        values = values.astype(np.int8).reshape(len(packed), -1) - 8
+        begin = columns.start - words.start * _PER_WORD
+        return values[:, begin : begin + columns.stop - columns.start]
+
+    def _read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+        """The values at `index` as they are stored."""
         # The bytes mapped are those of whole stored rows, however few columns are wanted.
         num_bytes = _row_bytes(tensor) * (index[0].stop - index[0].start if index else 1)
         if tensor.file != self._path or self._touched + num_bytes > _PIECE_BYTES:

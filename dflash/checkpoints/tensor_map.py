@@ -37,6 +37,7 @@ class Stack:
 Source = str | Rows | Stack
 
 _SCALES = ".kernel_scale"
+PACKED = "weight_packed"  # in place of "weight"; see `StoredFormat`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +92,20 @@ def source_of(module: nnx.Module, path: str) -> Source:
     """What the parameter at a dotted path is stored as; scales are beside the kernel's tensors.
 
     Args:
-      module: offers `checkpoint_name(path)`, and `scale_suffix` if it has scales.
+      module: offers `checkpoint_name(path)`; if it has scales `scale_suffix`, and in `packed` the
+        paths of kernels whose tensors are packed.
     """
-    if not path.endswith(_SCALES):
-        return module.checkpoint_name(path)
-    kernel = module.checkpoint_name(path.removesuffix(_SCALES) + ".kernel")
+    kernel_path = path.removesuffix("_scale") if path.endswith(_SCALES) else path
+    kernel = module.checkpoint_name(kernel_path)
+    if kernel_path != path:
+        suffix = module.scale_suffix
+    elif path in getattr(module, "packed", ()):
+        suffix = PACKED
+    else:
+        return kernel
 
     def beside(name: str) -> str:
-        return name.removesuffix("weight") + module.scale_suffix
+        return name.removesuffix("weight") + suffix
 
     if isinstance(kernel, Stack):
         return Stack(tuple(beside(part) for part in kernel.parts))

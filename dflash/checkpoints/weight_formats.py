@@ -11,8 +11,9 @@ INT8, FLOAT8 = "int8", "float8_e4m3fn"
 _GROUP = "quantization_config"
 _BLOCK = "weight_block_size"
 _FP8, _COMPRESSED = "fp8", "compressed-tensors"
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
-_NUM_BITS = 8
+_PACKED = "pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
+_NUM_BITS, _PACKED_BITS = 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,12 @@ class StoredFormat:
     Attributes:
       block: outputs and inputs that share a scale, as files orient them; None: one scale an output.
       scale_suffix: what the name of a tensor of scales has in place of "weight".
+      is_packed: eight values of four bits share an int32, in tensors called "weight_packed".
     """
 
     block: tuple[int, int] | None
     scale_suffix: str
+    is_packed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,7 @@ class _Weights:
     num_bits: int
     strategy: str = "tensor"
     symmetric: bool = True
+    group_size: int | None = None
     block_structure: tuple[int, ...] | None = None
 
 
@@ -65,7 +69,10 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
     Raises:
       CheckpointError: another format, or a field that is missing or unusable.
     """
+    text = config.get("text_config")  # the language model of one that sees as well
     stated = foreign.quantization(config)
+    if stated is None and isinstance(text, Mapping):
+        stated = foreign.quantization(text)
     if stated is None:
         return None
     key, method, group = stated
@@ -78,8 +85,8 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
     kind = method if method != _COMPRESSED else f"{method}, {str(group.get('format'))[:40]}"
     raise errors.CheckpointError(
         f"{files.CONFIG}: {key}: quantized weights ({kind or 'of an unknown kind'}) are not "
-        "supported, only fp8 and compressed-tensors of 8 bits; take the model's unquantized "
-        "checkpoint"
+        "supported, only fp8 and compressed-tensors of 8 bits or packed 4; take the model's "
+        "unquantized checkpoint"
     )
 
 
@@ -94,11 +101,15 @@ def _compressed(group: Mapping[str, Any]) -> StoredFormat:
     where = f"{_GROUP}: weights"
     weights = hf_config.read_group(members if isinstance(members, Mapping) else {}, "weights")
     stated = hf_config.read_fields(weights, _Weights, group=where)
-    if stated.num_bits != _NUM_BITS or not stated.symmetric:
+    bits = _PACKED_BITS if group["format"] == _PACKED else _NUM_BITS
+    if stated.num_bits != bits or not stated.symmetric:
         raise errors.CheckpointError(
-            f"{files.CONFIG}: {where}: expected 8 symmetric bits, got {stated.num_bits}"
+            f"{files.CONFIG}: {where}: expected {bits} symmetric bits, got {stated.num_bits}"
             + ("" if stated.symmetric else " asymmetric")
         )
+    if bits == _PACKED_BITS:
+        size = stated.group_size if stated.strategy == "group" else None
+        return StoredFormat(_pair(size and (1, size), "group_size"), "weight_scale", True)
     if stated.strategy == "channel":
         return StoredFormat(None, "weight_scale")
     if stated.strategy == "block":

@@ -22,8 +22,9 @@ from dflash.parallel import parameters
 
 VOCABULARY = 20
 TOKENS = np.arange(12) % VOCABULARY
-LARGEST = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448}
-CODES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3", "float32": "F32"}
+FOUR_BITS = "int4"
+LARGEST = {np.int8: 127, FOUR_BITS: 7, ml_dtypes.float8_e4m3fn: 448}
+CODES = {"int32": "I32", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float32": "F32"}
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +76,24 @@ def in_blocks(weight, block, dtype):
     """Values and scales of a weight [out, in] in blocks of [out, in], and what they stand for."""
     rows, columns = (-(-n // b) for n, b in zip(weight.shape, block, strict=True))
     scales = np.ones((rows, columns), np.float32)
-    values, plain = np.zeros(weight.shape, dtype), np.zeros_like(weight)
+    is_float = dtype is ml_dtypes.float8_e4m3fn
+    values = np.zeros(weight.shape, dtype if is_float else np.int8)
+    plain = np.zeros_like(weight)
     for i in range(rows):
         for j in range(columns):
             part = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
             scales[i, j] = np.abs(weight[part]).max() / LARGEST[dtype]
             scaled = weight[part] / scales[i, j]
-            values[part] = (np.round(scaled) if dtype is np.int8 else scaled).astype(dtype)
+            values[part] = (scaled if is_float else np.round(scaled)).astype(values.dtype)
             plain[part] = values[part].astype(np.float32) * scales[i, j]
     return values, scales, plain
+
+
+def packed(values):
+    """Values from -8 to 7 [out, in] as int32 [out, in / 8], the first one in the lowest bits."""
+    nibbles = (values.astype(np.int32) + 8).astype(np.uint32).reshape(len(values), -1, 8)
+    words = (nibbles << (4 * np.arange(8, dtype=np.uint32))).sum(axis=-1, dtype=np.uint32)
+    return words.view(np.int32)
 
 
 def compressed(strategy, kind, **more):
@@ -107,11 +117,31 @@ FORMATS = {
     "compressed fp8 by output": (
         compressed("channel", "float"), (1, 10**6), ml_dtypes.float8_e4m3fn, "weight_scale"
     ),
+    "four packed bits": (
+        compressed("group", "int", num_bits=4, group_size=4) | {"format": "pack-quantized"},
+        (1, 4), FOUR_BITS, "weight_scale",
+    ),
     "compressed fp8 by blocks": (
         compressed("block", "float", block_structure=[2, 16]),
         (2, 16), ml_dtypes.float8_e4m3fn, "weight_scale",
     ),
 }  # fmt: skip
+
+
+def test_four_packed_bits_become_eight(foreign):
+    """Experts alone are packed, as in Kimi K2.5; the rest is plain."""
+    directory, plain = foreign("deepseek_v3", "four packed bits")
+    narrow, plain = build(directory), build(plain)
+    others = dict(narrowing.projections(plain))
+    found = {path: one for path, one in narrowing.projections(narrow) if one.format is not None}
+    assert len(found) == 3
+    for path, kernel in found.items():
+        assert kernel.kernel[...].dtype == jnp.int8
+        expected = others[path].kernel[...]
+        np.testing.assert_array_equal(kernel.plain(jnp.ones((1, 1))), expected, err_msg=path)
+    np.testing.assert_allclose(logits(narrow), logits(plain), atol=2e-4)
+    spread = build(directory, expert=4, tensor=2)
+    np.testing.assert_allclose(logits(spread), logits(plain), atol=2e-4)
 
 
 def is_projection(name):
@@ -128,8 +158,13 @@ def foreign(tmp_path, checkpoints):
         for key, array in load_file(checkpoints[family] / "model.safetensors").items():
             narrow[key] = plain[key] = array
             if is_projection(key):
+                if name == "four packed bits" and ".experts." not in key:
+                    continue
                 values, scales, plain[key] = in_blocks(array, block, dtype)
                 narrow |= {key: values, key.removesuffix("weight") + suffix: scales}
+                if name == "four packed bits":
+                    shape = np.array(narrow.pop(key).shape, np.int32)
+                    narrow |= {f"{key}_packed": packed(values), f"{key}_shape": shape}
         for kind, tensors, extra in (
             ("narrow", narrow, {"quantization_config": stated}), ("plain", plain, {})
         ):  # fmt: skip
@@ -143,7 +178,7 @@ def foreign(tmp_path, checkpoints):
     return write
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if "packed" not in name])
 def test_foreign_formats_are_read_to_the_weights_they_stand_for(foreign, name):
     narrow, plain = (build(directory) for directory in foreign("qwen3_moe", name))
     others = dict(narrowing.projections(plain))
@@ -225,10 +260,14 @@ WRONG = {
     "quantization_config: weights: expected 8 symmetric bits, got 4": compressed(
         "channel", "int", num_bits=4
     ),
-    "quantized weights (compressed-tensors, pack-quantized) are not supported": compressed(
-        "group", "int"
+    "quantization_config: group_size: expected two sizes of 1 or more, got None": compressed(
+        "channel", "int", num_bits=4
     )
     | {"format": "pack-quantized"},
+    "quantized weights (compressed-tensors, marlin-24) are not supported": compressed(
+        "group", "int"
+    )
+    | {"format": "marlin-24"},
 }
 
 
