@@ -1,6 +1,5 @@
 """Serves a target over HTTP: dflash serve CONFIG [key=value ...] [--host HOST] [--port PORT]."""
 
-import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import NoReturn
@@ -61,7 +60,8 @@ def _serve(command: cli.Command) -> int:
     from dflash.parallel import distributed
     from dflash.runs import dates
     from dflash.runs.display import Display
-    from dflash.serving import lanes, server
+    from dflash.serving import server
+    from dflash.serving.tracks import Tracks
 
     distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     dry = command.dry_run
@@ -71,13 +71,11 @@ def _serve(command: cli.Command) -> int:
         print("\n".join(job.plan().lines()))
         return 0
     if jax.process_index() > 0:
-        return server.follow(functools.partial(lanes.start, job, command.config, Display.silent()))
+        return server.follow(Tracks(job, command.config, Display.silent()))
     listener = server.listen(command.flags["host"], command.flags["port"])
     return server.run(
-        command.config.serve,
+        Tracks(job, command.config, Display(stream=False)),
         listener,
-        functools.partial(lanes.start, job, command.config, Display(stream=False)),
-        functools.partial(lanes.model_of, job, command.config),
         on_ready=lambda url: print(url, flush=True),
         profile_dir=command.profile_dir,
     )

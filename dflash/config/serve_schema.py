@@ -26,6 +26,7 @@ class ServeDecode(schema.DecodeConfig):
     """`decode` of a server: several requests at a time."""
 
     batch_size: int = option(8, minimum=1, maximum=schema.MAX_BATCH)
+    prefix_cache: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The engine: calls on device state that every way of decoding is made of.
 
-    prefill(state, lanes, pieces) -> state, lanes, anchors      a chunk of a prompt in every lane
-    insert(state, lanes, anchors, lane, slot, request, length) -> state
+    prefill(state, lanes, pieces) -> state, lanes, anchors, logprobs    a chunk in every lane
+    insert(state, lanes, anchors, lane, slot, request, said) -> state
     generate(state) -> state, report                 one dispatch of up to sync_every cycles
     release(state, slot) -> state
 

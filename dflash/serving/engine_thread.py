@@ -11,7 +11,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -20,17 +20,18 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import Event, Request
 from dflash.inference.scheduler import Scheduler, SchedulerStats
 from dflash.parallel import distributed
+from dflash.serving.tracks import Tracks
+from dflash.text.grammar import Vocabulary
 
-DRAFTED, PLAIN = "drafted", "plain"  # the lanes: with the drafter, and without
 # Other processes wait for a word of the first one; it speaks at least so often.
 _HEARTBEAT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Submit:
-    """Puts a request into a lane's queue."""
+    """Puts a request into a track's queue."""
 
-    lane: str
+    track: str
     request: Request
 
 
@@ -77,19 +78,19 @@ class Listener(Protocol):
 
 
 class EngineThread(threading.Thread):
-    """Runs a scheduler for each lane; the only thread that uses jax."""
+    """Runs a scheduler for each track; the only thread that uses jax."""
 
-    def __init__(self, start: Callable[[], Mapping[str, Engine]], listener: Listener):
+    def __init__(self, tracks: Tracks, listener: Listener):
         """Starts nothing yet.
 
         Args:
-          start: loads, compiles and returns the engine of each lane; called on the thread.
+          tracks: are started on the thread.
           listener: hears of everything.
         """
         super().__init__(name="engine", daemon=True)
-        self._prepare, self._listener = start, listener
+        self._source, self._listener = tracks, listener
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._lanes: dict[str, Scheduler] = {}
+        self._tracks: dict[str, Scheduler] = {}
 
     # --- from any thread ------------------------------------------------------------------------
 
@@ -102,13 +103,13 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         """Serves until it is told to stop, or fails."""
         try:
-            engines = self._prepare()
-            self._lanes = {name: Scheduler(engine) for name, engine in engines.items()}
+            engines = self._source.start()
+            self._tracks = {name: Scheduler(engine) for name, engine in engines.items()}
             self._listener.ready(engines)
             while self._obey(self._heard()):
                 self._step()
-            for lane in self._lanes.values():
-                lane.close()
+            for track in self._tracks.values():
+                track.close()
         except BaseException as error:
             self._listener.stopped(error)
         else:
@@ -116,10 +117,10 @@ class EngineThread(threading.Thread):
 
     def _step(self) -> None:
         begin = time.perf_counter()
-        busy = [lane for lane in self._lanes.values() if not lane.idle]
-        events = [event for lane in busy for event in lane.step()]
+        busy = [track for track in self._tracks.values() if not track.idle]
+        events = [event for track in busy for event in track.step()]
         seconds = time.perf_counter() - begin if busy else 0.0
-        stats = {name: lane.stats() for name, lane in self._lanes.items()}
+        stats = {name: track.stats() for name, track in self._tracks.items()}
         self._listener.stepped(events, stats, seconds)
 
     def _heard(self) -> list[Command]:
@@ -127,24 +128,32 @@ class EngineThread(threading.Thread):
         several = jax.process_count() > 1
         heard: list[Command] = []
         if jax.process_index() == 0:
-            if all(lane.idle for lane in self._lanes.values()):
+            if all(track.idle for track in self._tracks.values()):
                 with contextlib.suppress(queue.Empty):
                     heard.append(self._commands.get(timeout=_HEARTBEAT_S if several else None))
             while not self._commands.empty():
                 heard.append(self._commands.get())
-        return distributed.from_first(heard) if several else heard
+        if not several:
+            return heard
+        return [self._at_home(one) for one in distributed.from_first(list(map(_portable, heard)))]
+
+    def _at_home(self, command: Command) -> Command:
+        """A command that was portable, with this process's vocabulary in its grammar."""
+        if not isinstance(command, Submit) or command.request.grammar is None:
+            return command
+        return _with_vocabulary(command, self._source.vocabulary())
 
     def _obey(self, commands: Sequence[Command]) -> bool:
         """Carries commands out; returns whether to go on."""
         for command in commands:
             match command:
-                case Submit(lane, request):
-                    self._lanes[lane].submit(request)
+                case Submit(track, request):
+                    self._tracks[track].submit(request)
                 case Cancel(id):
-                    any(lane.cancel(id) for lane in self._lanes.values())
+                    any(track.cancel(id) for track in self._tracks.values())
                 case Flush():
-                    for lane in self._lanes.values():
-                        lane.flush_prefix_cache()
+                    for track in self._tracks.values():
+                        track.flush_prefix_cache()
                 case Profile(None):
                     jax.profiler.stop_trace()
                 case Profile(directory):
@@ -152,3 +161,16 @@ class EngineThread(threading.Thread):
                 case Stop():
                     return False
         return True
+
+
+def _portable(command: Command) -> Command:
+    """A command without the vocabulary of its grammar, which every process has."""
+    if not isinstance(command, Submit) or command.request.grammar is None:
+        return command
+    return _with_vocabulary(command, None)
+
+
+def _with_vocabulary(command: Submit, vocabulary: Vocabulary | None) -> Submit:
+    grammar = dataclasses.replace(command.request.grammar, vocabulary=vocabulary)
+    request = dataclasses.replace(command.request, grammar=grammar)
+    return dataclasses.replace(command, request=request)

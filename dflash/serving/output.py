@@ -9,7 +9,7 @@ from dflash.serving.ask import Ask, Model
 from dflash.serving.stops import StopFinder
 from dflash.text.tokenizer import IncrementalDecoder
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,21 +8,21 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 
 from dflash import errors
-from dflash.config.serve_schema import ServeConfig
-from dflash.inference.engine import Engine
 from dflash.serving.app import application
 from dflash.serving.engine_thread import EngineThread
 from dflash.serving.log import write_log
-from dflash.serving.service import ModelOf, Service
+from dflash.serving.service import Service
+from dflash.serving.tracks import Tracks
 
 KEY = "DFLASH_API_KEY"  # the environment variable
 _FAILED, _INTERRUPTED = 1, 130
+_SIGNALS = {signal.SIGTERM: 0, signal.SIGINT: _INTERRUPTED}  # to stop, and the status then
 _LAST_ANSWERS_S = 0.2  # for those who wait when the engine fails
 _CLOSING_S = 3.0  # that connections have to end once nothing runs any more
 _KEEP_ALIVE_S = 75
@@ -53,10 +53,8 @@ def address(listener: socket.socket) -> str:
 
 
 def run(
-    config: ServeConfig,
+    tracks: Tracks,
     listener: socket.socket,
-    start: Callable[[], Mapping[str, Engine]],
-    model_of: ModelOf,
     *,
     on_ready: Callable[[str], None],
     profile_dir: str | None = None,
@@ -64,10 +62,8 @@ def run(
     """Serves until SIGTERM or SIGINT, or until the engine fails.
 
     Args:
-      config: limits and timeouts.
+      tracks: what to serve.
       listener: from `listen`.
-      start: loads, compiles and returns the engine of each lane; called on the engine's thread.
-      model_of: tells what is served, from the engines.
       on_ready: gets the URL once requests are served.
       profile_dir: where profiles go; None: there are none.
     Returns:
@@ -75,29 +71,33 @@ def run(
     Raises:
       UserError: the engine cannot start, or numbers are not finite.
     """
-    serving = _serve(config, listener, start, model_of, on_ready, profile_dir)
-    status, error = asyncio.run(serving)
-    if isinstance(error, errors.UserError):
-        raise error
-    if error is not None:
-        print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)
-    return status
+    status, error = asyncio.run(_serve(tracks, listener, on_ready, profile_dir))
+    return status if error is None else _status_of(error)
 
 
-def follow(start: Callable[[], Mapping[str, Engine]]) -> int:
+def follow(tracks: Tracks) -> int:
     """Does what the first process's server does, on every other process of a run.
+
+    Signals to stop are the first process's to obey: it tells the others.
 
     Returns:
       The exit status.
+    Raises:
+      UserError: see `run`.
     """
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     follower = _Follower()
-    EngineThread(start, follower).run()
-    if isinstance(follower.error, errors.UserError):
-        raise follower.error
-    if follower.error is not None:
-        traceback.print_exception(follower.error)
-        return _FAILED
-    return 0
+    EngineThread(tracks, follower).run()
+    return 0 if follower.error is None else _status_of(follower.error)
+
+
+def _status_of(error: BaseException) -> int:
+    """The exit status after an engine has failed; a UserError is raised instead."""
+    if isinstance(error, errors.UserError):
+        raise error
+    print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)
+    return _FAILED
 
 
 class _Follower:
@@ -116,28 +116,23 @@ class _Follower:
 
 
 async def _serve(
-    config: ServeConfig,
+    tracks: Tracks,
     listener: socket.socket,
-    start: Callable[[], Mapping[str, Engine]],
-    model_of: ModelOf,
     on_ready: Callable[[str], None],
     profile_dir: str | None,
 ) -> tuple[int, BaseException | None]:
     """Serves until a signal asks to stop, or the engine fails; see `run`."""
-    service = Service(config, model_of, profile_dir)
+    service = Service(tracks, profile_dir)
     with _signals() as asked:
         logging = asyncio.create_task(write_log(service))
-        await serve(service, listener, start, asked, on_ready)
+        await serve(service, listener, asked, on_ready)
         logging.cancel()
-    if service.error is not None:
-        return _FAILED, service.error
-    return asked.status, None
+    return asked.status, service.error
 
 
 async def serve(
     service: Service,
     listener: socket.socket,
-    start: Callable[[], Mapping[str, Engine]],
     asked: asyncio.Event,
     on_ready: Callable[[str], None],
 ) -> None:
@@ -146,19 +141,18 @@ async def serve(
     Args:
       service: not started yet.
       listener: from `listen`.
-      start: see `run`.
       asked: set by who wants it to stop.
       on_ready: see `run`.
     """
     front = _front(application(service, key=os.environ.get(KEY) or None))
-    service.start(EngineThread(start, service))
+    service.start()
     serving = asyncio.create_task(front.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(service, address(listener), on_ready))
     waits = [asyncio.create_task(asked.wait()), asyncio.create_task(service.ended.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not service.ended.is_set():
         await service.drain()
-        service.stop()
+        await service.stop()
     else:
         await asyncio.sleep(_LAST_ANSWERS_S)
     front.should_exit = True
@@ -168,9 +162,7 @@ async def serve(
 
 
 @contextlib.contextmanager
-def in_background(
-    config: ServeConfig, start: Callable[[], Mapping[str, Engine]], model_of: ModelOf
-) -> Iterator[str]:
+def in_background(tracks: Tracks) -> Iterator[str]:
     """A server on a thread of its own, at a free port of this machine; yields its URL.
 
     Raises:
@@ -180,10 +172,10 @@ def in_background(
     held: dict[str, Any] = {}
 
     async def serving() -> None:
-        service, asked = Service(config, model_of), asyncio.Event()
+        service, asked = Service(tracks), asyncio.Event()
         held.update(service=service, asked=asked, loop=asyncio.get_running_loop())
         try:
-            await serve(service, listener, start, asked, lambda url: ready.set())
+            await serve(service, listener, asked, lambda url: ready.set())
         finally:
             ready.set()
 
@@ -248,10 +240,10 @@ def _signals() -> Iterator[_Asked]:
         asked.status = status
         asked.set()
 
-    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
+    for number, status in _SIGNALS.items():
         loop.add_signal_handler(number, stop, status)
     try:
         yield asked
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             loop.remove_signal_handler(number)

@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Literal
 
 from dflash import errors
@@ -21,8 +21,6 @@ from dflash.inference.request import Completion, Event, Request, Tokens
 from dflash.inference.scheduler import SchedulerStats
 from dflash.serving.ask import Ask, Model
 from dflash.serving.engine_thread import (
-    DRAFTED,
-    PLAIN,
     Cancel,
     Command,
     EngineThread,
@@ -33,9 +31,8 @@ from dflash.serving.engine_thread import (
 )
 from dflash.serving.metrics import Metrics
 from dflash.serving.refusal import Refusal
+from dflash.serving.tracks import DRAFTED, PLAIN, Tracks
 
-# What is served, from the engines of the lanes.
-ModelOf = Callable[[Mapping[str, Engine]], Model]
 _LONGEST_RETRY_S = 60
 _UNKNOWN_RETRY_S = 1  # before any request has finished
 
@@ -146,21 +143,21 @@ class Service:
       metrics: what happened.
       state: what it does.
       model: what is served; None until it is ready.
-      stats: where the schedulers of the lanes stand.
+      stats: where the schedulers of the tracks stand.
       is_ready: set once requests are served, or never will be.
       ended: set once the engine's thread has ended.
       error: why it has, if it failed.
     """
 
-    def __init__(self, config: ServeConfig, model_of: ModelOf, profile_dir: str | None = None):
+    def __init__(self, tracks: Tracks, profile_dir: str | None = None):
         """Serves nothing yet.
 
         Args:
-          config: limits and timeouts.
-          model_of: tells what is served, from the engine.
+          tracks: what is served.
           profile_dir: where profiles go; None: there are none.
         """
-        self.config, self.profile_dir = config, profile_dir
+        self.config: ServeConfig = tracks.config.serve
+        self.profile_dir = profile_dir
         self.created = int(time.time())
         self.metrics = Metrics()
         self.state = State.STARTING
@@ -169,7 +166,7 @@ class Service:
         self.error: BaseException | None = None
         self.ended = asyncio.Event()
         self.is_ready = asyncio.Event()
-        self._model_of = model_of
+        self._tracks = tracks
         self._engines: Mapping[str, Engine] = {}
         self._loop = asyncio.get_running_loop()
         self._thread: EngineThread | None = None
@@ -179,10 +176,10 @@ class Service:
 
     # --- for the front end ----------------------------------------------------------------------
 
-    def start(self, thread: EngineThread) -> None:
-        """Starts the engine's thread, which has this service as its listener."""
-        self._thread = thread
-        thread.start()
+    def start(self) -> None:
+        """Starts the engine's thread."""
+        self._thread = EngineThread(self._tracks, self)
+        self._thread.start()
 
     @property
     def slots(self) -> int:
@@ -211,11 +208,11 @@ class Service:
           Refusal: they cannot be decoded, or there are too many already.
         """
         model = self.served()
-        lane = DRAFTED if ask.drafting else PLAIN
+        track = DRAFTED if ask.drafting else PLAIN
         requests = ask.requests(model, self._ids)
         for request in requests:
             try:
-                self._engines[lane].check(request)
+                self._engines[track].check(request)
             except errors.InputError as error:
                 raise Refusal(str(error).removeprefix(f"prompt {request.id}: ")) from error
         if self.in_flight + len(requests) > self.slots + self.config.queue:
@@ -230,7 +227,7 @@ class Service:
         now = time.perf_counter()
         for index, request in enumerate(requests):
             self._flights[request.id] = Flight(call, index, request, now)
-            self._put(Submit(lane, request))
+            self._put(Submit(track, request))
         self.metrics.admitted(ask, model.decode)
         return call
 
@@ -265,9 +262,11 @@ class Service:
         for flight in list(self._flights.values()):
             flight.call.fail(Refusal("the server is stopping", status=503, code="stopping"))
 
-    def stop(self) -> None:
-        """Ends the engine's thread."""
+    async def stop(self) -> None:
+        """Ends the engine's thread; does not wait for one that still compiles."""
         self._put(Stop())
+        if self.is_ready.is_set():
+            await self.ended.wait()
 
     def _put(self, command: Command) -> None:
         self._thread.put(command)
@@ -301,7 +300,7 @@ class Service:
     # --- on the event loop ----------------------------------------------------------------------
 
     def _on_ready(self, engines: Mapping[str, Engine]) -> None:
-        self._engines, self.model = engines, self._model_of(engines)
+        self._engines, self.model = engines, self._tracks.model(engines)
         self.metrics.describe(self.model, engines[DRAFTED])
         if self.state is State.STARTING:
             self.state = State.READY

@@ -70,8 +70,7 @@ class Vocabulary:
     def not_first(self) -> np.ndarray:
         """Bits of the tokens that may not begin an output, int32 [words]."""
         dropped = [
-            self.tokens.drops_space and (token or b"").startswith(b" ")
-            for token in self.tokens.tokens
+            self.tokens.drops_space and b" " in (token or b"") for token in self.tokens.tokens
         ]
         return _pack(np.array([*dropped, False]))
 
@@ -124,7 +123,18 @@ class Grammar:
         Raises:
           InputError: the grammar is unusable, or llguidance is absent.
         """
-        return Matcher(self._compiled, self.vocabulary)
+        return Matcher(self)
+
+    def begin(self, *, anew: bool = False) -> Any:
+        """llguidance's matcher at the beginning of an output.
+
+        Args:
+          anew: compile once more. Copies share what they learn about the grammar, and with it the
+            limits of that.
+        """
+        if anew:
+            self.__dict__.pop("_compiled", None)
+        return self._compiled.deep_copy()
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -173,10 +183,10 @@ def lark(text: str, vocabulary: Vocabulary) -> Grammar:
 class Matcher:
     """How far an output has come in its grammar."""
 
-    def __init__(self, state: Any, vocabulary: Vocabulary):
-        """Takes llguidance's matcher, for itself alone."""
-        self._beginning, self._vocabulary = state, vocabulary
-        self._state = state.deep_copy()
+    def __init__(self, grammar: Grammar):
+        """Begins an output."""
+        self._grammar, self._vocabulary = grammar, grammar.vocabulary
+        self._state = grammar.begin()
         self._said: list[int] = []
 
     @property
@@ -218,6 +228,10 @@ class Matcher:
                 parent = draft if parents is None else parents[draft]
                 children.setdefault(parent, []).append(draft)
         self._fill_row(masks[0], len(self._said), ends, first_end)
+        if self._state.is_error():  # perhaps what other outputs have left behind was too much
+            self._begin_anew()
+            self._fill_row(masks[0], len(self._said), ends, first_end)
+        followed = not self._state.is_error()
         path = [(0, iter(children.get(0, ())))]
         while path and not self._state.is_error():
             row, rest = path[-1]
@@ -230,9 +244,12 @@ class Matcher:
                 self._state.consume_token(tokens[draft])
                 self._fill_row(masks[draft + 1], len(self._said) + len(path), ends, first_end)
                 path.append((draft + 1, iter(children.get(draft + 1, ()))))
-        if len(path) > 1:  # a draft was too much for it, which need not become part of the output
-            self._state = self._beginning.deep_copy()
-            self._state.consume_tokens(self._said)
+        if followed and self._state.is_error():  # at a draft, which need not become output
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._state = self._grammar.begin(anew=True)
+        self._state.consume_tokens(self._said)
 
     def _fill_row(self, row: np.ndarray, length: int, ends: Sequence[int], first_end: int) -> None:
         """Writes which tokens may follow an output of `length` tokens."""

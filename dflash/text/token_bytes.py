@@ -14,7 +14,7 @@ class TokenBytes:
 
     Attributes:
       tokens: bytes of each token; None for those that write no text: special and unknown ones.
-      drops_space: whether a space at the very beginning of an output is not written.
+      drops_space: whether spaces of an output's first token are not always written.
     """
 
     tokens: tuple[bytes | None, ...]

@@ -6,12 +6,15 @@ What a drafter drafts may be good or bad; what comes out must be what plain deco
 import copy
 import dataclasses
 import functools
+import json
+import re
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import grammars
 from support.engines import decode, engine, expected, make_requests, occupied, random_prompts
 from support.models import ARCHITECTURE, drafter, takes, target
 
@@ -21,6 +24,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Request
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.inference.scheduler import Scheduler
+from dflash.offline import decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +188,8 @@ def test_a_sequence_that_gives_way_says_what_it_would_have_said(form):
         max_length=48,
         num_pages=7,
     )
-    how = {"temperature": 0.8, "seed": 3}
+    # What they have said counts again when they come back.
+    how = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
     prompts, limits = random_prompts([15, 14, 13, 5]), [32, 32, 31, 20]
     done = decode(run, prompts, limits, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == expected(prompts, limits, **how)
@@ -268,6 +273,97 @@ def test_top_k_and_top_p_apply_alike(form):
     wanted = expected(prompts, LIMITS, **how)
     assert [(one.output_ids, one.finish_reason) for one in done] == wanted
     assert wanted != expected(prompts, LIMITS, temperature=1.5), "the filters took nothing away"
+
+
+# What a request may ask for; neighbors in the batch ask for different things.
+CONTROLS = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.6, "temperature": 0.8},
+    {"repetition_penalty": 1.6},
+    {"logit_bias": ((3, 2.0), (0, -100.0)), "temperature": 0.8},
+    {"min_new_tokens": 5, "stop_ids": (0, 1, 2, 3)},
+    {"temperature": 1.2, "min_p": 0.3, "repetition_penalty": 0.8, "frequency_penalty": -0.1},
+    {"presence_penalty": -0.5, "logit_bias": ((5, 1.0),), "min_new_tokens": 3, "stop_ids": (5,)},
+]
+
+
+def controlled(run: Engine, prompts, *, greedy: bool = False) -> list[tuple]:
+    """Output ids and reasons of prompts under the controls, one after the other."""
+    requests = []
+    for i, (prompt, limit, how) in enumerate(zip(prompts, LIMITS, CONTROLS, strict=True)):
+        how = how | ({"temperature": 0.0} if greedy else {})
+        how = {"min_new_tokens": 0} | how
+        how["min_new_tokens"] = min(how["min_new_tokens"], limit)
+        (one,) = make_requests([prompt], limit, first_index=i, **how)
+        requests.append(dataclasses.replace(one, id=i))
+    done = {one.id: one for one in decoding.decode(run, requests) if isinstance(one, Completion)}
+    return [(done[i].output_ids, done[i].finish_reason) for i in range(len(requests))]
+
+
+@functools.cache
+def plain_controlled(prompts, *, greedy: bool = False) -> list[tuple]:
+    return controlled(ragged_engine(Form("none")), prompts, greedy=greedy)
+
+
+@each_form
+def test_controls_apply_alike(form):
+    """Penalties, biases and least lengths count drafts as said in the rows after them."""
+    prompts = tuple(random_prompts(ONE_BUCKET))
+    assert controlled(ragged_engine(form), prompts) == plain_controlled(prompts)
+    assert plain_controlled(prompts, greedy=True) != expected(prompts, LIMITS, temperature=0.0)
+    for (ids, reason), how, limit in zip(plain_controlled(prompts), CONTROLS, LIMITS, strict=True):
+        assert len(ids) >= min(how.get("min_new_tokens", 0), limit)
+        assert reason == "length" or ids[-1] in how["stop_ids"]
+    run = ragged_engine(form, "rejection")
+    if weighs_drafts(run.drafter):
+        assert controlled(run, prompts, greedy=True) == plain_controlled(prompts, greedy=True)
+
+
+def constrained(run: Engine, *, greedy: bool = False) -> list[tuple]:
+    """Output ids and reasons of prompts, of which some have grammars."""
+    schema = grammars.flat_object(
+        a={"type": "array", "items": {"type": "integer"}}, b={"type": "boolean"}
+    )
+    asked = [
+        grammars.json_schema(schema),
+        None,
+        grammars.regex("(a|b){3,12}"),
+        grammars.regex("1(2|0)*|null"),
+        None,
+        grammars.json_schema(schema),
+        grammars.regex("(12|tru)+e"),
+    ]
+    limits = [32, 20, 32, 9, 6, 32, 4]
+    prompts = random_prompts(ONE_BUCKET)
+    how = {"temperature": 0.0 if greedy else 1.5, "stop_ids": (grammars.END,), "seed": 5}
+    requests = make_requests(prompts, limits, **how)
+    requests = [
+        dataclasses.replace(one, grammar=grammar, min_new_tokens=2 if grammar else 0)
+        for one, grammar in zip(requests, asked, strict=True)
+    ]
+    done = {one.id: one for one in decoding.decode(run, requests) if isinstance(one, Completion)}
+    return [(done[i].output_ids, done[i].finish_reason) for i in range(len(requests))]
+
+
+@functools.cache
+def plain_constrained(*, greedy: bool = False) -> list[tuple]:
+    return constrained(ragged_engine(Form("none")), greedy=greedy)
+
+
+@each_form
+def test_grammars_apply_alike(form):
+    """Beside sequences without one, whose outputs stay what they are."""
+    run = ragged_engine(form)
+    for greedy in (True, False):
+        assert constrained(run, greedy=greedy) == plain_constrained(greedy=greedy)
+    for ids, reason in (found := plain_constrained()):
+        assert reason == ("stop" if ids[-1] == grammars.END else "length")
+    assert re.fullmatch("[ab]{3,12}", grammars.text_of(found[2][0]))
+    if found[0][1] == "stop":
+        assert json.loads(grammars.text_of(found[0][0])).keys() == {"a", "b"}
+    if form.name == THOROUGH.name:  # masks are given to a program of its own
+        run = ragged_engine(form, "rejection")
+        assert constrained(run, greedy=True) == plain_constrained(greedy=True)
 
 
 def make_sampler(batch: int, *, with_probs: bool = False) -> SequenceSampler:

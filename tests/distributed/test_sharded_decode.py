@@ -2,10 +2,19 @@
 
 import jax
 import pytest
-from support.engines import check_plain_outputs, decode, engine, random_prompts
+from support.engines import (
+    check_plain_outputs,
+    decode,
+    engine,
+    expected,
+    make_requests,
+    random_prompts,
+)
 from support.models import drafter
 
 from dflash import registry
+from dflash.inference.request import Completion
+from dflash.inference.scheduler import Scheduler
 
 LENGTHS = [9, 16, 41, 10, 13, 31, 48, 12, 11]  # 41 takes three chunks; all one prefill program
 LIMITS = [20, 1, 12, 32, 7, 9, 2, 16, 25]
@@ -42,3 +51,30 @@ def test_a_mesh_splits_quantised_pages_and_their_scales():
     keys = run.new_state().cache.pools[0]
     for part in (keys.values, keys.scales):
         assert part.addressable_shards[0].data.size * 8 == part.size, "the cache is not split"
+
+
+# Rows in an array per sequence, with one that depends on the next token, and in pages.
+@pytest.mark.parametrize("name", ["dflash", "eagle3", "autoregressive"])
+def test_a_mesh_shares_cached_pages_within_each_replica(name):
+    """The prompts of a second round find the pages of the first, with the same drafts."""
+    options = {"batch_size": 4, "sync_every": 4, "page_size": 8, "prefix_cache": True}
+    run = engine(drafter(name, mesh=ALL_AXES), mesh=ALL_AXES, **options)
+    assert run.num_lanes == 4
+    prompts, limits = random_prompts([33, 20, 26, 9, 30, 12]), [20, 12, 9, 17, 7, 20]
+    how = {"temperature": 0.8, "seed": 4}
+    one, rounds = Scheduler(run), []
+    for _ in range(2):
+        for request in make_requests(prompts, limits, **how):
+            one.submit(request)
+        done = {}
+        while not one.idle:
+            done |= {e.id: e for e in one.step() if isinstance(e, Completion)}
+        rounds.append([done[i] for i in range(len(prompts))])
+    first, second = rounds
+    assert [(d.output_ids, d.finish_reason) for d in first] == expected(prompts, limits, **how)
+    assert [d.output_ids for d in second] == [d.output_ids for d in first]
+    assert [d.acceptance_lengths for d in second] == [d.acceptance_lengths for d in first]
+    assert sum(d.cached_tokens for d in first) == 0
+    # A prompt goes where its pages are, unless that replica is taken.
+    assert sum(d.cached_tokens for d in second) > sum(map(len, prompts)) / 3
+    assert one.stats().pages_used == 0

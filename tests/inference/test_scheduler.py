@@ -307,8 +307,8 @@ class Slow:
         return Later(array, self._free_at)
 
     def prefill(self, *args):
-        state, lanes, anchors = self._inner.prefill(*args)
-        return state, lanes, self._later(anchors, self._prefill_s)
+        state, lanes, anchors, logprobs = self._inner.prefill(*args)
+        return state, lanes, self._later(anchors, self._prefill_s), logprobs
 
     def insert(self, state, lanes, anchors, *args):
         return self._inner.insert(state, lanes, anchors.array, *args)

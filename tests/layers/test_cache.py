@@ -135,29 +135,6 @@ def test_layers_keep_what_their_attention_names(kv_dtype):
     check_compacted(cache, after, start, path, shares=4)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
-def test_insert_writes_the_pages_of_a_slot_in_its_share(kv_dtype):
-    """Other shares write their scratch page alone."""
-    sharding, slot, share, pages = make_sharding(data=2, fsdp=2, tensor=2), 2, 2, [3, 1]
-    options = {"sharding": sharding, "kv_dtype": kv_dtype, "specs": MIXED}
-    cache = make_paged(batch=4, shares=4, **options)
-    prefix = make_paged(batch=1, pages_per_sequence=2, **options)
-    prefix = jax.tree.map(lambda x: -x, prefix)
-    table = jnp.array([3, 1, 0], jnp.int32)
-    insert = jax.jit(lambda cache, prefix, *args: cache.insert(prefix, *args, sharding))
-    after = insert(cache, prefix, slot, share, table, jnp.array(pages))
-    expected = np.array(cache.page_table)
-    expected[slot] = table
-    np.testing.assert_array_equal(after.page_table, expected)
-    for old, new, one in zip(
-        *map(jax.tree.leaves, (cache.layers, after.layers, prefix.layers)), strict=True
-    ):
-        wanted, per_share = np.array(old), old.shape[1] // 4
-        wanted[:, [share * per_share + page for page in pages]] = np.asarray(one)[:, 1:]
-        kept = np.arange(old.shape[1]) % per_share != 0  # all but scratch
-        np.testing.assert_array_equal(np.asarray(new)[:, kept], wanted[:, kept])
-
-
 def make_static(batch=3, capacity=8, sharding=None):
     return zeros(
         kv.static_cache(
@@ -185,6 +162,19 @@ def test_static_write():
         for b, begin in enumerate(position):
             expected[b, :, begin : begin + 3] = rows[i][b].swapaxes(0, 1)
         np.testing.assert_array_equal(np.asarray(cache, np.float32), expected)
+
+
+def test_rows_of_one_sequence_are_read_and_written_where_they_belong():
+    rng = np.random.default_rng(1)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), make_static())
+    rows = cache.read_rows(jnp.int32(1), jnp.int32(5), 4)
+    for leaf, part in zip(jax.tree.leaves(cache), jax.tree.leaves(rows), strict=True):
+        np.testing.assert_array_equal(part, leaf[1, :, 5:9])
+    after = make_static().write_rows(jnp.int32(2), jnp.int32(28), rows)
+    for leaf, part in zip(jax.tree.leaves(after), jax.tree.leaves(rows), strict=True):
+        expected = np.zeros(leaf.shape, leaf.dtype)
+        expected[2, :, 28:32] = part
+        np.testing.assert_array_equal(leaf, expected)
 
 
 def test_static_write_wants_rows_of_every_layer():

@@ -2,6 +2,9 @@
 
 import concurrent.futures
 import itertools
+import json
+import pathlib
+import re
 
 import pytest
 from support.served import decoded, plain_decoding
@@ -335,3 +338,52 @@ def test_a_least_number_of_tokens(server):
     assert server.post(TEXT, body)[1]["usage"]["completion_tokens"] <= 3
     assert server.post(TEXT, {**body, "min_tokens": 7})[1]["usage"]["completion_tokens"] >= 7
     assert server.post(TEXT, {**body, "min_tokens": 13})[0] == 400
+
+
+def test_the_same_request_twice(server):
+    """A hit in the prefix cache changes neither tokens nor what was accepted."""
+    body = {"prompt": "the quick brown fox jumps over the lazy dog; " * 2, "max_tokens": 30}
+    server.get("/flush_cache")
+    (_, first), (_, second) = server.post(TEXT, body), server.post(TEXT, body)
+    assert first["choices"] == second["choices"]
+    details = "completion_tokens_details"
+    assert first["usage"][details] == second["usage"][details]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (first, second)]
+    assert cached[0] == 0 < cached[1]
+
+
+def test_outputs_match_what_they_have_to(server):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer", "maximum": 9}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    # An untrained model would go on with the spaces that JSON allows.
+    spaces = {str(ord(one)): -100 for one in " \t\n\r"}
+    how = {"stop_token_ids": [0], "max_tokens": 60, "temperature": 0.9, "logit_bias": spaces}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    messages = [{"role": "user", "content": "who?"}]
+    for seed in range(3):
+        body = {"messages": messages, "response_format": form, "seed": seed, **how}
+        choice = server.post(CHAT, body)[1]["choices"][0]
+        person = json.loads(choice["message"]["content"].rstrip("\0"))
+        assert set(person) == {"name", "age"}
+        assert person["age"] <= 9
+        assert choice["finish_reason"] == "stop"
+    pattern = "[ab]{3}-[0-9]{2}"
+    text = server.post(TEXT, {"prompt": "x", "guided_regex": pattern, **how})[1]["choices"][0][
+        "text"
+    ]
+    assert re.fullmatch(pattern, text.rstrip("\0"))
+    sampling = {"regex": pattern, "stop_token_ids": [0], "max_new_tokens": 20}
+    _, found = server.post("/generate", {"text": "x", "sampling_params": sampling})
+    assert re.fullmatch(pattern, found["text"].rstrip("\0"))
+
+
+def test_the_requests_of_the_page_of_documentation(server):
+    page = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
+    found = re.findall(r"curl .*?127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'\n", page.read_text(), re.S)
+    assert len(found) >= 2
+    for path, body in found:
+        assert server.post(path, body.encode())[0] == 200

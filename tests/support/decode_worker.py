@@ -44,7 +44,33 @@ def main() -> None:
             assert (tables[0] == tables[1]).all(), f"processes differ in their tables: {tables}"
         done = decode(run, task["prompts"], task["limits"], **task["options"])
         outputs[name] = [one.output_ids for one in done]
+    for name in task.get("cached", ()):
+        outputs[f"{name}, cached"] = decode_cached(name, mesh, task)
     print(json.dumps(outputs))
+
+
+def decode_cached(name: str, mesh: tuple[int, ...], task: dict) -> list:
+    """The outputs of one prompt after the other, each given twice, with few pages."""
+    from dflash.inference.request import Completion
+    from dflash.inference.scheduler import Scheduler
+    from support.engines import engine, make_requests
+    from support.models import drafter
+
+    options = {"page_size": 8, "num_pages": 18, "prefix_cache": True, "max_length": 48}
+    run = engine(drafter(name, mesh=mesh), mesh=mesh, batch_size=2, sync_every=4, **options)
+    one, hits, outputs = Scheduler(run), [], {}
+    for _ in range(2):
+        for request in make_requests(task["prompts"], task["limits"], **task["options"]):
+            one.submit(request)
+        while not one.idle:
+            for event in one.step():
+                if isinstance(event, Completion):
+                    hits.append(event.cached_tokens)
+                    again = outputs.setdefault(event.id, event.output_ids)
+                    assert again == event.output_ids
+    assert sum(hits) > 0, "nothing was found in the cache"
+    assert one.stats().pages_used == 0
+    return [outputs[i] for i in range(len(task["prompts"]))]
 
 
 if __name__ == "__main__":

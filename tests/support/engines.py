@@ -19,6 +19,7 @@ from dflash.models.decoder import Decoder
 from dflash.offline import decoding
 from support.models import ARCHITECTURE, ONE_DEVICE, target
 
+_ASKED = ("min_new_tokens", "logprobs", "grammar")
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
@@ -88,8 +89,9 @@ def make_requests(
     Args:
       limits: max_new_tokens, of each prompt or of all.
       first_index: number of the first sequence under the seed; another one means other noise.
-      sampling: options of `Sampling`.
+      sampling: options of `Sampling`, or of `Request`.
     """
+    asked = {name: sampling.pop(name) for name in _ASKED if name in sampling}
     if isinstance(limits, int):
         limits = [limits] * len(prompts)
     return [
@@ -99,6 +101,7 @@ def make_requests(
             limit,
             Sampling(sequence=first_index + i, **sampling),
             tuple(stop_ids),
+            **asked,
         )
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]

@@ -1,7 +1,6 @@
 """The study of serving: throughput and latencies of a server over loopback, under several loads."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -21,7 +20,8 @@ from dflash.measure.plots import Line
 from dflash.measure.studies.result import Step, StudyResult, doubted
 from dflash.offline.job import Job
 from dflash.runs.display import Display
-from dflash.serving import lanes, server
+from dflash.serving import server
+from dflash.serving.tracks import Tracks
 
 AT_A_TIME = (1, 2, 4, 8, 16, 32, 64)
 RATES = (0.5, 0.8)  # of the requests per second that plain decoding has reached
@@ -75,8 +75,7 @@ def _serving(config: BenchmarkRun, job: Job):
     )
     given = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)} | {"decode": decode}
     served = ServeRun(**given, serve=ServeConfig(queue=_QUEUE, drain_s=0.0))
-    start = functools.partial(lanes.compiled, job, served, Display.silent())
-    return server.in_background(served.serve, start, functools.partial(lanes.model_of, job, served))
+    return server.in_background(Tracks(job, served, Display.silent(), loaded=True))
 
 
 def _bodies(bench: benches.Bench, job: Job) -> list[dict[str, Any]]:

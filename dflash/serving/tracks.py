@@ -1,0 +1,112 @@
+"""From a checked job to what the server runs: an engine for each track, and the model's facts."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from dflash.checkpoints.assembly import Source
+from dflash.config.serve_schema import ServeRun
+from dflash.inference.engine import Engine
+from dflash.models.decoder import Decoder
+from dflash.runs.display import Display
+from dflash.serving.ask import NUM_STOP_IDS, Model
+from dflash.serving.token_names import TokenNames
+from dflash.text.grammar import Vocabulary
+from dflash.text.tokenizer import Tokenizer
+
+DRAFTED, PLAIN = "drafted", "plain"  # the tracks: with the drafter, and without
+
+
+class Job(Protocol):
+    """What is needed of `offline.job.Job`: models that were found and checked."""
+
+    config: Any
+    target: Decoder
+    target_source: Source
+    tokenizer: Tokenizer
+
+    def load_weights(self) -> None:
+        """Fills both models."""
+
+    def engine(self, *, num_stop_ids: int) -> Engine:
+        """An engine over them."""
+
+    def without_drafting(self) -> "Job":
+        """The same target without a drafter."""
+
+
+class Tracks:
+    """What a server serves; nothing of it is loaded before `start`.
+
+    Attributes:
+      config: of the server.
+    """
+
+    def __init__(self, job: Job, config: ServeRun, display: Display, *, loaded: bool = False):
+        """Takes what was checked.
+
+        Args:
+          job: has room for the longest request.
+          config: of the server.
+          display: shows what takes time.
+          loaded: whether the job's weights are in place.
+        """
+        self.config = config
+        self._job, self._display, self._loaded = job, display, loaded
+
+    def start(self) -> Mapping[str, Engine]:
+        """Loads weights, and compiles all programs that any request may need.
+
+        Raises:
+          CheckpointError: a checkpoint is damaged.
+        """
+        job, config = self._job, self.config
+        if not self._loaded:
+            with self._display.status("loading weights"):
+                job.load_weights()
+        stops = len(job.target.arch.eos_token_id) + len(config.decode.stop_ids) + NUM_STOP_IDS
+        engines = {DRAFTED: job.engine(num_stop_ids=stops)}
+        if config.serve.compare:
+            replicas = job.target.sharding.size("pages")
+            decode = dataclasses.replace(config.decode, batch_size=replicas, num_pages=None)
+            alone = dataclasses.replace(job, config=dataclasses.replace(config, decode=decode))
+            engines[PLAIN] = alone.without_drafting().engine(num_stop_ids=stops)
+        for engine in engines.values():
+            longest = engine.layout.max_length
+            with self._display.compiling() as progress:
+                engine.compile([1 << i for i in range(longest.bit_length())] + [longest], progress)
+        return engines
+
+    def vocabulary(self) -> Vocabulary:
+        """What grammars need of the tokenizer.
+
+        Raises:
+          InputError: its tokens' bytes are not known.
+        """
+        return self._vocabulary
+
+    def model(self, engines: Mapping[str, Engine]) -> Model:
+        """The facts that requests need to know."""
+        job, config, engine = self._job, self.config, engines[DRAFTED]
+        root = config.target.checkpoint or "random"
+        return Model(
+            name=config.serve.model or pathlib.PurePath(root.removeprefix("hf:")).name,
+            root=root,
+            drafter=config.drafter.name,
+            tokenizer=job.tokenizer,
+            names=TokenNames(job.tokenizer),
+            vocabulary=self.vocabulary,
+            decode=config.decode,
+            eos_ids=tuple(job.target.arch.eos_token_id),
+            vocab_size=job.target.arch.vocab_size,
+            max_length=engine.layout.max_length,
+            drafts=None if len(engine.block_sizes) > 1 else engine.block_sizes[0] - 1,
+            special_tokens=config.prompts.special_tokens,
+            compares=config.serve.compare,
+        )
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self._job.tokenizer)

@@ -1,0 +1,104 @@
+"""Log-probabilities, and plain decoding under controls, against one forward over the whole text."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.engines import engine, make_requests, random_prompts
+from support.models import drafter, target
+
+from dflash.inference import logprobs
+from dflash.inference.request import Completion, Tokens
+from dflash.offline import decoding
+
+PROMPTS = random_prompts([5, 17, 9, 33])
+ASKED = [3, None, 0, 20]  # likeliest tokens that each prompt asks for
+
+
+@functools.cache
+def run(form: str):
+    model = None
+    if form != "none":
+        model = drafter("dflash", block_size=5, tree=form == "tree")
+    return engine(model, batch_size=3, sync_every=2, max_length=64)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(model, text):
+    """The target's logits [T, V] after each token of one text [1, T]."""
+    cache = model.new_cache(batch=1, pages_per_sequence=1, num_pages=1, page_size=text.shape[1])
+    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
+    return model.unembed(model(text, jnp.arange(text.shape[1])[None], cache).hidden)[0]
+
+
+def logits_of(prompt, ids) -> np.ndarray:
+    """The target's logits before each of the output ids, [n, V]."""
+    text = np.zeros((1, 64), np.int32)
+    text[0, : len(prompt) + len(ids)] = (*prompt, *ids)
+    begin = len(prompt) - 1
+    return np.asarray(all_logits(target(), text))[begin : begin + len(ids)]
+
+
+def decode(form: str, **how):
+    """Completions, and all that was told of each request."""
+    requests = make_requests(PROMPTS, 20, **how)
+    requests = [
+        type(one)(**{**vars(one), "logprobs": asked})
+        for one, asked in zip(requests, ASKED, strict=True)
+    ]
+    done, told = {}, {i: [] for i in range(len(PROMPTS))}
+    for event in decoding.decode(run(form), requests):
+        if isinstance(event, Completion):
+            done[event.id] = event
+        elif isinstance(event, Tokens):
+            assert len(event.logprobs) == (0 if ASKED[event.id] is None else len(event.ids))
+            told[event.id] += event.logprobs
+    return done, told
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "top_k": 5, "presence_penalty": 1.0}])
+@pytest.mark.parametrize("form", ["none", "chain", "tree"])
+def test_they_are_those_of_one_forward(form, how):
+    """Of the raw logits, whatever a token was drawn from; the first token's too."""
+    done, told = decode(form, **how)
+    for i, prompt in enumerate(PROMPTS):
+        if ASKED[i] is None:
+            assert told[i] == []
+            continue
+        ids = done[i].output_ids
+        wanted = np.asarray(jax.nn.log_softmax(logits_of(prompt, ids)))
+        assert len(told[i]) == len(ids) == 20
+        for token, row, found in zip(ids, wanted, told[i], strict=True):
+            assert found.logprob == pytest.approx(row[token], abs=1e-4)
+            assert len(found.top_ids) == len(found.top_logprobs) == ASKED[i]
+            best = np.sort(row)[::-1][: ASKED[i]]
+            np.testing.assert_allclose(found.top_logprobs, best, atol=1e-4)
+            np.testing.assert_allclose(row[list(found.top_ids)], best, atol=1e-4)
+
+
+def test_a_small_vocabulary_has_fewer_likeliest_tokens():
+    logits = jnp.log(jnp.array([[[0.5, 0.2, 0.3]]]))
+    found = logprobs.of_tokens(logits, jnp.array([[2]]), jnp.array([True]))
+    assert found.top_ids.tolist() == [[[0, 2, 1]]]
+    assert float(found.drawn[0, 0]) == pytest.approx(np.log(0.3), abs=1e-6)
+
+
+def test_plain_decoding_under_controls_is_what_one_forward_says():
+    """The baseline itself: a greedy token is the largest of the logits, shaped by hand."""
+    how = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.3}
+    done, _ = decode("none", logit_bias=((4, 1.5),), min_new_tokens=6, stop_ids=(0, 4), **how)
+    for i, prompt in enumerate(PROMPTS):
+        ids = done[i].output_ids
+        assert len(ids) > 6
+        for place, row in enumerate(logits_of(prompt, ids).astype(np.float64)):
+            said = list(ids[:place])
+            row[4] += 1.5
+            for token in {*prompt, *said}:
+                row[token] = row[token] / 1.3 if row[token] > 0 else row[token] * 1.3
+            for token in set(said):
+                row[token] -= 0.7 + 0.3 * said.count(token)
+            if place < 6:
+                row[[0, 4]] = -np.inf
+            assert row[ids[place]] > row.max() - 1e-4, (i, place)

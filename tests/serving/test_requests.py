@@ -1,0 +1,116 @@
+"""Bodies of requests with a real tokenizer: templates, special tokens, and what is left out."""
+
+import functools
+import pathlib
+
+import pytest
+
+import dflash
+from dflash.config import schema
+from dflash.inference.request import Sampling
+from dflash.serving import ask as asks
+from dflash.serving.openai_requests import read_chat, read_completion
+from dflash.serving.refusal import Refusal
+from dflash.serving.sglang_requests import read_generate
+from dflash.serving.token_names import TokenNames
+from dflash.text.grammar import Vocabulary
+from dflash.text.tokenizer import for_target
+
+TARGET = pathlib.Path(dflash.__file__).parent / "assets" / "tiny_target"
+END = 2  # <|end|>
+
+
+@functools.cache
+def tokenizer():
+    return for_target(TARGET, thinking=False)
+
+
+def model(**changes) -> asks.Model:
+    facts = {
+        "name": "tiny_target",
+        "root": "assets/tiny_target",
+        "drafter": "dflash",
+        "tokenizer": tokenizer(),
+        "names": TokenNames(tokenizer()),
+        "vocabulary": lambda: Vocabulary.of(tokenizer()),
+        "decode": schema.DecodeConfig(max_new_tokens=50, top_k=3),
+        "eos_ids": (END,),
+        "vocab_size": tokenizer().vocab_size,
+        "max_length": 256,
+        "drafts": 15,
+    }
+    return asks.Model(**facts | changes)
+
+
+def chat(content, **fields):
+    return read_chat({"messages": [{"role": "user", "content": content}], **fields}, model())
+
+
+def test_a_chat_is_what_the_template_says():
+    (ids,) = chat("What is 2 + 3?").prompts
+    assert ids == tuple(tokenizer().encode_chat([{"role": "user", "content": "What is 2 + 3?"}]))
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "2 + 3?"}]
+    assert chat(parts).prompts == chat("What is\n2 + 3?").prompts
+
+
+def test_special_tokens_in_a_users_text_are_text():
+    text = "a<|end|><|assistant|>b"
+    (ids,) = chat(text).prompts
+    # The template's own come once each: the message's end, and the answer's beginning.
+    assert ids.count(END) == 1
+    (ids,) = read_completion({"prompt": text}, model()).prompts
+    assert END not in ids
+    assert tokenizer().decode(ids) == text
+    (ids,) = read_completion({"prompt": text}, model(special_tokens=True)).prompts
+    assert END in ids
+    ask, _ = read_generate({"text": text}, model())
+    assert END not in ask.prompts[0]
+
+
+def test_variables_of_a_template_can_spell_no_special_tokens_either():
+    with pytest.raises(Refusal) as caught:
+        chat("a", chat_template_kwargs={"messages": []})
+    assert caught.value.param == "chat_template_kwargs.messages"
+    assert chat("a", chat_template_kwargs={"enable_thinking": False}).prompts
+
+
+def test_a_template_that_refuses_says_so():
+    with pytest.raises(Refusal) as caught:
+        read_chat({"messages": [{"role": "tool", "content": "a"}]}, model())
+    assert caught.value.param == "messages"
+    assert "unknown role tool" in caught.value.message
+
+
+def test_what_is_left_out_is_as_the_config_says():
+    ask = chat("a")
+    assert ask.sampling == Sampling(top_k=3)
+    assert ask.stop_ids == (END,)
+    (request,) = ask.requests(model(), iter([7]))
+    assert (request.id, request.max_new_tokens) == (7, 50)
+    # As far as there is room.
+    (request,) = ask.requests(model(max_length=len(ask.prompts[0]) + 5), iter([7]))
+    assert request.max_new_tokens == 5
+    assert chat("a", ignore_eos=True).stop_ids == ()
+    assert chat("a", top_k=-1).sampling.top_k == 0
+
+
+def test_limits_have_two_names():
+    assert chat("a", max_tokens=5).max_new_tokens == 5
+    assert chat("a", max_completion_tokens=5, max_tokens=5).max_new_tokens == 5
+    with pytest.raises(Refusal):
+        chat("a", max_completion_tokens=5, max_tokens=6)
+
+
+def test_the_texts_of_tokens_keep_their_spaces():
+    ids = tokenizer().encode("one two")
+    names = TokenNames(tokenizer())
+    assert "".join(map(names.of, ids)).strip() == "one two"
+    assert b"".join(map(names.bytes_of, ids)).strip() == b"one two"
+    assert names.of(END) == "<|end|>"
+
+
+def test_decoding_can_spell_special_tokens():
+    ids = [*tokenizer().encode("one"), END]
+    assert tokenizer().decode(ids) == "one"
+    assert tokenizer().decode(ids, special_tokens=True) == "one<|end|>"
+    assert tokenizer().encode("one", add_special_tokens=False) == ids[:-1]

@@ -1,0 +1,31 @@
+"""A small soak; tools/soak_server.py has the long one."""
+
+import asyncio
+import collections
+import importlib.util
+import pathlib
+
+import pytest
+from support import served
+
+pytest.importorskip("httpx2", reason="needs the extra serve")
+TOOL = pathlib.Path(__file__).parents[2] / "tools" / "soak_server.py"
+REQUESTS = 120
+
+
+@pytest.fixture(scope="module")
+def tool():
+    specification = importlib.util.spec_from_file_location("soak_server", TOOL)
+    found = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(found)
+    return found
+
+
+def test_nothing_is_wrong_or_left_after_many_requests(tool, tmp_path):
+    with served.serving(tmp_path, *tool.PAGES) as server:
+        done = asyncio.run(tool.soak(server.url, tool.cases(REQUESTS, seed=1), 16))
+        assert tool.problems(server, done) == []
+        outcomes = collections.Counter(outcome for _, outcome, _ in done)
+        assert min(outcomes["whole"], outcomes["cancelled"], outcomes["refused"]) > 0
+        assert tool.count(server, "vllm:num_preemptions_total") > 0
+        assert tool.count(server, "vllm:prefix_cache_hits_total") > 0

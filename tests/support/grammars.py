@@ -1,0 +1,48 @@
+"""Grammars over the tokens of the tiny target, which are made up for them."""
+
+import functools
+import json
+
+import pytest
+
+from dflash.text import grammar
+from dflash.text.grammar import Grammar, Vocabulary
+from dflash.text.token_bytes import TokenBytes
+
+# The tokens that the tiny target prefers come first.
+TEXTS = ["a", "{", '"', "1", *"}b:,[]20-. ", '{"', '":', "12", '"}', "tru", "null", "e", None, None]
+END = len(TEXTS) - 1
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    """The tiny target's 24 tokens; END has no text."""
+    pytest.importorskip("llguidance", reason="pip install 'dflash[grammar]'")
+    return Vocabulary(TokenBytes(tuple(text and text.encode() for text in TEXTS)))
+
+
+def text_of(ids) -> str:
+    """What tokens write."""
+    return "".join(TEXTS[token] or "" for token in ids)
+
+
+@functools.cache
+def regex(pattern: str) -> Grammar:
+    return grammar.regex(pattern, vocabulary())
+
+
+@functools.cache
+def json_schema(schema: str) -> Grammar:
+    return grammar.json_schema(schema, vocabulary())
+
+
+def flat_object(**properties) -> str:
+    """A schema of an object with exactly these properties."""
+    return json.dumps(
+        {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+    )

@@ -1,0 +1,209 @@
+"""Grammars on the host: which tokens may follow, and what is refused."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from support.trained_tokenizers import failure
+
+from dflash import errors
+from dflash.text import grammar
+from dflash.text.grammar import Grammar, Vocabulary
+from dflash.text.token_bytes import TokenBytes
+
+pytest.importorskip("llguidance", reason="pip install 'dflash[grammar]'")
+
+TEXTS = [*'{}":,[]ab01 -', '{"', '":', "ab", "ba", "01", None, None]
+A, B, AB, BA = (TEXTS.index(text) for text in ("a", "b", "ab", "ba"))
+END, OTHER = len(TEXTS) - 1, len(TEXTS) - 2
+
+
+def make_vocabulary(drops_space: bool = False) -> Vocabulary:
+    tokens = tuple(text and text.encode() for text in TEXTS)
+    return Vocabulary(TokenBytes(tokens, drops_space))
+
+
+VOCABULARY = make_vocabulary()
+
+
+def filled(matcher, tokens=(), parents=None, ends=(END,), words=2, **options) -> list[set]:
+    """What may follow each row, as sets of texts and ids of tokens without text."""
+    masks = np.full((len(tokens) + 1, words), -1, np.int32)
+    matcher.fill(masks, tokens, parents, ends=ends, **options)
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return [names(np.flatnonzero(row)) if not row.all() else {"?"} for row in bits]
+
+
+def names(ids) -> set:
+    return {(TEXTS[i] or int(i)) if i < len(TEXTS) else int(i) for i in ids}
+
+
+def test_rows_of_a_chain():
+    matcher = grammar.regex("(ab)+", VOCABULARY).matcher()
+    assert filled(matcher, [A, B, AB]) == [
+        {"a", "ab"},
+        {"b", "ba"},
+        {"a", "ab", END},
+        {"a", "ab", END},
+    ]
+    # Past a draft that the grammar does not allow, rows do not matter.
+    assert filled(matcher, [A, A, AB]) == [{"a", "ab"}, {"b", "ba"}, {"?"}, {"?"}]
+    assert filled(matcher, [END, A]) == [{"a", "ab"}, {"?"}, {"?"}]
+    assert filled(matcher) == [{"a", "ab"}], "filling leaves the matcher where it was"
+    matcher.advance([AB, A])
+    assert filled(matcher, [BA]) == [{"b", "ba"}, {"b", "ba"}]
+    assert not matcher.may_end
+    matcher.advance([B])
+    assert matcher.may_end
+
+
+def test_rows_of_a_tree():
+    matcher = grammar.regex("a(b|0)?1|b", VOCABULARY).matcher()
+    tokens = [A, B, B, TEXTS.index("0"), TEXTS.index("1"), TEXTS.index("01")]
+    parents = [0, 0, 1, 1, 4, 1]
+    rows = filled(matcher, tokens, parents)
+    assert rows == [
+        {"a", "b", "ab"}, {"b", "0", "1", "01"}, {END}, {"1"}, {"1"}, {END}, {END}
+    ]  # fmt: skip
+    assert filled(matcher)[0] == rows[0]
+
+
+def test_ends():
+    matcher = grammar.regex("a*", VOCABULARY).matcher()
+    assert filled(matcher) == [{"a", END}]
+    assert filled(matcher, ends=(END, OTHER)) == [{"a", END, OTHER}]
+    # A token of text that ends the output is no text.
+    assert filled(matcher, ends=(A,)) == [{"a"}]
+    matcher = grammar.regex("b(a|b)*a", VOCABULARY).matcher()
+    assert filled(matcher, ends=(A,)) == [{"b", "ba"}]
+    assert filled(matcher, [BA], ends=(A,))[1] == {"a", "b", "ab", "ba"}
+    # Not in the tokenizer, but in the target's vocabulary.
+    assert filled(grammar.regex("a*", VOCABULARY).matcher(), ends=(40,)) == [{"a", 40}]
+
+
+def test_a_least_length_gives_way_to_the_grammar():
+    matcher = grammar.regex("a{0,2}", VOCABULARY).matcher()
+    assert filled(matcher, [A, A], first_end=9) == [{"a"}, {"a"}, {END}]
+    assert filled(matcher, [A, A], first_end=1) == [{"a"}, {"a", END}, {END}]
+
+
+def test_special_tokens_are_no_text():
+    matcher = grammar.regex("(?s:.*)", VOCABULARY).matcher()
+    (row,) = filled(matcher)
+    assert row == {text for text in TEXTS if text} | {END}
+
+
+def test_an_output_does_not_begin_with_a_space_that_nobody_sees():
+    spaced = make_vocabulary(drops_space=True)
+    matcher = grammar.regex(" *a", spaced).matcher()
+    assert filled(matcher, [A]) == [{"a"}, {END}]
+    matcher = grammar.regex("a *b", spaced).matcher()
+    assert filled(matcher, [A])[1] == {" ", "b"}
+    assert "no token of the target can begin" in failure(grammar.regex, " a", spaced)
+
+
+def test_where_nothing_fits_the_output_ends_unfinished():
+    matcher = grammar.regex("ax", VOCABULARY).matcher()
+    assert filled(matcher, [A]) == [{"a"}, {END}]
+    matcher.advance([A])
+    assert not matcher.may_end
+
+
+def test_masks_are_as_wide_as_the_target():
+    matcher = grammar.regex("(?s:.*)", VOCABULARY).matcher()
+    (wide,), (narrow,) = filled(matcher, words=4), filled(matcher, words=1)
+    assert wide == narrow
+
+
+def test_a_draft_that_is_too_much_does_no_harm():
+    """The library's limits are met on a path that nobody has to take."""
+    hard = "b(((a{1,99}){1,99}){1,99}){1,99}|a"
+    matcher = Grammar("regex", hard, VOCABULARY).matcher()
+    matcher.fill(np.zeros((65, 1), np.int32), [B] + [A] * 63, ends=(END,))
+    assert filled(matcher, [A]) == [{"a", "b", "ba"}, {END}]
+
+
+def test_json():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    for given in (schema, json.dumps(schema)):
+        matcher = grammar.json_schema(given, VOCABULARY).matcher()
+        matcher.advance([TEXTS.index(one) for one in ('{"', "a", '":', "-")])
+        assert filled(matcher) == [{"0", "1"}]
+    matcher = grammar.json_object(VOCABULARY).matcher()
+    assert filled(matcher) == [{"{", '{"'}]
+    matcher.advance([TEXTS.index("{"), TEXTS.index("}")])
+    assert filled(matcher) == [{END}]
+    matcher = grammar.lark('start: "a" start "b" | "ab"', VOCABULARY).matcher()
+    matcher.advance([A, AB])
+    assert filled(matcher, [B]) == [{"b"}, {END}]
+
+
+def test_grammars_are_compared_by_what_they_say():
+    one, same = (grammar.regex("a|b", VOCABULARY) for _ in range(2))
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != grammar.regex("a|ab", VOCABULARY)
+    assert one != grammar.regex("a|b", make_vocabulary())
+
+
+@pytest.mark.parametrize(
+    ("make", "source", "message"),
+    [
+        (grammar.regex, "(a", "regex: "),
+        (grammar.regex, "a(?=b)", "look-around, including look-ahead and look-behind, is not"),
+        (grammar.regex, "\ud800", "regex: holds half a character"),
+        (grammar.regex, "a" * 70_000, "regex: 70000 bytes, expected at most 65536"),
+        (grammar.json_schema, "{", "json_schema: EOF while parsing"),
+        (grammar.json_schema, "[]", "json_schema: "),
+        (grammar.json_schema, {"type": "text"}, "json_schema: Invalid type: text"),
+        (grammar.json_schema, {"$ref": "#/x"}, "json_schema: Pointer '/x' does not exist"),
+        (grammar.json_schema, {"$ref": "http://x.org/y"}, "json_schema: Resource"),
+        (grammar.json_schema, {"enum": []}, "json_schema: Unsatisfiable schema"),
+        (grammar.json_schema, {"uniqueItems": True, "type": "array"}, 'keys: ["uniqueItems"]'),
+        (
+            grammar.json_schema,
+            {"uniqueItems": True, "type": "array", "x-guidance": {"lenient": True}},
+            'keys: ["uniqueItems"]',
+        ),
+        (grammar.json_schema, {"a": {1, 2}}, "json_schema: Object of type set is not JSON"),
+        (grammar.lark, "start: nothing", "lark: "),
+        (grammar.lark, "", "lark: "),
+        (grammar.regex, "x", "no token of the target can begin what it matches"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(make, source, message):
+    assert message in failure(make, source, VOCABULARY)
+
+
+def test_deep_schemas_are_refused():
+    schema: dict = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    assert "json_schema: " in failure(grammar.json_schema, schema, VOCABULARY)
+    text = '{"items":' * 2_000 + "{}" + "}" * 2_000
+    assert "recursion limit" in failure(grammar.json_schema, text, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("make", "source"),
+    [
+        (grammar.json_schema, {"type": "integer", "multipleOf": 999_983}),  # minutes
+        (grammar.regex, "a{100000000}"),
+        (grammar.json_schema, {"properties": {f"p{i}": {"$ref": "#"} for i in range(2_500)}}),
+    ],
+    ids=["time", "automaton", "rows"],
+)
+def test_what_takes_too_long_is_refused(make, source):
+    assert failure(make, source, VOCABULARY)
+
+
+def test_the_library_may_be_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(errors.InputError, match=r"pip install 'dflash\[grammar\]'"):
+        grammar.regex("a", VOCABULARY)
