@@ -19,6 +19,7 @@ from dflash.inference import weights
 from dflash.kernels import quantised
 from dflash.layers.transformer import join_projections
 from dflash.parallel import parameters
+from dflash.text import tokenizer
 
 VOCABULARY = 20
 TOKENS = np.arange(12) % VOCABULARY
@@ -49,12 +50,12 @@ def build(directory, quantization=None, **mesh):
     return model
 
 
-def logits(model):
+def logits(model, tokens=TOKENS):
     def run(rows):
         hidden, _ = model.forward(rows, jnp.arange(rows.shape[1])[None], jnp.ones_like(rows))
         return model.unembed(hidden)[0]
 
-    return np.asarray(jax.jit(run)(jnp.asarray(TOKENS)[None]))
+    return np.asarray(jax.jit(run)(jnp.asarray(tokens)[None]))
 
 
 def write_tensors(path, tensors):
@@ -322,3 +323,22 @@ def test_rows_in_eight_bits_multiply_as_integers():
     np.testing.assert_allclose(product, x @ kernel, atol=0.2)
     alone = quantised.int8_product(jnp.asarray(x[2:3], jnp.float32), values, scales)
     np.testing.assert_array_equal(product[2:3], alone)
+
+
+def test_logits_of_the_shipped_target_stay_close():
+    """Root mean square of the difference, over that of the logits, on its own kind of text.
+
+    When written: 0.6 % with int8, 2.1 % with float8_e4m3fn, 1.4 % with w8a8.
+    """
+    directory = checkpoint.resolve("assets/tiny_target")
+    text = (
+        "Fatima has 38 coins and gives away 12. 38 - 12 = 26.\ndef add(a, b):\n    return a + b\n"
+    )
+    tokens = np.array(tokenizer.load_tokenizer(directory).encode(text))
+    exact = logits(build(directory), tokens)
+    errors = {
+        form: np.sqrt(np.mean((logits(build(directory, form), tokens) - exact) ** 2)) / exact.std()
+        for form in ("int8", "float8_e4m3fn", "w8a8")
+    }
+    assert 1e-4 < errors["int8"] < 0.01
+    assert errors["int8"] < errors["w8a8"] < errors["float8_e4m3fn"] < 0.05
