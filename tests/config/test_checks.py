@@ -53,6 +53,10 @@ def load(tmp_path, monkeypatch):
         ("target.architecture.rope_scaling.low_freq_factor=4",
          "target.architecture.rope_scaling.low_freq_factor: "
          "4.0 is not below high_freq_factor=4.0"),
+        ("target.rope_scaling.rope_type=yarn target.rope_scaling.beta_slow=40",
+         "target.rope_scaling.beta_slow: 40.0 is not below beta_fast=32.0"),
+        ("drafter.rope_scaling.high_freq_factor=0.5",
+         "drafter.rope_scaling.low_freq_factor: 1.0 is not below high_freq_factor=0.5"),
         ("drafter.block_size=17",
          "drafter.block_size: 17 exceeds drafter.architecture.block_size=16"),
         ("drafter.architecture.block_size=4 drafter.block_size=5",
