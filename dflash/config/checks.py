@@ -132,6 +132,9 @@ def _lengths(config: Any) -> Iterator[Problem]:
             f"decode.max_new_tokens={decode.max_new_tokens}"
         )
         yield keys, message
+    if decode.min_new_tokens > decode.max_new_tokens:
+        keys = "decode.min_new_tokens", "decode.max_new_tokens"
+        yield keys, f"{decode.min_new_tokens} exceeds decode.max_new_tokens={decode.max_new_tokens}"
     for key in ("page_size", "prefill_chunk"):
         value = getattr(decode, key)
         if value & (value - 1):

@@ -48,6 +48,9 @@ def test_programs_share_their_memory():
         ({"temperature": 0.5}, Situation(7, sampled=True)),
         ({"temperature": 0.5, "top_k": 3}, Situation(7, sampled=True, filtered=True)),
         ({"temperature": 0.5, "top_p": 0.9}, Situation(7, sampled=True, filtered=True)),
+        ({"temperature": 0.5, "min_p": 0.1}, Situation(7, sampled=True, filtered=True)),
+        ({"presence_penalty": 0.5}, Situation(7, shaped=True)),
+        ({"repetition_penalty": 1.5}, Situation(7, shaped=True)),
     ],
 )
 def test_the_config_says_which_branches_run(changes, situation):

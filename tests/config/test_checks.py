@@ -76,6 +76,8 @@ def load(tmp_path, monkeypatch):
         ("decode.stop_ids=[64]", "decode.stop_ids: 64 is not in the target's vocabulary of 64"),
         ("decode.max_length=8", "decode.max_length: "
          "8 leaves no room for a prompt beside decode.max_new_tokens=8"),
+        ("decode.min_new_tokens=9",
+         "decode.min_new_tokens: 9 exceeds decode.max_new_tokens=8"),
         ("decode.page_size=12", "decode.page_size: expected a power of two, got 12"),
         ("decode.prefill_chunk=100", "decode.prefill_chunk: expected a power of two, got 100"),
         ("prompts.text=a prompts.file=b",

@@ -10,6 +10,7 @@ import pytest
 from support.engines import engine, expected, make_requests, random_prompts
 from support.models import drafter
 
+from dflash.inference import adaptive
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Tokens
 from dflash.inference.scheduler import Scheduler
@@ -269,3 +270,18 @@ def test_what_is_decided_does_not_depend_on_time():
             steps.append([dataclasses.astuple(e)[:2] for e in one.step()])
         found.append(steps)
     assert found[0] == found[1]
+
+
+def test_pages_whose_rows_the_drafter_may_lack_are_not_published():
+    """Cycles that draft nothing put their rows aside, and the last ones are never observed."""
+    chosen = run(page_size=8, prefix_cache=True, adaptive_blocks=True)
+    chosen.cycle_seconds = tuple(adaptive.only(adaptive.PLAIN, chosen.block_sizes).tolist())
+    one = Scheduler(chosen)
+    (prompt,) = random_prompts([20])
+    (request,) = make_requests([prompt], 32)
+    one.submit(request)
+    ((said, _),) = outputs(drain(one)).values()
+    assert (said, "length") == expected([prompt], [32], temperature=0.0)[0]
+    one.submit(dataclasses.replace(request, prompt=(*prompt, *said, 1), max_new_tokens=2))
+    (done,) = (event for event in drain(one) if isinstance(event, Completion))
+    assert done.cached_tokens == 16, "of 48 that the target has"
