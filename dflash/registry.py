@@ -117,6 +117,15 @@ TARGETS: Mapping[str, Entry] = Entries(
     "dflash.targets",
     {
         "qwen3": Entry("dflash.models.qwen3:Qwen3", "dflash.config.schema:TargetConfig"),
+        "qwen3_moe": Entry(
+            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.config.schema:Qwen3MoeConfig"
+        ),
+        "deepseek_v3": Entry(
+            "dflash.models.deepseek_v3:DeepseekV3", "dflash.config.schema:DeepseekV3Config"
+        ),
+        "kimi_k25": Entry(
+            "dflash.models.kimi_k25:KimiK25", "dflash.config.schema:DeepseekV3Config"
+        ),
         "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
     },
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors, registry
-from dflash.checkpoints import checkpoint, files, hf_config
+from dflash.checkpoints import checkpoint, files, hf_config, narrowing, weight_formats
 from dflash.config import schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.parallel import parameters
@@ -77,7 +77,11 @@ def build_target(config: TargetConfig, source: Source, *, dtype: str, sharding: 
         arch = kind.architecture_from_hf(source.hf)
         arch = dataclasses.replace(arch, eos_token_id=checkpoint.eos_token_ids(source.directory))
         _check_stated(config.architecture, arch, source.directory)
-    return kind(arch, dtype=jnp.dtype(dtype), sharding=sharding)
+    if config.rope_scaling is not None:
+        arch = hf_config.with_rope_scaling(arch, config.rope_scaling)
+    model = kind(arch, dtype=jnp.dtype(dtype), sharding=sharding)
+    _keep_narrow(model, source, config.quantization, "target")
+    return model
 
 
 def build_drafter(
@@ -105,7 +109,23 @@ def build_drafter(
                 f"{source.directory}: config.json: architectures {list(stated)} is no "
                 f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
             )
-    return kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
+    model = kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
+    _keep_narrow(model, source, getattr(config, "quantization", None), "drafter")
+    return model
+
+
+def _keep_narrow(model: nnx.Module, source: Source, wanted: str | None, group: str) -> None:
+    """Has a model keep weights in eight bits, as the checkpoint does or the config asks."""
+    stored = None if source.hf is None else weight_formats.stored_format(source.hf)
+    if stored is not None and wanted is not None:
+        raise errors.ConfigError(
+            f"{group}.quantization: {wanted}, but the weights in {source.directory} are in eight "
+            "bits already; leave it out, or take an unquantized checkpoint"
+        )
+    held = getattr(model, "checkpointed", model)
+    if stored is not None:
+        narrowing.follow(held, source.directory, source.hf)
+    narrowing.narrow(held, wanted)
 
 
 def load_weights(module: nnx.Module, source: Source) -> None:

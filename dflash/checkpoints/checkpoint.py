@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash import errors
-from dflash.checkpoints import files, foreign, hf_config
+from dflash.checkpoints import files, foreign, hf_config, weight_formats
 from dflash.config import schema
 
 if TYPE_CHECKING:
@@ -115,9 +115,10 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
         found = foreign.describe(directory)
         raise errors.CheckpointError(f"{directory}: no {files.CONFIG}: {found}")
     config = files.read_json(path)
-    quantized = foreign.quantization(config)
-    if quantized is not None:
-        raise errors.CheckpointError(f"{path}: {quantized}")
+    try:
+        weight_formats.stored_format(config)
+    except errors.CheckpointError as error:
+        raise errors.CheckpointError(f"{path.parent}/{error}") from error
     return config
 
 

@@ -55,8 +55,12 @@ def file_kind(path: pathlib.Path) -> str:
     return f"a file; expected the directory around it, {path.parent}"
 
 
-def quantization(config: Mapping[str, Any]) -> str | None:
-    """What a config.json says of weights in fewer bits, and what to use; None if they are plain."""
+def quantization(config: Mapping[str, Any]) -> tuple[str, str | None, Mapping[str, Any]] | None:
+    """What a config.json says of weights in fewer bits; None if they are plain.
+
+    Returns:
+      the field, the method that it names if any, and the field's content where it is a mapping.
+    """
     key = next((key for key in _QUANTIZED if config.get(key)), None)
     if key is None:
         return None
@@ -64,7 +68,4 @@ def quantization(config: Mapping[str, Any]) -> str | None:
     method = next((str(stated[name])[:40] for name in _METHODS if stated.get(name)), None)
     if method is None and stated.get("bits"):
         method = f"{str(stated['bits'])[:8]} bits"
-    return (
-        f"{key}: quantized weights ({method or 'of an unknown kind'}) are not supported, only "
-        "float32, float16 and bfloat16; take the model's unquantized checkpoint"
-    )
+    return key, method, stated

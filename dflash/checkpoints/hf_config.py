@@ -4,7 +4,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dflash import errors
 from dflash.config import build, checks, layers
@@ -17,6 +17,23 @@ _LARGEST = 2**63 - 1  # as in our own configs, a longer run of digits is no numb
 _NEW_ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
 
 Fields = TypeVar("Fields")
+
+
+class _ScalingFields(NamedTuple):
+    """What files state of a kind of rotary scaling; the rest has a default or follows."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+_COMMON = "factor", "original_max_position_embeddings"
+_SCALING_FIELDS = {
+    "llama3": _ScalingFields((*_COMMON, "low_freq_factor", "high_freq_factor")),
+    "yarn": _ScalingFields(
+        _COMMON,
+        ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
 
 
 def _as_in_architecture(name: str, default: Any) -> Any:
@@ -135,12 +152,26 @@ def read_architecture(config: Mapping[str, Any]) -> TargetArchitecture:
     return arch
 
 
+def with_rope_scaling(arch: TargetArchitecture, scaling: RopeScaling) -> TargetArchitecture:
+    """The shape with another rotary scaling, and the context length that this one is made for."""
+    length = int(scaling.factor * scaling.original_max_position_embeddings)
+    return dataclasses.replace(arch, rope_scaling=scaling, max_position_embeddings=length)
+
+
 def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
     """The fields of config.json that state this shape; `read_architecture` reads them back."""
-    config = dataclasses.asdict(arch)
-    config["eos_token_id"] = list(arch.eos_token_id)
+    config = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in dataclasses.asdict(arch).items()
+    }
     if arch.rope_scaling is not None:
-        config["rope_scaling"]["rope_type"] = "llama3"
+        named = _SCALING_FIELDS[arch.rope_scaling.rope_type]
+        defaults = vars(RopeScaling())
+        config["rope_scaling"] = {"rope_type": arch.rope_scaling.rope_type} | {
+            key: value
+            for key, value in config["rope_scaling"].items()
+            if key in named.required or (key in named.optional and value != defaults[key])
+        }
     return config | {"hidden_act": "silu", "attention_bias": False}
 
 
@@ -177,15 +208,14 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind != "llama3":
+    if not isinstance(kind, str) or kind not in _SCALING_FIELDS:
         raise errors.CheckpointError(
-            f"{FILE}: rope type {_show(kind)} is not supported, only 'default' and 'llama3'"
+            f"{FILE}: rope type {_show(kind)} is not supported, only 'default', 'llama3' and 'yarn'"
         )
-    fields = [field.name for field in dataclasses.fields(RopeScaling)]
-    missing = [field for field in fields if rope.get(field) is None]
+    missing = [field for field in _SCALING_FIELDS[kind].required if rope.get(field) is None]
     if missing:  # files always state these: the defaults are for our own configs
         raise errors.CheckpointError(f"{FILE}: rope scaling lacks {', '.join(missing)}")
-    return theta, read_fields(rope, RopeScaling, group=name)
+    return theta, read_fields({**rope, "rope_type": kind}, RopeScaling, group=name)
 
 
 def _listed(config: Mapping[str, Any]) -> Any:

@@ -35,7 +35,8 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     Raises:
       CheckpointError: files are missing or damaged, or the tensors are not those of the module.
     """
-    wanted = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
+    leaves = dict(parameters.named_arrays(module))
+    wanted = parameters.readable(module)
     _check(read_shapes(directory), wanted, directory)
     groups = _group(wanted)
     total = sum(size for _, size in groups)
@@ -56,7 +57,8 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
                     f"{params}: damaged, while reading {files.quote_some(group)}; "
                     "copy or convert the checkpoint again"
                 )
-            values |= jax.block_until_ready(_flatten(restored))
+            for path, array in jax.block_until_ready(_flatten(restored)).items():
+                values |= parameters.made(leaves[path], path, array)
     parameters.assign(module, values)
 
 

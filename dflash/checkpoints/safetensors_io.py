@@ -27,11 +27,13 @@ from dflash.parallel import parameters
 
 MAX_SHARD_BYTES = 5 * 2**30
 # Computed from the config here, but stored as a buffer by some older checkpoints.
-IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq")
+IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq", "*.weight_shape")
 
 _PIECE_BYTES = 8 * 2**20
 _ALIGNMENT_BYTES = 64  # what lets a CPU device use a host buffer as it is
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # of weights
+_PER_WORD = 8  # values of four bits in an int32; source: compressed-tensors, pack-quantized
+_NARROW_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # of weights that have scales
 _BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 _CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _BUFFER_DTYPES).items()}
 
@@ -51,13 +53,14 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
       CheckpointError: a file is missing or damaged, or the tensors are not those of the module.
     """
     tensors = read_headers(directory)
-    wanted = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
+    leaves = dict(parameters.named_arrays(module))
+    wanted = parameters.readable(module)
     _check(tensors, wanted, module, directory)
     parts = {
         path: [
             (tensors[piece.name], piece)
             for piece in tensor_map.pieces(
-                module.checkpoint_name(path), tensor_map.stored_shape(path, abstract.shape)
+                tensor_map.source_of(module, path), tensor_map.stored_shape(path, abstract.shape)
             )
         ]
         for path, abstract in wanted.items()
@@ -70,7 +73,8 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     values = {}
     for path in files.track(sized, total, f"reading {directory.name}"):
         transposed = tensor_map.is_transposed(path)
-        values[path] = _read(parts[path], wanted[path], transposed=transposed)
+        array = _read(parts[path], wanted[path], transposed=transposed)
+        values |= parameters.made(leaves[path], path, array)
     parameters.assign(module, values)
 
 
@@ -152,18 +156,32 @@ def _check(tensors, wanted, module, directory) -> None:
     for name, held in names.items():
         (path, piece), *_ = held
         tensor, expected = tensors[name], piece.shape
+        if _is_packed(tensor):
+            expected = (expected[0], -(-expected[1] // _PER_WORD))
         if tensor.shape != expected:
             raise errors.CheckpointError(
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(expected)}; {misfit}"
             )
-        is_weight = jnp.issubdtype(wanted[path].dtype, jnp.floating)
-        _check_code(tensor, _DTYPES if is_weight else _BUFFER_DTYPES)
+        if not _is_packed(tensor):
+            _check_code(tensor, _codes_for(wanted[path].dtype))
+
+
+def _is_packed(tensor: StoredTensor) -> bool:
+    """Whether a tensor holds eight values of four bits in each int32."""
+    return tensor.name.endswith("." + tensor_map.PACKED) and tensor.code == "I32"
+
+
+def _codes_for(dtype: np.dtype) -> Mapping[str, Any]:
+    """Stored dtypes that an array of this dtype may be read from."""
+    if dtype.name in _NARROW_DTYPES:
+        return {_NARROW_DTYPES[dtype.name]: dtype}
+    return _DTYPES if jnp.issubdtype(dtype, jnp.floating) else _BUFFER_DTYPES
 
 
 def _check_code(tensor: StoredTensor, known: Mapping[str, Any]) -> None:
     if tensor.code not in known:
-        hint = "; quantized checkpoints are not supported" if known is _DTYPES else ""
+        hint = "; its config.json says nothing of quantized weights" if known is _DTYPES else ""
         raise errors.CheckpointError(
             f"{tensor.file}: tensor {tensor.name!r} is {tensor.code}, expected one of "
             f"{', '.join(known)}{hint}"
@@ -242,7 +260,19 @@ class _Reader(contextlib.ExitStack):
             yield start, min(start + step, last)
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-        """The values at `index`, as they are stored; () for a tensor without dimensions."""
+        """The values at `index`, unpacked; () for a tensor without dimensions."""
+        if not _is_packed(tensor):
+            return self._read(tensor, index)
+        rows, columns = index
+        words = slice(columns.start // _PER_WORD, -(-columns.stop // _PER_WORD))
+        packed = self._read(tensor, (rows, words)).view(np.uint32)
+        values = (packed[..., None] >> (4 * np.arange(_PER_WORD, dtype=np.uint32))) & 0xF
+        values = values.astype(np.int8).reshape(len(packed), -1) - 8
+        begin = columns.start - words.start * _PER_WORD
+        return values[:, begin : begin + columns.stop - columns.start]
+
+    def _read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+        """The values at `index` as they are stored."""
         # The bytes mapped are those of whole stored rows, however few columns are wanted.
         num_bytes = _row_bytes(tensor) * (index[0].stop - index[0].start if index else 1)
         if tensor.file != self._path or self._touched + num_bytes > _PIECE_BYTES:
@@ -250,6 +280,11 @@ class _Reader(contextlib.ExitStack):
             self._file = self.enter_context(safetensors.safe_open(tensor.file, framework="np"))
             self._path, self._touched = tensor.file, 0
         self._touched += num_bytes
+        if tensor.code == _NARROW_DTYPES["float8_e4m3fn"]:  # the library knows no such array
+            with tensor.file.open("rb") as stream:
+                begin = 8 + int.from_bytes(stream.read(8), "little") + tensor.begin
+            mapped = np.memmap(tensor.file, np.uint8, "r", begin, tensor.shape)
+            return mapped[index].view(jnp.float8_e4m3fn)
         if not index:
             return self._file.get_tensor(tensor.name)
         return self._file.get_slice(tensor.name)[index]

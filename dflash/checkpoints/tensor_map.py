@@ -36,6 +36,9 @@ class Stack:
 
 Source = str | Rows | Stack
 
+_SCALES = ".kernel_scale"
+PACKED = "weight_packed"  # in place of "weight"; see `StoredFormat`
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -82,7 +85,33 @@ def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_transposed(path: str) -> bool:
     """Whether the last two dimensions of the parameter at a dotted path are swapped in files."""
-    return path.endswith(".kernel")
+    return path.endswith((".kernel", _SCALES))
+
+
+def source_of(module: nnx.Module, path: str) -> Source:
+    """What the parameter at a dotted path is stored as; scales are beside the kernel's tensors.
+
+    Args:
+      module: offers `checkpoint_name(path)`; if it has scales `scale_suffix`, and in `packed` the
+        paths of kernels whose tensors are packed.
+    """
+    kernel_path = path.removesuffix("_scale") if path.endswith(_SCALES) else path
+    kernel = module.checkpoint_name(kernel_path)
+    if kernel_path != path:
+        suffix = module.scale_suffix
+    elif path in getattr(module, "packed", ()):
+        suffix = PACKED
+    else:
+        return kernel
+
+    def beside(name: str) -> str:
+        return name.removesuffix("weight") + suffix
+
+    if isinstance(kernel, Stack):
+        return Stack(tuple(beside(part) for part in kernel.parts))
+    if isinstance(kernel, Rows):
+        return dataclasses.replace(kernel, name=beside(kernel.name))
+    return beside(kernel)
 
 
 def by_tensor(
@@ -98,7 +127,7 @@ def by_tensor(
     """
     tensors: dict[str, list[tuple[str, Piece]]] = {}
     for path, shape in shapes:
-        for piece in pieces(module.checkpoint_name(path), stored_shape(path, shape)):
+        for piece in pieces(source_of(module, path), stored_shape(path, shape)):
             tensors.setdefault(piece.name, []).append((path, piece))
     for name, held in tensors.items():
         parts = sorted((piece for _, piece in held), key=lambda piece: piece.first)

@@ -120,7 +120,7 @@ def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component
     situation = Situation(context)
     module = hlo.parse(compiled.as_text())
     found = costs.operations(module, trips=situation.trips, branch=situation.branch)
-    ideals = programs.target_ideals(target, context, cache)
+    ideals = programs.target_ideals(target, rows, context, cache)
     return at_depth(components.summarize(found, ideals, chip, rates), depth)
 
 

@@ -15,6 +15,7 @@ from dflash.config.schema import DecodeConfig, DecodeRun
 from dflash.config.tpu_schema import CompileTrain, TpuConfig
 from dflash.inference import weights
 from dflash.inference.engine import Engine
+from dflash.layers import moe
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 from dflash.offline import plan
@@ -123,7 +124,8 @@ def _decoding(
         title = f"cycle: batch {config.batch_size}, {drafter.block_size} rows each, after {context}"
         starting(title)
         compiled, seconds = _timed(engine, "generate")
-        ideals = cycle_ideals(target, arguments, context, state.cache, engine.layout.capacity)
+        rows, capacity = drafter.block_size, engine.layout.capacity
+        ideals = cycle_ideals(target, arguments, rows, context, state.cache, capacity)
         turns = config.sync_every
         yield Program(CYCLE, title, compiled, seconds, context, ideals, arguments, turns)
     if _wanted(PREFILL, tpu):
@@ -132,7 +134,8 @@ def _decoding(
         title = f"prefill: {chunk} tokens after {before}"
         starting(title)
         compiled, seconds = _timed(engine, "prefill", chunk)
-        ideals = cycle_ideals(target, arguments, 0, state.cache, engine.layout.capacity)
+        capacity = engine.layout.capacity
+        ideals = cycle_ideals(target, arguments, chunk, 0, state.cache, capacity)
         yield Program(PREFILL, title, compiled, seconds, before, ideals, arguments)
 
 
@@ -142,33 +145,45 @@ def _timed(engine: Engine, *name) -> tuple[jax.stages.Compiled, float]:
 
 
 def cycle_ideals(
-    target: Decoder, arguments: Mapping[str, int], context: int, cache: PagedCache, capacity: int
+    target: Decoder,
+    arguments: Mapping[str, int],
+    rows: int,
+    context: int,
+    cache: PagedCache,
+    capacity: int,
 ) -> dict[str, Ideal]:
     """The target's, and the drafter's: its weights, and of its context as much as is in use.
 
     Args:
       target: may be abstract.
       arguments: bytes on each device by kind.
+      rows: new rows of every sequence.
       context: tokens of every sequence.
       cache: of the sequences.
       capacity: tokens that a sequence has room for.
     """
     drafter = arguments["drafter weights"] + context / capacity * arguments["draft KV"]
-    return {**target_ideals(target, context, cache), DRAFTER: Ideal(drafter)}
+    return {**target_ideals(target, rows, context, cache), DRAFTER: Ideal(drafter)}
 
 
-def target_ideals(target: Decoder, context: int, cache: PagedCache) -> dict[str, Ideal]:
+def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -> dict[str, Ideal]:
     """The least that one forward of a target reads on each device.
+
+    Experts count as far as a device's rows are expected to touch them; see `Experts.share_read`.
 
     Args:
       target: may be abstract.
+      rows: new rows of every sequence.
       context: tokens of every sequence that attention looks at.
       cache: of the sequences; it gives their number, and where they live.
     """
     sizes = dict.fromkeys((ATTENTION, MLP, UNEMBED, REST), 0.0)
+    sequences = -(-cache.page_table.shape[0] // target.sharding.size("batch"))
+    share_of = moe.shares(target, rows * sequences)
     for path, param in parameters.named_parameters(target):
         if name := _component_of_weight(path, target):
-            sizes[name] += plan.measure(param.get_value()).device_bytes
+            size = plan.measure(param.get_value()).device_bytes
+            sizes[name] += size * share_of(path).read
     capacity = cache.pools[0].shape[1] * cache.page_size
     share = context * cache.page_table.shape[0] / capacity
     sizes[ATTENTION] += share * plan.measure(cache.layers).device_bytes
@@ -219,7 +234,8 @@ def _train_step(task: tasks.Task, sharding: Sharding, starting: Starting) -> Pro
         "batch": plan.measure(batch).device_bytes,
     }
     learner = DRAFTER if task.drafts else MLP
-    sizes = {name: ideal.num_bytes for name, ideal in _frozen_ideals(task).items()}
+    tokens = config.train.batch_size * config.data.length
+    sizes = {name: ideal.num_bytes for name, ideal in _frozen_ideals(task, tokens).items()}
     # Weights and moments are read and written.
     sizes[learner] = sizes.get(learner, 0) + 2 * (
         arguments["learning weights"] + arguments["optimizer"]
@@ -228,11 +244,11 @@ def _train_step(task: tasks.Task, sharding: Sharding, starting: Starting) -> Pro
     return Program(TRAIN, title, compiled, seconds, config.data.length, ideals, arguments)
 
 
-def _frozen_ideals(task: tasks.Task) -> dict[str, Ideal]:
+def _frozen_ideals(task: tasks.Task, tokens: int) -> dict[str, Ideal]:
     if not task.drafts:
         return {}
     cache = task.target.new_cache(batch=1, pages_per_sequence=1, num_pages=1, page_size=8)
-    return target_ideals(task.target, 0, cache)
+    return target_ideals(task.target, tokens, 0, cache)
 
 
 def _abstract_batch(task: tasks.Task, sharding: Sharding) -> dict[str, Any]:

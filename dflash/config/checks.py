@@ -43,6 +43,15 @@ def _random_target(config: Any) -> Iterator[Problem]:
             yield (f"target.{key}", "target.checkpoint"), "required by target.checkpoint=random"
 
 
+def _rope_scaling(config: Any) -> Iterator[Problem]:
+    """Scalings that take the place of a checkpoint's."""
+    for group in ("target", "drafter"):
+        scaling = getattr(getattr(config, group), "rope_scaling", None)
+        if scaling is not None:
+            for keys, message in _rope_problems(scaling):
+                yield tuple(f"{group}.{key}" for key in keys), message
+
+
 def _target_architecture(config: Any) -> Iterator[Problem]:
     shape = config.target.architecture
     if shape is None:
@@ -61,13 +70,19 @@ def shape_problems(shape: schema.TargetArchitecture) -> Iterator[Problem]:
         yield keys, f"{heads} does not divide into num_key_value_heads={kv_heads} groups"
     if shape.head_dim % 2:
         yield ("head_dim",), f"expected an even number (rotary halves), got {shape.head_dim}"
-    scaling = shape.rope_scaling
-    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
-        keys = "rope_scaling.low_freq_factor", "rope_scaling.high_freq_factor"
-        yield (
-            keys,
-            f"{scaling.low_freq_factor} is not below high_freq_factor={scaling.high_freq_factor}",
-        )
+    if shape.rope_scaling is not None:
+        yield from _rope_problems(shape.rope_scaling)
+
+
+def _rope_problems(scaling: schema.RopeScaling) -> Iterator[Problem]:
+    """Where the blend between slowed and kept frequencies must have a width."""
+    ends = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    low, high = ends[scaling.rope_type]
+    if getattr(scaling, low) >= getattr(scaling, high):
+        keys = f"rope_scaling.{low}", f"rope_scaling.{high}"
+        yield keys, f"{getattr(scaling, low)} is not below {high}={getattr(scaling, high)}"
+    if scaling.rope_type == "yarn" and scaling.beta_slow == 0:
+        yield ("rope_scaling.beta_slow",), "expected a number above 0, got 0.0"
 
 
 def _drafter_architecture(config: Any) -> Iterator[Problem]:
@@ -132,6 +147,9 @@ def _lengths(config: Any) -> Iterator[Problem]:
             f"decode.max_new_tokens={decode.max_new_tokens}"
         )
         yield keys, message
+    if decode.min_new_tokens > decode.max_new_tokens:
+        keys = "decode.min_new_tokens", "decode.max_new_tokens"
+        yield keys, f"{decode.min_new_tokens} exceeds decode.max_new_tokens={decode.max_new_tokens}"
     for key in ("page_size", "prefill_chunk"):
         value = getattr(decode, key)
         if value & (value - 1):
@@ -286,6 +304,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], Iterator[Problem]]], ...] 
     ((), _checkpoints),
     (("target",), _random_target),
     (("target",), _target_architecture),
+    (("target", "drafter"), _rope_scaling),
     (("target", "drafter"), _drafter_architecture),
     (("drafter",), _draft_model),
     (("drafter",), _one_block_size),

@@ -13,6 +13,7 @@ RANDOM = "random"  # a checkpoint: weights are drawn
 INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
 MAX_TOKENS = 2**24  # of a sequence
 MAX_BATCH = 2**16  # slots, or prompts of a task
+MAX_EXPERTS = 4096  # of a layer
 MAX_LAYERS = 1024  # each is built before anything else can be said about a model
 DType = Literal["float32", "bfloat16"]
 # What a key names: a file to read, a directory that is made if missing, or the directory of a
@@ -39,12 +40,26 @@ def location(kind: Place, default: Any = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of rotary frequencies (`rope_scaling` in config.json)."""
+    """Scaling of rotary frequencies for long contexts (`rope_scaling` in config.json).
+
+    Both kinds divide slow frequencies by `factor` and keep fast ones; they differ in where one
+    becomes the other. What one kind does not name is ignored under it.
+    """
 
     factor: float = option(8.0, minimum=1.0)
+    # Llama 3's: full turns within the original context, below and above.
     low_freq_factor: float = option(1.0, minimum=0.0)
     high_freq_factor: float = option(4.0, minimum=0.0)
     original_max_position_embeddings: int = option(8192, minimum=1)
+    rope_type: Literal["llama3", "yarn"] = "llama3"
+    # YaRN's: full turns within the original context, above and below.
+    beta_fast: float = option(32.0, minimum=0.0)
+    beta_slow: float = option(1.0, minimum=0.0)
+    truncate: bool = True  # round the dimensions where the blend begins and ends outward
+    # YaRN's amplitude of cos and sin. None: follows from the next two; from `factor` without them.
+    attention_factor: float | None = option(None, minimum=0.0)
+    mscale: float | None = option(None, minimum=0.0)
+    mscale_all_dim: float | None = option(None, minimum=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +79,49 @@ class TargetArchitecture:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = option((), minimum=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeFields:
+    """What config.json states of the experts of Qwen3 MoE."""
+
+    num_experts: int = option(minimum=1, maximum=MAX_EXPERTS)
+    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
+    moe_intermediate_size: int = option(minimum=1)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = option(1, minimum=1)  # every n-th layer has experts
+    mlp_only_layers: tuple[int, ...] = option((), minimum=0)  # and these have none
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeArchitecture(Qwen3MoeFields, TargetArchitecture):
+    """Shape of a Qwen3 MoE target."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekV3Fields:
+    """What config.json states of the attention and the experts of DeepSeek-V3 and Kimi K2."""
+
+    q_lora_rank: int | None = option(None, minimum=1)
+    kv_lora_rank: int = option(minimum=1)
+    qk_nope_head_dim: int = option(minimum=1)
+    qk_rope_head_dim: int = option(minimum=2)
+    v_head_dim: int = option(minimum=1)
+    rope_interleave: bool = True
+    n_routed_experts: int = option(minimum=1, maximum=MAX_EXPERTS)
+    n_shared_experts: int = option(0, minimum=0)
+    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
+    moe_intermediate_size: int = option(minimum=1)
+    first_k_dense_replace: int = option(0, minimum=0)  # the first layers have no experts
+    n_group: int = option(1, minimum=1)
+    topk_group: int = option(1, minimum=1)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = option(1.0, minimum=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekV3Architecture(DeepseekV3Fields, TargetArchitecture):
+    """Shape of a DeepSeek-V3 or Kimi K2 target; head_dim and num_key_value_heads are not used."""
 
 
 MAX_BLOCK_SIZE = 1024  # rows that a target verifies at once, the anchor included
@@ -101,6 +159,7 @@ class DFlashArchitecture(DraftLayers):
     target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=2**12)
     # How many, where target_layer_ids is left out.
     num_target_features: int = option(5, minimum=1, maximum=2**12)
+    causal: bool = False  # rows of a block see it up to themselves, as in JetSpec's heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +208,34 @@ class Eagle3Architecture(DraftLayers):
     target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=2**12)
 
 
+# Projections in eight bits, made of plain weights as they are read, with a scale for each output.
+# w8a8: rows are multiplied in eight bits too.
+Quantization = Literal["int8", "float8_e4m3fn", "w8a8"]
+
+
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
     """The model whose distribution the output follows."""
 
     name: str | None = None  # None: inferred from the checkpoint's config.json
     checkpoint: str | None = location("checkpoint")  # directory, hf:org/name, or random
+    rope_scaling: RopeScaling | None = None  # None: the checkpoint's
+    quantization: Quantization | None = None  # None: as the checkpoint has them
     architecture: TargetArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeConfig(TargetConfig):
+    """A target with experts."""
+
+    architecture: Qwen3MoeArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekV3Config(TargetConfig):
+    """A target with latent attention and experts."""
+
+    architecture: DeepseekV3Architecture | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +251,14 @@ class DrafterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayeredDrafterConfig(DrafterConfig):
+    """A drafter that is made of transformer layers."""
+
+    rope_scaling: RopeScaling | None = None  # None: the checkpoint's, or that of the architecture
+    quantization: Quantization | None = None  # None: as the checkpoint has them
+
+
+@dataclasses.dataclass(frozen=True)
 class MarginalTree:
     """A tree of the likeliest prefixes, from the marginals of the draft positions of a block."""
 
@@ -178,7 +266,7 @@ class MarginalTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashConfig(DrafterConfig):
+class DFlashConfig(LayeredDrafterConfig):
     """A DFlash drafter."""
 
     name: str = "dflash"
@@ -205,12 +293,13 @@ class AutoregressiveConfig(DrafterConfig):
     name: str = "autoregressive"
     checkpoint: str | None = location("checkpoint")
     block_size: int | Literal["auto"] = option(5, minimum=2, maximum=MAX_BLOCK_SIZE)
+    quantization: Quantization | None = None  # None: as the checkpoint has them
     family: str = "qwen3"  # of random weights; a checkpoint names its own
     architecture: DraftModelArchitecture | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlash2Config(DrafterConfig):
+class DFlash2Config(LayeredDrafterConfig):
     """A DFlash2 drafter."""
 
     name: str = "dflash2"
@@ -221,7 +310,7 @@ class DFlash2Config(DrafterConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkConfig(DrafterConfig):
+class DSparkConfig(LayeredDrafterConfig):
     """A DSpark drafter."""
 
     name: str = "dspark"
@@ -269,7 +358,7 @@ class BeamTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Config(DrafterConfig):
+class Eagle3Config(LayeredDrafterConfig):
     """An EAGLE-3 drafter."""
 
     name: str = "eagle3"

@@ -182,6 +182,12 @@ def abstract(batch: int, name: str | None, max_length: int, sharding: Sharding) 
     )
 
 
+def plain(batch: int, max_length: int) -> Controls:
+    """The controls of `batch` sequences that ask for nothing; numpy arrays."""
+    one = of_request(Request(0, (), 1), (), max_length)
+    return jax.tree.map(lambda x: np.broadcast_to(x, (batch, *x.shape)), one)
+
+
 def is_plain(request: Request) -> bool:
     """Whether a request asks for nothing of this, nor for log-probabilities."""
     sampling = request.sampling

@@ -77,6 +77,12 @@ def abstract(lanes: int, max_length: int, vocab_size: int, sharding: Sharding) -
     )
 
 
+def plain(lanes: int, max_length: int, vocab_size: int) -> Asked:
+    """What the sequences of `lanes` lanes ask for that ask for nothing; numpy arrays."""
+    allowed = np.tile(allow_all(vocab_size), (lanes, 1))
+    return Asked(controls.plain(lanes, max_length), allowed)
+
+
 def allow_all(vocab_size: int) -> np.ndarray:
     """The mask that allows every token."""
     return np.full(num_words(vocab_size), -1, np.int32)

@@ -25,7 +25,7 @@ from dflash.inference.context_programs import ContextPrograms
 from dflash.inference.lowering import loop_options, lower, zeros
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import Chunk, prefill_chunk
-from dflash.inference.request import Request, Sampling
+from dflash.inference.request import Sampling
 from dflash.inference.sampling import SamplingParams, sequence_params
 from dflash.inference.state import DecodeState
 from dflash.layers.linear import matmul_precision
@@ -208,7 +208,13 @@ class Programs(ContextPrograms):
             # An empty slot has a length of 1: its rows go to the start of the scratch page.
             chooser = adaptive.with_seconds(state.adaptive, seconds)
             length = jnp.ones_like(state.length)
-            return dataclasses.replace(state, length=length, adaptive=chooser)
+            plain = controls.plain(self.layout.batch_size, self.layout.max_length)
+            return dataclasses.replace(
+                state,
+                length=length,
+                controls=jax.tree.map(jnp.asarray, plain),
+                adaptive=chooser,
+            )
 
         return lower(new_state, self._seconds(), out=abstract)
 
@@ -269,14 +275,8 @@ class Programs(ContextPrograms):
 
     def _compile_plain(self, lanes: int):
         """What sequences ask for that ask for nothing, so that no call has to bring it along."""
-        plain = controls.of_request(Request(0, (), 1), (), self.layout.max_length)
-        allowed = first_token.allow_all(self.target.arch.vocab_size)
-
-        def new():
-            asked = first_token.Asked(plain, allowed)
-            return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * lanes), asked)
-
-        return lower(new, out=self._abstract_asked(lanes))
+        asked = first_token.plain(lanes, self.layout.max_length, self.target.arch.vocab_size)
+        return lower(lambda: jax.tree.map(jnp.asarray, asked), out=self._abstract_asked(lanes))
 
     def _compile_insert(self):
         state, lanes = self.abstract_state(), self.abstract_lanes()

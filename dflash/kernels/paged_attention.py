@@ -5,6 +5,7 @@ the new keys and values into their pages and attends in one go.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from dflash.kernels import implementation as implementations
 from dflash.kernels import online_softmax, quantised, tuning
 from dflash.kernels import paged_attention_tpu as tpu
+from dflash.kernels.online_softmax import Partial
 from dflash.kernels.quantised import Quantised, Rows
 
 # Keys per step of the loop over the context. Larger tiles amortise the loop, smaller ones waste
@@ -106,6 +108,30 @@ def _reference(
         tree_mask = jnp.tril(jnp.ones((1, length, length), bool))
     partial = attend(rows, keys, values, jnp.repeat(tree_mask, group, axis=1))
 
+    def attend_tile(pages, visible):
+        return attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
+
+    partial = fold_in_context(partial, attend_tile, page_table, start, page_size)
+    outputs = online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), length)
+    return outputs, key_pages, value_pages
+
+
+def fold_in_context(
+    partial: Partial,
+    attend_tile: Callable[[jax.Array, jax.Array], Partial],
+    page_table: jax.Array,
+    start: jax.Array,
+    page_size: int,
+) -> Partial:
+    """Adds attention to the cached context, tile by tile, up to the longest one in use.
+
+    Args:
+      partial: attention to the new rows.
+      attend_tile: (index int32 [B, n] of pages, visible bool [B, 1, n·S]) -> attention to them.
+      page_table: int32 [B, M].
+      start: int32 [B]; tokens of each context.
+      page_size: S.
+    """
     pages_per_tile = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
     tile = pages_per_tile * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_per_tile)))
@@ -114,13 +140,10 @@ def _reference(
         pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile, axis=1)
         positions = i * tile + jnp.arange(tile)
         visible = positions < start[:, None, None]
-        seen = attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
-        return online_softmax.merge(partial, seen)
+        return online_softmax.merge(partial, attend_tile(pages, visible))
 
     tiles_in_use = (start.max() + tile - 1) // tile
-    partial = jax.lax.fori_loop(0, tiles_in_use, fold_in_tile, partial)
-    outputs = online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), length)
-    return outputs, key_pages, value_pages
+    return jax.lax.fori_loop(0, tiles_in_use, fold_in_tile, partial)
 
 
 def row_index(page_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:

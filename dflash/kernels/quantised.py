@@ -1,7 +1,8 @@
-"""Keys and values in eight bits: each row of each head with a scale of its own.
+"""Eight bits and scales: for keys and values by row and head, for weights by output or block.
 
-A row's scale is its largest magnitude over the largest number of the dtype. It depends on the row
-alone, so a row is stored in the same bits whichever call writes it, and with whichever other rows.
+A row's scale, of keys or values, is its largest magnitude over the largest number of the dtype. It
+depends on the row alone, so a row is stored in the same bits whichever call writes it, and with
+whichever other rows.
 
 Scales are float32: they multiply scores and weights, which are float32 too, and cost 4 bytes beside
 a row of 128. They lie along the last dimension, so that a tile of them fits one of scores as it is
@@ -68,6 +69,13 @@ def encode(rows: jax.Array, like: Rows) -> Rows:
     return Quantised(values.astype(like.dtype), scales.mT)
 
 
+def leading(rows: Rows, width: int) -> Rows:
+    """The first `width` numbers of each row [..., S, H]; a row keeps its scale."""
+    if isinstance(rows, Quantised):
+        return Quantised(rows.values[..., :width], rows.scales)
+    return rows[..., :width]
+
+
 def split(rows: Rows, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
     """Values [..., S, H] to multiply with, and their scales [..., 1, S].
 
@@ -83,3 +91,54 @@ def split(rows: Rows, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
 def scaled(array: jax.Array, scales: jax.Array | None) -> jax.Array:
     """Scores or weights [..., R, S] times scales [..., 1, S], if there are any."""
     return array if scales is None else array * scales
+
+
+def narrowed(kernel: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """A kernel [..., in, out] in eight bits.
+
+    Args:
+      kernel: weights, floating point.
+      dtype: one of `LARGEST`.
+    Returns:
+      values [..., in, out] of that dtype, and float32 scales [..., 1, out]; the largest weight of
+      each output is the largest number of the dtype.
+    """
+    wide = kernel.astype(jnp.float32)
+    peak = jnp.abs(wide).max(axis=-2, keepdims=True)
+    scales = jnp.where(peak > 0, peak * (1.0 / LARGEST[dtype]), 1.0)
+    values = wide / scales
+    if dtype == "int8":
+        values = jnp.round(values)
+    return values.astype(dtype), scales
+
+
+def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, int] | None) -> jax.Array:
+    """Scales [..., in blocks, out blocks] for each weight of a kernel of shape [..., in, out].
+
+    Args:
+      block: inputs and outputs of a block; the last ones may be cut off. None: the scales are
+        [..., 1, out], and are returned as they are.
+    """
+    if block is None:
+        return scales
+    for axis, size in zip((-2, -1), block, strict=True):
+        scales = jnp.repeat(scales, size, axis=axis)
+    return scales[..., : shape[-2], : shape[-1]]
+
+
+def int8_product(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+    """x @ kernel by products of integers; each row of x becomes int8 by a scale of its own.
+
+    Args:
+      x: [..., in].
+      values: int8 [in, out].
+      scales: float32 [1, out].
+    Returns:
+      [..., out] in the dtype of x.
+    """
+    wide = x.astype(jnp.float32)
+    peak = jnp.abs(wide).max(axis=-1, keepdims=True)
+    of_rows = jnp.where(peak > 0, peak * (1.0 / LARGEST["int8"]), 1.0)
+    rows = jnp.round(wide / of_rows).astype(jnp.int8)
+    product = jnp.einsum("...d,df->...f", rows, values, preferred_element_type=jnp.int32)
+    return (product.astype(jnp.float32) * of_rows * scales[0]).astype(x.dtype)

@@ -101,6 +101,11 @@ class Attention(nnx.Module):
         rows = CacheArray(self.num_kv_heads, self.head_dim, "kv_heads")
         return rows, rows
 
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations on a pair of a row and a position that it sees: scores and sums."""
+        return 4 * self.head_dim * self.heads_per_kv_head * self.num_kv_heads
+
     def attend_pages(
         self,
         pages: tuple[Rows, Rows],

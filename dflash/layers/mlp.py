@@ -24,23 +24,23 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, ..., D] -> [B, ..., D]."""
         if not self.is_joined:
-            return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
+            return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
         product = self.gate_up_proj(x)
         batch, _ = batch_axes(product.shape[0], self.sharding)
         names = (batch, *(None,) * (product.ndim - 2), "mlp")
         gate = self.sharding.map(
-            lambda own: (_gated(*jnp.split(own, 2, axis=-1)),), [names], [names]
+            lambda own: (gated(*jnp.split(own, 2, axis=-1)),), [names], [names]
         )
-        (gated,) = gate(product)
-        return self.down_proj(gated)
+        return self.down_proj(*gate(product))
 
     def join(self) -> None:
         """Makes one product of gate and up; see `linear.join`."""
-        if not self.is_joined:
+        if not self.is_joined and linear.can_join([self.gate_proj, self.up_proj]):
             self.gate_up_proj = linear.join([self.gate_proj, self.up_proj])
             del self.gate_proj, self.up_proj
             self.is_joined = True
 
 
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) · up, elementwise."""
     return jax.nn.silu(gate) * up

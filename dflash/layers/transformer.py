@@ -25,6 +25,10 @@ class TargetAttention(Protocol):
     def cache_spec(self) -> Any:
         """What is kept of a position: a pytree of `CacheArray`s."""
 
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations on a pair of a row and a position that it sees."""
+
     def project(self, normed: jax.Array, angles: Any) -> tuple:
         """Rows [B, T, D] and the model's `rotary_angles` -> the arguments of an `Attend`."""
 

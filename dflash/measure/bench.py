@@ -106,22 +106,11 @@ class Bench:
             before += counts[name]
 
     def _engine(self, job: jobs.Job) -> MeasuredEngine:
-        drafter, config = job.drafter, self.config.decode
-        if self.workload.forced and drafter.num_draft_tokens:
-            drafter = Forced(
-                drafter,
-                sequences=max(map(len, self.workload.tasks.values())),
-                cycles=max(item.max_new_tokens for item in self.workload.items),
-                sharding=self.target.sharding,
-            )
-        return MeasuredEngine(
-            self.target,
-            drafter,
-            config,
-            max_length=job.max_length,
-            adaptive_blocks=job.config.drafter.adaptive,
-            num_stop_ids=max(NUM_STOP_IDS, len(job.stop_ids)),
-        )
+        if not self.workload.forced:
+            return make_engine(job)
+        sequences = max(map(len, self.workload.tasks.values()))
+        cycles = max(item.max_new_tokens for item in self.workload.items)
+        return make_engine(job, script=(sequences, cycles))
 
     def warm_up(self) -> None:
         """Decodes some prompts of each task with every strategy and times parts; drops all."""
@@ -219,6 +208,32 @@ class Bench:
         for probe in probes.values():
             probe.parts()  # its first call is slower than all others
         return probes
+
+
+def make_engine(
+    job: jobs.Job, *, script: tuple[int, int] | None = None, num_stop_ids: int = NUM_STOP_IDS
+) -> MeasuredEngine:
+    """An engine over a job's models.
+
+    Args:
+      job: a strategy's.
+      script: sequences and cycles of the longest script of acceptance lengths that is to be forced
+        upon its drafts; None: they are accepted as they are.
+      num_stop_ids: stop ids that a request may have.
+    """
+    drafter = job.drafter
+    if script is not None and drafter.num_draft_tokens:
+        sequences, cycles = script
+        sharding = job.target.sharding
+        drafter = Forced(drafter, sequences=sequences, cycles=cycles, sharding=sharding)
+    return MeasuredEngine(
+        job.target,
+        drafter,
+        job.config.decode,
+        max_length=job.max_length,
+        adaptive_blocks=job.config.drafter.adaptive,
+        num_stop_ids=max(num_stop_ids, len(job.stop_ids)),
+    )
 
 
 def script(item: Item, longest: int) -> list[int]:

@@ -9,9 +9,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dflash.config.schema import AUTO
 from dflash.drafters.base import Drafter
+from dflash.layers import moe
 from dflash.measure.engine import seconds_of
 from dflash.models.decoder import Decoder
 from dflash.offline import plan
@@ -108,28 +110,44 @@ def machine_of_chip(chip: chips.Chip, devices: int, name: str) -> Machine:
 def target_work(
     target: Decoder, *, batch: int, rows: int, context: int, kv_dtype: str = AUTO
 ) -> Work:
-    """One target forward over `rows` new rows of each sequence, the logits of all rows included."""
-    arch = target.arch
+    """One target forward over `rows` new rows of each sequence, the logits of all rows included.
+
+    Experts count as far as rows are expected to touch them; see `Experts.share_read`.
+    """
     # An embedding that is no head is looked up, not multiplied with.
-    unread = 0 if target.lm_head is None else arch.vocab_size * arch.hidden_size
-    weights = parameters.count(target) - unread
-    width = arch.num_hidden_layers * arch.head_dim
-    scores = 4 * width * arch.num_attention_heads * batch * rows * (context + rows)
+    unread = () if target.lm_head is None else ("embed_tokens.",)
+    products = _products(target, batch * rows, unread)
+    pairs = batch * rows * (context + rows)
+    scores = pairs * sum(layer.self_attn.flops_per_pair for layer in target.layers)
     token = target.new_cache(
         batch=1, pages_per_sequence=1, num_pages=1, page_size=1, kv_dtype=kv_dtype
     )
     cached = plan.measure(token.layers).total_bytes * batch * (context + rows)
-    flops = 2 * weights * batch * rows + scores
-    return Work(flops, weights * target.dtype.itemsize + cached)
+    return products + Work(scores, cached)
 
 
 def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> Work:
     """One pass of a drafter over its block, and the target's head; its context is left out."""
     if not drafter.num_draft_tokens:
         return Work(0, 0)
+    rows = batch * drafter.block_size
     head = target.arch.vocab_size * target.arch.hidden_size
-    weights = parameters.count(drafter) + head
-    return Work(2 * weights * batch * drafter.block_size, weights * target.dtype.itemsize)
+    of_head = Work(2 * head * rows, head * target.dtype.itemsize)
+    return _products(drafter, rows) + of_head
+
+
+def _products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> Work:
+    """Reading all weights once and multiplying `rows` rows with them; not those of `unread`."""
+    share_of, work = moe.shares(model, rows), Work(0, 0)
+    for path, param in parameters.named_parameters(model):
+        if path.startswith(unread):
+            continue
+        leaf = param.get_value()
+        share = share_of(path)
+        # Scales of eight-bit weights are read, but not multiplied with rows.
+        flops = 0 if path.endswith(".kernel_scale") else 2 * leaf.size * rows * share.used
+        work += Work(flops, leaf.size * leaf.dtype.itemsize * share.read)
+    return work
 
 
 def _product_rate() -> float:

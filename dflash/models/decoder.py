@@ -224,7 +224,7 @@ class Decoder(nnx.Module):
     def config_to_hf(cls, arch: TargetArchitecture) -> dict[str, Any]:
         """The config.json of a checkpoint with this architecture."""
         return hf_config.write_architecture(arch) | {
-            "architectures": list(cls.hf_architectures),
+            "architectures": [cls.hf_architectures[0]],
             "model_type": cls.hf_model_type,
         }
 

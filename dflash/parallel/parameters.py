@@ -5,6 +5,7 @@ sharding, so a plan of any size costs nothing. Weights then arrive leaf by leaf,
 directly in its place on the devices: from `initialize` or `scramble` here, or from a checkpoint.
 """
 
+import dataclasses
 import functools
 import math
 import zlib
@@ -31,6 +32,21 @@ class Buffer(nnx.Variable):
 _ARRAYS = nnx.Any(nnx.Param, Buffer)
 
 
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """Makes two parameters of one array of a checkpoint, such as values and scales of weights.
+
+    Attributes:
+      dtype: in which the array is read.
+      program: array -> the parameter itself, and the one at the path with `suffix` behind it.
+      suffix: of the second one's path.
+    """
+
+    dtype: jnp.dtype
+    program: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    suffix: str
+
+
 def declare(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
@@ -38,13 +54,20 @@ def declare(
     dtype: jnp.dtype,
     sharding: Sharding,
     stddev: float | None,
-    offset: tuple | None = None,
+    offset: float | tuple | None = None,
+    maker: "Maker | None" = None,
+    is_made: bool = False,
 ) -> nnx.Param:
-    """An abstract parameter; `stddev` of its normal initializer, or None for ones.
+    """An abstract parameter.
 
-    `offset`: nested tuples that broadcast to the shape, added to what is drawn.
+    Args:
+      stddev: of its normal initializer; None for ones.
+      offset: number, or nested tuples that broadcast to the shape, added to what is drawn.
+      maker: how it is made of what a checkpoint has in its place; None: it is what is read.
+      is_made: the maker of another parameter makes this one too; checkpoints do not have it.
     """
-    return nnx.Param(sharding.abstract(shape, axes, dtype), stddev=stddev, offset=offset)
+    abstract = sharding.abstract(shape, axes, dtype)
+    return nnx.Param(abstract, stddev=stddev, offset=offset, maker=maker, is_made=is_made)
 
 
 def declare_buffer(
@@ -98,6 +121,28 @@ def scramble(module: nnx.Module, seed: int) -> None:
     _fill(module, draw)
 
 
+def readable(module: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    """By dotted path what a checkpoint holds of an abstract module, in the form to be read."""
+    wanted = {}
+    for path, leaf in named_arrays(module):
+        abstract, maker = leaf.get_value(), leaf.get_metadata().get("maker")
+        if maker is not None:
+            place = abstract.sharding
+            abstract = jax.ShapeDtypeStruct(abstract.shape, maker.dtype, sharding=place)
+        if not leaf.get_metadata().get("is_made"):
+            wanted[path] = abstract
+    return wanted
+
+
+def made(leaf: nnx.Variable, path: str, array: jax.Array) -> dict[str, jax.Array]:
+    """The parameters, by path, that come of the array read for the one at `path`."""
+    maker = leaf.get_metadata().get("maker")
+    if maker is None:
+        return {path: array}
+    own, other = jax.block_until_ready(maker.program(array))
+    return {path: own, path + maker.suffix: other}
+
+
 def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:
     """Puts arrays, by dotted path, into the parameters and buffers of `module`."""
     state = nnx.state(module, _ARRAYS)
@@ -108,8 +153,12 @@ def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:
 
 
 def count(module: nnx.Module) -> int:
-    """Number of scalar weights."""
-    return sum(param.get_value().size for _, param in named_parameters(module))
+    """Number of scalar weights; the scales of eight-bit ones do not count."""
+    return sum(
+        param.get_value().size
+        for path, param in named_parameters(module)
+        if not path.endswith(".kernel_scale")
+    )
 
 
 def fill_buffers(module: nnx.Module) -> None:

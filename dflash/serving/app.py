@@ -26,6 +26,7 @@ from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.refusal import Refusal
 from dflash.serving.service import Service, State
 
+_SMALL_BYTES = 2**15  # of a body; its text is tokens within a few milliseconds
 # What probes, scrapers and the page's reader need no key for.
 _OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/metrics"))
 
@@ -94,7 +95,7 @@ class Endpoints:
     async def completions(self, request: Request) -> Response:
         """/v1/completions."""
         body, model = await self._body(request), self._service.served()
-        ask = openai_requests.read_completion(body, model)
+        ask = await _read(request, openai_requests.read_completion, body, model)
         head = answers.envelope("text_completion", f"cmpl-{_id(request)}", model)
         choice = answers.text_choice(ask, model)
         return await self._openai(request, ask, model, (head, choice), (head, choice))
@@ -102,7 +103,8 @@ class Endpoints:
     async def chat_completions(self, request: Request) -> Response:
         """/v1/chat/completions."""
         body, model = await self._body(request), self._service.served()
-        ask, id = openai_requests.read_chat(body, model), f"chatcmpl-{_id(request)}"
+        ask = await _read(request, openai_requests.read_chat, body, model)
+        id = f"chatcmpl-{_id(request)}"
         whole = answers.envelope("chat.completion", id, model), answers.chat_choice(ask, model)
         head = answers.envelope("chat.completion.chunk", id, model)
         parts = head, answers.chat_chunk_choice(ask, model)
@@ -128,7 +130,7 @@ class Endpoints:
         """SGLang's /generate."""
         begun_at = time.perf_counter()
         body, model = await self._body(request), self._service.served()
-        ask, several = sglang_requests.read_generate(body, model)
+        ask, several = await _read(request, sglang_requests.read_generate, body, model)
         call, id = self._service.admit(await _with_grammar(ask, model)), _id(request)
         if ask.show.stream:
             events = answers.generated_chunks(ask, call, model, id=id, begun_at=begun_at)
@@ -147,15 +149,7 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         """A prompt's, or a chat's, token ids."""
         body, model = await self._body(request), self._service.served()
-        fields = Fields(body)
-        asks.check_model(fields, model)
-        complete, names = fields.flag("add_special_tokens", True), fields.flag("return_token_strs")
-        text = fields.text("prompt")
-        if text is None:
-            ids = openai_requests.chat_prompt(fields, model)
-        else:
-            ids = asks.prompt_of_text(text, "prompt", model, complete=complete)
-        fields.finish()
+        ids, names = await _read(request, openai_requests.read_tokenize, body, model)
         answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids)}
         answer["token_strs"] = [model.names.of(one) for one in ids] if names else None
         return JSONResponse(answer)
@@ -244,6 +238,14 @@ class Endpoints:
         self._service.served()
         self._service.profile(running)
         return Response(status_code=200)
+
+
+async def _read(request: Request, read: Callable[..., Any], *given: Any) -> Any:
+    """What `read` makes of a body; of a large one in a thread, so that nobody else waits."""
+    size = request.headers.get("content-length", "")
+    if size.isdecimal() and int(size) <= _SMALL_BYTES:
+        return read(*given)
+    return await asyncio.to_thread(read, *given)
 
 
 async def _with_grammar(ask: Ask, model: Model) -> Ask:

@@ -73,6 +73,26 @@ def read_chat(body: Mapping[str, Any], model: Model) -> Ask:
     return ask
 
 
+def read_tokenize(body: Mapping[str, Any], model: Model) -> tuple[tuple[int, ...], bool]:
+    """The body of vLLM's /tokenize.
+
+    Returns:
+      Ids of its prompt, or of its messages; whether the answer is to have their texts.
+    Raises:
+      Refusal: a field cannot be served; names it.
+    """
+    fields = Fields(body)
+    asks.check_model(fields, model)
+    complete, names = fields.flag("add_special_tokens", True), fields.flag("return_token_strs")
+    text = fields.text("prompt")
+    if text is None:
+        ids = chat_prompt(fields, model)
+    else:
+        ids = asks.prompt_of_text(text, "prompt", model, complete=complete)
+    fields.finish()
+    return ids, names
+
+
 def chat_prompt(fields: Fields, model: Model) -> tuple[int, ...]:
     """Ids of the messages of a request in the chat template.
 

@@ -6,6 +6,8 @@ from dflash import errors
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
+_MAX_PARAM = 200  # characters of a field's name, which may be anything
+
 
 class Refusal(Exception):
     """A request that is not served: its HTTP status, and a line that says why.
@@ -29,7 +31,8 @@ class Refusal(Exception):
     ):
         self.message = errors.shorten(" ".join(message.split()))
         super().__init__(self.message)
-        self.param, self.status, self.code = param, status, code
+        self.param = None if param is None else errors.shorten(param, _MAX_PARAM)
+        self.status, self.code = status, code
         self.retry_after_s = retry_after_s
 
     @property

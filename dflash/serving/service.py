@@ -320,8 +320,9 @@ class Service:
             if flight is None:  # dropped meanwhile
                 continue
             if isinstance(event, Tokens):
-                self.metrics.tokens(flight, event, now)
-                self._note(flight, event, now)
+                if event.ids:
+                    self.metrics.tokens(flight, event, now)
+                    self._note(flight, event, now)
             else:
                 del self._flights[event.id]
                 self.metrics.finished(flight, event, now)

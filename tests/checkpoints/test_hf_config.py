@@ -21,6 +21,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 NAMED_BY_TYPE = {"type" if key == "rope_type" else key: value for key, value in LLAMA3.items()}
 
 
@@ -93,6 +94,16 @@ ROPES = {
         {"rope_theta": 5e5, "rope_parameters": LLAMA3},
         RopeScaling(),
     ),
+    "yarn, with what a file may state of it": (
+        {"rope_theta": 5e5, "rope_scaling": YARN | {"beta_slow": 2, "mscale": 1.0}},
+        RopeScaling(
+            factor=4.0,
+            original_max_position_embeddings=32,
+            rope_type="yarn",
+            beta_slow=2.0,
+            mscale=1.0,
+        ),
+    ),
     "null above": ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, None),
     "null scaling": ({"rope_theta": 5e5, "rope_scaling": None}, None),
 }
@@ -133,10 +144,19 @@ WRONG = {
     "missing vocab_size, hidden_size": {"vocab_size": None, "hidden_size": None},
     "hidden_act: 'gelu' is not supported, only 'silu'": {"hidden_act": "gelu"},
     "missing rope_theta (neither at the top level nor in rope_parameters)": {"rope_theta": None},
-    "rope type 'yarn' is not supported, only 'default' and 'llama3'": {
+    "rope type 'longrope' is not supported, only 'default', 'llama3' and 'yarn'": {
+        "rope_scaling": {"rope_type": "longrope", "factor": 4.0}
+    },
+    "rope scaling lacks original_max_position_embeddings": {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0}
     },
-    "rope scaling lacks low_freq_factor, original_max_position_embeddings": {
+    "rope_scaling: attention_factor: expected a number >= 0 or null, got 'high'": {
+        "rope_scaling": YARN | {"attention_factor": "high"}
+    },
+    "rope_scaling.beta_slow: 32.0 is not below beta_fast=32.0": {
+        "rope_scaling": YARN | {"beta_slow": 32.0}
+    },
+    "rope scaling lacks original_max_position_embeddings, low_freq_factor": {
         "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "high_freq_factor": 4.0}
     },
 }
@@ -147,7 +167,12 @@ def test_what_cannot_be_served_is_refused(message):
     assert failure(make_config(**WRONG[message])) == f"config.json: {message}"
 
 
-@pytest.mark.parametrize("scaling", [None, RopeScaling()])
+YARN_SCALING = RopeScaling(
+    rope_type="yarn", factor=64.0, mscale=1.0, mscale_all_dim=1.0, attention_factor=1.4159
+)
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(), YARN_SCALING])
 def test_what_is_written_is_json_and_reads_back(scaling):
     arch = make_architecture(rope_scaling=scaling, eos_token_id=(3, 7))
     text = json.dumps(hf_config.write_architecture(arch))
@@ -169,11 +194,15 @@ ANYTHING = st.recursive(
     | st.sampled_from([0, -1, 2**31, 2**63, 10**400, 1e308])
     | st.floats()
     | st.text(max_size=4)
-    | st.sampled_from(["silu", "llama3", "default", "x" * 1000]),
+    | st.sampled_from(["silu", "llama3", "yarn", "default", "x" * 1000]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from([*LLAMA3, "type", "rope_theta", "rope_parameters"]) | st.text(), inner
+            st.sampled_from(
+                [*LLAMA3, "mscale", "beta_fast", "type", "rope_theta", "rope_parameters"]
+            )
+            | st.text(),
+            inner,
         )
     ),
     max_leaves=5,

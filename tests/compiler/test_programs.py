@@ -15,7 +15,7 @@ def test_a_target_reads_its_weights_and_the_context_of_all_sequences(tied):
     """D 32, F 48, V 48, 3 layers, N/K/H 4/2/16 in float32; pages have room for more."""
     target = make_target(tie_word_embeddings=tied)
     cache = target.new_cache(batch=2, pages_per_sequence=4, num_pages=9, page_size=8)
-    found = programs.target_ideals(target, 10, cache)
+    found = programs.target_ideals(target, 4, 10, cache)
     projections, norms = 32 * (2 * 4 + 2 * 2) * 16, 32 + 2 * 16
     context = 10 * 2 * 2 * 2 * 16  # rows × sequences × keys and values × kv heads × H
     assert found[ATTENTION].num_bytes == pytest.approx(4 * 3 * (projections + norms + context))
@@ -28,9 +28,9 @@ def test_a_drafter_reads_its_weights_and_the_context_in_use():
     target = make_target()
     cache = target.new_cache(batch=2, pages_per_sequence=4, num_pages=9, page_size=8)
     arguments = {"drafter weights": 1000, "draft KV": 640}
-    found = programs.cycle_ideals(target, arguments, 8, cache, capacity=32)
+    found = programs.cycle_ideals(target, arguments, 4, 8, cache, capacity=32)
     assert found[DRAFTER].num_bytes == 1000 + 640 / 4
-    assert found[MLP] == programs.target_ideals(target, 8, cache)[MLP]
+    assert found[MLP] == programs.target_ideals(target, 4, 8, cache)[MLP]
 
 
 def test_programs_share_their_memory():
@@ -48,6 +48,9 @@ def test_programs_share_their_memory():
         ({"temperature": 0.5}, Situation(7, sampled=True)),
         ({"temperature": 0.5, "top_k": 3}, Situation(7, sampled=True, filtered=True)),
         ({"temperature": 0.5, "top_p": 0.9}, Situation(7, sampled=True, filtered=True)),
+        ({"temperature": 0.5, "min_p": 0.1}, Situation(7, sampled=True, filtered=True)),
+        ({"presence_penalty": 0.5}, Situation(7, shaped=True)),
+        ({"repetition_penalty": 1.5}, Situation(7, shaped=True)),
     ],
 )
 def test_the_config_says_which_branches_run(changes, situation):

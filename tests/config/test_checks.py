@@ -53,6 +53,10 @@ def load(tmp_path, monkeypatch):
         ("target.architecture.rope_scaling.low_freq_factor=4",
          "target.architecture.rope_scaling.low_freq_factor: "
          "4.0 is not below high_freq_factor=4.0"),
+        ("target.rope_scaling.rope_type=yarn target.rope_scaling.beta_slow=40",
+         "target.rope_scaling.beta_slow: 40.0 is not below beta_fast=32.0"),
+        ("drafter.rope_scaling.high_freq_factor=0.5",
+         "drafter.rope_scaling.low_freq_factor: 1.0 is not below high_freq_factor=0.5"),
         ("drafter.block_size=17",
          "drafter.block_size: 17 exceeds drafter.architecture.block_size=16"),
         ("drafter.architecture.block_size=4 drafter.block_size=5",
@@ -76,6 +80,8 @@ def load(tmp_path, monkeypatch):
         ("decode.stop_ids=[64]", "decode.stop_ids: 64 is not in the target's vocabulary of 64"),
         ("decode.max_length=8", "decode.max_length: "
          "8 leaves no room for a prompt beside decode.max_new_tokens=8"),
+        ("decode.min_new_tokens=9",
+         "decode.min_new_tokens: 9 exceeds decode.max_new_tokens=8"),
         ("decode.page_size=12", "decode.page_size: expected a power of two, got 12"),
         ("decode.prefill_chunk=100", "decode.prefill_chunk: expected a power of two, got 100"),
         ("prompts.text=a prompts.file=b",

@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 
-from support import SUPPORT
-from support.engines import expected, random_prompts
+from support import SUPPORT, grammars
+from support.engines import engine, expected, random_prompts
 
 WORKER = SUPPORT / "decode_worker.py"
 TIMEOUT_S = 480
@@ -52,13 +52,18 @@ def test_two_processes_decode_as_one():
         "adaptive": ["ngram"],
         # Each process keeps its own account of pages, and all must come to the same.
         "cached": ["dflash"],
+        "constrained": ["dflash"],
         "mesh": (2, 1, 2),
         "prompts": prompts,
         "limits": limits,
         "options": options,
     }
     wanted = [list(ids) for ids, _ in expected(prompts, limits, **options)]
+    plain = engine(batch_size=4, max_length=48)
+    constrained = grammars.decode_some(plain, prompts, limits, **options)
     decoded = [*names, "dflash, cached"]
     for status, out, err in run_workers(2, task):
         assert status == 0, err
-        assert json.loads(out.splitlines()[-1]) == dict.fromkeys(decoded, wanted)
+        found = json.loads(out.splitlines()[-1])
+        assert found.pop("dflash, constrained") == [list(ids) for ids in constrained]
+        assert found == dict.fromkeys(decoded, wanted)

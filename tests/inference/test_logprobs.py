@@ -78,6 +78,14 @@ def test_they_are_those_of_one_forward(form, how):
             np.testing.assert_allclose(row[list(found.top_ids)], best, atol=1e-4)
 
 
+def test_empty_slots_ask_for_nothing():
+    """Slots that are filled for a measurement alone must not shape logits either."""
+    state = run("none").new_state()
+    assert not state.controls.shapes(state.length, jnp.ones(state.length.shape, bool))
+    assert not state.controls.logprobs.any()
+    assert not state.controls.constrained.any()
+
+
 def test_a_small_vocabulary_has_fewer_likeliest_tokens():
     logits = jnp.log(jnp.array([[[0.5, 0.2, 0.3]]]))
     found = logprobs.of_tokens(logits, jnp.array([[2]]), jnp.array([True]))

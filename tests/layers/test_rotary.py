@@ -1,5 +1,7 @@
 """Tests of rotary position embedding."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,25 +14,45 @@ from dflash.layers import rotary
 
 LLAMA31 = RopeScaling(8.0, 1.0, 4.0, 8192)
 LLAMA32 = RopeScaling(32.0, 1.0, 4.0, 8192)
+YARN = RopeScaling(factor=4.0, original_max_position_embeddings=32768, rope_type="yarn")
+YARNS = {
+    "qwen3's": YARN,
+    "kimi's, whose amplitudes cancel": dataclasses.replace(
+        YARN, factor=64.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+    ),
+    "mscale that does not cancel": dataclasses.replace(YARN, mscale=0.7, mscale_all_dim=1.0),
+    "mscale alone, which is ignored": dataclasses.replace(YARN, mscale=0.7),
+    "stated amplitude": dataclasses.replace(
+        YARN, mscale=1.0, mscale_all_dim=1.0, attention_factor=1.4159
+    ),
+    "not rounded": dataclasses.replace(YARN, truncate=False),
+    "another blend": dataclasses.replace(YARN, beta_fast=20.0, beta_slow=2.0),
+    "short context": dataclasses.replace(YARN, original_max_position_embeddings=8),
+    "factor 1": dataclasses.replace(YARN, factor=1.0),
+}
+SCALINGS = {"none": None, "llama 3.1's": LLAMA31, "llama 3.2's": LLAMA32} | YARNS
 
 
 def hf_config(scaling, head_dim=64, theta=5e5):
     _, transformers = import_transformers()
     rope = {"rope_type": "default", "rope_theta": theta}
     if scaling is not None:
-        rope |= vars(scaling) | {"rope_type": "llama3"}
+        rope |= {name: value for name, value in vars(scaling).items() if value is not None}
     return transformers.LlamaConfig(
         head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope
     )
 
 
-@pytest.mark.parametrize("scaling", [None, LLAMA31, LLAMA32])
-def test_frequencies_are_transformers(scaling):
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_and_amplitude_are_transformers(name):
+    scaling = SCALINGS[name]
     config = hf_config(scaling)
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
-    np.testing.assert_allclose(rotary.frequencies(64, 5e5, scaling), expected, rtol=1e-6)
+    theirs = LlamaRotaryEmbedding(config)
+    expected = theirs.inv_freq.numpy()
+    np.testing.assert_allclose(rotary.frequencies(64, 5e5, scaling), expected, rtol=2e-6)
+    np.testing.assert_allclose(rotary.amplitude(scaling), theirs.attention_scaling, rtol=1e-6)
 
 
 def test_llama3_scaling_slows_long_wavelengths_only():
@@ -45,7 +67,7 @@ def test_llama3_scaling_slows_long_wavelengths_only():
     assert np.all(scaled[between] > plain[between] / 8)
 
 
-@pytest.mark.parametrize("scaling", [None, LLAMA31])
+@pytest.mark.parametrize("scaling", [None, LLAMA31, YARN])
 def test_rotation_is_transformers(scaling):
     torch, _ = import_transformers()
     from transformers.models.llama import modeling_llama

@@ -2,12 +2,17 @@
 
 import types
 
+import jax.numpy as jnp
 import pytest
 from support import models
 from support.models import make_sharding, make_target
 
+from dflash.checkpoints import narrowing
 from dflash.measure import roofline
 from dflash.measure.roofline import Machine, Work
+from dflash.models.deepseek_v3 import DeepseekV3
+from dflash.models.qwen3 import Qwen3
+from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters
 
 MACHINE = Machine("toy", flops_per_s=1e9, bytes_per_s=1e6, source="made up")
@@ -34,6 +39,46 @@ def test_a_target_reads_its_weights_once_and_computes_every_row():
     small = roofline.target_work(target, batch=2, rows=8, context=100, kv_dtype="int8")
     assert small.size_bytes == 4 * weights + 2 * 3 * 2 * (16 + 4) * 2 * 108
     assert small.flops == many.flops
+
+
+def test_experts_count_as_far_as_rows_touch_them():
+    """E 8 of width 24, 2 of them a token, beside attention as in the dense target."""
+    arch = models.family_architecture("qwen3_moe")
+    target = Qwen3Moe(arch, dtype=jnp.float32, sharding=make_sharding())
+    experts, rest = (
+        3 * 8 * 3 * 32 * 24,
+        3 * (32 * 12 * 16 + 2 * 32 + 2 * 16 + 32 * 8) + 32 + 48 * 32,
+    )
+    one = roofline.target_work(target, batch=1, rows=1, context=0)
+    assert one.size_bytes == pytest.approx(4 * (rest + experts * 2 / 8 + 2 * 3 * 2 * 16))
+    assert one.flops == pytest.approx(2 * (rest + experts * 2 / 8) + 4 * 3 * 4 * 16)
+    many = roofline.target_work(target, batch=2, rows=4, context=0)
+    read = 1 - (6 / 8) ** 8
+    assert many.size_bytes == pytest.approx(4 * (rest + experts * read + 2 * 3 * 2 * 16 * 8))
+    assert many.flops == pytest.approx(16 * (rest + experts * 2 / 8) + 4 * 3 * 4 * 16 * 8 * 4)
+
+
+def test_latent_attention_reads_its_latents_and_weights_of_eight_bits_a_byte_each():
+    arch = models.family_architecture("deepseek_v3")
+    target = DeepseekV3(arch, dtype=jnp.float32, sharding=make_sharding())
+    plain = roofline.target_work(target, batch=1, rows=1, context=0)
+    longer = roofline.target_work(target, batch=1, rows=1, context=9)
+    assert longer.size_bytes - plain.size_bytes == 4 * 3 * (20 + 8) * 9
+    assert longer.flops - plain.flops == 2 * 3 * 4 * (2 * 20 + 8) * 9
+    narrow = make_target_in_eight_bits()
+    kernels = sum(one.kernel.get_value().size for _, one in narrowing.projections(narrow))
+    scales = sum(one.kernel_scale.get_value().size for _, one in narrowing.projections(narrow))
+    wide, found = (
+        roofline.target_work(one, batch=1, rows=1, context=0) for one in (make_target(), narrow)
+    )
+    assert wide.size_bytes - found.size_bytes == 3 * kernels - 4 * scales
+    assert wide.flops == found.flops
+
+
+def make_target_in_eight_bits():
+    target = Qwen3(make_target().arch, dtype=jnp.float32, sharding=make_sharding())
+    narrowing.narrow(target, "int8")
+    return target
 
 
 def test_a_draft_reads_the_drafter_and_the_head_and_computes_every_row():

@@ -39,3 +39,20 @@ def test_a_study_of_serving(tmp_path, capsys):
     assert min(row["tau"] for row in rows if row["drafter"] == "ngram") >= 1.0
     assert (tmp_path / "w" / "study.png").read_bytes().startswith(b"\x89PNG")
     assert "A server under load" in capsys.readouterr().out
+
+
+def test_forced_acceptance(tmp_path, capsys):
+    (tmp_path / "config.yml").write_text(CONFIG.replace("values: [1, 2]", "values: [2]"))
+    lengths = {"prompt_tokens": 9, "acceptance_lengths": [3, 2, 4, 1, 2]}
+    (tmp_path / "trace.json").write_text(json.dumps([lengths] * 2))
+    values = benchmark.run(
+        tmp_path / "config.yml",
+        f"trace={tmp_path / 'trace.json'}",
+        compilation_cache="off",
+    )
+    taus = {row["drafter"]: row["tau"] for row in values["rows"]}
+    assert taus == {
+        "none": 1.0,
+        "ngram": pytest.approx(7 / 3),
+    }  # 3, 2 and 2 of 4: then there are 8 tokens
+    assert values["acceptance"]["source"] != "measured"

@@ -78,6 +78,30 @@ def test_openai_from_many_tasks(server):
         assert text == bytes(wanted).decode()
 
 
+def test_openai_reads_logprobs(client):
+    how = {"max_tokens": 5, "logprobs": True, "top_logprobs": 2}
+    said = client.chat.completions.create(model="tiny", messages=MESSAGES, **how)
+    content = said.choices[0].logprobs.content
+    assert "".join(one.token for one in content) == said.choices[0].message.content
+    assert {len(one.top_logprobs) for one in content} == {2}
+
+
+def test_openai_gets_what_a_schema_describes(client):
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
+    spaces = {str(ord(one)): -100 for one in " \t\n\r"}  # with which JSON may go on for ever
+    said = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=40,
+        logit_bias=spaces,
+        response_format={"type": "json_schema", "json_schema": {"name": "list", "schema": schema}},
+        extra_body={"stop_token_ids": [0]},
+    )
+    found = json.loads(said.choices[0].message.content.rstrip("\0"))
+    assert 2 <= len(found) <= 3
+    assert set(found) <= {1, 2}
+
+
 def test_openai_names_what_is_wrong(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(

@@ -1,8 +1,8 @@
 """One process of several that decode together: prints the outputs as a line of JSON.
 
 Usage: decode_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID TASK
-TASK is JSON: names of drafters, of those whose block size is chosen, mesh, prompts, limits, and
-sampling options.
+TASK is JSON: names of drafters, of those whose block size is chosen, of those that also decode with
+grammars, mesh, prompts, limits, and sampling options.
 """
 
 import json
@@ -44,9 +44,18 @@ def main() -> None:
             assert (tables[0] == tables[1]).all(), f"processes differ in their tables: {tables}"
         done = decode(run, task["prompts"], task["limits"], **task["options"])
         outputs[name] = [one.output_ids for one in done]
+        if name in task.get("constrained", ()):
+            outputs[f"{name}, constrained"] = decode_constrained(run, task)
     for name in task.get("cached", ()):
         outputs[f"{name}, cached"] = decode_cached(name, mesh, task)
     print(json.dumps(outputs))
+
+
+def decode_constrained(run, task: dict) -> list:
+    """The outputs with a grammar for every other prompt: each process makes its own masks."""
+    from support import grammars
+
+    return grammars.decode_some(run, task["prompts"], task["limits"], **task["options"])
 
 
 def decode_cached(name: str, mesh: tuple[int, ...], task: dict) -> list:

@@ -8,15 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash.checkpoints import checkpoint
+from dflash import registry
+from dflash.checkpoints import assembly, checkpoint
 from dflash.drafters.dflash.drafter import DFlash
-from dflash.models.qwen3 import Qwen3
+from dflash.models.decoder import Decoder
 from support import TESTS
 from support.models import make_sharding
 
 GOLDEN = TESTS / "golden"
 
-GOLDEN_CASES = ("qwen3_b1", "qwen3_v12", "qwen3_v64")
+GOLDEN_CASES = (
+    "qwen3_b1",
+    "qwen3_v12",
+    "qwen3_v64",
+    "qwen3moe_v20",
+    "qwen3yarn_v14",
+    "deepseek_v14",
+)
 
 
 @functools.cache
@@ -27,9 +35,16 @@ def golden(case: str) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def golden_models(case: str) -> tuple[Qwen3, DFlash]:
+def golden_models(case: str) -> tuple[Decoder, DFlash]:
     """Target and drafter of a golden case, in float32."""
-    return load(Qwen3, GOLDEN / case / "target"), load(DFlash, GOLDEN / case / "draft")
+    return load_target(GOLDEN / case / "target"), load(DFlash, GOLDEN / case / "draft")
+
+
+def load_target(directory: pathlib.Path, **options) -> Decoder:
+    """The target of a checkpoint directory, of the registered family, in float32."""
+    hf = checkpoint.read_config(directory)
+    _, kind = assembly.find_class(hf, directory, registry.TARGETS)
+    return load(kind, directory, **options)
 
 
 class TableHeads:

@@ -1,13 +1,17 @@
 """Grammars over the tokens of the tiny target, which are made up for them."""
 
+import dataclasses
 import functools
 import json
 
 import pytest
 
+from dflash.inference.request import Completion
+from dflash.offline import decoding
 from dflash.text import grammar
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.token_bytes import TokenBytes
+from support.engines import make_requests
 
 # The tokens that the tiny target prefers come first.
 TEXTS = ["a", "{", '"', "1", *"}b:,[]20-. ", '{"', '":', "12", '"}', "tru", "null", "e", None, None]
@@ -34,6 +38,22 @@ def regex(pattern: str) -> Grammar:
 @functools.cache
 def json_schema(schema: str) -> Grammar:
     return grammar.json_schema(schema, vocabulary())
+
+
+def decode_some(run, prompts, limits, **how) -> list[tuple[int, ...]]:
+    """Outputs of prompts, of which every other one has a grammar and a penalty."""
+    requests = make_requests(prompts, limits, stop_ids=(END,), logprobs=1, **how)
+    requests[::2] = [
+        dataclasses.replace(
+            request,
+            grammar=regex("(a|1|tru){4,20}"),
+            sampling=dataclasses.replace(request.sampling, presence_penalty=1.0),
+        )
+        for request in requests[::2]
+    ]
+    events = decoding.decode(run, requests)
+    done = {event.id: event.output_ids for event in events if isinstance(event, Completion)}
+    return [done[request.id] for request in requests]
 
 
 def flat_object(**properties) -> str:

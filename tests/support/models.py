@@ -40,6 +40,44 @@ def make_architecture(**changes) -> schema.TargetArchitecture:
     return schema.TargetArchitecture(**(values | changes))
 
 
+_LATENT = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+# What the shape of a family has beside that of a dense decoder, or instead.
+OWN_FIELDS = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v3": _LATENT,
+    "kimi_k25": _LATENT,
+}
+
+
+def family_architecture(
+    family: str, base: schema.TargetArchitecture | None = None, **changes
+) -> schema.TargetArchitecture:
+    """The shape of a small target of a registered family, with the sizes of `base`."""
+    entry = registry.TARGETS[family]
+    kind = typing.get_type_hints(registry.load(entry.schema))["architecture"]
+    (shape,) = (option for option in typing.get_args(kind) if dataclasses.is_dataclass(option))
+    values = vars(base or make_architecture()) | OWN_FIELDS.get(family, {}) | changes
+    return shape(**values)
+
+
 ONE_DEVICE = (1, 1, 1)
 
 # The member that tests decode with: few tokens, so that drafts hit now and then.

@@ -108,15 +108,21 @@ class DFlash(OnePassDrafter):
         """Runs the whole block, and drafts its first tokens; see `Drafter.draft_fewer`.
 
         Rows see one another: with fewer rows than in training, drafts get worse from the first one
-        on.
+        on. Rows that see those before them alone are run as far as they are wanted.
         """
-        hidden, positions = self.run_block(state, anchor, position, heads)
+        last = count if shapes.is_causal(self.shape) else self.num_positions
+        hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
         first = slice(1, count + 1)
         return self.propose(heads.unembed(hidden[:, first]), positions[:, first], sampler), state
 
-    def run_block(self, state, anchor, position, heads):
-        """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T]."""
-        mask = jnp.full((anchor.shape[0], self.num_positions), self.shape.mask_token_id)
+    def run_block(self, state, anchor, position, heads, *, num_positions=None):
+        """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T].
+
+        Args:
+          num_positions: rows behind the anchor, T - 1; None for all.
+        """
+        masked = (anchor.shape[0], num_positions or self.num_positions)
+        mask = jnp.full(masked, self.shape.mask_token_id)
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
         positions = position[:, None] + jnp.arange(block.shape[1])
         cos_sin = rotary.angles(positions, self.shape.decoder)

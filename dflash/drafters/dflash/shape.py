@@ -11,6 +11,13 @@ from dflash.drafters.parts import compatibility, decoder_shape
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GROUP = "dflash_config"
+# Fields of some drafters, by what the layers here do.
+_ONLY = {
+    "draft_shift": False,
+    "partial_rotary_factor": 1.0,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +61,17 @@ class _Sizes:
     block_size: int | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
     num_target_layers: int | None = option(None, minimum=1, maximum=2**12)
     mask_token_id: int | None = option(None, minimum=0, maximum=2**24)
+    target_layer_ids: tuple[int, ...] = option((), minimum=0, maximum=2**12)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Own(_Sizes):
     """Fields of `dflash_config`."""
 
-    target_layer_ids: tuple[int, ...] = option((), minimum=0, maximum=2**12)
     use_swa: bool = False
     swa_window_size: int | None = option(None, minimum=1, maximum=2**30)
     causal: bool = False
+    causal_head: bool = False  # the same, as JetSpec names it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,20 +90,24 @@ def read(hf: Mapping[str, Any]) -> DFlashShape:
       CheckpointError: a field is missing, unusable, or contradicts another.
     """
     decoder = hf_config.read_architecture(hf)
-    own = hf_config.read_fields(hf_config.read_group(hf, _GROUP), _Own, group=_GROUP)
+    group = hf_config.read_group(hf, _GROUP)
+    own = hf_config.read_fields(group, _Own, group=_GROUP)
+    for fields in (hf, group):
+        for name, supported in _ONLY.items():
+            hf_config.check_only(fields, name, supported)
     sizes = {}
     for name, value in vars(hf_config.read_fields(hf, _Sizes)).items():
         newer = getattr(own, name)
-        sizes[name] = value if newer is None else newer
+        sizes[name] = value if newer in (None, ()) else newer
     missing = [name for name, value in sizes.items() if value is None]
     if missing:
         raise errors.CheckpointError(f"{hf_config.FILE}: missing {', '.join(missing)}")
-    taps = own.target_layer_ids or default_taps(
+    sizes["target_layer_ids"] = sizes["target_layer_ids"] or default_taps(
         sizes["num_target_layers"], decoder.num_hidden_layers
     )
     stated = hf_config.read_fields(hf, _Attention)
     views = _views(stated, own, decoder.num_hidden_layers)
-    return DFlashShape(decoder=decoder, target_layer_ids=taps, views=views, **sizes)
+    return DFlashShape(decoder=decoder, views=views, **sizes)
 
 
 def write(shape: DFlashShape) -> dict[str, Any]:
@@ -111,7 +123,8 @@ def write(shape: DFlashShape) -> dict[str, Any]:
         _GROUP: {
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
-            "causal": all(view.causal for view in shape.views),
+            "causal": is_causal(shape),
+            "causal_head": is_causal(shape),
         },
     }
 
@@ -134,7 +147,7 @@ def for_target(target: TargetArchitecture, options: DFlashArchitecture | None) -
         mask_token_id=last_token if options.mask_token_id is None else options.mask_token_id,
         target_layer_ids=taps,
         num_target_layers=target.num_hidden_layers,
-        views=(LayerView(),) * layers,
+        views=(LayerView(causal=options.causal),) * layers,
     )
 
 
@@ -159,6 +172,11 @@ def fit(shape: DFlashShape, target: TargetArchitecture) -> DFlashShape:
             f"{target.vocab_size} tokens"
         )
     return dataclasses.replace(shape, num_target_layers=depth)
+
+
+def is_causal(shape: DFlashShape) -> bool:
+    """Whether a block row depends on the rows up to itself alone."""
+    return all(view.causal for view in shape.views)
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -188,6 +206,7 @@ def _views(stated: _Attention, own: _Own, num_layers: int) -> tuple[LayerView, .
             f"{hf_config.FILE}: layer {types.index(_SLIDING)} slides, but no sliding_window or "
             "swa_window_size is given"
         )
-    sliding = LayerView(window, own.causal or not stated.sliding_window_non_causal)
-    full = LayerView(causal=own.causal)
+    causal = own.causal or own.causal_head
+    sliding = LayerView(window, causal or not stated.sliding_window_non_causal)
+    full = LayerView(causal=causal)
     return tuple(sliding if kind == _SLIDING else full for kind in types)

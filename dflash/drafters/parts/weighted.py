@@ -1,12 +1,14 @@
 """What all strategies with weights share: a shape, stated by a checkpoint or made for a target."""
 
+import dataclasses
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from dflash.config.schema import DrafterConfig, TargetArchitecture
+from dflash.checkpoints import hf_config
+from dflash.config.schema import DrafterConfig, LayeredDrafterConfig, TargetArchitecture
 from dflash.drafters.base import Drafter
 from dflash.layers import cache as kv
 from dflash.layers.linear import Linear
@@ -50,6 +52,9 @@ class WeightedDrafter(Drafter):
             shape = cls.architecture_for(target, config.architecture)
         else:
             shape = cls.architecture_from_hf(hf)
+        if isinstance(config, LayeredDrafterConfig) and config.rope_scaling is not None:
+            decoder = hf_config.with_rope_scaling(shape.decoder, config.rope_scaling)
+            shape = dataclasses.replace(shape, decoder=decoder)
         shape = cls.shapes.fit(shape, target)
         return cls(shape, dtype=dtype, sharding=sharding, **cls.options(config))
 

@@ -14,14 +14,17 @@ import numpy as np
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.serve_schema import ServeConfig, ServeDecode, ServeRun
+from dflash.inference.engine import Engine
 from dflash.measure import bench as benches
 from dflash.measure.load_client import Answer, Plan
 from dflash.measure.plots import Line
 from dflash.measure.studies.result import Step, StudyResult, doubted
+from dflash.measure.workload import Item
 from dflash.offline.job import Job
 from dflash.runs.display import Display
 from dflash.serving import server
 from dflash.serving.tracks import Tracks
+from dflash.text.prompts import Prompt
 
 AT_A_TIME = (1, 2, 4, 8, 16, 32, 64)
 RATES = (0.5, 0.8)  # of the requests per second that plain decoding has reached
@@ -33,63 +36,88 @@ def serve(config: BenchmarkRun) -> Iterator[Step]:
 
     The rates are the same for all strategies: shares of the most that the baseline has answered.
     """
-    if config.forced:
-        raise errors.ConfigError(
-            "study.name=serve: measures acceptance; leave out trace and acceptance"
-        )
     bench = benches.prepare(config)
     yield Step("loading weights", 0)
     bench.load()
     if bench.workload.has_later_turns:
         bench.converse()
-    closed = config.study.values or AT_A_TIME
-    total, done = len(bench.jobs) * (len(closed) + len(RATES)), itertools.count(1)
-    rows: list[dict] = []
+    closed, items = config.study.values or AT_A_TIME, bench.workload.items
+    # Of each load its requests, in the order in which they are sent.
+    warming = items[:1] * 2
+    loads = [_enough(items, max(len(items), 2 * count)) for count in closed]
+    everything = [*warming, *itertools.chain(*loads), *items * len(RATES)]
+    total, rows = len(bench.jobs) * (len(closed) + len(RATES)), []
+
+    def over(where: str) -> Step:
+        return Step(f"{where}, is over", len(rows) / total, _result(rows))
+
     for name, job in bench.jobs.items():
         yield Step(f"compiling for {name}", len(rows) / total)
-        with _serving(config, job) as url:
-            bodies = _bodies(bench, job)
-            _drive(Plan(url, bodies[:1] * 2, at_a_time=2))  # the first requests are slower
-            for count in closed:
-                yield Step(f"{name}, {count} at a time", len(rows) / total)
-                sent = _enough(bodies, max(len(bodies), 2 * count))
-                rows.append(_row(name, count, None, _drive(Plan(url, sent, at_a_time=count))))
-                yield Step(f"{name}, {count} at a time, is over", next(done) / total, _result(rows))
-            best = max(
-                row["requests_per_second"] for row in rows if row["drafter"] == bench.baseline
-            )
-            for share in RATES:
-                rate = share * best
-                yield Step(f"{name}, {rate:.2g} requests/s", len(rows) / total)
-                rows.append(_row(name, None, rate, _drive(Plan(url, bodies, rate=rate))))
-                yield Step(
-                    f"{name}, {rate:.2g} requests/s, is over", next(done) / total, _result(rows)
+        with _serving(bench, job, everything) as url:
+            _drive(Plan(url, _bodies(bench, warming), at_a_time=2))  # the first ones are slower
+            for count, sent in zip(closed, loads, strict=True):
+                where = f"{name}, {count} at a time"
+                yield Step(where, len(rows) / total)
+                answers = _drive(Plan(url, _bodies(bench, sent), at_a_time=count))
+                rows.append(_row(name, count, None, answers))
+                yield over(where)
+            plain = [row for row in rows if row["drafter"] == bench.baseline]
+            best = max(row["requests_per_second"] for row in plain)
+            for rate in (share * best for share in RATES):
+                where = f"{name}, {rate:.2g} requests/s"
+                yield Step(where, len(rows) / total)
+                rows.append(
+                    _row(name, None, rate, _drive(Plan(url, _bodies(bench, items), rate=rate)))
                 )
+                yield over(where)
 
 
-def _serving(config: BenchmarkRun, job: Job):
-    """A server of one strategy in the background; a context of its URL."""
+@dataclasses.dataclass(frozen=True)
+class _Scripted(Job):
+    """A job whose engine forces acceptance lengths upon its requests, in the order they come."""
+
+    scripts: tuple[tuple[int, ...], ...] = ()
+
+    def engine(self, prompts: Sequence[Prompt] = (), *, num_stop_ids: int = 0) -> Engine:
+        """See `Job.engine`."""
+        size = len(self.scripts), max(map(len, self.scripts))
+        engine = benches.make_engine(self, script=size, num_stop_ids=num_stop_ids)
+        engine.follow(self.scripts)
+        return engine
+
+
+def _serving(bench: benches.Bench, job: Job, sent: Sequence[Item]):
+    """A server of one strategy in the background, for these requests; a context of its URL."""
     run = job.config
     decode = ServeDecode(
         **{f.name: getattr(run.decode, f.name) for f in dataclasses.fields(run.decode)}
     )
     given = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)} | {"decode": decode}
     served = ServeRun(**given, serve=ServeConfig(queue=_QUEUE, drain_s=0.0))
+    if bench.workload.forced:
+        longest = job.drafter.longest_path
+        scripts = tuple(tuple(benches.script(item, longest)) for item in sent)
+        job = _Scripted(**vars(job), scripts=scripts)
     return server.in_background(Tracks(job, served, Display.silent(), loaded=True))
 
 
-def _bodies(bench: benches.Bench, job: Job) -> list[dict[str, Any]]:
-    """A request for each item, as the config samples."""
-    seed = bench.config.decode.seed
+def _bodies(bench: benches.Bench, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """A request for each item, as the config samples.
+
+    Where acceptance is forced, whatever was drafted is committed: a stop token means nothing.
+    """
+    always = {"seed": bench.config.decode.seed}
+    if bench.workload.forced:
+        always["ignore_eos"] = True
     return [
-        {"prompt": list(item.prompt.ids), "max_tokens": item.max_new_tokens, "seed": seed}
-        for item in bench.workload.items
+        {"prompt": list(item.prompt.ids), "max_tokens": item.max_new_tokens, **always}
+        for item in items
     ]
 
 
-def _enough(bodies: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """As many requests, from the beginning again where there are fewer."""
-    return list(itertools.islice(itertools.cycle(bodies), count))
+def _enough(items: Sequence[Item], count: int) -> list[Item]:
+    """As many items, from the beginning again where there are fewer."""
+    return list(itertools.islice(itertools.cycle(items), count))
 
 
 def _drive(plan: Plan) -> list[Answer]:

@@ -36,6 +36,12 @@ def test_both_layouts_say_the_same():
     assert DFlash.architecture_from_hf(old) == DFlash.architecture_from_hf(new)
 
 
+def test_taps_may_stand_beside_the_group():
+    config = make_config()
+    config["target_layer_ids"] = config["dflash_config"].pop("target_layer_ids")
+    assert DFlash.architecture_from_hf(config) == DFlash.architecture_from_hf(make_config())
+
+
 def test_null_counts_as_absent():
     config = make_config()
     config["dflash_config"]["block_size"] = config["block_size"]
@@ -58,6 +64,8 @@ WRONG = {
     "'chunked_attention'; did you mean 'full_attention'?": {
         "layer_types": [WHOLE, "chunked_attention"]
     },
+    "draft_shift: true is not supported, only false": {"draft_shift": True},
+    "attention_value_scale: 0.612 is not supported, only 1.0": {"attention_value_scale": 0.612},
     "layer 0 slides, but no sliding_window or swa_window_size is given": {
         "layer_types": [SLIDE, WHOLE]
     },

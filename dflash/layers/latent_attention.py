@@ -1,0 +1,220 @@
+"""Multi-head latent attention: keys and values of all heads are kept as one small latent row.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.kernels import quantised
+from dflash.kernels.causal_attention import causal_attention
+from dflash.kernels.latent_attention import latent_attention
+from dflash.kernels.quantised import Rows
+from dflash.kernels.split_heads import rotate
+from dflash.layers.attention import Attend
+from dflash.layers.cache import CacheArray, batch_axes
+from dflash.layers.linear import Linear, RMSNorm
+from dflash.parallel.sharding import Sharding
+
+_EPS = 1e-6  # of the norms on latents, whatever that of the model is
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentShape:
+    """Sizes of latent attention; fields are named as in config.json.
+
+    Attributes:
+      num_attention_heads: N.
+      q_lora_rank: width of the latent that queries are made of; None: they are made of the rows.
+      kv_lora_rank: width of the latent that keys and values are made of.
+      qk_nope_head_dim: numbers of a head's query and key without positions.
+      qk_rope_head_dim: and with positions; these are the same for all heads of a key.
+      v_head_dim: numbers of a head's value.
+      rope_interleave: rotary pairs lie side by side, not half a head apart.
+    """
+
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool = True
+
+
+class LatentAttention(nnx.Module):
+    """Attention that keeps of each position a latent and a rotated key, `kv_lora_rank +
+    qk_rope_head_dim` numbers in all.
+
+    A few rows, as in verification, are projected into the latent space and attend there. A long
+    chunk of a prompt makes keys and values out of the latents instead, which is less work then.
+    """
+
+    def __init__(
+        self, width: int, shape: LatentShape, *, scale: float, dtype: jnp.dtype, sharding: Sharding
+    ):
+        """Builds abstract projections.
+
+        Args:
+          width: of rows that come in and go out.
+          shape: sizes within.
+          scale: factor on attention scores.
+        """
+        build = {"dtype": dtype, "sharding": sharding}
+        heads, latent = shape.num_attention_heads, shape.kv_lora_rank
+        of_queries = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+        if shape.q_lora_rank is None:
+            self.q_proj = Linear(width, of_queries, ("embed", "heads"), **build)
+        else:
+            self.q_a_proj = Linear(width, shape.q_lora_rank, ("embed", None), **build)
+            self.q_a_layernorm = RMSNorm(shape.q_lora_rank, _EPS, **build)
+            self.q_b_proj = Linear(shape.q_lora_rank, of_queries, (None, "heads"), **build)
+        kept = latent + shape.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = Linear(width, kept, ("embed", None), **build)
+        self.kv_a_layernorm = RMSNorm(latent, _EPS, **build)
+        # Files have these two as one tensor, `kv_b_proj`.
+        self.k_b_proj = Linear(latent, heads * shape.qk_nope_head_dim, (None, "heads"), **build)
+        self.v_b_proj = Linear(latent, heads * shape.v_head_dim, (None, "heads"), **build)
+        self.o_proj = Linear(heads * shape.v_head_dim, width, ("heads", "embed"), **build)
+        self.shape, self.scale, self.sharding = shape, scale, sharding
+
+    def cache_spec(self) -> CacheArray:
+        """What is kept of a position: the latent and the rotated key."""
+        return CacheArray(1, self.shape.kv_lora_rank + self.shape.qk_rope_head_dim, None)
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations on a pair of a row and a position that it sees, in the latent space."""
+        shape = self.shape
+        return 2 * shape.num_attention_heads * (2 * shape.kv_lora_rank + shape.qk_rope_head_dim)
+
+    def project(
+        self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """[B, T, D] -> queries [B, T, N, nope + rope], rows to keep [B, T, latent + rope]."""
+        shape = self.shape
+        if shape.q_lora_rank is None:
+            queries = self.q_proj(x)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        queries = queries.reshape(*x.shape[:2], shape.num_attention_heads, -1)
+        plain, rotary = jnp.split(queries, [shape.qk_nope_head_dim], axis=-1)
+        queries = jnp.concatenate([plain, self._rotate(rotary, cos_sin)], axis=-1)
+        latent, key = jnp.split(self.kv_a_proj_with_mqa(x), [shape.kv_lora_rank], axis=-1)
+        key = self._rotate(key[:, :, None], cos_sin)[:, :, 0]
+        return queries, jnp.concatenate([self.kv_a_layernorm(latent), key], axis=-1)
+
+    def attend_pages(
+        self,
+        pages: Rows,
+        page_table: jax.Array,
+        start: jax.Array,
+        tree_mask: jax.Array | None,
+    ) -> Attend:
+        """Attention of new rows to cached ones and to one another; see `Attention.attend_pages`."""
+        batch, pool = batch_axes(start.shape[0], self.sharding)
+        rows, stored = (batch, None, "heads", None), (None, pool, None, None)
+        names = [rows, (batch, None, None), stored, (batch, None), (batch,)]
+        masks = [] if tree_mask is None else [tree_mask]
+        names += [(batch, None, None)] * len(masks)
+        kernels = [(None, "heads", None)] * 2
+
+        def attend(queries, kept):
+            run = self._expanded if self._expands(queries.shape[1]) else self._absorbed
+            sharded = self.sharding.map(run, [*kernels, *names], [rows, stored])
+            weights = [self._by_head(one, queries) for one in (self.k_b_proj, self.v_b_proj)]
+            return sharded(*weights, queries, kept, pages, page_table, start, *masks)
+
+        return attend
+
+    def attend_packed(self, segment_ids: jax.Array) -> Attend:
+        """Causal attention within documents, without a cache; see `Attention.attend_packed`."""
+        batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
+        rows, kernels = (batch, None, "heads", None), [(None, "heads", None)] * 2
+
+        def run(to_keys, to_values, queries, kept, segment_ids):
+            heads = self._expand(to_keys, to_values, kept[None])
+            keys, values = (array.transpose(1, 2, 0, 3) for array in heads)
+            width = max(keys.shape[-1], values.shape[-1])
+            padded = (_widen(array, width) for array in (queries, keys, values))
+            attended = causal_attention(*padded, segment_ids, scale=self.scale)
+            return (attended[..., : values.shape[-1]],)
+
+        names = [*kernels, rows, (batch, None, None), (batch, None)]
+
+        def attend(queries, kept):
+            weights = [self._by_head(one, queries) for one in (self.k_b_proj, self.v_b_proj)]
+            (attended,) = self.sharding.map(run, names, [rows])(
+                *weights, queries, kept, segment_ids
+            )
+            return attended, None
+
+        return attend
+
+    def output(self, attended: jax.Array) -> jax.Array:
+        """[B, T, N, v] -> [B, T, D]."""
+        return self.o_proj(attended.reshape(*attended.shape[:2], -1))
+
+    def _expands(self, length: int) -> bool:
+        """Whether `length` new rows attend for less by making keys and values of the context."""
+        shape = self.shape
+        latent, rope = shape.kv_lora_rank, shape.qk_rope_head_dim
+        heads = shape.qk_nope_head_dim + shape.v_head_dim
+        # Multiplications for each head and context position.
+        return latent * heads + length * (heads + rope) < length * (2 * latent + rope)
+
+    def _absorbed(self, to_keys, to_values, queries, kept, pages, page_table, start, *masks):
+        """Attention in the latent space; the weights come as [latent, N, …]."""
+        plain, rotary = jnp.split(queries, [self.shape.qk_nope_head_dim], axis=-1)
+        absorbed = jnp.einsum("btnd,rnd->btnr", plain, to_keys)
+        attended, pages = latent_attention(
+            jnp.concatenate([absorbed, rotary], axis=-1),
+            kept,
+            pages,
+            page_table,
+            start,
+            *masks,
+            expand=lambda rows: (rows, quantised.leading(rows, self.shape.kv_lora_rank)),
+            scale=self.scale,
+        )
+        return jnp.einsum("btnr,rnv->btnv", attended, to_values), pages
+
+    def _expanded(self, to_keys, to_values, queries, *arrays):
+        """Attention with the keys and values of every head."""
+        return latent_attention(
+            queries,
+            *arrays,
+            expand=functools.partial(self._expand, to_keys, to_values),
+            scale=self.scale,
+        )
+
+    def _expand(self, to_keys, to_values, kept: Rows):
+        """Keys [N, B, S, nope + rope] and values [N, B, S, v] of what is kept, [1, B, S, …]."""
+        (kept,), scales = quantised.split(kept, to_keys.dtype)
+        if scales is not None:
+            kept = (kept * scales[0].mT).astype(to_keys.dtype)
+        latent, rotary = jnp.split(kept, [self.shape.kv_lora_rank], axis=-1)
+        plain = jnp.einsum("bsr,rnd->nbsd", latent, to_keys)
+        rotary = jnp.broadcast_to(rotary, (*plain.shape[:3], rotary.shape[-1]))
+        values = jnp.einsum("bsr,rnv->nbsv", latent, to_values)
+        return jnp.concatenate([plain, rotary], axis=-1), values
+
+    def _by_head(self, projection: Linear, x: jax.Array) -> jax.Array:
+        """A kernel [latent, N · …] as [latent, N, …]."""
+        kernel = projection.plain(x)
+        return kernel.reshape(len(kernel), self.shape.num_attention_heads, -1)
+
+    def _rotate(self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Rotates heads [B, T, n, rope]; pairs come out half a head apart."""
+        if self.shape.rope_interleave:
+            x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+        return rotate(x, cos_sin)
+
+
+def _widen(x: jax.Array, width: int) -> jax.Array:
+    """Zeros behind the last dimension, up to `width`."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))

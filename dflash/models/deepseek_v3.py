@@ -1,0 +1,103 @@
+"""DeepSeek-V3 and Kimi K2: latent attention, and routed experts beside shared ones."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from dflash.checkpoints import hf_config
+from dflash.checkpoints.tensor_map import Rows, Source, Stack
+from dflash.config.schema import DeepseekV3Architecture, DeepseekV3Fields
+from dflash.layers import moe, rotary
+from dflash.layers.latent_attention import LatentAttention, LatentShape
+from dflash.layers.mlp import Mlp
+from dflash.layers.transformer import TransformerLayer
+from dflash.models.decoder import Decoder
+
+
+class DeepseekV3(Decoder):
+    """`DeepseekV3ForCausalLM`. Source: DeepSeek-V3 technical report, arXiv 2412.19437.
+
+    Kimi K2 has the same architecture under the same name.
+    """
+
+    hf_architectures = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
+    hf_model_type = "deepseek_v3"
+    qk_norm = False
+
+    def make_layer(self, i, **build) -> TransformerLayer:
+        """Latent attention with a dense mlp, or with experts."""
+        arch = self.arch
+        sizes = {name: getattr(arch, name) for name in LatentShape.__dataclass_fields__}
+        attention = LatentAttention(
+            arch.hidden_size, LatentShape(**sizes), scale=attention_scale(arch), **build
+        )
+        if i < arch.first_k_dense_replace:
+            mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
+        else:
+            mlp = self._experts(**build)
+        return TransformerLayer(arch, attention=attention, mlp=mlp, **build)
+
+    def rotary_angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """cos and sin for the rotary part of heads."""
+        rotary_part = dataclasses.replace(self.arch, head_dim=self.arch.qk_rope_head_dim)
+        return rotary.angles(positions, rotary_part)
+
+    def _experts(self, **build) -> moe.SparseMlp:
+        arch = self.arch
+        routing = moe.Routing(
+            arch.n_routed_experts,
+            arch.num_experts_per_tok,
+            scoring="sigmoid",
+            normalize=arch.norm_topk_prob,
+            scale=arch.routed_scaling_factor,
+            num_groups=arch.n_group,
+            groups_per_token=arch.topk_group,
+            has_correction=True,
+        )
+        width = arch.moe_intermediate_size
+        shared = arch.n_shared_experts * width
+        return moe.SparseMlp(routing, arch.hidden_size, width, shared_hidden=shared, **build)
+
+    def checkpoint_name(self, path: str) -> Source:
+        """As in `Decoder`; expert by expert, and keys and values out of one tensor."""
+        names = moe.stacked_names(path, self.arch.n_routed_experts)
+        if names is not None:
+            return Stack(tuple(f"model.{name}" for name in names))
+        if path.endswith(".e_score_correction_bias"):
+            return f"model.{path}"
+        layer, _, projection = path.rpartition(".")[0].rpartition(".")
+        keys, values = self.arch.qk_nope_head_dim, self.arch.v_head_dim
+        ranges = {"k_b_proj": (0, keys), "v_b_proj": (keys, keys + values)}
+        if projection in ranges:
+            return Rows(
+                f"model.{layer}.kv_b_proj.weight",
+                *ranges[projection],
+                of=keys + values,
+                groups=self.arch.num_attention_heads,
+            )
+        return super().checkpoint_name(path)
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Architecture:
+        """Reads a checkpoint's config.json; see `Decoder`."""
+        for key, supported in (
+            ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)
+        ):  # fmt: skip
+            hf_config.check_only(config, key, supported)
+        count = config.get("n_routed_experts", config.get("num_local_experts"))  # its newer name
+        own = hf_config.read_fields({**config, "n_routed_experts": count}, DeepseekV3Fields)
+        # Files state various things here, none of which is used.
+        heads = {"head_dim": own.qk_rope_head_dim, "num_key_value_heads": None}
+        base = super().architecture_from_hf({**config, **heads})
+        return DeepseekV3Architecture(**vars(base), **vars(own))
+
+
+def attention_scale(arch: DeepseekV3Architecture) -> float:
+    """Factor on attention scores; YaRN's growth of logits is in it, not in the rotary angles."""
+    scale = (arch.qk_nope_head_dim + arch.qk_rope_head_dim) ** -0.5
+    scaling = arch.rope_scaling
+    if scaling is None or not scaling.mscale_all_dim:
+        return scale
+    return scale * rotary.mscale(scaling, scaling.mscale_all_dim) ** 2

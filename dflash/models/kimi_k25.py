@@ -1,0 +1,54 @@
+"""Kimi K2.5: the text model, a Kimi K2, out of a checkpoint that sees as well."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash import errors
+from dflash.checkpoints import hf_config
+from dflash.checkpoints.tensor_map import Rows, Source, Stack
+from dflash.config.schema import DeepseekV3Architecture
+from dflash.models.deepseek_v3 import DeepseekV3
+
+_TEXT = "text_config"
+_PREFIX = "language_model."
+
+
+class KimiK25(DeepseekV3):
+    """The language model of `KimiK25ForConditionalGeneration`; what it sees is not read."""
+
+    hf_architectures = ("KimiK25ForConditionalGeneration",)
+    hf_model_type = "kimi_k25"
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        """The vision tower and its projection, beside what `Decoder` ignores."""
+        own = tuple(_PREFIX + name for name in super().ignored_checkpoint_names)
+        return (*own, "vision_tower.*", "mm_projector.*")
+
+    def checkpoint_name(self, path: str) -> Source:
+        """As in Kimi K2, below the name of the language model."""
+        source = super().checkpoint_name(path)
+        if isinstance(source, Stack):
+            return Stack(tuple(_PREFIX + name for name in source.parts))
+        if isinstance(source, Rows):
+            return Rows(_PREFIX + source.name, source.begin, source.end, source.of, source.groups)
+        return _PREFIX + source
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Architecture:
+        """Reads the language model's part of config.json; see `Decoder`."""
+        text = hf_config.read_group(config, _TEXT)
+        if not text:
+            raise errors.CheckpointError(f"{hf_config.FILE}: missing {_TEXT}")
+        return super().architecture_from_hf(text)
+
+    @classmethod
+    def config_to_hf(cls, arch: DeepseekV3Architecture) -> dict[str, Any]:
+        """The config.json of a checkpoint with this architecture, without eyes."""
+        text = super().config_to_hf(arch) | {
+            "architectures": ["KimiK2ForCausalLM"],
+            "model_type": "kimi_k2",
+        }
+        ends = {key: text[key] for key in ("eos_token_id", "tie_word_embeddings")}
+        names = {"architectures": [cls.hf_architectures[0]], "model_type": cls.hf_model_type}
+        return names | ends | {_TEXT: text}

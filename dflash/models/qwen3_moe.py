@@ -1,0 +1,49 @@
+"""Qwen3 MoE, such as Qwen3-30B-A3B and Qwen3-Coder-30B-A3B: Qwen3 with routed experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash.checkpoints import hf_config
+from dflash.checkpoints.tensor_map import Source, Stack
+from dflash.config.schema import Qwen3MoeArchitecture, Qwen3MoeFields
+from dflash.layers import moe
+from dflash.layers.transformer import TransformerLayer
+from dflash.models.qwen3 import Qwen3
+
+
+class Qwen3Moe(Qwen3):
+    """`Qwen3MoeForCausalLM`. Source: Qwen3 technical report, 2025."""
+
+    hf_architectures = ("Qwen3MoeForCausalLM",)
+    hf_model_type = "qwen3_moe"
+
+    def make_layer(self, i, **build) -> TransformerLayer:
+        """A dense layer, or one with experts."""
+        if not has_experts(self.arch, i):
+            return super().make_layer(i, **build)
+        arch = self.arch
+        routing = moe.Routing(
+            arch.num_experts, arch.num_experts_per_tok, normalize=arch.norm_topk_prob
+        )
+        mlp = moe.SparseMlp(routing, arch.hidden_size, arch.moe_intermediate_size, **build)
+        return TransformerLayer(arch, mlp=mlp, qk_norm=self.qk_norm, **build)
+
+    def checkpoint_name(self, path: str) -> Source:
+        """As in `Decoder`; a projection of all experts is a tensor for each of them."""
+        names = moe.stacked_names(path, self.arch.num_experts)
+        if names is None:
+            return super().checkpoint_name(path)
+        return Stack(tuple(f"model.{name}" for name in names))
+
+    @classmethod
+    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Qwen3MoeArchitecture:
+        """Reads a checkpoint's config.json; see `Decoder`."""
+        base = super().architecture_from_hf(config)
+        count = config.get("num_experts", config.get("num_local_experts"))  # its newer name
+        own = hf_config.read_fields({**config, "num_experts": count}, Qwen3MoeFields)
+        return Qwen3MoeArchitecture(**vars(base), **vars(own))
+
+
+def has_experts(arch: Qwen3MoeArchitecture, layer: int) -> bool:
+    """Whether layer number `layer` has experts in place of a dense mlp."""
+    return layer not in arch.mlp_only_layers and (layer + 1) % arch.decoder_sparse_step == 0

@@ -1,0 +1,73 @@
+"""The contract of drafters over targets of other makes: experts, and latent attention."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support.engines import decode, engine, random_prompts
+from support.models import (
+    ARCHITECTURE,
+    EMPHASIS,
+    FAVOURITES,
+    drafter,
+    family_architecture,
+    make_sharding,
+    move,
+    takes,
+)
+
+from dflash import registry
+from dflash.models.decoder import Decoder
+from dflash.parallel import parameters
+
+ARCHITECTURES = {
+    family: family_architecture(family, ARCHITECTURE) for family in ("qwen3_moe", "deepseek_v3")
+}
+NAMES = sorted(registry.DRAFTERS)
+FORMS = [(name, False) for name in NAMES if name != "none"]
+FORMS += [(name, True) for name in NAMES if takes(name, "tree")]
+PROMPTS = random_prompts((16, 9, 31, 12, 13, 30))
+LIMITS = (20, 1, 24, 7, 2, 13)
+HOW = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1})
+OPTIONS = {"batch_size": 4, "sync_every": 4, "max_length": 64}
+
+
+@functools.cache
+def target(family: str, expert: int = 1, tensor: int = 1) -> Decoder:
+    """A random target of the family, whose favorite tokens make drafts hit now and then."""
+    kind = registry.load(registry.TARGETS[family].implementation)
+    sharding = make_sharding(expert=expert, tensor=tensor)
+    model = kind(ARCHITECTURES[family], dtype=np.dtype("float32"), sharding=sharding)
+    if sharding.mesh.size > 1:
+        return move(target(family), model)
+    parameters.initialize(model, jax.random.key(0))
+    kernel = model.lm_head.kernel
+    emphasis = np.where(np.arange(ARCHITECTURE.vocab_size) < FAVOURITES, EMPHASIS, 1.0)
+    kernel.set_value(kernel.get_value() * emphasis.astype(np.float32))
+    return model
+
+
+@functools.cache
+def plain(family: str) -> list:
+    run = engine(on=target(family), **OPTIONS)
+    return [outputs(run, how) for how in HOW]
+
+
+def outputs(run, how) -> list:
+    return [one.output_ids for one in decode(run, PROMPTS, LIMITS, **how)]
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "tree"), FORMS, ids=str)
+def test_output_is_that_of_plain_decoding(family, name, tree):
+    model = drafter(name, arch=ARCHITECTURES[family], tree=tree)
+    run = engine(model, on=target(family), **OPTIONS)
+    assert [outputs(run, how) for how in HOW] == plain(family)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_eight_devices_equal_one(family):
+    """Experts over four devices, and their widths, heads and vocabulary over two."""
+    run = engine(on=target(family, expert=4, tensor=2), **OPTIONS)
+    assert [outputs(run, how) for how in HOW] == plain(family)

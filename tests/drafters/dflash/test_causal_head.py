@@ -1,0 +1,80 @@
+"""Tests of DFlash with causal blocks, JetSpec's head, against vectors of the original code."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+from support.dflash_cases import make_config
+from support.golden import GOLDEN, TableHeads, golden, load
+from support.models import zeros
+
+from dflash.config.schema import DFlashArchitecture
+from dflash.drafters.dflash import shape as shapes
+from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash.shape import LayerView
+from dflash.inference.sampling import SamplingParams, SequenceSampler
+
+CASE = "jetspec_v24"
+TOLERANCE = 1e-4  # absolute
+
+
+@functools.cache
+def drafted(count):
+    """Hidden states and tokens of the golden block when `count` tokens are drafted."""
+    drafter, inputs = load(DFlash, GOLDEN / CASE / "draft"), load_file(
+        GOLDEN / CASE / "inputs.safetensors"
+    )  # fmt: skip
+    tables = load_file(GOLDEN / CASE / "target_heads.safetensors")
+    heads = TableHeads(tables["embed_tokens.weight"], tables["lm_head.weight"])
+    features = jnp.asarray(inputs["context_features"])[None]
+    length = features.shape[1]
+    one = jnp.ones(1)
+    greedy = SequenceSampler(
+        SamplingParams(jnp.zeros((1, 2), jnp.uint32), 0 * one, jnp.zeros(1, jnp.int32), one)
+    )
+
+    @jax.jit
+    def run(state, anchor):
+        tokens = jnp.zeros((1, length + 1), jnp.int32)
+        begin, rows = jnp.zeros(1, jnp.int32), jnp.full(1, length)
+        state = drafter.observe(state, begin, tokens, rows, features, heads)
+        hidden, _ = drafter.run_block(state, anchor, rows, heads, num_positions=count)
+        proposal, _ = drafter.draft_fewer(count, state, anchor, rows, greedy, heads)
+        return hidden[0], proposal.tokens[0]
+
+    state = zeros(drafter.init_state(1, length))
+    return run(state, jnp.asarray(inputs["anchor_token"], jnp.int32))
+
+
+def test_a_block_is_that_of_the_original_code():
+    vectors = golden(CASE)
+    hidden, tokens = drafted(7)
+    np.testing.assert_allclose(hidden, vectors["block_hidden"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(tokens, vectors["draft_tokens"])
+
+
+def test_fewer_rows_are_the_first_of_all():
+    vectors = golden(CASE)
+    hidden, tokens = drafted(3)
+    assert hidden.shape[0] == 4
+    np.testing.assert_allclose(hidden, vectors["block_hidden"][:4], rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(tokens, vectors["draft_tokens"][:3])
+
+
+def test_every_name_of_a_causal_head_is_read():
+    for name in ("causal", "causal_head"):
+        config = make_config()
+        config["dflash_config"][name] = True
+        shape = shapes.read(config)
+        assert shapes.is_causal(shape)
+        assert shapes.read(shapes.write(shape)) == shape
+        assert shapes.write(shape)["dflash_config"]["causal_head"]
+    assert not shapes.is_causal(shapes.read(make_config()))
+
+
+def test_a_fresh_drafter_may_be_causal():
+    target = load(DFlash, GOLDEN / CASE / "draft").shape.decoder
+    shape = shapes.for_target(target, DFlashArchitecture(num_hidden_layers=2, causal=True))
+    assert shape.views == (LayerView(causal=True),) * 2

@@ -1,0 +1,209 @@
+"""Outputs that match grammars: always, whatever the schema, the drafts, the pages and the mesh."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import grammars
+from support.engines import engine, make_requests, random_prompts
+from support.models import drafter
+
+from dflash.inference.request import Completion, Tokens
+from dflash.inference.scheduler import Scheduler
+from dflash.offline import decoding
+from dflash.text.grammar import Grammar
+
+few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+
+
+@functools.cache
+def run(form: str):
+    model = None if form == "none" else drafter("dflash", block_size=5, tree=form == "tree")
+    return engine(model, batch_size=4, sync_every=4, max_length=128)
+
+
+def decode(run, prompts, limits, asked, **how) -> list[Completion]:
+    """Completions of prompts with grammars, or None."""
+    requests = make_requests(prompts, limits, stop_ids=(grammars.END,), **how)
+    requests = [
+        dataclasses.replace(request, grammar=grammar)
+        for request, grammar in zip(requests, asked, strict=True)
+    ]
+    events = decoding.decode(run, requests)
+    done = {event.id: event for event in events if isinstance(event, Completion)}
+    return [done[i] for i in range(len(requests))]
+
+
+# --- every schema --------------------------------------------------------------------------------
+
+names = st.sampled_from(["a", "b", "1", "ab"])
+leaves = st.one_of(
+    st.just({"type": "integer"}),
+    st.builds(
+        lambda low: {"type": "integer", "minimum": low, "maximum": low + 12}, st.integers(0, 9)
+    ),
+    st.just({"type": "null"}),
+    st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 5)),
+    st.builds(
+        lambda found: {"enum": found}, st.lists(names | st.just(12), min_size=1, unique=True)
+    ),
+    st.just({"const": {"a": [1, 2]}}),
+)
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.builds(
+            lambda items, least: {
+                "type": "array", "items": items, "minItems": least, "maxItems": least + 2
+            },
+            inner, st.integers(0, 2),
+        ),
+        st.builds(
+            lambda properties: json.loads(grammars.flat_object(**properties)),
+            st.dictionaries(names, inner, max_size=3),
+        ),
+        st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner),
+    ),
+    max_leaves=4,
+)  # fmt: skip
+
+
+def conforms(value, schema) -> bool:
+    """Whether a value is what one of the schemas above describes."""
+    if "anyOf" in schema:
+        return any(conforms(value, one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    if "const" in schema:
+        return value == schema["const"]
+    if schema["type"] == "array":
+        fits = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+        return fits and all(conforms(item, schema["items"]) for item in value)
+    if schema["type"] == "object":
+        fits = isinstance(value, dict) and value.keys() == schema["properties"].keys()
+        return fits and all(conforms(value[key], schema["properties"][key]) for key in value)
+    if schema["type"] == "string":
+        return isinstance(value, str) and len(value) <= schema["maxLength"]
+    if schema["type"] == "null":
+        return value is None
+    low, high = schema.get("minimum", -np.inf), schema.get("maximum", np.inf)
+    return type(value) is int and low <= value <= high
+
+
+seen: list[str] = []
+
+
+@few
+@given(st.lists(schemas, min_size=4, max_size=4), st.integers(0, 2**31))
+def test_every_schema_is_met(found, seed):
+    """By a target that knows nothing of JSON, at a high temperature."""
+    asked = [Grammar("json_schema", json.dumps(one), grammars.vocabulary()) for one in found]
+    prompts = random_prompts([3, 9, 5, 12], seed)
+    how = {"temperature": 2.0, "seed": seed}
+    done = decode(run("chain"), prompts, 100, asked, **how)
+    for one, schema in zip(done, found, strict=True):
+        seen.append(one.finish_reason)
+        if one.finish_reason == "stop":
+            text = grammars.text_of(one.output_ids)
+            assert conforms(json.loads(text), schema), (text, schema)
+        assert one.finish_reason in ("stop", "length")
+    plain = decode(run("none"), prompts, 100, asked, **how)
+    assert [one.output_ids for one in plain] == [one.output_ids for one in done]
+
+
+def test_most_of_them_came_to_their_end():
+    if not seen:
+        pytest.skip("test_every_schema_is_met did not run")
+    assert seen.count("stop") > len(seen) / 2
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+def test_others_keep_their_dispatch():
+    """A sequence with a grammar takes one cycle of a dispatch, its neighbor all of them."""
+    scheduler = Scheduler(run("none"))
+    requests = make_requests(random_prompts([5, 5]), 30, stop_ids=(grammars.END,))
+    requests[0] = dataclasses.replace(requests[0], grammar=grammars.regex("a{20,40}"))
+    for request in requests:
+        scheduler.submit(request)
+    sizes: dict[int, set[int]] = {0: set(), 1: set()}
+    while not scheduler.idle:
+        for event in scheduler.step():
+            if isinstance(event, Tokens) and event.acceptance_lengths:
+                sizes[event.id].add(len(event.ids))
+    assert sizes[0] == {1}
+    assert max(sizes[1]) == 4
+
+
+def test_a_cut_output_says_so():
+    (one,) = decode(run("chain"), random_prompts([4]), 5, [grammars.regex("a{9}")])
+    assert one.finish_reason == "length"
+    assert grammars.text_of(one.output_ids) == "aaaaa"
+
+
+def test_an_output_that_cannot_go_on_is_an_error():
+    """The grammar wants a letter that no token writes."""
+    (one, other) = decode(run("chain"), random_prompts([4, 6]), 9, [grammars.regex("aaxb"), None])
+    assert one.finish_reason == "error"
+    assert grammars.text_of(one.output_ids) == "aa"
+    assert len(other.output_ids) == 9
+
+
+LONG = [grammars.regex, "(a|b){25,31}"], None, [grammars.regex, "(a|1|tru){20,31}"], None
+
+
+def long_ones(run) -> list[tuple]:
+    asked = [one and one[0](one[1]) for one in LONG]
+    prompts, limits = random_prompts([15, 14, 13, 5]), [32, 32, 31, 20]
+    done = decode(run, prompts, limits, asked, temperature=0.8, seed=3)
+    long_ones.preemptions = sum(one.preemptions for one in done)
+    return [(one.output_ids, one.finish_reason) for one in done]
+
+
+def test_chosen_block_sizes_and_interruptions_change_nothing():
+    small = engine(
+        drafter("dflash", block_size=4),
+        batch_size=3, sync_every=2, max_length=48, num_pages=7, adaptive_blocks=True,
+    )  # fmt: skip
+    assert long_ones(small) == long_ones(run("none"))
+    long_ones(small)
+    assert long_ones.preemptions > 0, "nothing was interrupted"
+
+
+@pytest.mark.parametrize("form", ["chain", "tree"])
+def test_a_mesh_changes_nothing(form):
+    """Slots over two devices, the vocabulary over two others; with everything else to ask for."""
+    mesh = (2, 1, 2)
+    model = drafter("dflash", block_size=4, mesh=mesh, tree=form == "tree")
+    split = engine(model, mesh=mesh, batch_size=4, sync_every=3, max_length=64)
+    asked = [grammars.regex("(a|b){5,20}"), None, grammars.json_schema('{"type": "array"}'), None]
+    how = {
+        "temperature": 0.9, "presence_penalty": 0.8, "repetition_penalty": 1.2, "min_p": 0.05,
+        "logit_bias": ((3, 1.0), (20, -2.0)), "logprobs": 4,
+    }  # fmt: skip
+    outputs = []
+    for one in (split, run("none")):
+        requests = make_requests(
+            random_prompts([9, 17, 5, 12]), 20, stop_ids=(grammars.END,), **how
+        )
+        requests = [
+            dataclasses.replace(request, grammar=grammar)
+            for request, grammar in zip(requests, asked, strict=True)
+        ]
+        ids, logprobs = {}, {i: [] for i in range(4)}
+        for event in decoding.decode(one, requests):
+            if isinstance(event, Completion):
+                ids[event.id] = event.output_ids
+            else:
+                logprobs[event.id] += event.logprobs
+        outputs.append((ids, logprobs))
+    (found, mine), (wanted, plain) = outputs
+    assert found == wanted
+    close = functools.partial(np.testing.assert_allclose, atol=1e-4)
+    jax.tree.map(close, *([[vars(x)["logprob"] for x in one[0]] for one in (mine, plain)]))

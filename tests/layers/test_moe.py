@@ -1,0 +1,151 @@
+"""Tests of experts: what a row gets is what its own experts give it, whoever stands beside it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.golden import import_transformers
+from support.models import make_sharding, move
+
+from dflash import errors
+from dflash.config import schema
+from dflash.layers import moe
+from dflash.layers.moe import Routing, SparseMlp
+from dflash.parallel import parameters, sharding
+
+WIDTH, HIDDEN = 16, 12
+ROUTINGS = {
+    "softmax": Routing(8, 2),
+    "softmax, raw weights": Routing(8, 3, normalize=False),
+    "all experts": Routing(4, 4),
+    "one expert": Routing(8, 1),
+    "sigmoid, groups and a correction": Routing(
+        8, 2, scoring="sigmoid", scale=2.5, num_groups=4, groups_per_token=2, has_correction=True
+    ),
+}
+
+
+@functools.cache
+def layer(name, **mesh):
+    routing = ROUTINGS[name]
+    build = {"dtype": jnp.float32, "sharding": make_sharding(**mesh)}
+    model = SparseMlp(routing, WIDTH, HIDDEN, shared_hidden=8, **build)
+    if mesh:
+        return move(layer(name), model)
+    parameters.initialize(model, jax.random.key(0))
+    return model
+
+
+def rows(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=(*shape, WIDTH)).astype(np.float32)
+
+
+def by_hand(model, x):
+    """Every row through its experts, one after the other, in float64."""
+
+    def silu(values):
+        return values / (1 + np.exp(-values))
+
+    def mlp(row, gate, up, down):
+        return (silu(row @ gate) * (row @ up)) @ down
+
+    kernels = [
+        np.float64(one.kernel[...])
+        for one in (model.experts.gate_proj, model.experts.up_proj, model.experts.down_proj)
+    ]
+    shared = model.shared_experts
+    of_shared = [np.float64(p.kernel[...]) for p in (shared.gate_proj, shared.up_proj)]
+    of_shared.append(np.float64(shared.down_proj.kernel[...]))
+    chosen, weights = jax.device_get(model.gate(jnp.asarray(x)))
+    out = np.zeros(x.shape)
+    for at in np.ndindex(x.shape[:-1]):
+        row = np.float64(x[at])
+        out[at] = mlp(row, *of_shared)
+        for expert, weight in zip(chosen[at], weights[at], strict=True):
+            out[at] += weight * mlp(row, *(kernel[expert] for kernel in kernels))
+    return out
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_rows_get_what_their_experts_give(name):
+    model, x = layer(name), rows(2, 5)
+    np.testing.assert_allclose(jax.jit(model)(x), by_hand(model, x), atol=2e-5)
+
+
+def test_a_row_does_not_depend_on_those_beside_it():
+    run = jax.jit(layer("softmax"))
+    x = rows(3, 7)
+    alone = run(x)[1, 4]
+    for seed in (1, 2, 3):
+        others = rows(3, 7, seed=seed)
+        others[1, 4] = x[1, 4]
+        np.testing.assert_array_equal(run(others)[1, 4], alone)
+    crowd = np.broadcast_to(x[1, 4], x.shape)  # all rows want the same experts
+    np.testing.assert_array_equal(run(crowd), np.broadcast_to(alone, x.shape))
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"expert": 4, "tensor": 2}, {"data": 2, "expert": 2, "fsdp": 2}], ids=str
+)
+def test_eight_devices_equal_one(mesh):
+    x = rows(4, 5)
+    for name in ("softmax", "sigmoid, groups and a correction"):
+        spread = layer(name, **mesh)
+        out = jax.jit(spread)(x)
+        np.testing.assert_allclose(out, jax.jit(layer(name))(x), atol=2e-5)
+        assert len(spread.experts.up_proj.kernel[...].sharding.device_set) == 8
+
+
+def test_batch_and_experts_on_one_mesh_axis():
+    rules = dict(schema.SHARDING_RULES) | {"expert": ("data",)}
+    mixed = sharding.make_sharding({"data": 2}, rules)
+    with pytest.raises(errors.ConfigError, match="batch and expert both use mesh axis 'data'"):
+        SparseMlp(ROUTINGS["softmax"], WIDTH, HIDDEN, dtype=jnp.float32, sharding=mixed)
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_sigmoid_routing_is_transformers(groups):
+    torch, transformers = import_transformers()
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    config = transformers.DeepseekV3Config(
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=groups[0],
+        topk_group=groups[1],
+        routed_scaling_factor=2.5,
+        hidden_size=WIDTH,
+    )
+    gate = theirs.DeepseekV3TopkRouter(config)
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=(8, WIDTH)).astype(np.float32)
+    correction = rng.uniform(0, 0.5, size=8).astype(np.float32)
+    with torch.no_grad():
+        gate.weight.copy_(torch.from_numpy(kernel))
+        gate.e_score_correction_bias.copy_(torch.from_numpy(correction))
+        x = rows(40)
+        _, weights, expected = gate(torch.from_numpy(x))
+    routing = Routing(
+        8, 3, "sigmoid", scale=2.5, num_groups=groups[0], groups_per_token=groups[1],
+        has_correction=True,
+    )  # fmt: skip
+    found, ours = moe.route(jnp.asarray(x @ kernel.T), routing, jnp.asarray(correction))
+    order, theirs_order = np.argsort(found), np.argsort(expected.numpy())
+    np.testing.assert_array_equal(
+        np.take_along_axis(np.asarray(found), order, 1),
+        np.take_along_axis(expected.numpy(), theirs_order, 1),
+    )
+    np.testing.assert_allclose(
+        np.take_along_axis(np.asarray(ours), order, 1),
+        np.take_along_axis(weights.numpy(), theirs_order, 1),
+        rtol=1e-5,
+    )
+
+
+def test_names_of_the_tensors_of_experts():
+    names = moe.stacked_names("layers.3.mlp.experts.up_proj.kernel", 2)
+    assert names == tuple(f"layers.3.mlp.experts.{i}.up_proj.weight" for i in range(2))
+    for path in ("layers.3.mlp.up_proj.kernel", "layers.3.mlp.gate.kernel"):
+        assert moe.stacked_names(path, 2) is None
