@@ -172,9 +172,11 @@ def test_a_hundred_prompts_keep_eight_slots_busy(form):
     ideal = slot_cycles / 8
     # A slot waits for at most the rest of its dispatch (one cycle here), and at the end for others.
     assert ideal <= watch.cycles <= ideal + 100 / 8 + longest
-    full = [count == 8 for count in watch.busy]
-    drained = full.index(False)
-    assert not any(full[drained:]), "a slot stayed empty while others were waiting"
+    drained = len(watch.busy) - watch.busy[::-1].index(8)
+    empty = sum(8 - count for count in watch.busy[:drained])
+    # The device alone knows that a sequence has ended with its first token, for one dispatch.
+    at_once = sum(len(one.output_ids) == 1 for one in done)
+    assert empty <= at_once, "a slot stayed empty while others were waiting"
     assert len(watch.busy) - drained <= longest
 
 
