@@ -126,10 +126,17 @@ def test_the_drafter_taps_are_spread_as_they_were_in_training(name, block_size):
     assert (drafter.num_hidden_layers, drafter.block_size) == (5, block_size)
 
 
-def architecture_of(drafter: type) -> type | None:
-    """The class of a drafter's architecture, if it has one."""
-    hint = typing.get_type_hints(drafter).get("architecture")
+def architecture_of(group: type) -> type | None:
+    """The class of the architecture in a group of the config, if it has one."""
+    hint = typing.get_type_hints(group).get("architecture")
     return next(filter(dataclasses.is_dataclass, typing.get_args(hint)), None)
+
+
+def schema_of(node, group, entries, default):
+    """The schema of the target or drafter group of a file, by the name that it states."""
+    values = node.value[group].value if group in node.value else {}
+    name = values["name"].value if "name" in values else default
+    return registry.load(entries[name].schema)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +145,10 @@ def architecture_of(drafter: type) -> type | None:
 def test_a_file_holds_only_what_differs_from_the_defaults(path):
     """A default has one home; stated twice, the copies drift apart."""
     node, _ = strict_yaml.parse(path.read_text(encoding="utf-8"), path.name)
-    group = node.value["drafter"].value if "drafter" in node.value else {}
-    name = group["name"].value if "name" in group else "dflash"
-    drafter = registry.load(registry.DRAFTERS[name].schema)
+    drafter = schema_of(node, "drafter", registry.DRAFTERS, "dflash")
+    target = schema_of(node, "target", registry.TARGETS, "qwen3")
     groups = {
-        ("target", "architecture"): schema.TargetArchitecture,
+        ("target", "architecture"): architecture_of(target),
         ("drafter",): drafter,
         ("drafter", "architecture"): architecture_of(drafter),
         ("decode",): schema.DecodeConfig,
