@@ -24,14 +24,14 @@ import numpy as np
 from dflash.inference import broken, constrained, controls, first_token
 from dflash.inference.adaptive import spare_rows
 from dflash.inference.engine import Engine
-from dflash.inference.entry import (
-    Entry,
+from dflash.inference.first_token import Asked
+from dflash.inference.in_flight import (
     GivenCycles,
     GivenPrefill,
+    InFlight,
     committed,
     committed_logprobs,
 )
-from dflash.inference.first_token import Asked
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.pieces import Piece
 from dflash.inference.prefix_cache import PrefixCache
@@ -54,10 +54,10 @@ class Scheduler:
         """
         layout = engine.layout
         self._engine, self._layout, self._fill_at_once = engine, layout, fill_at_once
-        self._queue: collections.deque[Entry] = collections.deque()
+        self._queue: collections.deque[InFlight] = collections.deque()
         # By lane and by slot, in the order of admission: the last one is the youngest.
-        self._entering: dict[int, Entry] = {}
-        self._running: dict[int, Entry] = {}
+        self._entering: dict[int, InFlight] = {}
+        self._running: dict[int, InFlight] = {}
         self._ids: set[int] = set()  # of all requests in flight
         self._pool = PagePool(layout.num_shares, layout.pages_per_share)
         # What the device was given and has not been waited for, in order.
@@ -93,7 +93,7 @@ class Scheduler:
                 first_token.allowed_first(request, matcher, self._engine.vocab_size),
             )
         self._ids.add(request.id)
-        self._queue.append(Entry(request, time.perf_counter(), matcher, asked))
+        self._queue.append(InFlight(request, time.perf_counter(), matcher, asked))
 
     def cancel(self, id: int) -> bool:
         """Drops a request, whose slot and pages are free at once; no further events come of it.
@@ -216,7 +216,7 @@ class Scheduler:
             if complete:
                 self._insert(lane, one, anchors)
 
-    def _insert(self, lane: int, one: Entry, anchors: jax.Array) -> None:
+    def _insert(self, lane: int, one: InFlight, anchors: jax.Array) -> None:
         """Moves a prefilled sequence from its lane to its slot."""
         slot = Slot(one.slot, one.pages)
         self._state = self._engine.insert(
@@ -262,7 +262,7 @@ class Scheduler:
         return begin, self._done_at
 
     def _begin(
-        self, one: Entry, anchor: int, now: float, logprobs: Sequence[TokenLogprobs]
+        self, one: InFlight, anchor: int, now: float, logprobs: Sequence[TokenLogprobs]
     ) -> list[Event]:
         """The first token of a request; the device has decided alike whether it is the last."""
         request = one.request
@@ -302,7 +302,7 @@ class Scheduler:
                 fresh = committed(report, index, np.flatnonzero(counts[:, index]))
                 raise self._engine.explain(one.request, [*one.output_ids, *fresh])
 
-    def _finish(self, one: Entry, now: float) -> Completion:
+    def _finish(self, one: InFlight, now: float) -> Completion:
         self._vacate(one)
         self._ids.discard(one.request.id)
         return Completion(
@@ -322,7 +322,7 @@ class Scheduler:
 
     # --- slots and pages ------------------------------------------------------------------------
 
-    def _vacate(self, one: Entry) -> None:
+    def _vacate(self, one: InFlight) -> None:
         """Ends a sequence's stay in its slot, or in its lane on the way there."""
         share = self._layout.share_of(one.slot)
         if self._running.get(one.slot) is one:
@@ -334,7 +334,7 @@ class Scheduler:
         self._pool.give_back(share, one.pages)
         one.slot, one.pages = None, ()
 
-    def _publish(self, one: Entry) -> None:
+    def _publish(self, one: InFlight) -> None:
         """Publishes the full pages of a running sequence, as far as the drafter has rows too."""
         # The drafter may lack the last rows of plain cycles.
         rows = one.length - 1 - spare_rows(self._engine.block_sizes)
@@ -362,7 +362,7 @@ class Scheduler:
             slots = [Slot(index, one.pages) for index, one in self._running.items()]
             self._state = self._engine.set_pages(self._state, slots)
 
-    def _missing_pages(self, one: Entry) -> int:
+    def _missing_pages(self, one: InFlight) -> int:
         return self._layout.pages_ahead(one.length, one.request.limit) - len(one.pages)
 
     def _preempt_youngest(self, share: int) -> None:
@@ -386,7 +386,7 @@ class Scheduler:
             self._queue.popleft()
         return bool(self._entering)
 
-    def _overtakes(self, one: Entry) -> bool:
+    def _overtakes(self, one: InFlight) -> bool:
         """Whether a prompt must wait, to enter its slot in the order of the queue.
 
         Forced acceptance lengths are those of the sequences in this order.
@@ -397,7 +397,7 @@ class Scheduler:
     def _num_chunks(self, tokens: int) -> int:
         return -(-tokens // self._layout.longest_chunk)
 
-    def _place(self, one: Entry) -> bool:
+    def _place(self, one: InFlight) -> bool:
         """Gives a sequence a slot, with the lane of its share, and pages; False if there are none.
 
         Of several shares it takes the one that has most of its pages cached.
@@ -416,7 +416,7 @@ class Scheduler:
                 return True
         return False
 
-    def _take_pages(self, one: Entry, share: int, cached: Sequence[int]) -> bool:
+    def _take_pages(self, one: InFlight, share: int, cached: Sequence[int]) -> bool:
         """Holds the cached pages, and takes the others that the sequence needs."""
         self._pool.hold(share, cached)
         fresh = self._pool.take(share, self._missing_pages(one) - len(cached))
@@ -426,7 +426,7 @@ class Scheduler:
         one.pages = (*cached, *fresh)
         return True
 
-    def _enter(self, one: Entry, slot: int, lane: int, cached: Sequence[int]) -> None:
+    def _enter(self, one: InFlight, slot: int, lane: int, cached: Sequence[int]) -> None:
         """Begins the prefill of a sequence behind its cached pages."""
         tokens = len(cached) * self._layout.page_size
         if cached:

@@ -14,7 +14,7 @@ from dflash.text.grammar import Matcher
 
 
 @dataclasses.dataclass(eq=False)
-class Entry:
+class InFlight:
     """A request and how far it has come; it holds a slot and pages from its prefill to its end.
 
     Attributes:
@@ -79,7 +79,7 @@ class GivenPrefill:
     """A chunk that the device was given: by lane, its sequences and whether they are complete."""
 
     enqueued_at: float
-    sequences: dict[int, tuple[Entry, bool]]
+    sequences: dict[int, tuple[InFlight, bool]]
     anchors: jax.Array
     logprobs: Logprobs
 
