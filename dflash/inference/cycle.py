@@ -113,7 +113,7 @@ def conclude(
     if verdict.path is not None:
         cache = cache.compact(position, verdict.path, target.sharding)
         features = jnp.take_along_axis(features, verdict.path[..., None], axis=1)
-        sound = jnp.take_along_axis(sound, verdict.path, axis=1)
+    sound = _along(verdict.path, sound)
     num_committed, active, broken_at = _commit(state, committed, sound, verdict.num_accepted + 1)
     wanted = state.controls.logprobs & state.active
     outcome = Outcome(
@@ -250,8 +250,7 @@ def _following_tokens(rows: jax.Array, verdict: verify.Verdict) -> jax.Array:
 
     Of these num_accepted + 1 count.
     """
-    path = verdict.path
-    along = rows if path is None else jnp.take_along_axis(rows, path, axis=1)
+    along = _along(verdict.path, rows)
     following = jnp.roll(along, -1, axis=1)
     is_bonus = jnp.arange(along.shape[1]) == verdict.num_accepted[:, None]
     return jnp.where(is_bonus, verdict.next_token[:, None], following)
@@ -277,6 +276,11 @@ def _commit(
     first = jnp.argmax(wrong, axis=1).astype(jnp.int32)
     broken_at = jnp.where(is_wrong, state.length + first, state.broken_at)
     return jnp.where(is_wrong, first, count), active & (broken_at == 0), broken_at
+
+
+def _along(path: jax.Array | None, rows: jax.Array) -> jax.Array:
+    """What rows [B, R] have along the accepted path; of a chain all rows are on it."""
+    return rows if path is None else jnp.take_along_axis(rows, path, axis=1)
 
 
 def _sound_rows(verdict: verify.Verdict, logits: jax.Array) -> jax.Array:

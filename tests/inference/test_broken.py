@@ -97,6 +97,6 @@ def test_a_row_counts_only_if_it_commits_a_token():
     ]  # fmt: skip
     verdict = verify.Verdict(jnp.array([1, 1]), jnp.array([[0, 1], [0, 2]]), jnp.array([0, 0]))
     sound = cycle._sound_rows(verdict, jnp.array(logits))  # of rejection: no samples
-    assert sound.tolist() == [[True, True], [True, True]]
+    assert cycle._along(verdict.path, sound).tolist() == [[True, True], [True, True]]
     chain = cycle._sound_rows(verdict._replace(path=None, sampled=picked), jnp.array(logits))
-    assert chain.tolist() == [[True, True, False], [True, False, True]]
+    assert cycle._along(None, chain).tolist() == [[True, True, False], [True, False, True]]
