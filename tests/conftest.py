@@ -22,6 +22,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Later ones have no other way, and abort at a flag that they do not know.
     FLAGS += ("--xla_cpu_use_fusion_emitters=false",)
 
+MOST_MAPPINGS = 30_000  # of memory, between modules; see `pytest_runtest_teardown`
+
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A tenth of the time: no traceback for every operation, and fewer collections while tracing.
@@ -37,3 +39,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Modules that several tests share lie beside this file.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Between modules, drops what is compiled if it takes too many memory mappings.
+
+    Each kernel of a program has mappings of its own (jaxlib 0.12 makes far more than 0.10), and
+    the kernel of Linux allows 65,530 to a process: past them, loading a program crashes it.
+    """
+    if nextitem is not None and nextitem.module is item.module:
+        return
+    if _num_mappings() < MOST_MAPPINGS:
+        return
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and pathlib.Path(file).is_relative_to(pathlib.Path(__file__).parent):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+    sys.modules["jax"].clear_caches()
+    gc.collect()
+
+
+def _num_mappings() -> int:
+    """Memory mappings of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0
