@@ -59,14 +59,8 @@ def encode(rows: jax.Array, like: Rows) -> Rows:
     name = jnp.dtype(like.dtype).name
     if name not in LARGEST:
         raise ValueError(f"quantised rows are {' or '.join(LARGEST)}, not {name}")
-    rows = rows.astype(jnp.float32)
-    peak = jnp.abs(rows).max(axis=-1, keepdims=True)
-    # A product, for compilers may turn the quotient into one or not, from program to program.
-    scales = jnp.where(peak > 0, peak * (1.0 / LARGEST[name]), 1.0)
-    values = rows / scales
-    if name == "int8":
-        values = jnp.round(values)
-    return Quantised(values.astype(like.dtype), scales.mT)
+    values, scales = _in_eight_bits(rows, name, axis=-1)
+    return Quantised(values, scales.mT)
 
 
 def leading(rows: Rows, width: int) -> Rows:
@@ -103,13 +97,7 @@ def narrowed(kernel: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
       values [..., in, out] of that dtype, and float32 scales [..., 1, out]; the largest weight of
       each output is the largest number of the dtype.
     """
-    wide = kernel.astype(jnp.float32)
-    peak = jnp.abs(wide).max(axis=-2, keepdims=True)
-    scales = jnp.where(peak > 0, peak * (1.0 / LARGEST[dtype]), 1.0)
-    values = wide / scales
-    if dtype == "int8":
-        values = jnp.round(values)
-    return values.astype(dtype), scales
+    return _in_eight_bits(kernel, dtype, axis=-2)
 
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, int] | None) -> jax.Array:
@@ -136,9 +124,18 @@ def int8_product(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Arra
     Returns:
       [..., out] in the dtype of x.
     """
-    wide = x.astype(jnp.float32)
-    peak = jnp.abs(wide).max(axis=-1, keepdims=True)
-    of_rows = jnp.where(peak > 0, peak * (1.0 / LARGEST["int8"]), 1.0)
-    rows = jnp.round(wide / of_rows).astype(jnp.int8)
+    rows, of_rows = _in_eight_bits(x, "int8", axis=-1)
     product = jnp.einsum("...d,df->...f", rows, values, preferred_element_type=jnp.int32)
     return (product.astype(jnp.float32) * of_rows * scales[0]).astype(x.dtype)
+
+
+def _in_eight_bits(numbers: jax.Array, dtype: str, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Values of a dtype of `LARGEST`, and float32 scales, of which `axis` has one."""
+    wide = numbers.astype(jnp.float32)
+    peak = jnp.abs(wide).max(axis=axis, keepdims=True)
+    # A product, for compilers may turn the quotient into one or not, from program to program.
+    scales = jnp.where(peak > 0, peak * (1.0 / LARGEST[dtype]), 1.0)
+    values = wide / scales
+    if dtype == "int8":
+        values = jnp.round(values)
+    return values.astype(dtype), scales
