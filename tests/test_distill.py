@@ -121,7 +121,7 @@ def test_killed_anywhere_it_ends_the_same(config, whole, monkeypatch):
             distill.main([str(config), "test.tasks=[]", "--workdir", str(workdir)])
         monkeypatch.undo()
 
-    kill(Scheduler, "step", 4)
+    kill(Scheduler, "step", 12)
     finished = (workdir / "answers/0-questions/outputs.jsonl").read_text().splitlines()
     assert 0 < len(finished) < 14
     kill(Checkpoints, "save", 2)  # the first one, of step 2, is whole

@@ -334,7 +334,7 @@ MISTAKES = {
         f"decode c.yml {M}", "a LoRA adapter; merge it", 2, put("m/adapter_config.json", "{}")
     ),
     "quantized": Mistake(
-        f"decode c.yml {M}", "quantized weights (gptq) are not supported, only float32", 2,
+        f"decode c.yml {M}", "quantized weights (gptq) are not supported, only fp8", 2,
         copy(TARGET, quantization_config={"quant_method": "gptq", "bits": 4}),
     ),
     "quantized tensor": Mistake(f"decode c.yml {M}", "is I32, expected one of F32", 2, float8),
@@ -351,8 +351,8 @@ MISTAKES = {
         copy(TARGET, architectures=[], model_type="mistral"),
     ),
     "rope": Mistake(
-        f"decode c.yml {M}", "rope type 'yarn' is not supported, only 'default' and 'llama3'", 2,
-        copy(TARGET, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        f"decode c.yml {M}", "rope type 'longrope' is not supported, only 'default', 'llama3'", 2,
+        copy(TARGET, rope_scaling={"rope_type": "longrope", "factor": 4.0}),
     ),
     "UTF-16 config.json": Mistake(
         f"decode c.yml {M}", "m/config.json: UTF-16, expected UTF-8", 2,

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import cycle
+from dflash.inference import controls, cycle
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, Sampling
@@ -71,9 +71,15 @@ class MeasuredEngine(Engine):
         return self.at_length(dataclasses.replace(state, cache=cache), context_tokens)
 
     def at_length(self, state: DecodeState, context_tokens: int) -> DecodeState:
-        """The state with this many tokens of its context in use, ready to run."""
+        """The state with this many tokens of its context in use, ready to run.
+
+        It may come of an engine for sequences of another length, if caches are laid out alike.
+        """
+        plain = controls.plain(self.layout.batch_size, self.layout.max_length)
+        places = self.abstract_state().controls
         state = dataclasses.replace(
             state,
+            controls=jax.tree.map(lambda x, at: jax.device_put(x, at.sharding), plain, places),
             length=_like(state.length, context_tokens + 1),
             limit=_like(state.limit, self.layout.max_length),
             active=_like(state.active, True),

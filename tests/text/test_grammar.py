@@ -197,9 +197,8 @@ def test_deep_schemas_are_refused():
     [
         (grammar.json_schema, {"type": "integer", "multipleOf": 999_983}),  # minutes
         (grammar.regex, "a{100000000}"),
-        (grammar.json_schema, {"properties": {f"p{i}": {"$ref": "#"} for i in range(2_500)}}),
     ],
-    ids=["time", "automaton", "rows"],
+    ids=["time", "automaton"],
 )
 def test_what_takes_too_long_is_refused(make, source):
     assert failure(make, source, VOCABULARY)

@@ -32,7 +32,9 @@ def drafted(count):
     length = features.shape[1]
     one = jnp.ones(1)
     greedy = SequenceSampler(
-        SamplingParams(jnp.zeros((1, 2), jnp.uint32), 0 * one, jnp.zeros(1, jnp.int32), one)
+        SamplingParams(
+            jnp.zeros((1, 2), jnp.uint32), 0 * one, jnp.zeros(1, jnp.int32), one, 0 * one
+        )
     )
 
     @jax.jit

@@ -203,7 +203,7 @@ def test_a_weight_stored_as_integers_is_refused(tmp_path):
         (
             "norm.weight",
             np.int64,
-            "'norm.weight' is I64, expected one of F32, F16, BF16; quantized",
+            "'norm.weight' is I64, expected one of F32, F16, BF16; its config",
         ),
         ("d2t", np.float32, "'d2t' is F32, expected one of I64, I32, BOOL"),
     ]:
