@@ -124,7 +124,7 @@ def _keep_narrow(model: nnx.Module, source: Source, wanted: str | None, group: s
         )
     held = getattr(model, "checkpointed", model)
     if stored is not None:
-        narrowing.follow(held, source.directory, source.hf)
+        narrowing.follow(held, source.directory, stored)
     narrowing.narrow(held, wanted)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import files, tensor_map, weight_formats
+from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import StoredTensor, read_headers
-from dflash.checkpoints.weight_formats import FLOAT8, INT8, WeightFormat
+from dflash.checkpoints.weight_formats import FLOAT8, INT8, StoredFormat, WeightFormat
 
 W8A8 = "w8a8"
 _BY_CODE = {"I8": INT8, "F8_E4M3": FLOAT8}
@@ -33,19 +33,16 @@ def narrow(model: nnx.Module, wanted: str | None) -> None:
         kernel.narrow(form)
 
 
-def follow(model: nnx.Module, directory: pathlib.Path, config: Mapping[str, Any]) -> None:
+def follow(model: nnx.Module, directory: pathlib.Path, stored: StoredFormat) -> None:
     """Has an abstract model keep in eight bits what its checkpoint has in eight bits.
 
     Args:
       model: reads the checkpoint.
       directory: holds the checkpoint.
-      config: content of its config.json.
+      stored: what its config.json says of such weights.
     Raises:
-      CheckpointError: a tensor has no scales, or a format that is not supported.
+      CheckpointError: a tensor has no scales, or is in eight bits in part.
     """
-    stored = weight_formats.stored_format(config)
-    if stored is None:
-        return
     model.scale_suffix = stored.scale_suffix
     tensors, packed = read_headers(directory), set()
     # Files have [out, in].
@@ -70,7 +67,7 @@ def _dtype_of(
     path: str,
     kernel: Any,
     tensors: Mapping[str, StoredTensor],
-    stored: weight_formats.StoredFormat,
+    stored: StoredFormat,
 ) -> str | None:
     """The dtype of a kernel's stored values; None if they are plain, or missing."""
     shape = tensor_map.stored_shape(path, kernel.kernel.get_value().shape)

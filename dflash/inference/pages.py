@@ -14,7 +14,7 @@ _STEP = 16  # rows that the capacity of short sequences is a multiple of
 
 
 class PagePool:
-    """The pages of each share of the pool: who holds them, and what is known of those nobody holds.
+    """The pages of each share of the pool: their holders, and what unused ones still contain.
 
     The pool is split over the data axes of the mesh; a slot takes pages from the share that its
     own device holds. Page 0 of a share is scratch and never handed out.

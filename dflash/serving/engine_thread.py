@@ -101,7 +101,7 @@ class EngineThread(threading.Thread):
     # --- on the thread --------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serves until it is told to stop, or fails."""
+        """Serves until it is asked to stop, or until it fails."""
         try:
             engines = self._source.start()
             self._tracks = {name: Scheduler(engine) for name, engine in engines.items()}
