@@ -100,7 +100,7 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
         place = pl.ds(pl.multiple_of(row, unit), count)
         return [array.at[sequence, own_heads, place] for array in context]
 
-    stream = TileStream(*refs[10:], source, tile_rows, lambda b: length_ref[b])
+    stream = TileStream(tuple(refs[10:12]), refs[12], source, tile_rows, lambda b: length_ref[b])
 
     @pl.when(sequence == 0)
     def _():

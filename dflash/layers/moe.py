@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,7 +12,7 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints.weight_formats import WeightFormat
-from dflash.kernels.grouped_matmul import grouped_matmul
+from dflash.kernels.grouped_matmul import for_platform, grouped_matmul
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Kernel
 from dflash.layers.mlp import Mlp, gated
@@ -203,7 +204,12 @@ class Experts(nnx.Module):
         sizes = jnp.bincount(own, length=count + 1)[:count].astype(jnp.int32)
         of_gate, of_up, of_down = scales or (None, None, None)
         block = self.gate_proj.format and self.gate_proj.format.block
-        product = functools.partial(grouped_matmul, block=block)
+        product = functools.partial(
+            grouped_matmul,
+            block=block,
+            read=self.share_read(math.prod(experts.shape[:-1])),
+            implementation=for_platform(self.sharding.platform),
+        )
         sorted_rows = x.reshape(-1, x.shape[-1])[order // per_row]
         inner = gated(
             product(sorted_rows, gate, sizes, of_gate), product(sorted_rows, up, sizes, of_up)
