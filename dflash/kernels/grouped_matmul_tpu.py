@@ -35,7 +35,7 @@ def grouped_matmul_tpu(rows, weights, group, used, scales=None, *, block, read, 
       [N, R, F]; anything in the tiles that are not in use.
     """
     count, tile, depth = rows.shape
-    width = weights.shape[2]
+    groups, _, width = weights.shape
     columns = columns_per_step(depth, width)
     arrays = [rows, weights]
     specs = [
@@ -49,6 +49,8 @@ def grouped_matmul_tpu(rows, weights, group, used, scales=None, *, block, read, 
         arrays.append(scales)
         of_step = (None, scales.shape[1], columns)
         specs.append(pl.BlockSpec(of_step, lambda f, n, group, used: (group[n], 0, f)))
+    # Those of groups that are read, and as many more as groups may leave half empty.
+    used_tiles = min(count, round(read * groups) + count - min(count, groups))
     return pl.pallas_call(
         functools.partial(_kernel, inputs=block and block[0]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -60,7 +62,7 @@ def grouped_matmul_tpu(rows, weights, group, used, scales=None, *, block, read, 
         out_shape=jax.ShapeDtypeStruct((count, tile, width), rows.dtype),
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary"),
         cost_estimate=pl.CostEstimate(
-            flops=2 * count * tile * depth * width,
+            flops=2 * used_tiles * tile * depth * width,
             transcendentals=0,
             bytes_accessed=round(read * sum(x.size * x.dtype.itemsize for x in arrays[1:])),
         ),
