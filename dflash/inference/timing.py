@@ -61,9 +61,7 @@ def occupy(
         limit=jnp.full_like(state.limit, layout.max_length),
         active=jnp.ones_like(state.active),
         sampling=params,
-        cache=dataclasses.replace(
-            state.cache, layers=layers, page_table=table.astype(jnp.int32)
-        ),
+        cache=dataclasses.replace(state.cache, layers=layers, page_table=table.astype(jnp.int32)),
         drafter=drafter,
         adaptive=adaptive.with_seconds(empty, seconds),
     )
