@@ -104,18 +104,26 @@ class _Tiles:
     The last rows of a group's last tile may be others', and are left out of what comes out.
 
     Attributes:
-      rows: int32 [N, R]; the rows of each tile.
+      begin: int32 [N]; the first row of each tile.
+      size: rows of a tile.
       group: int32 [N]; of each tile; of those not in use, the last one's.
+      end: int32 [N]; the row behind the last one of its group.
       used: int32 []; tiles in use.
       place: int32 [rows]; where a row lies among the rows of all tiles.
       inside: bool [rows]; whether it belongs to a group.
     """
 
-    rows: jax.Array
+    begin: jax.Array
+    size: int
     group: jax.Array
+    end: jax.Array
     used: jax.Array
     place: jax.Array
     inside: jax.Array
+
+    def of(self, rows: jax.Array, begin: jax.Array) -> jax.Array:
+        """[..., R, D]: the tiles that begin there, of rows [rows, D]."""
+        return rows[jnp.minimum(begin[..., None] + jnp.arange(self.size), len(rows) - 1)]
 
 
 def _cut(count: int, sizes: jax.Array, tile: int) -> _Tiles:
@@ -129,13 +137,13 @@ def _cut(count: int, sizes: jax.Array, tile: int) -> _Tiles:
     filled = jnp.minimum(index, jnp.maximum(ends[-1] - 1, 0))
     group = jnp.minimum(jnp.searchsorted(ends, filled, side="right"), groups - 1)
     begin = first_row[group] + (index - first_tile[group]) * tile
-    rows = jnp.minimum(begin[:, None] + jnp.arange(tile), count - 1)
     row = jnp.arange(count)
     own = jnp.minimum(jnp.searchsorted(last_rows, row, side="right"), groups - 1)
     within = row - first_row[own]
     place = (first_tile[own] + within // tile) * tile + within % tile
     place = jnp.minimum(place, num_tiles * tile - 1)
-    return _Tiles(rows, group.astype(jnp.int32), ends[-1], place, row < last_rows[-1])
+    inside = row < last_rows[-1]
+    return _Tiles(begin, tile, group.astype(jnp.int32), last_rows[group], ends[-1], place, inside)
 
 
 def _in_tiles(rows, weights, sizes, scales=None, *, block):
@@ -143,17 +151,17 @@ def _in_tiles(rows, weights, sizes, scales=None, *, block):
     tiles = _cut(len(rows), sizes, _tile_rows(len(rows), len(sizes)))
 
     def product(one):
-        group, indices, is_used = one
-        empty = jnp.zeros((len(indices), weights.shape[2]), rows.dtype)
+        group, begin, is_used = one
+        empty = jnp.zeros((tiles.size, weights.shape[2]), rows.dtype)
         own = None if scales is None else scales[group]
         return jax.lax.cond(
             is_used,
-            lambda: rows[indices] @ _plain(weights[group], own, block, rows.dtype),
+            lambda: tiles.of(rows, begin) @ _plain(weights[group], own, block, rows.dtype),
             lambda: empty,
         )
 
     is_used = jnp.arange(len(tiles.group)) < tiles.used
-    return _by_row(jax.lax.map(product, (tiles.group, tiles.rows, is_used)), tiles)
+    return _by_row(jax.lax.map(product, (tiles.group, tiles.begin, is_used)), tiles)
 
 
 def _by_row(products, tiles: _Tiles):
@@ -167,9 +175,13 @@ def _by_kernel(block, read, interpret, rows, weights, sizes, scales=None):
     """The kernel; its gradients are those of ragged_dot."""
     tile = max(_tile_rows(len(rows), len(sizes)), flash_tpu.row_tile(rows.dtype))
     tiles = _cut(len(rows), sizes, tile)
-    arrays = (rows[tiles.rows], weights, tiles.group, tiles.used, scales)
-    options = {"block": block, "read": read, "interpret": interpret}
-    return _by_row(tpu.grouped_matmul_tpu(*arrays, **options), tiles)
+    of_kernel = tpu.Tiles(tile, tiles.group, tiles.begin, tiles.end, tiles.used)
+    is_few = tpu.few(rows)
+    products = tpu.grouped_matmul_tpu(
+        rows if is_few else tiles.of(rows, tiles.begin), weights, of_kernel, scales,
+        block=block, read=read, interpret=interpret,
+    )  # fmt: skip
+    return jnp.where(tiles.inside[:, None], products, 0) if is_few else _by_row(products, tiles)
 
 
 def _kernel_forward(block, read, interpret, *arrays):

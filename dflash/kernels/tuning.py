@@ -45,3 +45,5 @@ LATENT_ATTENTION = LatentSizes(512, 512, 128)
 # Weights of a group that a step of grouped_matmul multiplies with: enough to hide that the
 # next ones arrive, and few enough to widen in VMEM.
 GROUPED_WEIGHTS = 2**21
+# Rows that it keeps in VMEM whole: picking a tile of them costs no more than its product.
+GROUPED_ROWS = 512

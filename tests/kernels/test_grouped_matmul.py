@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.interpreter import interpret
 
-from dflash.kernels import quantised
+from dflash.kernels import grouped_matmul_tpu, quantised
 from dflash.kernels.grouped_matmul import grouped_matmul
 
 TILES = jax.jit(lambda *arrays: grouped_matmul(*arrays, implementation="tiles"))
@@ -67,7 +67,9 @@ def on_tpu(*arrays, **options):
 @pytest.mark.parametrize(
     ("count", "groups", "total", "width"), [(24, 4, 19, 384), (5, 8, 5, 128), (40, 2, 0, 60)]
 )
-def test_the_kernel_is_the_product_of_each_group(count, groups, total, width):
+@pytest.mark.parametrize("few", [True, False])
+def test_the_kernel_is_the_product_of_each_group(monkeypatch, few, count, groups, total, width):
+    monkeypatch.setattr(grouped_matmul_tpu, "GROUPED_ROWS", 512 if few else 0)
     rng = np.random.default_rng(count)
     sizes = rng.multinomial(total, rng.dirichlet(np.full(groups, 0.5))).astype(np.int32)
     rows = rng.normal(size=(count, 128)).astype(np.float32)
