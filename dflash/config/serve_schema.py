@@ -26,7 +26,10 @@ class ServeDecode(schema.DecodeConfig):
     """`decode` of a server: several requests at a time."""
 
     batch_size: int = option(8, minimum=1, maximum=schema.MAX_BATCH)
+    # Shorter dispatches: what has ended makes room sooner, and new prompts wait less.
+    sync_every: int = option(4, minimum=1, maximum=2**16)
     prefix_cache: bool = True
+    partial_dispatches: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
