@@ -102,7 +102,7 @@ class Tracks:
             eos_ids=tuple(job.target.arch.eos_token_id),
             vocab_size=job.target.arch.vocab_size,
             max_length=engine.layout.max_length,
-            drafts=None if len(engine.block_sizes) > 1 else engine.block_sizes[0] - 1,
+            drafts=engine.block_sizes[-1] > 1,
             special_tokens=config.prompts.special_tokens,
             compares=config.serve.compare,
         )
