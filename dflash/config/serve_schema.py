@@ -19,6 +19,7 @@ class ServeConfig:
     drain_s: float = option(30.0, minimum=0.0)  # requests have to end after SIGTERM
     # Also decode without drafting, for requests with "drafting": false: a slot beside the others.
     compare: bool = False
+    grammars: bool = True  # requests may say what outputs have to match; two programs more
 
 
 @dataclasses.dataclass(frozen=True)
