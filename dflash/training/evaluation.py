@@ -78,12 +78,7 @@ def _held_out_batches(job: Job) -> tuple[int, list[dict[str, np.ndarray]]]:
             f"{held_out.num_rows} rows of {config.data.length} tokens for validation, but "
             f"{least} devices need one each: raise it, or set evaluation.batches=0"
         )
-    source = job.batches("validation", batch_size=least)
-    rows = config.train.batch_size // config.optimizer.accumulate_steps
-    parts = min(rows, source.num_rows) // least
-
-    def read():
-        pieces = [next(source) for _ in range(parts)]
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-    return parts * least, [read() for _ in range(wanted)]
+    wanted_rows = config.train.batch_size // config.optimizer.accumulate_steps
+    rows = min(wanted_rows, held_out.num_rows) // least * least
+    source = job.batches("validation", batch_size=rows)
+    return rows, [next(source) for _ in range(wanted)]

@@ -127,7 +127,6 @@ def _training_batches(
     if config.train.features == "online" or not job.task.drafts:
         return job.batches("train", state)
     base = pathlib.Path(config.train.feature_cache or directory.path / rundir.FEATURES)
-    share, shares = job.share
     compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
     total = job.batches_per_epoch()
 
@@ -137,8 +136,6 @@ def _training_batches(
 
     cache = features.open_cache(
         base / _cache_key(job),
-        share=share,
-        shares=shares,
         num_batches=total,
         batches=lambda state: job.batches("train", state),
         compute=features_of,
@@ -160,6 +157,7 @@ def _cache_key(job: Job) -> str:
         job.config.loss.uses_target_hidden,
         job.tokenizer.fingerprint,
         weights,
+        steps_lib.rows_by_process(job.sharding, job.config.train.batch_size),
     )
 
 

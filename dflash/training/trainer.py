@@ -142,7 +142,8 @@ class Trainer:
         self._state, self._step = state, step
         self._batches, self._sharding = batches, sharding
         self._checkpoints, self._metadata, self._report = checkpoints, metadata, report
-        self._pending: collections.deque[tuple[int, Any]] = collections.deque()
+        self._stop = StopSignal()
+        self._pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
         self._measure = {"goal": config.goal, "evaluation": config.evaluation}
         best = metadata.get("best")
         self._best = best if best and self._measure.items() <= best.items() else None
@@ -160,8 +161,8 @@ class Trainer:
           WorkdirError: the state cannot be saved.
         """
         config = self._config
-        with StopSignal() as stop:
-            while self._step < config.steps and not self._asked(stop):
+        with self._stop as stop:
+            while self._step < config.steps and stop.received is None:
                 self._advance()
                 self._checkpoints.poll()
                 if self._due(config.log_every):
@@ -177,11 +178,6 @@ class Trainer:
             finished = self._step == config.steps
         return Outcome(self._state, self._step, self._best, 0 if finished else stop.exit_status)
 
-    def _asked(self, stop: StopSignal) -> bool:
-        # Several processes agree only at log steps, because that costs a round trip.
-        together = jax.process_count() > 1 and self._step % self._config.log_every
-        return not together and stop.agreed()
-
     def _due(self, every: int) -> bool:
         last = self._step == self._config.steps
         return bool(every) and (last or self._step % every == 0)
@@ -191,7 +187,7 @@ class Trainer:
         batch = steps_lib.place(next(self._batches), self._sharding, self._config.rows)
         self._state, metrics = self._functions.train(self._state, batch)
         self._step += 1
-        self._pending.append((self._step, metrics))
+        self._pending.append((self._step, metrics, self._stop.tell()))
         while len(self._pending) > 1:
             self._check_oldest()
         if not self._compiled:
@@ -202,7 +198,8 @@ class Trainer:
 
     def _check_oldest(self) -> None:
         """Checks the metrics of the oldest pending step."""
-        step, metrics = self._pending.popleft()
+        step, metrics, told = self._pending.popleft()
+        self._stop.hear(told)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         for name in ("loss", "grad_norm"):
             if not np.isfinite(values[name]):
