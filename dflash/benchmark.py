@@ -101,10 +101,8 @@ def _measure(command: cli.Command) -> dict[str, Any]:
 
     from dflash.measure import bench as benches
     from dflash.measure import results, session
-    from dflash.parallel import distributed
     from dflash.runs.display import Display
 
-    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     first = jax.process_index() == 0
     display = Display() if first else Display.silent()
     where = command.workdir if first else None

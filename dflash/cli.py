@@ -14,7 +14,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
@@ -22,8 +22,9 @@ from dflash import errors, preflight, registry
 from dflash.config import loader
 from dflash.parallel import host
 
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_BROKEN_PIPE = 141  # 128 + SIGPIPE
+if TYPE_CHECKING:
+    from dflash.parallel.agreement import Company
+
 _USAGE_ERROR = 2
 _WIDTH = 80  # columns of help
 _LABEL_WIDTH = 24
@@ -37,9 +38,10 @@ _STATUSES = (
     "exit status: 0: done; 1: the run failed; 2: wrong usage, config, input or checkpoint; 130: "
     "interrupted"
 )
+_JOIN_FLAGS = ("coordinator_address", "num_processes", "process_id")
 RUN_FLAGS = (
     *("workdir", "dry_run", "print_config", "profile_dir"),
-    *("coordinator_address", "num_processes", "process_id", "compilation_cache"),
+    *(*_JOIN_FLAGS, "compilation_cache"),
 )
 
 
@@ -165,11 +167,11 @@ def status_of(work: Callable[[], int | None]) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return errors.INTERRUPTED
     except BrokenPipeError:
         # Python flushes stdout once more at exit; that must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        return errors.BROKEN_PIPE
     return status
 
 
@@ -179,19 +181,32 @@ def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
     if values.help:
         print(_help(subcommand, values))
         return 0
-    if subcommand.takes_config:
-        if not positional or "=" in positional[0]:
-            print(f"usage: {subcommand.usage}; see --help", file=sys.stderr)
-            return _USAGE_ERROR
-        command = _configured(subcommand, values, positional)
-    else:
-        command = _plain(subcommand, values, positional)
-    if command is None:
-        return 0
-    if command.coordinator_address is not None:
-        _keep_stdout_for_results()
-    _set_up(subcommand, command)
-    return main(command) or 0
+    if subcommand.takes_config and (not positional or "=" in positional[0]):
+        print(f"usage: {subcommand.usage}; see --help", file=sys.stderr)
+        return _USAGE_ERROR
+    configured = _configured if subcommand.takes_config else _plain
+
+    def work(company: "Company | None" = None) -> int:
+        # The first process of several writes, and only its places need be there.
+        writes = company is None or company.process == 0
+        command = configured(subcommand, values, positional, writes=writes)
+        if command is None:
+            return 0
+        if company is not None:
+            from dflash import together
+
+            together.check_alike(company, subcommand.name, command.config)
+        _set_up(subcommand, command)
+        return main(command) or 0
+
+    given = [values[name].value if name in values else None for name in _JOIN_FLAGS]
+    # A plan touches no device, so it needs no other process.
+    alone = any(name in values and values[name].value for name in ("dry_run", "print_config"))
+    if alone or all(value is None for value in given):
+        return work()
+    from dflash import together  # imports jax
+
+    return together.run(given, work)
 
 
 def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **given: Any) -> Command:
@@ -224,27 +239,14 @@ def _set_up(subcommand: Subcommand, command: Command) -> None:
         compilation_cache.enable(command.compilation_cache)
 
 
-def _keep_stdout_for_results() -> None:
-    """Leaves stdout to Python alone: gloo, which joins processes, writes there too.
-
-    Its lines come from native code, which knows the file descriptor only. That one leads nowhere
-    from now on.
-    """
-    try:
-        own = sys.stdout.fileno() == 1
-    except OSError:  # it has none, as in a notebook or a test
-        own = False
-    if own:
-        sys.stdout.flush()
-        encoding, errors_, line = sys.stdout.encoding, sys.stdout.errors, sys.stdout.line_buffering
-        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
-        buffering = 1 if line else -1
-        sys.stdout = open(kept, "w", buffering, encoding=encoding, errors=errors_)  # noqa: SIM115
-
-
-def _plain(subcommand: Subcommand, values: flags.FlagValues, positional: list[str]) -> Command:
+def _plain(
+    subcommand: Subcommand,
+    values: flags.FlagValues,
+    positional: list[str],
+    *,
+    writes: bool = True,
+) -> Command:
+    del writes
     names = subcommand.arguments
     if len(positional) != len(names):
         expected = " and ".join(names) or "no argument"
@@ -256,9 +258,18 @@ def _plain(subcommand: Subcommand, values: flags.FlagValues, positional: list[st
 
 
 def _configured(
-    subcommand: Subcommand, values: flags.FlagValues, positional: list[str]
+    subcommand: Subcommand,
+    values: flags.FlagValues,
+    positional: list[str],
+    *,
+    writes: bool = True,
 ) -> Command | None:
-    """The command with its config, checked as far as no device is needed; None once printed."""
+    """The command with its config, checked as far as no device is needed; None once printed.
+
+    Args:
+      subcommand, values, positional: what it takes, and what is given.
+      writes: whether this process writes results.
+    """
     path, *overrides = positional
     overrides += subcommand.overrides(values)
     load = subcommand.load or (lambda path, given: loader.load(path, given, subcommand.schema))
@@ -276,8 +287,6 @@ def _configured(
     # A plan reads no data, and what takes no --dry_run is but a plan.
     reads = "dry_run" in subcommand.shared and not command.dry_run
     preflight.check(subcommand.configs(config), files=reads)
-    # Of several processes only the first writes, and only its place need be there.
-    writes = command.coordinator_address is None or command.process_id == 0
     if writes and not command.dry_run:
         preflight.check_writable(command.workdir, command.profile_dir)
     return command

@@ -35,10 +35,8 @@ def _decode(command: cli.Command) -> None:
     # jax is imported here, after the config has been validated.
     from dflash.offline import job as jobs
     from dflash.offline import session
-    from dflash.parallel import distributed
     from dflash.runs import dates
 
-    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     # A dry run touches no device, so it asks no other process for the date.
     date = None if command.dry_run else dates.find(command.workdir)
     job = jobs.prepare(command.config, stdin=sys.stdin, dry=command.dry_run, date=date)

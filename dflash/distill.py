@@ -34,10 +34,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _distill(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
     from dflash.distillation import plan, stages
-    from dflash.parallel import distributed
     from dflash.runs import dates
 
-    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     if command.dry_run:
         print("\n".join(plan.make(command.config, answers=stages.ANSWERS, dry=True)))
         return 0

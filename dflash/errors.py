@@ -5,6 +5,9 @@ the lines on stderr and exit with `exit_status`: 2 for what was given to a run (
 checkpoints), 1 for the run itself.
 """
 
+INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
 _MAX_CHARACTERS = 1000  # of a line; a value that it quotes may be a whole file
 
 

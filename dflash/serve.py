@@ -57,13 +57,11 @@ def _serve(command: cli.Command) -> int:
     import jax
 
     from dflash.offline import job as jobs
-    from dflash.parallel import distributed
     from dflash.runs import dates
     from dflash.runs.display import Display
     from dflash.serving import server
     from dflash.serving.tracks import Tracks
 
-    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     dry = command.dry_run
     job = jobs.prepare_models(command.config, dry=dry, date=None if dry else dates.find(None))
     job = job.with_room()

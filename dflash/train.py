@@ -94,10 +94,8 @@ def run(
 
 def _train(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
-    from dflash.parallel import distributed
     from dflash.training import job as jobs
 
-    distributed.initialize(command.coordinator_address, command.num_processes, command.process_id)
     if command.dry_run:
         # It touches no device, so it asks no other process for the date.
         print("\n".join(jobs.prepare(command.config, date=None, dry=True).plan().lines()))

@@ -3,11 +3,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 from absl import flags
 
-from dflash import cli, errors
+from dflash import cli, errors, together
 from dflash.config import loader, schema
 
 USAGE = "usage: dflash decode CONFIG [key=value ...] [--flags]; see --help\n"
@@ -247,9 +248,26 @@ def test_importing_defines_no_flag_and_needs_no_jax(tmp_path):
     assert (out, err) == ("set() False\n", "")
 
 
-def test_of_several_processes_the_first_alone_needs_a_place_to_write(run):
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """Makes `--process_id` count without another process."""
+    compared = []
+
+    def join(given, work):
+        compare = types.SimpleNamespace(process=given[2], check_same=compared.append)
+        return work(compare)
+
+    monkeypatch.setattr(together, "run", join)
+    return compared
+
+
+def test_of_several_processes_the_first_alone_needs_a_place_to_write(run, one_of_two):
     processes = ("c.yml", "--workdir=c.yml/w", "--num_processes=2", "--coordinator_address=h:1")
     assert run(*processes, "--process_id=1")[0] == 0
+    assert [{*facts} & {"jax", "decode.seed", "devices of a process"} for facts in one_of_two] == [
+        {"jax", "decode.seed"},
+        {"devices of a process"},
+    ]
     assert run(*processes, "--process_id=0")[:3:2] == (
         1,
         "error: c.yml/w: cannot be written: Not a directory\n",

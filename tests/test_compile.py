@@ -98,7 +98,7 @@ def test_the_mesh_takes_all_of_the_machine():
         assert {device.slice_index for device in row.flat} == {index}
     with pytest.raises(errors.ConfigError, match=r"= 4 devices, but 2 × v5p:2x2x1 has 8"):
         topology.make_sharding(machine, sizes | {"data": 1}, rules)
-    with pytest.raises(errors.ConfigError, match=r"mesh.data: 1 does not divide over tpu.slices=2"):
+    with pytest.raises(errors.ConfigError, match=r"mesh.data: 1 does not divide over 2 slices"):
         topology.make_sharding(machine, {"data": 1, "fsdp": 1, "tensor": 8}, rules)
 
 

@@ -33,7 +33,7 @@ LEVELS = (
     {"offline", "serving", "training"},
     {"compiler", "measure"},
     {"distillation"},
-    {"preflight", "sampling"},
+    {"preflight", "sampling", "together"},
     {"cli", "commands", "llm"},
     # entry points
     {

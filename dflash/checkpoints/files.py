@@ -189,6 +189,6 @@ def _process_index() -> int:
 
 
 def _barrier(name: str) -> None:
-    from dflash.parallel import distributed  # imports jax
+    from dflash.parallel import agreement  # imports jax
 
-    distributed.wait_for_all(name)
+    agreement.wait_for_all(name)

@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from dflash import errors
@@ -125,26 +124,11 @@ def make_sharding(
             f"has {present}; set the axes of the mesh to use them all"
         )
     mesh = Mesh(
-        _arrange(topology, shape),
+        sharding.arrange(topology.devices, shape),
         sharding.MESH_AXES,
         axis_types=(AxisType.Auto,) * len(sharding.MESH_AXES),
     )
     return dataclasses.replace(described, mesh=mesh)
-
-
-def _arrange(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
-    """Devices by mesh axes, neighbours along an axis close to each other."""
-    devices, slices = list(topology.devices), topology.slices
-    if slices == 1:
-        return mesh_utils.create_device_mesh(shape, devices)
-    if shape[0] % slices:
-        raise errors.ConfigError(
-            f"mesh.data: {shape[0]} does not divide over tpu.slices={slices}; slices split the "
-            "data axis, the only one with little enough traffic for the data center network"
-        )
-    within = (shape[0] // slices, *shape[1:])
-    across = (slices, *(1,) * (len(shape) - 1))
-    return mesh_utils.create_hybrid_device_mesh(within, across, devices)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -403,6 +403,8 @@ class DecodeConfig:
     prefill_chunk: int = option(512, minimum=8, maximum=2**16)
     # Keep full pages of what was computed, for later prompts that begin with the same tokens.
     prefix_cache: bool = False
+    # While few slots are busy, compute these alone. More programs to compile.
+    partial_dispatches: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

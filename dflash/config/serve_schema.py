@@ -19,6 +19,7 @@ class ServeConfig:
     drain_s: float = option(30.0, minimum=0.0)  # requests have to end after SIGTERM
     # Also decode without drafting, for requests with "drafting": false: a slot beside the others.
     compare: bool = False
+    grammars: bool = True  # requests may say what outputs have to match; two programs more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,10 @@ class ServeDecode(schema.DecodeConfig):
     """`decode` of a server: several requests at a time."""
 
     batch_size: int = option(8, minimum=1, maximum=schema.MAX_BATCH)
+    # Shorter dispatches: what has ended makes room sooner, and new prompts wait less.
+    sync_every: int = option(4, minimum=1, maximum=2**16)
     prefix_cache: bool = True
+    partial_dispatches: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

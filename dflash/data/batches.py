@@ -36,8 +36,7 @@ class Batches:
         length: int,
         batch_size: int,
         seed: int = 0,
-        process_index: int = 0,
-        process_count: int = 1,
+        mine: Sequence[int] | None = None,
         state: Mapping[str, Any] | None = None,
     ):
         """Packs the corpora; `batches` opens them first.
@@ -48,17 +47,11 @@ class Batches:
           length: tokens per row.
           batch_size: rows per batch, over all processes.
           seed: seed of the order of rows.
-          process_index: index of the part of each batch to read.
-          process_count: number of parts.
+          mine: numbers of the rows of each batch that this process reads; None for all.
           state: position to resume from, as `state()` returns it; None for the beginning.
         Raises:
           InputError: there is less than one batch, or `state` belongs to other data.
-          ConfigError: a batch cannot be divided among the processes.
         """
-        if batch_size % process_count:
-            raise errors.ConfigError(
-                f"a batch of {batch_size} rows does not divide among {process_count} processes"
-            )
         packings = [packing.pack(corpus, length, seed) for corpus in corpora]
         _check_sizes(corpora, packings, length, batch_size)
         self.num_rows = sum(map(len, packings))
@@ -71,8 +64,7 @@ class Batches:
         self._shares = np.array(shares, np.float64) / sum(shares)
         self._counts = [0] * len(self._sources)  # rows that each source has given
         self._batch_size = batch_size
-        share = batch_size // process_count
-        self._mine = slice(process_index * share, (process_index + 1) * share)
+        self._mine = tuple(range(batch_size) if mine is None else mine)
         if state is not None:
             self._resume(state)
 
@@ -80,8 +72,9 @@ class Batches:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        places = [self._next_place() for _ in range(self._batch_size)][self._mine]
-        rows = [self._sources[source][number] for source, number in places]
+        places = [self._next_place() for _ in range(self._batch_size)]
+        mine = [places[row] for row in self._mine]
+        rows = [self._sources[source][number] for source, number in mine]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def state(self) -> dict[str, Any]:
@@ -126,8 +119,7 @@ def batches(
     batch_size: int,
     split: Split = "train",
     vocab_size: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    mine: Sequence[int] | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Batches:
     """Opens, encodes and packs a run's data sets; see `Batches`.
@@ -140,14 +132,12 @@ def batches(
       batch_size: rows per batch, over all processes.
       split: split of every data set.
       vocab_size: the model's, to check ids against; None for no check.
-      process_index: index of the part of each batch to read.
-      process_count: number of parts.
+      mine: numbers of the rows of each batch that this process reads; None for all.
       state: position to resume from, as `Batches.state` returns it; None for the beginning.
     Raises:
       InputError: data are malformed (with file and line), empty, or less than one batch; or
         `state` belongs to other data.
-      ConfigError: there is no such data set, the tokenizer exceeds the vocabulary, or a batch
-        cannot be divided among the processes.
+      ConfigError: there is no such data set, or the tokenizer exceeds the vocabulary.
     """
     if vocab_size is not None:
         encoding.check_vocabulary(tokenizer, vocab_size)
@@ -168,8 +158,7 @@ def batches(
         length=config.length,
         batch_size=batch_size,
         seed=config.seed,
-        process_index=process_index,
-        process_count=process_count,
+        mine=mine,
         state=state,
     )
 

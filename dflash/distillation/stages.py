@@ -37,7 +37,7 @@ from dflash.offline import job as decode_jobs
 from dflash.offline import session as decoding
 from dflash.offline.evaluation import DraftingTest
 from dflash.offline.points import Weights
-from dflash.parallel import distributed
+from dflash.parallel import agreement
 from dflash.runs import dates, files, outputs, records
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
@@ -94,7 +94,7 @@ class Work:
         if jax.process_index() == 0:
             with files.explained(self.path / name):
                 files.write_whole(self.path / name, files.to_json(content))
-        distributed.wait_for_all(f"{name} written")
+        agreement.wait_for_all(f"{name} written")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def open_directory(
     ) as directory:
         if first:
             directory.write(dates.FILE, f"{date}\n")
-        distributed.wait_for_all("work directory taken")
+        agreement.wait_for_all("work directory taken")
         yield directory
 
 
@@ -169,7 +169,7 @@ def _answer(work: Work) -> int:
         with files.explained(work.path / ANSWERS):
             lines = _all_answers(work.path / "answers", list(runs))
             files.write_whole(work.path / ANSWERS, lines)
-    distributed.wait_for_all(f"{ANSWERS} written")
+    agreement.wait_for_all(f"{ANSWERS} written")
     return 0
 
 

@@ -18,17 +18,31 @@ PLAIN = 0  # index of block size 1, at which nothing is drafted
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """The choice of the next block size, and the rows that the drafter has not observed yet."""
+    """The choice of the next block size, and the rows that the drafter has not observed yet.
+
+    Attributes:
+      choice: statistics, and the size of the next cycle.
+      backlog: rows that the drafter has not observed.
+      seconds: float32 [W, S]; of a cycle of each size, by the slots that a dispatch covers.
+    """
 
     choice: BlockChoice
     backlog: Backlog
+    seconds: jax.Array
 
     def insert(self, slot: jax.Array) -> "Adaptive":
         """A new sequence in slot `slot`."""
         count = self.backlog.count.at[slot].set(0)
-        return Adaptive(
-            block_choice.forget(self.choice, slot), dataclasses.replace(self.backlog, count=count)
+        return dataclasses.replace(
+            self,
+            choice=block_choice.forget(self.choice, slot),
+            backlog=dataclasses.replace(self.backlog, count=count),
         )
+
+    def at_width(self, index: int) -> "Adaptive":
+        """Chooses by the cycle times of this entry of the widths."""
+        choice = dataclasses.replace(self.choice, seconds=self.seconds[index])
+        return dataclasses.replace(self, choice=choice)
 
     def choose(self, active: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -> "Adaptive":
         """Chooses the block size of the next cycle; see `block_choice.choose`."""
@@ -68,7 +82,12 @@ def spare_rows(sizes: tuple[int, ...]) -> int:
 
 
 def abstract(
-    sizes: tuple[int, ...], batch: int, width: int, dtype: jnp.dtype, sharding: Sharding
+    sizes: tuple[int, ...],
+    batch: int,
+    width: int,
+    dtype: jnp.dtype,
+    sharding: Sharding,
+    num_widths: int = 1,
 ) -> Adaptive | None:
     """The state, all zeros at first; None where there is one block size.
 
@@ -78,20 +97,20 @@ def abstract(
       width: of the features that the drafter observes, C·D.
       dtype: of these features.
       sharding: where it lives.
+      num_widths: W; numbers of slots that a dispatch may cover.
     """
     if len(sizes) == 1:
         return None
     return Adaptive(
         block_choice.abstract(batch, sizes, sharding),
         backlog.abstract(batch, width, dtype, sharding),
+        sharding.abstract((num_widths, len(sizes)), (None, None), jnp.float32),
     )
 
 
 def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
-    """The state with a table of cycle times, float32 [S]."""
-    if state is None:
-        return None
-    return dataclasses.replace(state, choice=dataclasses.replace(state.choice, seconds=seconds))
+    """The state with a table of cycle times, float32 [W, S]."""
+    return state and dataclasses.replace(state, seconds=seconds).at_width(-1)
 
 
 def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:

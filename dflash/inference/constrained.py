@@ -23,6 +23,7 @@ def generate(
     ready: Mapping[int, tuple[Request, Matcher]],
     *,
     others: bool,
+    width: int | None = None,
 ) -> tuple[DecodeState, list[Report]]:
     """Runs one dispatch; consumes `state`.
 
@@ -32,6 +33,7 @@ def generate(
       ready: by slot, constrained sequences, with matchers that have seen all of their output. Other
         constrained sequences stand still.
       others: whether there are sequences that are not constrained.
+      width: slots of each share that hold all sequences; see `Engine.generate`.
     Returns:
       state; reports of the parts of the dispatch.
     """
@@ -40,7 +42,7 @@ def generate(
         state, report = _masked_cycle(engine, state, ready)
         reports.append(report)
     if others:
-        state, report = engine.generate(state)
+        state, report = engine.generate(state, width)
         reports.append(report)
     return state, reports
 

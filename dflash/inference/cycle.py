@@ -43,11 +43,13 @@ class Outcome(NamedTuple):
       tokens: int32 [B, longest path].
       count: int32 [B]; how many of them count.
       logprobs: of the tokens, where sequences want them.
+      refused: int32 [B, drafts]; those that were not accepted, and -1 in place of the others.
     """
 
     tokens: jax.Array
     count: jax.Array
     logprobs: Logprobs
+    refused: jax.Array
 
 
 def cycle(
@@ -120,6 +122,7 @@ def conclude(
         committed,
         num_committed,
         logprobs.of_tokens(logits, committed, wanted, verdict.path),
+        _refused(proposal.tokens, verdict),
     )
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = state.adaptive
@@ -254,6 +257,19 @@ def _following_tokens(rows: jax.Array, verdict: verify.Verdict) -> jax.Array:
     following = jnp.roll(along, -1, axis=1)
     is_bonus = jnp.arange(along.shape[1]) == verdict.num_accepted[:, None]
     return jnp.where(is_bonus, verdict.next_token[:, None], following)
+
+
+def _refused(drafts: jax.Array, verdict: verify.Verdict) -> jax.Array:
+    """The drafts [B, G] that were not accepted, and -1 in place of the others."""
+    batch, count = drafts.shape
+    rows = jnp.arange(count + 1)[None] if verdict.path is None else verdict.path
+    rows = jnp.broadcast_to(rows, (batch, rows.shape[1]))
+    accepted = jnp.arange(rows.shape[1]) <= verdict.num_accepted[:, None]
+    slots = jnp.arange(batch)[:, None]
+    # Row 0 is the anchor. What lies past the accepted path goes nowhere.
+    taken = jnp.zeros((batch, count + 1), bool)
+    taken = taken.at[slots, jnp.where(accepted, rows, count + 1)].set(True, mode="drop")
+    return jnp.where(taken[:, 1:], -1, drafts)
 
 
 def _commit(

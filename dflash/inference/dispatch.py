@@ -25,7 +25,7 @@ def run_cycles(
     sizes, most = rules.block_sizes, max_cycles - state.concluded
     waiting = state.active & state.controls.constrained
     state = dataclasses.replace(state, active=state.active & ~waiting)
-    report = _empty_report(target, drafter, state, max_cycles)
+    report = _empty_report(target, drafter, state, max_cycles, sizes[-1])
 
     def go_on(carry):
         _, report = carry
@@ -81,7 +81,7 @@ def conclude(
     """
     waiting = state.active & state.controls.constrained & ~ready
     state = dataclasses.replace(state, active=state.active & ~waiting)
-    report = _empty_report(target, drafter, state, 1)
+    report = _empty_report(target, drafter, state, 1, rules.block_sizes[-1])
     state, outcome = cycles.conclude(target, drafter, state, proposal, rules=rules, allowed=allowed)
     state = dataclasses.replace(
         state, active=state.active | waiting, concluded=jnp.ones_like(state.concluded)
@@ -89,7 +89,9 @@ def conclude(
     return state, _record(report, state, outcome, rules.block_sizes[-1])
 
 
-def _empty_report(target: Decoder, drafter: Drafter, state: DecodeState, max_cycles: int) -> Report:
+def _empty_report(
+    target: Decoder, drafter: Drafter, state: DecodeState, max_cycles: int, rows: int
+) -> Report:
     shape = max_cycles, state.anchor.shape[0], drafter.longest_path
     return Report(
         cycles=jnp.int32(0),
@@ -99,6 +101,7 @@ def _empty_report(target: Decoder, drafter: Drafter, state: DecodeState, max_cyc
         block_sizes=jnp.zeros(max_cycles, jnp.int32),
         broken_at=state.broken_at,
         logprobs=logprobs.zeros(shape, target.arch.vocab_size),
+        refused=jnp.full((*shape[:2], rows - 1), -1, jnp.int32),
     )
 
 
@@ -115,6 +118,7 @@ def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> 
         logprobs=jax.tree.map(
             lambda all, one: all.at[i, :, :width].set(one), report.logprobs, outcome.logprobs
         ),
+        refused=report.refused.at[i, :, : outcome.refused.shape[1]].set(outcome.refused),
     )
 
 

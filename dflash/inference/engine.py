@@ -14,6 +14,7 @@ call. No call waits for the device.
 import concurrent.futures
 import copy
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -87,6 +88,7 @@ class Engine:
             growth=config.sync_every * drafter.longest_path,
             num_pages=config.num_pages,
             prefix_cache=self.prefix_cache,
+            partial=config.partial_dispatches,
         )
         self.num_stop_ids = num_stop_ids
         self._programs = Programs(
@@ -99,8 +101,10 @@ class Engine:
         )
         self._target_params = nnx.state(target)
         self._drafter_params = nnx.state(drafter)
-        # Of each block size, in seconds; measured by `compile` where there is a choice.
+        # Of each block size, in seconds, when all slots are busy, and when a dispatch covers fewer
+        # of them; measured by `compile` where there is a choice.
         self.cycle_seconds: tuple[float, ...] | None = None
+        self._partial_seconds: tuple[tuple[float, ...], ...] = ()
         self._plain_asked: dict[int, Asked] = {}
         # Acceptance statistics of earlier runs, where there is a choice; see `retire`.
         self._known: block_choice.Pool | None = None
@@ -267,9 +271,17 @@ class Engine:
             np.int32(request.limit), stop_ids, asked, *request.sampling.scalars(),
         )  # fmt: skip
 
-    def generate(self, state: DecodeState) -> tuple[DecodeState, Report]:
-        """Runs up to sync_every cycles; consumes `state` (its buffers are donated)."""
-        return self.run("generate", state)
+    def generate(self, state: DecodeState, width: int | None = None) -> tuple[DecodeState, Report]:
+        """Runs up to sync_every cycles; consumes `state` (its buffers are donated).
+
+        Args:
+          state: the batch.
+          width: one of the layout's widths: of each share only so many slots are computed, and the
+            others must be empty. None: all of them.
+        """
+        whole = width in (None, self.layout.slots_per_share)
+        run = self.program("generate", *(() if whole else (width,)))
+        return run(self._target_params, self._drafter_params, state)
 
     def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
         """Drafts for every slot, for `conclude` to verify; consumes `state`."""
@@ -370,7 +382,7 @@ class Engine:
 
     def new_state(self) -> DecodeState:
         """A batch of empty slots."""
-        state = self.program("new_state")(np.array(self._measured(), np.float32))
+        state = self.program("new_state")(self._measured())
         return dataclasses.replace(state, adaptive=adaptive.with_pool(state.adaptive, self._known))
 
     def retire(self, state: DecodeState) -> None:
@@ -466,14 +478,31 @@ class Engine:
         """Shapes, dtypes and shardings of the state, without its memory."""
         return self._programs.abstract_state()
 
-    def _measured(self) -> tuple[float, ...]:
-        """Seconds of a cycle of each block size, measured at the first call; 1 for a single one."""
+    def _measured(self) -> np.ndarray:
+        """Seconds of a cycle of each block size by width, float32 [W, S]; 1 for a single size.
+
+        Measured at the first call.
+        """
         if self.cycle_seconds is None and len(self.block_sizes) > 1:
-            state = self.program("new_state")(adaptive.only(0, self.block_sizes))
-            self.cycle_seconds = timing.cycle_seconds(
-                self.block_sizes, state, self.program("occupied"), self.generate
-            )
-        return self.cycle_seconds or (1.0,)
+            *partial, self.cycle_seconds = map(self._measure, self.layout.widths)
+            self._partial_seconds = tuple(partial)
+        whole = self.cycle_seconds or (1.0,)
+        missing = len(self.layout.widths) - 1 - len(self._partial_seconds)
+        return np.array([*self._partial_seconds, *[whole] * (1 + missing)], np.float32)
+
+    def _measure(self, width: int) -> tuple[float, ...]:
+        """Seconds of a cycle of each block size, over so many slots of each share."""
+
+        def table(seconds: np.ndarray) -> np.ndarray:
+            return np.tile(seconds, (len(self.layout.widths), 1))
+
+        state = self.program("new_state")(table(adaptive.only(0, self.block_sizes)))
+        return timing.cycle_seconds(
+            self.block_sizes,
+            state,
+            lambda state, seconds: self.program("occupied")(state, table(seconds)),
+            functools.partial(self.generate, width=width),
+        )
 
 
 def _shapes(params) -> Any:

@@ -98,6 +98,12 @@ def committed(report: Report, index: int, cycles: np.ndarray) -> list[int]:
     return [token for i in cycles for token in report.tokens[i, index, : counts[i]].tolist()]
 
 
+def refused(report: Report, index: int, cycles: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """The drafts of a slot that were not accepted, of each of these cycles."""
+    found = (report.refused[i, index] for i in cycles)
+    return tuple(tuple(drafts[drafts >= 0].tolist()) for drafts in found)
+
+
 def committed_logprobs(
     report: Report, index: int, cycles: np.ndarray, wanted: int | None
 ) -> tuple[TokenLogprobs, ...]:

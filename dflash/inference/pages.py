@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable
 
 from dflash import errors
+from dflash.inference import widths
 
 # Chunks of a prompt have at least so many rows, padding included. On a TPU or GPU a pass over 128
-# rows takes as long as one over 16: as long as reading the weights.
-MIN_CHUNK = 128
+# rows takes as long as one over 16, as long as reading the weights; on a CPU fewer take less.
+MIN_CHUNK = 32
 _STEP = 16  # rows that the capacity of short sequences is a multiple of
 
 
@@ -139,6 +140,7 @@ class Layout:
       growth: tokens that one dispatch may add to a sequence.
       num_pages: pages of all shares together; None for enough to fill every slot.
       prefix_cache: sequences may begin with pages that others have filled.
+      partial: dispatches may cover fewer slots than there are.
     """
 
     batch_size: int
@@ -150,6 +152,7 @@ class Layout:
     growth: int = 1
     num_pages: int | None = None
     prefix_cache: bool = False
+    partial: bool = False
 
     def __post_init__(self):
         """Raises ConfigError if the pool cannot hold the longest sequence in every share."""
@@ -186,6 +189,17 @@ class Layout:
     def slots_per_share(self) -> int:
         """Slots that take their pages from the same share."""
         return self.batch_size // self.num_shares
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Slots of each share that a dispatch may cover, ascending."""
+        whole = self.slots_per_share
+        return widths.widths(whole) if self.partial else (whole,)
+
+    def width(self, slots: Iterable[int]) -> int:
+        """Slots of each share that a dispatch has to cover for the sequences in these slots."""
+        needed = max((slot % self.slots_per_share + 1 for slot in slots), default=1)
+        return next(width for width in self.widths if width >= needed)
 
     @property
     def pages_per_share(self) -> int:

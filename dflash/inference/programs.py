@@ -20,6 +20,7 @@ from dflash.inference import (
     first_token,
     logprobs,
     timing,
+    widths,
 )
 from dflash.inference.context_programs import ContextPrograms
 from dflash.inference.lowering import loop_options, lower, zeros
@@ -53,7 +54,7 @@ class Programs(ContextPrograms):
         self._drafter_graph, drafter_weights = nnx.split(drafter)
         # Shapes and places only: the engine may take other weights.
         self._weights = _abstract(target_weights), _abstract(drafter_weights)
-        self._functions: dict[str, Callable] = {"generate": self._generate}
+        self._functions: dict[str, Callable] = {}
         self._compiled: dict[tuple, Any] = {}
 
     def add(self, name: str, function: Callable) -> None:
@@ -81,6 +82,7 @@ class Programs(ContextPrograms):
         names = [("new_state",), ("new_lanes",), *(("prefill", rows) for rows in chunks)]
         names += [("plain", lanes) for lanes in sorted({1, self.num_lanes})]
         names += [("insert",), ("generate",), ("release",)]
+        names += [("generate", width) for width in self.layout.widths[:-1]]
         if grammars:
             names += [("draft",), ("conclude",)]
         if self.layout.overcommits:
@@ -98,10 +100,15 @@ class Programs(ContextPrograms):
         names = self.names(prompt_lengths, grammars=grammars)
         return [name for name in names if name not in self._compiled]
 
-    def abstract_state(self) -> DecodeState:
-        """Shapes, dtypes and shardings of the state, without its memory."""
+    def abstract_state(self, width: int | None = None) -> DecodeState:
+        """Shapes, dtypes and shardings of the state, without its memory.
+
+        Args:
+          width: slots of each share; None: all. The pool of pages is the same.
+        """
         layout, target, drafter = self.layout, self.target, self.drafter
-        batch, sizes = layout.batch_size, self.rules.block_sizes
+        sizes = self.rules.block_sizes
+        batch = (width or layout.slots_per_share) * layout.num_shares
         ints = self.sharding.abstract((batch,), ("batch",), jnp.int32)
         return DecodeState(
             length=ints,
@@ -125,6 +132,7 @@ class Programs(ContextPrograms):
                 len(drafter.feature_layers) * target.arch.hidden_size,
                 target.dtype,
                 self.sharding,
+                len(layout.widths),
             ),
             broken_at=ints,
             concluded=self._scalar(),
@@ -132,10 +140,21 @@ class Programs(ContextPrograms):
 
     # --- over the models and the state ----------------------------------------------------------
 
-    def _generate(self, target, drafter, state):
-        return dispatch.run_cycles(
-            target, drafter, state, max_cycles=self.config.sync_every, rules=self.rules
-        )
+    def _compile_generate(self, width: int | None = None):
+        """A dispatch over the first `width` slots of each share; None: over all of them."""
+        entry = self.layout.widths.index(width or self.layout.slots_per_share)
+
+        def generate(target, drafter, state):
+            if state.adaptive is not None:
+                state = dataclasses.replace(state, adaptive=state.adaptive.at_width(entry))
+            return dispatch.run_cycles(
+                target, drafter, state, max_cycles=self.config.sync_every, rules=self.rules
+            )
+
+        if width is not None:
+            first = self.abstract_state(width)
+            generate = widths.over_first_slots(generate, first, self.layout.num_shares)
+        return self._compile_added(generate)
 
     def _compile_added(self, function: Callable):
         state = self.abstract_state()
@@ -412,7 +431,8 @@ class Programs(ContextPrograms):
         )
 
     def _seconds(self) -> jax.ShapeDtypeStruct:
-        return self._whole((len(self.rules.block_sizes),), jnp.float32)
+        shape = len(self.layout.widths), len(self.rules.block_sizes)
+        return self._whole(shape, jnp.float32)
 
     def _replicated(self, x) -> jax.ShapeDtypeStruct:
         return self._whole(x.shape, x.dtype)

@@ -89,6 +89,7 @@ class Request:
       logprobs: number of the target's likeliest tokens to report beside each output token, 0 to
         MAX_LOGPROBS; None reports nothing.
       grammar: what the output must match, and may end only where it does; None: anything.
+      refused: whether to report drafts that were not accepted.
     """
 
     id: int
@@ -99,6 +100,7 @@ class Request:
     min_new_tokens: int = 0
     logprobs: int | None = None
     grammar: Grammar | None = None
+    refused: bool = False
 
     @property
     def limit(self) -> int:
@@ -134,12 +136,19 @@ class Tokens:
       acceptance_lengths: how many tokens each of these cycles has committed; none for the first.
         The last token of a cycle is the target's own, unless the output ended within the draft.
       logprobs: one for each of the ids, if the request asked for them.
+      block_sizes: rows that the target verified in each of these cycles.
+      refused: of each of these cycles the drafts that were not accepted, in the order in which they
+        were drafted, if the request asked for them.
+      cached_tokens: of the prompt, taken from the prefix cache; said with the first token.
     """
 
     id: int
     ids: tuple[int, ...]
     acceptance_lengths: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    refused: tuple[tuple[int, ...], ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Candidates
+from dflash.inference import cutoff
 
 # Rejection verification needs noise that is independent between its three uses; coupled
 # verification needs it to be the same, and uses COUPLED alone.
@@ -191,13 +192,15 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
     temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None, None]
     logits = logits / temperature
     samples = params.temperature > 0
-    # The sort is expensive; skip it unless a sequence that samples asks for it.
+    # Cutting off is expensive; skip it unless a sequence that samples asks for it.
     ranked = samples & ((params.top_k > 0) | (params.top_p < 1.0))
 
     def filtered():
         with jax.named_scope("if_filtered"):
             kept = jax.lax.cond(
-                jnp.any(ranked), lambda: _top_k_top_p(logits, params), lambda: logits
+                jnp.any(ranked),
+                lambda: cutoff.top_k_top_p(logits, params.top_k, params.top_p),
+                lambda: logits,
             )
         return _min_p(kept, params)
 
@@ -215,28 +218,6 @@ def _min_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
     min_p = params.min_p[:, None, None]
     share = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
     return jnp.where((share >= min_p) | (min_p <= 0), logits, -jnp.inf)
-
-
-def _top_k_top_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """Keeps the k likeliest tokens and, of those, the nucleus of mass p; the rest becomes -inf."""
-    rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    # Sorted together with the token ids; ties go to the lower id.
-    negated, order = jax.lax.sort((-logits, rank), num_keys=1, is_stable=True)
-    top_k, top_p = params.top_k[:, None, None], params.top_p[:, None, None]
-    likely = (rank < top_k) | (top_k <= 0)
-    mass = jax.nn.softmax(jnp.where(likely, -negated, -jnp.inf), axis=-1)
-    # Keep a token while the mass before it is below p: the token that crosses p is kept, and so is
-    # the likeliest one in any case.
-    before = jnp.cumsum(mass, axis=-1) - mass
-    # top_p = 1 keeps everything, however the sum is rounded.
-    stays = likely & ((before < top_p) | (top_p >= 1) | (rank == 0))
-    # Keep every token ranked at or before the last kept one. Undoing the sort instead would scatter
-    # the vocabulary, which may be split over devices.
-    last = stays.sum(axis=-1, keepdims=True) - 1
-    value = -jnp.take_along_axis(negated, last, axis=-1)
-    token = jnp.take_along_axis(order, last, axis=-1)
-    stays = (logits > value) | ((logits == value) & (rank <= token))
-    return jnp.where(stays, logits, -jnp.inf)
 
 
 def probabilities(logits: jax.Array, params: SamplingParams) -> jax.Array:

@@ -31,6 +31,7 @@ from dflash.inference.in_flight import (
     InFlight,
     committed,
     committed_logprobs,
+    refused,
 )
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.pieces import Piece
@@ -183,7 +184,11 @@ class Scheduler:
         if ready or others:
             begin = time.perf_counter()
             self._state, reports = constrained.generate(
-                self._engine, self._state, ready, others=others
+                self._engine,
+                self._state,
+                ready,
+                others=others,
+                width=self._layout.width(self._running),
             )
             self._given.append(GivenCycles(begin, reports))
 
@@ -245,8 +250,10 @@ class Scheduler:
                         found = logprobs.of((slice(lane, lane + 1),), 1, one.request.logprobs)
                     events += self._begin(one, int(anchors[lane]), end, found)
             return events
-        wanted = any(one.request.logprobs is not None for one in self._running.values())
-        reports = given.reports if wanted else [one.without_logprobs() for one in given.reports]
+        asked = [one.request for one in self._running.values()]
+        logprobs = any(one.logprobs is not None for one in asked)
+        drafts = any(one.refused for one in asked)
+        reports = [one.with_only(logprobs=logprobs, refused=drafts) for one in given.reports]
         report = Report.joined(jax.device_get(reports))
         begin, end = self._time(given.enqueued_at)
         self._clock_s += end - begin
@@ -270,7 +277,9 @@ class Scheduler:
             raise self._engine.explain(request, ())
         one.first_token_at = now
         one.extend([anchor])
-        events: list[Event] = [Tokens(request.id, (anchor,), logprobs=tuple(logprobs))]
+        events: list[Event] = [
+            Tokens(request.id, (anchor,), logprobs=tuple(logprobs), cached_tokens=one.cached_tokens)
+        ]
         if request.max_new_tokens == 1 or anchor in request.stop_ids:
             events.append(self._finish(one, now))
         return events
@@ -287,10 +296,19 @@ class Scheduler:
             lengths = [int(counts[i, index]) for i in ran]
             one.extend(fresh)
             one.acceptance_lengths += lengths
-            one.block_sizes += [int(report.block_sizes[i]) for i in ran]
+            sizes = [int(report.block_sizes[i]) for i in ran]
+            one.block_sizes += sizes
             if fresh:
-                found = committed_logprobs(report, index, ran, one.request.logprobs)
-                events.append(Tokens(one.request.id, tuple(fresh), tuple(lengths), found))
+                events.append(
+                    Tokens(
+                        one.request.id,
+                        tuple(fresh),
+                        tuple(lengths),
+                        committed_logprobs(report, index, ran, one.request.logprobs),
+                        tuple(sizes),
+                        refused(report, index, ran) if one.request.refused else (),
+                    )
+                )
             if not report.active[index]:
                 events.append(self._finish(one, begin + len(ran) / cycles * (end - begin)))
         return events

@@ -66,6 +66,8 @@ class Report:
       block_sizes: int32 [C]; rows that each cycle verified of a sequence.
       broken_at: int32 [B]; see the state.
       logprobs: of the tokens, where sequences want them; None where they were left behind.
+      refused: int32 [C, B, G]; drafts that were not accepted, and -1 in place of the others; None
+        where they were left behind.
     """
 
     cycles: jax.Array
@@ -75,6 +77,7 @@ class Report:
     block_sizes: jax.Array
     broken_at: jax.Array
     logprobs: Logprobs | None
+    refused: jax.Array | None
 
     @classmethod
     def joined(cls, reports: Sequence["Report"]) -> "Report":
@@ -88,9 +91,13 @@ class Report:
 
     def by_cycle(self) -> dict[str, Any]:
         """The fields that have an entry for every cycle."""
-        names = "tokens", "num_committed", "block_sizes", "logprobs"
+        names = "tokens", "num_committed", "block_sizes", "logprobs", "refused"
         return {name: getattr(self, name) for name in names}
 
-    def without_logprobs(self) -> "Report":
-        """All but the log-probabilities, which take time to fetch."""
-        return dataclasses.replace(self, logprobs=None)
+    def with_only(self, *, logprobs: bool, refused: bool) -> "Report":
+        """Leaves behind what nobody asked for, since it takes time to fetch."""
+        return dataclasses.replace(
+            self,
+            logprobs=self.logprobs if logprobs else None,
+            refused=self.refused if refused else None,
+        )

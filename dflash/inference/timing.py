@@ -37,7 +37,7 @@ def occupy(
 
     Args:
       state: any.
-      seconds: float32 [S]; of a cycle of each size.
+      seconds: float32 [W, S]; of a cycle of each size.
       layout: of the state.
       sampling: how sequences draw their tokens.
       vocab_size: of the target.

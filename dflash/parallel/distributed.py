@@ -1,6 +1,9 @@
 """Joins the processes of a multi-host run."""
 
+import os
 import pickle
+import sys
+import threading
 from typing import Any
 
 import jax
@@ -11,6 +14,8 @@ from dflash import errors
 AUTO = "auto"
 _MESSAGE_BYTES = 4096  # of what one process tells all others at once
 _SIZE_BYTES = 8
+_PATIENCE_S = 300  # for which a process waits for the others at the start
+_HEARTBEAT_S = 15  # after which a process that is not heard of counts as dead, and all others leave
 
 
 def initialize(
@@ -27,7 +32,8 @@ def initialize(
       process_id: index of this process, from 0.
     Raises:
       ConfigError: some of the three are missing or inconsistent.
-      UserError: the other processes cannot be reached, or no cluster is detected.
+      UserError: no cluster is detected, or jax refuses. If the other processes cannot be reached,
+        this one ends with a line that says so.
     """
     given = {
         "--coordinator_address": coordinator_address,
@@ -47,14 +53,6 @@ def initialize(
         )
     _check(coordinator_address, num_processes, process_id)
     _join(coordinator_address, num_processes, process_id)
-
-
-def wait_for_all(name: str) -> None:
-    """Returns once every process has called it with this name; at once where there is only one."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
 
 
 def from_first(value: Any) -> Any:
@@ -102,10 +100,33 @@ def _check(coordinator_address: str, num_processes: int, process_id: int) -> Non
 
 
 def _join(coordinator_address: str | None, num_processes, process_id) -> None:
+    # jax would abort with a stack trace at the end of its own patience.
+    given_up = threading.Timer(_PATIENCE_S, _give_up, (coordinator_address or AUTO,))
+    given_up.daemon = True
+    given_up.start()
     try:
-        jax.distributed.initialize(coordinator_address, num_processes, process_id)
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            initialization_timeout=2 * _PATIENCE_S,
+            heartbeat_timeout_seconds=_HEARTBEAT_S,
+        )
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise errors.UserError(
             f"--coordinator_address={coordinator_address or AUTO}: cannot join: {reason}"
         ) from error
+    finally:
+        given_up.cancel()
+
+
+def _give_up(address: str) -> None:
+    """Ends a process that waits for others, which nothing can interrupt."""
+    print(
+        f"error: --coordinator_address={address}: not all processes have joined within "
+        f"{_PATIENCE_S} s: start all of them, and see that every host can reach this address",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(errors.UserError.exit_status)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dflash import errors, registry
@@ -160,7 +161,38 @@ def make_sharding(
             f"but {present} are present{rest}"
         )
     if wanted == present:
-        mesh = jax.make_mesh(shape, MESH_AXES, axis_types=types)
+        devices = arrange(jax.devices(), shape)
     else:
-        mesh = Mesh(np.array(jax.devices()[:wanted]).reshape(shape), MESH_AXES, axis_types=types)
-    return Sharding(mesh, frozen)
+        devices = np.array(jax.devices()[:wanted]).reshape(shape)
+    return Sharding(Mesh(devices, MESH_AXES, axis_types=types), frozen)
+
+
+def arrange(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
+    """Devices by mesh axes: neighbors along an axis are close to each other, slices far apart.
+
+    Args:
+      devices: all of them; those of a TPU know which slice they belong to.
+      shape: devices along each of `MESH_AXES`.
+    Raises:
+      ConfigError: the data axis does not split over the slices.
+    """
+    tpu = devices[0].platform == "tpu"
+    slices = len({device.slice_index for device in devices}) if tpu else 1
+    if slices > 1 and shape[0] % slices:
+        raise errors.ConfigError(
+            f"mesh.data: {shape[0]} does not divide over {slices} slices, which split the data "
+            "axis, the only one with little enough traffic for the data center network"
+        )
+
+    def place(split: bool) -> np.ndarray:
+        if slices == 1:
+            make, shapes = mesh_utils.create_device_mesh, (shape,)
+        else:
+            within, across = (shape[0] // slices, *shape[1:]), (slices, *(1,) * (len(shape) - 1))
+            make, shapes = mesh_utils.create_hybrid_device_mesh, (within, across)
+        return make(*shapes, devices, allow_split_physical_axes=split)
+
+    try:
+        return place(split=False)
+    except NotImplementedError:  # an axis of the torus must serve two axes of the mesh
+        return place(split=True)

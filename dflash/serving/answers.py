@@ -243,7 +243,7 @@ def generated(
         "cached_tokens": found.cached_tokens,
         "e2e_latency": time.perf_counter() - begun_at,
     }
-    if model.drafts != 0:
+    if model.drafts:
         meta |= {
             "spec_verify_ct": found.cycles,
             # By its definition there, the first token counts, which no cycle has made.

@@ -37,7 +37,7 @@ class Model:
       max_length: tokens of a prompt and its output together.
       names: texts of single tokens.
       vocabulary: makes what grammars need of the tokenizer; may raise InputError.
-      drafts: tokens that a cycle drafts; None: that varies.
+      drafts: whether anything is drafted.
       special_tokens: whether texts that are no chats may spell special tokens.
       compares: whether requests can be decoded without drafting too.
     """
@@ -52,7 +52,7 @@ class Model:
     eos_ids: tuple[int, ...]
     vocab_size: int
     max_length: int
-    drafts: int | None
+    drafts: bool
     special_tokens: bool = False
     compares: bool = False
 
@@ -136,6 +136,7 @@ class Ask:
                 min_new_tokens=self.min_new_tokens,
                 logprobs=self.show.logprobs,
                 grammar=self.grammar,
+                refused=self.show.drafts,
             )
             for prompt in self.prompts
             for number in range(self.choices)

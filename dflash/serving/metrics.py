@@ -67,7 +67,6 @@ class Metrics:
         """All zero."""
         self.registry = CollectorRegistry()
         self.totals = Totals()
-        self._block_size: int | None = None
         self._reached: dict[Counter, int] = {}  # totals that the schedulers count
         self._labels = {"model_name": "", "engine": "0"}
         self._make()
@@ -79,9 +78,6 @@ class Metrics:
     def describe(self, model: Model, engine: Engine) -> None:
         """Takes what is served: labels, and the numbers that do not change."""
         self._labels = {"model_name": model.name, "engine": "0"}
-        sizes = engine.block_sizes
-        # Where the block size is chosen, drafts are counted when a request ends.
-        self._block_size = sizes[0] if len(sizes) == 1 else None
         self.totals.accepted_at = [0] * (engine.drafter.longest_path - 1)
         self._cache_info.labels(
             **self._labels,
@@ -135,7 +131,7 @@ class Metrics:
             self.totals.prompt_tokens += len(flight.request.prompt)
         elif count:
             self._of(self._between).observe(now - flight.last_at)
-        self._speculated(event.acceptance_lengths)
+        self._speculated(event.acceptance_lengths, event.block_sizes)
 
     def finished(self, flight: "Flight", done: Completion, now: float) -> None:
         """A request has come to its end."""
@@ -144,11 +140,6 @@ class Metrics:
         self._of(self._prefill).observe(done.prefill_ms / 1e3)
         self._of(self._decode).observe(done.decode_ms / 1e3)
         self._of(self._inference).observe((done.prefill_ms + done.decode_ms) / 1e3)
-        if self._block_size is None:
-            self._drafted(sum(done.block_sizes) - len(done.block_sizes))
-        for size in set(done.block_sizes):
-            chosen = self._block_sizes.labels(**self._labels, size=str(size))
-            chosen.inc(done.block_sizes.count(size))
 
     def dropped(self, flight: "Flight", reason: Literal["stop", "abort"]) -> None:
         """A request was cancelled: its client went away, or a stop string was found."""
@@ -165,26 +156,27 @@ class Metrics:
             each = (flight.last_at - flight.first_at) / (flight.tokens - 1)
             self._of(self._each).observe(each)
 
-    def _speculated(self, lengths: Sequence[int]) -> None:
-        """Counts cycles by how many drafts they accepted; without a drafter there is none."""
+    def _speculated(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
+        """Counts cycles by their size and by how many drafts they accepted."""
         totals = self.totals
-        if not lengths or not totals.accepted_at:
+        for size in set(sizes):
+            chosen = self._block_sizes.labels(**self._labels, size=str(size))
+            chosen.inc(sizes.count(size))
+        lengths = [one for one, size in zip(lengths, sizes, strict=True) if size > 1]
+        sizes = [size for size in sizes if size > 1]
+        if not lengths:
             return
-        accepted = sum(lengths) - len(lengths)
+        accepted, drafted = sum(lengths) - len(lengths), sum(sizes) - len(sizes)
         totals.cycles += len(lengths)
         totals.accepted += accepted
+        totals.drafted += drafted
         self._of(self._drafts).inc(len(lengths))
         self._of(self._accepted).inc(accepted)
+        self._of(self._draft_tokens).inc(drafted)
         for place in range(max(lengths) - 1):
             count = sum(length - 1 > place for length in lengths)
             totals.accepted_at[place] += count
             self._accepted_at.labels(**self._labels, position=str(place)).inc(count)
-        if self._block_size is not None:
-            self._drafted(len(lengths) * (self._block_size - 1))
-
-    def _drafted(self, count: int) -> None:
-        self.totals.drafted += count
-        self._of(self._draft_tokens).inc(count)
 
     def _of(self, metric):
         return metric.labels(**self._labels)

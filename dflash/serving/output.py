@@ -1,6 +1,8 @@
 """One output as its client sees it: text, where it ends, log-probabilities, and its statistics."""
 
+import copy
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -10,6 +12,9 @@ from dflash.serving.stops import StopFinder
 from dflash.text.tokenizer import IncrementalDecoder
 
 FinishReason = Literal["stop", "length", "error", "abort"]
+
+# Of a piece of text: an accepted draft, the target's own, or a draft that was refused.
+Origin = Literal["drafted", "own", "refused"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +41,13 @@ class Delta:
     Attributes:
       text: that is certain now.
       tokens: with log-probabilities, where these are asked for.
-      pieces: the same text in pieces, each with whether its tokens were drafted.
+      pieces: the same text in pieces, each with its origin, and among them refused drafts, which
+        are no part of the text.
     """
 
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
-    pieces: tuple[tuple[str, bool], ...] = ()
+    pieces: tuple[tuple[str, Origin], ...] = ()
 
     def then(self, later: "Delta") -> "Delta":
         """Both, as one."""
@@ -118,11 +124,15 @@ class Output:
         """Takes newly committed tokens; a stop string among them ends the output."""
         said, tokens = [], []
         logprobs = event.logprobs if self._show.logprobs is not None else ()
-        for place, (token, drafted) in enumerate(_with_origin(event)):
+        if not event.acceptance_lengths:
+            self.statistics.cached_tokens = event.cached_tokens
+        for place, (token, origin, refused) in enumerate(_with_origin(event)):
             self.ids.append(token)
+            if self._pieces is not None and refused:
+                self._pieces.add(copy.deepcopy(self._words).push(refused), "refused")
             text = self._words.push((token,))
             if self._pieces is not None:
-                self._pieces.add(text, drafted)
+                self._pieces.add(text, origin)
             # The text of tokens before the least number is out of reach for stop strings.
             free = len(self.ids) <= self._least
             said.append(text if free else self._finder.push(text))
@@ -133,19 +143,16 @@ class Output:
             if self._finder.found is not None:
                 self.finish_reason, self.stop_reason = "stop", self._finder.found
                 break
-        self._count(event.acceptance_lengths)
+        self._count(event)
         return self._delta("".join(said), tokens)
 
     def finish(self, done: Completion) -> Delta:
         """Takes the end; whatever was held back is said now."""
-        self.statistics.cached_tokens = done.cached_tokens
-        if self._model.drafts is None:
-            self.statistics.drafted = sum(done.block_sizes) - len(done.block_sizes)
         if self.ended:
             return Delta()
         rest = self._words.flush()
         if self._pieces is not None:
-            self._pieces.add(rest, False)
+            self._pieces.add(rest, "own")
         text = self._finder.push(rest, final=True)
         self.finish_reason = done.finish_reason
         if self._finder.found is not None:
@@ -159,9 +166,10 @@ class Output:
         pieces = () if self._pieces is None else tuple(self._pieces.take(len(text)))
         return Delta(text, tuple(tokens), pieces)
 
-    def _count(self, lengths: Sequence[int]) -> None:
+    def _count(self, event: Tokens) -> None:
+        lengths, sizes = event.acceptance_lengths, event.block_sizes
         self.statistics.cycles += len(lengths)
-        self.statistics.drafted += len(lengths) * (self._model.drafts or 0)
+        self.statistics.drafted += sum(sizes) - len(sizes)
         self.statistics.accepted += sum(lengths) - len(lengths)
 
 
@@ -169,32 +177,38 @@ class _Pieces:
     """Text in pieces of one origin each, taken as far as it is said."""
 
     def __init__(self):
-        self._waiting: list[tuple[str, bool]] = []
+        self._waiting: list[tuple[str, Origin]] = []
 
-    def add(self, text: str, drafted: bool) -> None:
+    def add(self, text: str, origin: Origin) -> None:
         if text:
-            self._waiting.append((text, drafted))
+            self._waiting.append((text, origin))
 
-    def take(self, size: int) -> Iterator[tuple[str, bool]]:
+    def take(self, size: int) -> Iterator[tuple[str, Origin]]:
         """The next `size` characters; neighbors of one origin together."""
-        run, origin = "", False
+        run: tuple[str, Origin] = "", "own"
         while size and self._waiting:
-            text, drafted = self._waiting.pop(0)
-            if len(text) > size:
-                self._waiting.insert(0, (text[size:], drafted))
-                text = text[:size]
-            size -= len(text)
-            if run and drafted != origin:
-                yield run, origin
-                run = ""
-            run, origin = run + text, drafted
-        if run:
-            yield run, origin
+            text, origin = self._waiting.pop(0)
+            if origin != "refused":
+                if len(text) > size:
+                    self._waiting.insert(0, (text[size:], origin))
+                    text = text[:size]
+                size -= len(text)
+            if run[0] and origin != run[1]:
+                yield run
+                run = "", origin
+            run = run[0] + text, origin
+        if run[0]:
+            yield run
 
 
-def _with_origin(event: Tokens) -> Iterator[tuple[int, bool]]:
-    """Each token of an event with whether it was drafted: the last of a cycle is the target's."""
+def _with_origin(event: Tokens) -> Iterator[tuple[int, Origin, tuple[int, ...]]]:
+    """Each token of an event, its origin, and the drafts that were refused in its favor.
+
+    The last token of a cycle is the target's own.
+    """
     ids = iter(event.ids)
-    for length in event.acceptance_lengths or (len(event.ids),):
-        for place in range(length):
-            yield next(ids), place < length - 1
+    lengths = event.acceptance_lengths or (len(event.ids),)
+    for length, refused in itertools.zip_longest(lengths, event.refused, fillvalue=()):
+        for _ in range(length - 1):
+            yield next(ids), "drafted", ()
+        yield next(ids), "own", refused

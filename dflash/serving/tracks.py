@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from dflash import errors
 from dflash.checkpoints.assembly import Source
 from dflash.config.serve_schema import ServeRun
 from dflash.inference.engine import Engine
@@ -75,17 +76,29 @@ class Tracks:
             engines[PLAIN] = alone.without_drafting().engine(num_stop_ids=stops)
         for engine in engines.values():
             longest = engine.layout.max_length
+            lengths = [1 << i for i in range(longest.bit_length())] + [longest]
             with self._display.compiling() as progress:
-                engine.compile([1 << i for i in range(longest.bit_length())] + [longest], progress)
+                engine.compile(lengths, progress, grammars=self._takes_grammars)
         return engines
 
     def vocabulary(self) -> Vocabulary:
         """What grammars need of the tokenizer.
 
         Raises:
-          InputError: its tokens' bytes are not known.
+          InputError: its tokens' bytes are not known, the library for grammars is not there, or
+            this server does not take any.
         """
+        if not self.config.serve.grammars:
+            raise errors.InputError("not on this server, which has serve.grammars=false")
         return self._vocabulary
+
+    @property
+    def _takes_grammars(self) -> bool:
+        try:
+            self.vocabulary()
+        except errors.InputError:
+            return False
+        return True
 
     def model(self, engines: Mapping[str, Engine]) -> Model:
         """The facts that requests need to know."""
@@ -102,7 +115,7 @@ class Tracks:
             eos_ids=tuple(job.target.arch.eos_token_id),
             vocab_size=job.target.arch.vocab_size,
             max_length=engine.layout.max_length,
-            drafts=None if len(engine.block_sizes) > 1 else engine.block_sizes[0] - 1,
+            drafts=engine.block_sizes[-1] > 1,
             special_tokens=config.prompts.special_tokens,
             compares=config.serve.compare,
         )

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from dflash import errors
-from dflash.parallel import distributed
+from dflash.parallel import agreement, distributed
 from dflash.runs import files
 from dflash.training import state as states
 from dflash.training.state import TrainState
@@ -169,18 +169,10 @@ class Checkpoints:
           WorkdirError: the newest one cannot be read, though it is not damaged; or all are
             damaged, now or at an earlier start.
         """
-        found = self.steps()
+        found = distributed.from_first(self.steps())
         for step in reversed(found):
-            try:
-                restored = self._restore(step, like)
-            except Exception as error:  # Orbax and tensorstore raise a dozen kinds
-                damage = _find_damage(self._directory / str(step), error)
-                if damage is None:
-                    raise errors.WorkdirError(
-                        f"{self._directory / str(step)}: cannot be restored: {_reason(error)}; "
-                        "nothing was changed, so try again; if it keeps failing, delete this "
-                        "directory to continue from the checkpoint before it"
-                    ) from error
+            restored, damage = self._try(step, like)
+            if restored is None:
                 earlier = [other for other in found if other < step]
                 what_next = (
                     f"going back to step {earlier[-1]}" if earlier else "it was the only one"
@@ -218,6 +210,31 @@ class Checkpoints:
         if str(unraisable.exc_value) != "Event loop is closed":
             self._hook(unraisable)
 
+    def _try(self, step: int, like: TrainState) -> tuple[RestoredCheckpoint | None, str]:
+        """A restored checkpoint, or what is damaged in it; all processes come to the same.
+
+        Raises:
+          WorkdirError: it cannot be read, though it is not damaged.
+        """
+        path = self._directory / str(step)
+        # Before any process begins to restore, which all can only do together.
+        damage = next(filter(None, agreement.from_all("damage", _find_damage(path))), None)
+        if damage is not None:
+            return None, damage
+        try:
+            return self._restore(step, like), ""
+        except _ChecksumError as error:  # of whole arrays, so every process finds it
+            return None, _reason(error)
+        except Exception as error:  # Orbax and tensorstore raise a dozen kinds
+            # A missing file is named by the error too where an earlier version left no files.json.
+            if isinstance(error, FileNotFoundError) and jax.process_count() == 1:
+                return None, _reason(error)
+            raise errors.WorkdirError(
+                f"{path}: cannot be restored: {_reason(error)}; nothing was changed, so try again; "
+                "if it keeps failing, delete this directory to continue from the checkpoint "
+                "before it"
+            ) from error
+
     def _restore(self, step: int, like: TrainState) -> RestoredCheckpoint:
         arrays = states.flatten(like)
         restore = ocp.args.PyTreeRestore(
@@ -250,7 +267,7 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             aside.parent.mkdir(exist_ok=True)
             shutil.move(self._directory / str(step), aside)
-        distributed.wait_for_all(f"checkpoint {step} set aside")
+        agreement.wait_for_all(f"checkpoint {step} set aside")
         self._manager.reload()
 
     @contextlib.contextmanager
@@ -269,20 +286,13 @@ class Checkpoints:
             ) from error
 
 
-def _find_damage(path: pathlib.Path, error: Exception) -> str | None:
-    """What is damaged in a checkpoint that could not be restored; None if no damage is found.
-
-    Args:
-      path: of the checkpoint.
-      error: the failure to restore it.
-    """
-    # A missing file is named by the error too where an earlier version left no files.json.
-    if isinstance(error, _ChecksumError | FileNotFoundError):
-        return _reason(error)
+def _find_damage(path: pathlib.Path) -> str | None:
+    """What this process finds damaged in its share of a checkpoint's files; None for nothing."""
     name = _FILE_SUMS
     try:
-        for name, wanted in json.loads((path / _FILE_SUMS).read_text()).items():
-            if _file_sum(path / name) != wanted:
+        sums = json.loads((path / _FILE_SUMS).read_text())
+        for name in sorted(sums)[jax.process_index() :: jax.process_count()]:
+            if _file_sum(path / name) != sums[name]:
                 return f"the checksum of {name} is wrong"
     except ValueError:
         return f"{_FILE_SUMS} is not JSON"

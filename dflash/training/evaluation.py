@@ -7,6 +7,7 @@ import optax
 from dflash import errors
 from dflash.config import loader
 from dflash.data import batches
+from dflash.training import outlook
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.job import DraftingTest, Job
@@ -46,7 +47,7 @@ class Evaluation:
         metrics = self._held_out_loss(params) if self._held_out else {}
         if self._drafting_test is not None:
             metrics |= self._drafting_test(optax.tree.cast(params, self._job.task.dtype))
-        return metrics
+        return metrics | outlook.forecast(metrics, self._job.task.weights_ratio)
 
     def _held_out_loss(self, params: Params) -> dict[str, float]:
         """The loss and its metrics; every call uses the same batches and random numbers."""
@@ -78,12 +79,7 @@ def _held_out_batches(job: Job) -> tuple[int, list[dict[str, np.ndarray]]]:
             f"{held_out.num_rows} rows of {config.data.length} tokens for validation, but "
             f"{least} devices need one each: raise it, or set evaluation.batches=0"
         )
-    source = job.batches("validation", batch_size=least)
-    rows = config.train.batch_size // config.optimizer.accumulate_steps
-    parts = min(rows, source.num_rows) // least
-
-    def read():
-        pieces = [next(source) for _ in range(parts)]
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-    return parts * least, [read() for _ in range(wanted)]
+    wanted_rows = config.train.batch_size // config.optimizer.accumulate_steps
+    rows = min(wanted_rows, held_out.num_rows) // least * least
+    source = job.batches("validation", batch_size=rows)
+    return rows, [next(source) for _ in range(wanted)]

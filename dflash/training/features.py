@@ -1,33 +1,37 @@
 """The target's features: computed in one pass over the data, then streamed from disk.
 
-    DIR/share-0-of-1/part-00000/tokens.npy, features.bfloat16.npy, …    rows of some batches
-    DIR/share-0-of-1/part-00000/next.json                               position in the data
-    DIR/share-0-of-1/done.json                                          number of parts, at the end
+    DIR/process-0-of-1/part-00000/tokens.npy, features.bfloat16.npy, …    rows of some batches
+    DIR/process-0-of-1/part-00000/next.json                               position in the data
 
-A part appears whole or not at all, so a killed build continues after the last part.
+next.json is written last and says that a part is whole, so a killed build continues after the last
+part that all processes have. Each process keeps the rows that its own devices need.
 """
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from dflash import errors
+from dflash.parallel import agreement
 from dflash.runs import files
 from dflash.training.trainer import Batches
 
 Arrays = dict[str, np.ndarray]
 
 _PART_BYTES = 64 * 2**20
-_DONE, _NEXT = "done.json", "next.json"
+_NEXT = "next.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,38 +62,43 @@ class FeatureCache:
 
 
 class CachedBatches:
-    """Endless batches from a cache, each epoch in an order of its own."""
+    """Endless batches from a cache, each epoch in an order of its own.
 
-    def __init__(self, cache: FeatureCache, rows: int, seed: int, state: Any = None):
+    A row keeps its place in the batch, and each place has an order of its own. So all processes
+    together read the same batches, whatever their number.
+    """
+
+    def __init__(self, cache: FeatureCache, rows: Sequence[int], seed: int, state: Any = None):
         """Begins where `state` says, else at the first batch.
 
         Args:
           cache: where rows are read.
-          rows: rows of this process in a batch.
+          rows: numbers of the rows of a batch that this process reads.
           seed: seed of the orders.
-          state: `state()` of an earlier iterator over the same cache, to continue there.
+          state: `state()` of an earlier iterator over the same data, to continue there.
         Raises:
           InputError: the cache holds less than a batch.
         """
-        self._cache, self._rows = cache, rows
-        self._per_epoch = cache.num_rows // rows
+        self._cache, self._size = cache, len(rows)
+        self._per_epoch = cache.num_rows // len(rows)
         if not self._per_epoch:
             raise errors.InputError(
-                f"{cache.directory}: {cache.num_rows} rows do not fill a batch of {rows}"
+                f"{cache.directory}: {cache.num_rows} rows do not fill a batch of {len(rows)}"
             )
         self._number = 0 if state is None else int(state["batch"])
 
         @functools.lru_cache(maxsize=1)  # it takes time in proportion to the rows
-        def order(epoch: int) -> np.ndarray:
-            return np.random.default_rng((seed, epoch)).permutation(cache.num_rows)
+        def order(epoch: int) -> np.ndarray:  # [rows, batches of an epoch]
+            generators = (np.random.default_rng((seed, epoch, row)) for row in rows)
+            return np.stack([one.permutation(self._per_epoch) for one in generators])
 
         self._order = order
 
     def __next__(self) -> Arrays:
         epoch, place = divmod(self._number, self._per_epoch)
         self._number += 1
-        begin = place * self._rows
-        return self._cache.rows(self._order(epoch)[begin : begin + self._rows].tolist())
+        found = self._order(epoch)[:, place] * self._size + np.arange(self._size)
+        return self._cache.rows(found.tolist())
 
     def state(self) -> dict[str, int]:
         """Where the next batch begins."""
@@ -112,8 +121,6 @@ def fingerprint(directory: pathlib.Path) -> list[tuple[str, int, int]]:
 def open_cache(
     directory: pathlib.Path,
     *,
-    share: int,
-    shares: int,
     num_batches: int,
     batches: Callable[[Any], Batches],
     compute: Callable[[Arrays], Arrays],
@@ -123,50 +130,58 @@ def open_cache(
 
     Args:
       directory: directory of this cache alone.
-      share: index of this process's share of every batch.
-      shares: number of shares.
       num_batches: batches of one pass over the data.
       batches: (state or None) -> batches of this process's rows from there on.
-      compute: batch -> arrays to store beside it.
+      compute: batch -> arrays to store beside it; the processes compute a batch together.
       progress: called with the number of finished batches.
     Raises:
       WorkdirError: the cache cannot be written.
       InputError: it is damaged.
     """
-    mine = directory / f"share-{share}-of-{shares}"
+    mine = directory / f"process-{jax.process_index()}-of-{jax.process_count()}"
     with files.explained(mine):
         mine.mkdir(parents=True, exist_ok=True)
-        if not (mine / _DONE).exists():
-            _build(mine, num_batches, batches, compute, progress)
-        done = json.loads((mine / _DONE).read_text())
-    parts = tuple(_open_part(mine / _part_name(i)) for i in range(done["parts"]))
-    return FeatureCache(mine, parts)
+        # A kill may leave one process further than another, and all must compute the same batches.
+        parts = min(agreement.from_all("parts of the feature cache", _count_whole(mine)))
+        parts = _build(mine, parts, num_batches, batches, compute, progress)
+    opened = tuple(_open_part(mine / _part_name(number)) for number in range(parts))
+    return FeatureCache(mine, opened)
 
 
-def _build(mine, num_batches, batches, compute, progress) -> None:
-    for leftover in mine.glob("*.partial"):
-        shutil.rmtree(leftover)
-    part, finished, state = 0, 0, None
-    while (mine / _part_name(part)).is_dir():
-        facts = json.loads((mine / _part_name(part) / _NEXT).read_text())
-        part, finished, state = part + 1, facts["batches"], facts["state"]
+def _count_whole(mine: pathlib.Path) -> int:
+    """Number of parts from the first one on that are whole."""
+    return next(n for n in itertools.count() if not (mine / _part_name(n) / _NEXT).exists())
+
+
+def _build(mine, part: int, num_batches: int, batches, compute, progress) -> int:
+    """Computes the parts from number `part` on; returns the number of all parts."""
+    finished, state = 0, None
+    if part:
+        facts = json.loads((mine / _part_name(part - 1) / _NEXT).read_text())
+        finished, state = facts["batches"], facts["state"]
+    if finished >= num_batches:
+        return part
     source = batches(state)
     for group in _groups(source, compute, num_batches - finished):
         finished += len(group)
         _write_part(mine / _part_name(part), group, {"batches": finished, "state": source.state()})
         part += 1
         progress(finished)
-    files.write_whole(mine / _DONE, json.dumps({"parts": part, "batches": finished}))
+    return part
 
 
 def _groups(source, compute, count: int) -> Iterator[list[Arrays]]:
-    """Yields computed batches in groups that fill a part."""
+    """Yields computed batches in groups that fill a part, as large on every process."""
     group: list[Arrays] = []
+    size = None
     for _ in range(count):
         batch = next(source)
         group.append({**batch, **compute(batch)})
-        size = sum(array.nbytes for one in group for array in one.values())
-        if size >= _PART_BYTES:
+        if size is None:
+            num_bytes = sum(array.nbytes for array in group[0].values())
+            wanted = agreement.from_all("batches of a part", math.ceil(_PART_BYTES / num_bytes))
+            size = max(wanted)
+        if len(group) == size:
             yield group
             group = []
     if group:
@@ -174,18 +189,17 @@ def _groups(source, compute, count: int) -> Iterator[list[Arrays]]:
 
 
 def _write_part(path: pathlib.Path, group: list[Arrays], facts: Mapping[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.mkdir()
+    shutil.rmtree(path, ignore_errors=True)  # what a kill has left
+    path.mkdir()
     for name in group[0]:
         array = np.concatenate([batch[name] for batch in group])
         if array.dtype == ml_dtypes.bfloat16:  # which numpy's file format does not have
             name, array = f"{name}.bfloat16", array.view(np.uint16)
-        with (partial / f"{name}.npy").open("wb") as file:
+        with (path / f"{name}.npy").open("wb") as file:
             np.save(file, array)
             file.flush()
             os.fsync(file.fileno())
-    files.write_whole(partial / _NEXT, json.dumps(facts))
-    partial.rename(path)
+    files.write_whole(path / _NEXT, json.dumps(facts))
 
 
 def _open_part(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -54,14 +54,9 @@ class Job:
     tokenizer_directory: pathlib.Path | None
 
     @property
-    def share(self) -> tuple[int, int]:
-        """Index of this process's share of every batch, and the number of shares."""
-        return steps_lib.share_of_process(self.sharding, self.config.train.batch_size)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a batch that this process reads."""
-        return self.config.train.batch_size // self.share[1]
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of the rows of a batch that this process reads."""
+        return steps_lib.rows_of_process(self.sharding, self.config.train.batch_size)
 
     def optimizer(self, steps: int) -> tuple[optax.GradientTransformation, Any]:
         """The optimizer, and the schedule of its learning rate."""
@@ -77,15 +72,13 @@ class Job:
           InputError: the data are malformed, or do not fill a batch.
         """
         rows = batch_size or self.config.train.batch_size
-        share, shares = steps_lib.share_of_process(self.sharding, rows)
         return batches.batches(
             self.config.data,
             self.tokenizer,
             split=split,
             batch_size=rows,
             vocab_size=self.task.target.arch.vocab_size,
-            process_index=share,
-            process_count=shares,
+            mine=steps_lib.rows_of_process(self.sharding, rows),
             state=state,
         )
 

@@ -18,7 +18,7 @@ import jax
 
 from dflash.config import loader, train_schema
 from dflash.config.train_schema import TrainRun
-from dflash.parallel import distributed
+from dflash.parallel import agreement
 from dflash.runs import dates
 from dflash.runs.directory import RunDirectory
 
@@ -47,7 +47,7 @@ def open_directory(path: str | os.PathLike, config: TrainRun, date: datetime.dat
     )
     if jax.process_index() == 0:
         directory.write(dates.FILE, f"{date}\n")
-    distributed.wait_for_all("work directory taken")
+    agreement.wait_for_all("work directory taken")
     return directory
 
 

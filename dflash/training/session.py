@@ -116,6 +116,7 @@ def _loop_config(job: Job, steps: int, evaluation: Evaluation) -> LoopConfig:
         evaluate_every=config.evaluation.every if evaluation.measures_something else 0,
         goal=evaluation.goal,
         evaluation=evaluation.fingerprint,
+        patience=config.evaluation.patience,
     )
 
 
@@ -127,7 +128,6 @@ def _training_batches(
     if config.train.features == "online" or not job.task.drafts:
         return job.batches("train", state)
     base = pathlib.Path(config.train.feature_cache or directory.path / rundir.FEATURES)
-    share, shares = job.share
     compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
     total = job.batches_per_epoch()
 
@@ -137,8 +137,6 @@ def _training_batches(
 
     cache = features.open_cache(
         base / _cache_key(job),
-        share=share,
-        shares=shares,
         num_batches=total,
         batches=lambda state: job.batches("train", state),
         compute=features_of,
@@ -160,6 +158,7 @@ def _cache_key(job: Job) -> str:
         job.config.loss.uses_target_hidden,
         job.tokenizer.fingerprint,
         weights,
+        steps_lib.rows_by_process(job.sharding, job.config.train.batch_size),
     )
 
 
@@ -189,11 +188,17 @@ def _finish(
     job: Job, directory: RunDirectory, first_step: int, outcome: Outcome, steps: int
 ) -> str:
     """Exports the last weights if there are no best ones; returns a line about the result."""
-    if outcome.step < steps:
+    if outcome.step < steps and not outcome.stalled:
         return f"stopped after step {outcome.step} of {steps}; run the same command to continue"
     export = directory.path / rundir.EXPORT
     if export.is_dir() and first_step == steps:
         return f"all {steps} steps were done before; {export} holds the weights"
+    if outcome.stalled:
+        return (
+            f"ended after step {outcome.step} of {steps}: no better score in "
+            f"{job.config.evaluation.patience} evaluations (evaluation.patience); {export} holds "
+            f"the weights of step {outcome.best['step']}, the best"
+        )
     if not (export.is_dir() and outcome.best):
         _export(job, directory, outcome.state.params, outcome.step)
         return f"done: {export} holds the weights of step {outcome.step}"

@@ -1,5 +1,6 @@
 """One step of training as one jitted program: loss, gradients, update."""
 
+import bisect
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -89,29 +90,42 @@ def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
     """Makes global arrays from this process's rows of a batch.
 
     Args:
-      batch: arrays [rows of this process, …].
+      batch: arrays [rows of this process, …], in the order of `rows_of_process`.
       sharding: the run's mesh and rules.
       rows: rows of the batch, of all processes together.
     """
+    mine = rows_of_process(sharding, rows)
 
     def put(array):
+        def piece(index):
+            begin, end, _ = index[0].indices(rows)
+            first = bisect.bisect_left(mine, begin)
+            return array[first : first + end - begin]
+
         names = ("batch", *(None,) * (array.ndim - 1))
         shape = (rows, *array.shape[1:])
-        return jax.make_array_from_process_local_data(sharding.named(shape, names), array, shape)
+        return jax.make_array_from_callback(shape, sharding.named(shape, names), piece)
 
     return {name: put(array) for name, array in batch.items()}
 
 
-def share_of_process(sharding: Sharding, rows: int) -> tuple[int, int]:
-    """Index of the share of every batch that this process reads, and the number of shares.
+def rows_of_process(sharding: Sharding, rows: int) -> tuple[int, ...]:
+    """Numbers of the rows of every batch that this process's devices hold, ascending."""
+    return rows_by_process(sharding, rows)[jax.process_index()]
 
-    Processes whose devices hold the same rows read the same share.
+
+@functools.lru_cache(maxsize=8)
+def rows_by_process(sharding: Sharding, rows: int) -> dict[int, tuple[int, ...]]:
+    """Numbers of the rows of a batch that each process's devices hold, ascending, by process.
+
+    A device mesh need not be in the order of processes, so the rows of one may lie anywhere, and
+    several processes may hold the same ones.
     """
+    found: dict[int, set[int]] = {}
     layout = sharding.named((rows,), ("batch",))
-    slices = [index[0] for index in layout.addressable_devices_indices_map((rows,)).values()]
-    begins, ends = zip(*(piece.indices(rows)[:2] for piece in slices), strict=True)
-    size = max(ends) - min(begins)
-    return min(begins) // size, rows // size
+    for device, index in layout.devices_indices_map((rows,)).items():
+        found.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
+    return {process: tuple(sorted(found[process])) for process in sorted(found)}
 
 
 def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tuple[Any, Metrics]:

@@ -150,8 +150,8 @@ class Watch:
     def __getattr__(self, name):
         return getattr(self._run, name)
 
-    def generate(self, state):
-        state, report = self._run.generate(state)
+    def generate(self, state, *width):
+        state, report = self._run.generate(state, *width)
         self.cycles += int(report.cycles)
         self.busy.append(int((report.num_committed[0] > 0).sum()))
         return state, report

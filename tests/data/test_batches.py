@@ -134,12 +134,15 @@ def take_rows(source, count):
     return rows[:count]
 
 
+def share(index, processes):
+    """Rows of a batch of 4 that a process reads."""
+    size = 4 // processes
+    return range(index * size, (index + 1) * size)
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_an_epoch_has_every_supervised_token_once(processes):
-    sources = [
-        open_batches([SMALL], process_index=index, process_count=processes)
-        for index in range(processes)
-    ]
+    sources = [open_batches([SMALL], mine=share(index, processes)) for index in range(processes)]
     rows = []
     num_rows = sources[0].num_rows
     while len(rows) < 2 * num_rows:  # batches go on from one epoch into the next
@@ -156,8 +159,7 @@ def test_an_epoch_has_every_supervised_token_once(processes):
 def test_batches_do_not_depend_on_the_number_of_processes(processes):
     whole = open_batches([SMALL, OTHER])
     parts = [
-        open_batches([SMALL, OTHER], process_index=index, process_count=processes)
-        for index in range(processes)
+        open_batches([SMALL, OTHER], mine=share(index, processes)) for index in range(processes)
     ]
     for _ in range(20):
         batch, pieces = next(whole), [next(part) for part in parts]
@@ -169,15 +171,15 @@ def test_batches_do_not_depend_on_the_number_of_processes(processes):
 @settings(max_examples=40, deadline=None)
 def test_resuming_continues_identically(steps, seed, before, after):
     """Even on another number of processes."""
-    first = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, process_count=before)
+    first = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, mine=share(0, before))
     for _ in range(steps):
         next(first)
     state = json.loads(json.dumps(first.state()))
     assert sum(state["rows"]) == 4 * steps
-    straight = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, process_count=after)
+    straight = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, mine=share(0, after))
     for _ in range(steps):
         next(straight)
-    resumed = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, process_count=after, state=state)
+    resumed = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, mine=share(0, after), state=state)
     assert resumed.state() == state
     for _ in range(3):
         one, other = next(straight), next(resumed)
@@ -238,9 +240,12 @@ def test_nothing_to_learn_is_one_line():
     assert str(caught.value) == "toy: nothing to learn within 16 tokens of any of its 2 documents"
 
 
-def test_processes_must_divide_a_batch():
-    with pytest.raises(errors.ConfigError, match="4 rows does not divide among 3 processes"):
-        open_batches([SMALL], process_count=3)
+def test_a_process_reads_any_rows_of_a_batch():
+    whole, some = open_batches([SMALL, OTHER]), open_batches([SMALL, OTHER], mine=(0, 3))
+    for _ in range(9):
+        batch, part = next(whole), next(some)
+        for name, array in batch.items():
+            np.testing.assert_array_equal(part[name], array[[0, 3]])
 
 
 def test_from_a_config(tmp_path):

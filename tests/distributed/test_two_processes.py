@@ -2,21 +2,14 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
-from support import SUPPORT, grammars
+from support import SUPPORT, free_port, grammars
 from support.engines import engine, expected, random_prompts
 
 WORKER = SUPPORT / "decode_worker.py"
 TIMEOUT_S = 480
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def run_workers(count: int, task: dict) -> list[tuple[int, str, str]]:

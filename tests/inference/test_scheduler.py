@@ -313,8 +313,8 @@ class Slow:
     def insert(self, state, lanes, anchors, *args):
         return self._inner.insert(state, lanes, anchors.array, *args)
 
-    def generate(self, state):
-        state, report = self._inner.generate(state)
+    def generate(self, state, *width):
+        state, report = self._inner.generate(state, *width)
         cycles = self._later(report.cycles, self._generate_s)
         return state, dataclasses.replace(report, cycles=cycles)
 

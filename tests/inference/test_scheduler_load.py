@@ -38,9 +38,9 @@ class Spy:
         self.given.append(sum(len(piece.tokens) for piece in pieces.values()))
         return self._inner.prefill(state, lanes, pieces)
 
-    def generate(self, state):
+    def generate(self, state, *width):
         self.given.append("cycles")
-        return self._inner.generate(state)
+        return self._inner.generate(state, *width)
 
 
 def drain(one: Scheduler) -> list:

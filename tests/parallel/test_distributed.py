@@ -1,4 +1,9 @@
+import re
+import subprocess
+import sys
+
 import pytest
+from support import free_port
 
 from dflash import errors
 from dflash.parallel import distributed
@@ -8,7 +13,9 @@ from dflash.parallel import distributed
 def joined(monkeypatch):
     """Records the calls to jax instead of making them."""
     calls = []
-    monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda *args: calls.append(args))
+    monkeypatch.setattr(
+        distributed.jax.distributed, "initialize", lambda *args, **_: calls.append(args)
+    )
     return calls
 
 
@@ -58,7 +65,7 @@ def test_what_does_not_fit_is_one_line(joined, given, message):
 
 
 def test_a_failure_to_join_names_the_address(monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **options):
         raise RuntimeError("DEADLINE_EXCEEDED:\n  barrier timed out")
 
     monkeypatch.setattr(distributed.jax.distributed, "initialize", refuse)
@@ -66,4 +73,16 @@ def test_a_failure_to_join_names_the_address(monkeypatch):
         distributed.initialize("host:1", 2, 0)
     assert str(caught.value) == (
         "--coordinator_address=host:1: cannot join: DEADLINE_EXCEEDED: barrier timed out"
+    )
+
+
+def test_processes_that_do_not_come_are_one_line():
+    code = "from dflash.parallel import distributed as d; d._PATIENCE_S = 2; "
+    code += f"d.initialize('localhost:{free_port()}', 2, 1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"error: --coordinator_address=localhost:\d+: not all processes have joined within 2 s: "
+        r"start all of them, and see that every host can reach this address\n",
+        done.stderr,
     )

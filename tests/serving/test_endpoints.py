@@ -183,9 +183,18 @@ def test_pieces_tell_drafts_from_the_targets_own(server):
     body = {"prompt": PROMPT, "max_tokens": 40, "show_drafts": True}
     choices = [event["choices"][0] for event in server.events(TEXT, body)]
     pieces = [piece for choice in choices for piece in choice["dflash"]["pieces"]]
-    assert "".join(text for text, _ in pieces) == "".join(one["text"] for one in choices)
+    said = "".join(text for text, origin in pieces if origin != "refused")
+    assert said == "".join(one["text"] for one in choices)
     last = choices[-1]["dflash"]
-    assert last["accepted"] == sum(len(text) for text, drafted in pieces if drafted) > 0
+    drafted = [text for text, origin in pieces if origin == "drafted"]
+    assert last["accepted"] == sum(map(len, drafted)) > 0
+    own_after = [
+        (refused, own)
+        for (refused, one), (own, other) in itertools.pairwise(pieces)
+        if (one, other) == ("refused", "own")
+    ]
+    assert own_after, "the target's own token stands in place of what was refused"
+    assert all(refused[0] != own[0] for refused, own in own_after)
     assert last["tokens"] == 40
     assert last["tau"] == pytest.approx(39 / last["cycles"], rel=0.2)
 

@@ -48,6 +48,13 @@ def test_a_chat_in_color(page, server):
     assert page.locator("#turns .drafted").count() > 0 < page.locator("#turns .own").count()
     assert "τ" in page.locator("#turns .facts").text_content()
     assert "tokens/s" in page.locator("#live").text_content()
+    refused = page.locator("#turns .refused")
+    assert refused.count() > 0
+    assert not refused.first.is_visible()
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    page.check("#refusals")
+    assert refused.first.is_visible()
+    assert refused.first.get_attribute("data-text")
     width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
     assert width <= 0  # nothing is cut off at the side
 

@@ -19,7 +19,7 @@ from dflash.models.decoder import Decoder
 from dflash.offline import decoding
 from support.models import ARCHITECTURE, ONE_DEVICE, target
 
-_ASKED = ("min_new_tokens", "logprobs", "grammar")
+_ASKED = ("min_new_tokens", "logprobs", "grammar", "refused")
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 

@@ -43,9 +43,9 @@ class Toy(nnx.Module):
 class Counting:
     """Batches in which each token follows the one before by a rule; `state` is their number."""
 
-    def __init__(self, state=None, *, share=0, shares=1, poison_at=None):
+    def __init__(self, state=None, *, mine, poison_at=None):
         self._next = 0 if state is None else state["next"]
-        self._share, self._shares, self._poison_at = share, shares, poison_at
+        self._mine, self._poison_at = list(mine), poison_at
 
     def __next__(self):
         rng = np.random.default_rng(self._next)
@@ -56,9 +56,7 @@ class Counting:
         self._next += 1
         if self._next == self._poison_at:
             mask[0, 1] = np.nan
-        size = ROWS // self._shares
-        mine = slice(self._share * size, (self._share + 1) * size)
-        return {"tokens": tokens[mine], "loss_mask": mask[mine]}
+        return {"tokens": tokens[self._mine], "loss_mask": mask[self._mine]}
 
     def state(self):
         return {"next": self._next}
@@ -77,6 +75,7 @@ class Run:
     keep_last: int = 2
     poison_at: int | None = None
     scores: tuple[float, ...] = ()
+    patience: int = 0
     goal: str = "tau"
     evaluation: str = "12 prompts"
     noise: float = 0.1
@@ -133,11 +132,10 @@ class Run:
                 evaluate_every=self.evaluate_every,
                 goal=self.goal,
                 evaluation=self.evaluation,
+                patience=self.patience,
             )
-            share, shares = steps_lib.share_of_process(self.sharding, ROWS)
-            batches = Counting(
-                metadata["data"], share=share, shares=shares, poison_at=self.poison_at
-            )
+            mine = steps_lib.rows_of_process(self.sharding, ROWS)
+            batches = Counting(metadata["data"], mine=mine, poison_at=self.poison_at)
             with Report(
                 self.directory if jax.process_index() == 0 else None,
                 steps=self.steps,

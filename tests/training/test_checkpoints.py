@@ -68,10 +68,6 @@ def restore(directory, size: int = 20_000):
         return checkpoints.restore(like(make_state(0, size)), notes.append), notes
 
 
-def find_damage(path: pathlib.Path) -> str | None:
-    return checkpoints_lib._find_damage(path, RuntimeError("some reason"))
-
-
 def saved(directory: pathlib.Path) -> list[int]:
     """Steps of the checkpoints in a directory."""
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
@@ -209,18 +205,18 @@ def test_too_few_file_handles_touch_nothing(two_saved):
 def test_every_file_of_a_checkpoint_is_checked(two_saved):
     """Whatever an error was, damage to any file that is read is found; and none where none is."""
     path = two_saved / "checkpoints" / "2"
-    assert find_damage(path) is None
+    assert checkpoints_lib._find_damage(path) is None
     files = [path / name for name in json.loads((path / "files.json").read_text())]
     assert {file.relative_to(path).parts[0] for file in files} == {"state", "facts"}
     for file in files:
         name, content = str(file.relative_to(path)), file.read_bytes()
         file.write_bytes(content[:-1])
-        assert find_damage(path) == f"the checksum of {name} is wrong"
+        assert checkpoints_lib._find_damage(path) == f"the checksum of {name} is wrong"
         file.unlink()
-        assert find_damage(path) == f"{name} is missing"
+        assert checkpoints_lib._find_damage(path) == f"{name} is missing"
         file.write_bytes(content)
     (path / "files.json").write_text("{")
-    assert find_damage(path) == "files.json is not JSON"
+    assert checkpoints_lib._find_damage(path) == "files.json is not JSON"
 
 
 def test_without_checksums_of_files_only_certain_damage_counts(two_saved):
@@ -228,7 +224,7 @@ def test_without_checksums_of_files_only_certain_damage_counts(two_saved):
     for step in (1, 2):
         (two_saved / "checkpoints" / str(step) / "files.json").unlink()
     path = two_saved / "checkpoints" / "2"
-    assert find_damage(path) is None
+    assert checkpoints_lib._find_damage(path) is None
     (path / "facts" / "metadata").unlink()
     restored, (note,) = restore(two_saved)
     assert restored.step == 1

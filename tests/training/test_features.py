@@ -40,7 +40,7 @@ def compute(batch):
 def open_cache(directory, compute=compute, **options):
     return features.open_cache(
         directory,
-        **{"share": 0, "shares": 1, "num_batches": BATCHES, "batches": Source} | options,
+        **{"num_batches": BATCHES, "batches": Source} | options,
         compute=compute,
         progress=lambda done: None,
     )
@@ -91,7 +91,9 @@ def test_a_killed_build_continues_after_its_last_part(tmp_path, dies_at):
 
     with pytest.raises(KeyboardInterrupt):
         open_cache(tmp_path / "killed", dying)
-    (tmp_path / "killed" / "share-0-of-1" / "part-00007.partial").mkdir()
+    half = tmp_path / "killed" / "process-0-of-1" / f"part-{(dies_at - 1) // 2:05d}"
+    half.mkdir()
+    (half / "tokens.npy").write_bytes(b"half")
     Source.made = 0
     rest = open_cache(tmp_path / "killed")
     assert Source.made == BATCHES - (dies_at - 1) // 2 * 2
@@ -101,7 +103,7 @@ def test_a_killed_build_continues_after_its_last_part(tmp_path, dies_at):
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path):
-    source = CachedBatches(open_cache(tmp_path), ROWS, seed=0)
+    source = CachedBatches(open_cache(tmp_path), range(ROWS), seed=0)
     epochs = [[n for _ in range(BATCHES) for n in numbers(next(source))] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(ROWS * BATCHES))
     assert epochs[0] != epochs[1]
@@ -109,34 +111,34 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path):
 
 
 def test_rows_are_shuffled_once_an_epoch(tmp_path, monkeypatch):
-    source = CachedBatches(open_cache(tmp_path), ROWS, seed=0)
+    source = CachedBatches(open_cache(tmp_path), range(ROWS), seed=0)
     seeds, generator = [], np.random.default_rng
     monkeypatch.setattr(
         np.random, "default_rng", lambda seed: seeds.append(seed) or generator(seed)
     )
     for _ in range(2 * BATCHES):
         next(source)
-    assert seeds == [(0, 0), (0, 1)]
+    assert seeds == [(0, epoch, row) for epoch in (0, 1) for row in range(ROWS)]
 
 
 def test_a_state_continues_the_order(tmp_path):
     cache = open_cache(tmp_path)
-    source = CachedBatches(cache, ROWS, seed=0)
+    source = CachedBatches(cache, range(ROWS), seed=0)
     for _ in range(8):
         next(source)
-    twin = CachedBatches(cache, ROWS, seed=0, state=source.state())
+    twin = CachedBatches(cache, range(ROWS), seed=0, state=source.state())
     for _ in range(5):
         assert numbers(next(source)) == numbers(next(twin))
 
 
 def test_less_than_a_batch_is_an_error(tmp_path):
     with pytest.raises(errors.InputError, match="24 rows do not fill a batch of 25"):
-        CachedBatches(open_cache(tmp_path), 25, seed=0)
+        CachedBatches(open_cache(tmp_path), range(25), seed=0)
 
 
 def test_damage_is_named(tmp_path):
     open_cache(tmp_path)
-    file = tmp_path / "share-0-of-1" / "part-00001" / "features.bfloat16.npy"
+    file = tmp_path / "process-0-of-1" / "part-00001" / "features.bfloat16.npy"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(errors.InputError, match=r"features\.bfloat16\.npy: damaged"):
         open_cache(tmp_path)

@@ -12,9 +12,11 @@ from dflash.training.signals import StopSignal
 def test_a_signal_is_noticed_and_the_handlers_come_back(number, status):
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     with StopSignal() as stop:
-        assert (stop.agreed(), stop.exit_status) == (False, 0)
+        stop.hear(stop.tell())
+        assert (stop.received, stop.exit_status) == (None, 0)
         os.kill(os.getpid(), number)
-        assert (stop.agreed(), stop.exit_status) == (True, status)
+        stop.hear(stop.tell())
+        assert (stop.received, stop.exit_status) == (number, status)
         # The next one of its kind is not for this object any more.
         assert signal.getsignal(number) is before[number]
         other = ({*before} - {number}).pop()

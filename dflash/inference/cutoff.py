@@ -1,0 +1,124 @@
+"""Top-k and top-p without a sort: the last token to keep, found by its bits.
+
+A sort of a vocabulary that is split over devices gathers it. Here every device counts and sums its
+own part, and only these sums travel.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# Bits of the cutoff found at a time, from 2**_STEP_BITS - 1 sums over the vocabulary.
+_STEP_BITS = 4
+_KEY_BITS = 32
+
+
+def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Keeps the k likeliest tokens and, of those, the nucleus of mass p; the rest becomes -inf.
+
+    A token is kept while the mass of the likelier ones is below p: the token that crosses p is
+    kept, and so is the likeliest one in any case. Of equal logits the lower token ranks first.
+
+    Args:
+      logits: float32 [B, T, V].
+      top_k: int32 [B]; 0 is off.
+      top_p: float32 [B]; 1 is off.
+    Returns:
+      float32 [B, T, V].
+    """
+    size, keys = logits.shape[-1], _ordered(logits)
+    shape = (*logits.shape[:-1], 1)
+    wanted = jnp.broadcast_to(top_k[:, None, None], shape)
+    wanted = jnp.where(wanted > 0, jnp.minimum(wanted, size), size).astype(jnp.float32)
+    ones = jnp.ones_like(logits)
+    cut = jax.lax.cond(
+        jnp.any(top_k > 0),
+        lambda: _cutoff(keys, ones, wanted, _KEY_BITS),
+        lambda: keys.min(axis=-1, keepdims=True),
+    )
+    count = wanted - _sum_above(keys, ones, cut)  # to keep of those that equal the last one
+    cut, count = jax.lax.cond(
+        jnp.any(top_p < 1.0),
+        lambda: _nucleus(logits, keys, cut, count, top_p),
+        lambda: (cut, count),
+    )
+    token = jax.lax.broadcasted_iota(jnp.uint32, logits.shape, logits.ndim - 1)
+    before_end = jnp.uint32(size - 1) - token
+    equal = keys == cut
+
+    def lowest() -> jax.Array:
+        """Of the equal ones, the lowest `count`."""
+        last = _cutoff(before_end, equal.astype(jnp.float32), count, size.bit_length())
+        return equal & (before_end >= last)
+
+    several = jnp.any(_sum(equal.astype(jnp.float32)) > count)
+    stays = (keys > cut) | jax.lax.cond(several, lowest, lambda: equal)
+    return jnp.where(stays, logits, -jnp.inf)
+
+
+def _nucleus(logits, keys, cut, count, top_p) -> tuple[jax.Array, jax.Array]:
+    """The cutoff of mass p among the tokens that another cutoff leaves.
+
+    Args:
+      logits: float32 [B, T, V].
+      keys: uint32 [B, T, V]; see `_ordered`.
+      cut: uint32 [B, T, 1]; key of the last token that is left.
+      count: float32 [B, T, 1]; how many of those with this key are left, the lowest.
+      top_p: float32 [B].
+    Returns:
+      The last key to keep, and how many of those with this key.
+    """
+    most = keys.max(axis=-1, keepdims=True)
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+
+    def weight_of(key) -> jax.Array:
+        return jnp.where(keys == key, weights, 0.0).max(axis=-1, keepdims=True)
+
+    mass = _sum_above(keys, weights, cut) + count * weight_of(cut)
+    goal = top_p[:, None, None] * mass
+    found = jnp.clip(_cutoff(keys, weights, goal, _KEY_BITS), cut, most)
+    weight = weight_of(found)
+    fitting = jnp.ceil((goal - _sum_above(keys, weights, found)) / weight)
+    equals = jnp.where(found == cut, count, _sum((keys == found).astype(jnp.float32)))
+    fitting = jnp.where(weight > 0, jnp.clip(fitting, 1.0, equals), equals)
+    asked = top_p[:, None, None] < 1.0
+    return jnp.where(asked, found, cut), jnp.where(asked, fitting, count)
+
+
+def _cutoff(keys: jax.Array, weights: jax.Array, goal: jax.Array, bits: int) -> jax.Array:
+    """The largest key such that the weights at it and above sum to `goal` at least.
+
+    Args:
+      keys: uint32 [B, T, V].
+      weights: float32 [B, T, V], not negative.
+      goal: float32 [B, T, 1].
+      bits: of the largest key.
+    Returns:
+      uint32 [B, T, 1]; 0 if all weights together are less.
+    """
+    steps = -(-bits // _STEP_BITS)
+
+    def narrow(step, found):
+        shift = ((steps - 1 - step) * _STEP_BITS).astype(jnp.uint32)
+        tried = [found | (jnp.uint32(digit) << shift) for digit in range(1, 2**_STEP_BITS)]
+        enough = [_sum(jnp.where(keys >= one, weights, 0.0)) >= goal for one in tried]
+        # Larger keys leave less, so the digit is the number of those that leave enough.
+        digit = sum(one.astype(jnp.uint32) for one in enough)
+        return found | (digit << shift)
+
+    return jax.lax.fori_loop(0, steps, narrow, jnp.zeros(goal.shape, jnp.uint32))
+
+
+def _ordered(values: jax.Array) -> jax.Array:
+    """Keys uint32 in the order of float32 values; equal values have equal keys."""
+    values = jnp.where(values == 0, 0.0, values)  # -0.0 too
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    negative = bits >> 31 == 1
+    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _sum_above(keys: jax.Array, weights: jax.Array, cut: jax.Array) -> jax.Array:
+    return _sum(jnp.where(keys > cut, weights, 0.0))
+
+
+def _sum(values: jax.Array) -> jax.Array:
+    return values.sum(axis=-1, keepdims=True)
