@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from dflash.offline.job import Job
 from dflash.parallel import distributed
 from dflash.runs import dates, outputs
 from dflash.runs import records as records_lib
-from dflash.runs.directory import RunDirectory
+from dflash.runs.directory import RunDirectory, check_config
 from dflash.runs.display import Display, prompt_text, summary_line
 from dflash.runs.outputs import Record, Summary
 from dflash.runs.records import Records
+from dflash.runs.shards import Shard
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import IncrementalDecoder
 
@@ -38,7 +40,10 @@ class RunRecords(NamedTuple):
 
 @contextlib.contextmanager
 def open_records(
-    directory: str | os.PathLike | None, config: DecodeRun, date: datetime.date | None = None
+    directory: str | os.PathLike | None,
+    config: DecodeRun,
+    date: datetime.date | None = None,
+    shard: Shard | None = None,
 ) -> Iterator[RunRecords]:
     """The records of a run: in a work directory, or in memory; on all processes but the first.
 
@@ -46,18 +51,31 @@ def open_records(
       directory: the work directory; None for none.
       config: the run's config.
       date: the run's date, kept for later starts; see `dates.find`.
+      shard: which part of the prompts, of a run that is divided.
     Raises:
       WorkdirError: the directory cannot be used.
     """
     path = directory if jax.process_index() == 0 else None
+    file = str if shard is None else shard.file
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(RunDirectory(path, config, is_used=records_lib.has_outputs))
+        if shard is not None and path is not None:
+            records_lib.check_division(pathlib.Path(path).expanduser(), shard)
+        held = stack.enter_context(
+            RunDirectory(path, config, is_used=records_lib.has_outputs, shard=shard)
+        )
         if date is not None:
             held.write(dates.FILE, f"{date}\n")
-        drafted = stack.enter_context(records_lib.open_in(held, records_lib.OUTPUTS))
-        baseline = None
-        if config.decode.baseline:
-            baseline = stack.enter_context(records_lib.open_in(held, records_lib.BASELINE))
+
+        def records(name: str) -> Records:
+            return stack.enter_context(
+                records_lib.open_in(held, file(name), file(records_lib.RESULTS))
+            )
+
+        drafted = records(records_lib.OUTPUTS)
+        baseline = records(records_lib.BASELINE) if config.decode.baseline else None
+        if shard is not None and held.path is not None:
+            # Of two shards that began at once with two configs, one has written its own last.
+            check_config(held.path, config)
         yield RunRecords(drafted, baseline)
 
 
@@ -105,7 +123,7 @@ def run(
     if plain_ready:
         with display.status("decoding without drafting"):
             _decode(job.without_drafting(), baseline, plain_ready, Display.silent())
-    return _report(job, records, display, cycle_ms)
+    return report(job, records, display, cycle_ms)
 
 
 def all_turns(job: Job) -> list[Prompt]:
@@ -232,10 +250,19 @@ def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -
     )
 
 
-def _report(
+def report(
     job: Job, records: RunRecords, display: Display, cycle_ms: dict[str, float]
 ) -> dict[str, Any]:
-    """Summarizes all prompts, those of earlier runs in the same work directory included."""
+    """Summarizes all prompts, those of earlier runs in the same work directory included.
+
+    Args:
+      job: of the run.
+      records: all of them are finished.
+      display: shows the summary.
+      cycle_ms: milliseconds of a cycle by block size; empty where there was no choice.
+    Returns:
+      the content of results.json.
+    """
     done, longest = records.drafted.completed(), job.drafter.longest_path
     summary: Summary = outputs.summarize(done.values(), block_size=longest)
     devices = [f"{device.platform}:{device.device_kind}" for device in job.target.sharding.devices]
@@ -251,6 +278,8 @@ def _report(
         facts["baseline"] = dataclasses.asdict(comparison)
     if cycle_ms:
         facts["cycle_ms"] = cycle_ms
+    if job.shard.count > 1:
+        facts["shard"] = str(job.shard)
     records.drafted.write_results(summary, **facts)
     display.results(summary)
     if cycle_ms:

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pathlib
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,8 @@ def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> N
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     parts = [data] if isinstance(data, bytes) else data
-    temporary = path.with_name(f".{path.name}.tmp")
+    # Its own, since runs on several machines may write the same file.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.writelines(parts)
