@@ -23,7 +23,7 @@ from dflash.inference.engine import NUM_STOP_IDS, Engine
 from dflash.inference.request import Request, Sampling, max_length
 from dflash.models.decoder import Decoder
 from dflash.offline import plan
-from dflash.parallel import sharding
+from dflash.parallel import agreement, distributed, sharding
 from dflash.runs import shards
 from dflash.runs.outputs import Record
 from dflash.runs.shards import Shard
@@ -224,7 +224,12 @@ def prepare(
     if dry and not _prompts_are_known(config, job.target_source):
         longest = config.decode.prefill_chunk + config.decode.max_new_tokens
         return dataclasses.replace(job, max_length=config.decode.max_length or longest)
-    return with_prompts(job, read_prompts(job, config.prompts, stdin=stdin))
+
+    def read() -> list[Prompt]:
+        return read_prompts(job, config.prompts, stdin=stdin)
+
+    # Of several processes the first one's standard input and files count.
+    return with_prompts(job, read() if dry else distributed.made_by_first(read))
 
 
 def prepare_models(
@@ -241,6 +246,8 @@ def prepare_models(
     words = tokenizer.for_target(
         target_source.directory, thinking=config.prompts.thinking, date=date
     )
+    if not dry:
+        agreement.check_same("tokenizer", words.fingerprint)
     return Job(
         config,
         target,

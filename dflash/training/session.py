@@ -10,6 +10,7 @@ import numpy as np
 
 from dflash import errors
 from dflash.config import loader
+from dflash.parallel import agreement
 from dflash.runs import files
 from dflash.runs.directory import CONFIG, RunDirectory
 from dflash.training import features, rundir
@@ -125,7 +126,9 @@ def _training_batches(
     """The training batches; with `train.features=cached`, they include target features."""
     config = job.config
     if config.train.features == "online" or not job.task.drafts:
-        return job.batches("train", state)
+        source = job.batches("train", state)
+        agreement.check_same("data", source.state())
+        return source
     base = pathlib.Path(config.train.feature_cache or directory.path / rundir.FEATURES)
     compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
     total = job.batches_per_epoch()
