@@ -25,7 +25,7 @@ REQUIRED = (
 EXTRAS = (
     (
         "hf",
-        ("huggingface_hub", "tokenizers"),
+        ("huggingface_hub", "tiktoken", "tokenizers"),
         "hf:org/name downloads; tokenizer.json (Qwen, Llama)",
     ),
     (

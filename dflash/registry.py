@@ -177,6 +177,12 @@ DATASETS: Mapping[str, str] = {
     "alpaca": "dflash.data.benchmarks:Alpaca",
     "swe-bench": "dflash.data.benchmarks:SweBench",
     "spec-bench": "dflash.data.benchmarks:SpecBench",
+    "speed-bench": "dflash.data.speed_bench:SpeedBench",
+    "speed-bench-1k": "dflash.data.speed_bench:SpeedBench1k",
+    "speed-bench-2k": "dflash.data.speed_bench:SpeedBench2k",
+    "speed-bench-8k": "dflash.data.speed_bench:SpeedBench8k",
+    "speed-bench-16k": "dflash.data.speed_bench:SpeedBench16k",
+    "speed-bench-32k": "dflash.data.speed_bench:SpeedBench32k",
 }
 
 

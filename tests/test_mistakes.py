@@ -268,7 +268,7 @@ MISTAKES = {
         put("p.jsonl", '{"prompt_ids": [24]}'),
     ),
     "text without a tokenizer": Mistake(
-        "decode c.yml", "no tokenizer (tokenizer.json or tokenizer.model); give prompts as ", 2,
+        "decode c.yml", "tokenizer.model or tiktoken.model); give prompts as ", 2,
         put("p.jsonl", '{"prompt": "Hello"}'),
     ),
     "chat without a template": Mistake(

@@ -35,6 +35,8 @@ class EvaluationConfig:
     """How checkpoints are evaluated: loss on held-out text, and τ in the decode engine."""
 
     every: int = option(1000, minimum=1)  # steps between evaluations
+    # Evaluations without a better score after which training ends; 0: it takes all its steps.
+    patience: int = option(8, minimum=0)
     batches: int = option(4, minimum=0)  # batches of held-out text; 0: no held-out loss
     prompts: int = option(12, minimum=0)  # held-out prompts to decode; 0: no τ
     prompts_file: str | None = location("file")  # JSONL, as prompts.file; None: the data's own

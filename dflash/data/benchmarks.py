@@ -22,6 +22,7 @@ Every row belongs to the split `test`: nothing here can be trained on by mistake
 """
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -72,8 +73,13 @@ class Benchmark(Dataset):
                     f"{place}: no {error.args[0]!r}, only {found}: not the file of "
                     f"{self.raw_file.url}"
                 ) from error
-            _check_turns(place, turns)
-            yield _example(self.name, place.rpartition("/")[2], turns, references)
+            check_turns(place, turns)
+            found = _example(self.name, place.rpartition("/")[2], turns, references)
+            yield dataclasses.replace(
+                found,
+                category=str(row.get("category", "")),
+                question=str(row.get("question_id", found.source)),
+            )
 
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
         everything = list(self.examples(split))
@@ -264,7 +270,8 @@ class SweBench(Benchmark):
         return [FIX.format(row["problem_statement"])], [row["patch"]]
 
 
-def _check_turns(place: str, turns: Any) -> None:
+def check_turns(place: str, turns: Any) -> None:
+    """Raises InputError if a row's questions are not texts."""
     texts = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
     if not turns or not texts:
         raise errors.InputError(f"{place}: expected questions as text, not {jsonl.quote(turns)}")

@@ -22,6 +22,8 @@ class Example:
       messages: each with "role" and "content"; empty where ids are given.
       prompt_ids: token ids of the prompt; empty where messages are given.
       output_ids: token ids of the model's output, end token included.
+      category: kind of the question, where a published set has kinds; not stored.
+      question: its number or name in that set; not stored.
     """
 
     task: str
@@ -29,6 +31,8 @@ class Example:
     messages: tuple[Mapping[str, str], ...] = ()
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
+    category: str = dataclasses.field(default="", compare=False)
+    question: str = dataclasses.field(default="", compare=False)
 
     @property
     def prompt(self) -> tuple[Mapping[str, str], ...]:

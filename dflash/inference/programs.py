@@ -240,7 +240,12 @@ class Programs(ContextPrograms):
     def _compile_occupied(self):
         state = self.abstract_state()
         sampling = Sampling.from_config(self.config)
-        occupy = functools.partial(timing.occupy, layout=self.layout, sampling=sampling)
+        occupy = functools.partial(
+            timing.occupy,
+            layout=self.layout,
+            sampling=sampling,
+            vocab_size=self.target.arch.vocab_size,
+        )
         return lower(occupy, state, self._seconds(), out=state, donate=(0,))
 
     def _compile_release(self):

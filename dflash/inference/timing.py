@@ -1,10 +1,12 @@
 """Measures a cycle of each block size, with the program that decodes.
 
 A table in which every size but one takes infinitely long forces that size, so nothing is compiled
-only to measure. All slots are busy, with sequences of half the maximal length.
+only to measure. All slots are busy, with sequences of half the maximal length. No two of them are
+alike: equal rows would all choose the same experts, and a cycle of many rows seem cheap.
 """
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,10 +22,16 @@ from dflash.inference.request import Sampling
 from dflash.inference.state import DecodeState, Report
 
 ROUNDS = 5
+_PRIME = 7919  # neighbours' tokens lie far apart
 
 
 def occupy(
-    state: DecodeState, seconds: jax.Array, *, layout: Layout, sampling: Sampling
+    state: DecodeState,
+    seconds: jax.Array,
+    *,
+    layout: Layout,
+    sampling: Sampling,
+    vocab_size: int,
 ) -> DecodeState:
     """A state with a sequence in every slot, of half the maximal length.
 
@@ -32,6 +40,7 @@ def occupy(
       seconds: float32 [W, S]; of a cycle of each size.
       layout: of the state.
       sampling: how sequences draw their tokens.
+      vocab_size: of the target.
     """
     table = jnp.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
     params = dataclasses.replace(
@@ -42,15 +51,33 @@ def occupy(
         min_p=jnp.full_like(state.sampling.min_p, sampling.min_p),
     )
     empty = jax.tree.map(jnp.zeros_like, state.adaptive)
+    # An argument of the program, or the compiler would compute caches ahead and keep them.
+    phase = state.length[0].astype(jnp.float32)
+    layers, drafter = jax.tree.map(lambda x: _fill(x, phase), (state.cache.layers, state.drafter))
     return dataclasses.replace(
         state,
         length=jnp.full_like(state.length, max(1, layout.max_length // 2)),
+        anchor=(_PRIME * (1 + jnp.arange(layout.batch_size))) % vocab_size,
         limit=jnp.full_like(state.limit, layout.max_length),
         active=jnp.ones_like(state.active),
         sampling=params,
-        cache=dataclasses.replace(state.cache, page_table=table.astype(jnp.int32)),
+        cache=dataclasses.replace(state.cache, layers=layers, page_table=table.astype(jnp.int32)),
+        drafter=drafter,
         adaptive=adaptive.with_seconds(empty, seconds),
     )
+
+
+def _fill(rows: jax.Array, phase: jax.Array) -> jax.Array:
+    """An array of this shape in which no two rows are alike; smaller ones as they are."""
+    is_eight_bits = rows.dtype == jnp.int8
+    if rows.ndim < 3 or not (is_eight_bits or jnp.issubdtype(rows.dtype, jnp.floating)):
+        return rows
+    angle = phase
+    for axis, size in enumerate(rows.shape):
+        place = jax.lax.broadcasted_iota(jnp.float32, rows.shape, axis)
+        angle = angle * math.sqrt(2) + place * (1 + 1 / (1 + size))
+    filled = jnp.sin(angle)
+    return (jnp.round(filled) if is_eight_bits else filled).astype(rows.dtype)
 
 
 def cycle_seconds(

@@ -23,6 +23,7 @@ def anchored_attention(
     anchors: jax.Array,
     valid: jax.Array,
     segment_ids: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -46,6 +47,7 @@ def anchored_attention(
       anchors: int32 [B, A], in [0, T).
       valid: bool [B, A]; other blocks return zeros and reach no gradient.
       segment_ids: int32 [B, T]; rows of one document share a number, 0 is padding.
+      sinks: see `block_attention`; the kernels do not cover them.
       scale: factor on the scores.
       window: context positions before the anchor that remain visible; None for all.
       causal: row r sees the block's rows up to r only.
@@ -63,9 +65,9 @@ def anchored_attention(
     reference = functools.partial(
         _reference, scale=scale, window=window, causal=causal, group_blocks=group_blocks
     )
-    unsupported = tpu.unsupported(queries)
+    unsupported = tpu.unsupported(queries) or (sinks is not None and f"{tpu.OP}: sinks") or None
     if implementation == "reference" or (implementation == "auto" and unsupported):
-        return reference(*floats, *masks)
+        return reference(*floats, *masks, sinks)
     kernels = _Kernels(
         implementation,
         unsupported,
@@ -178,6 +180,7 @@ def _reference(
     anchors,
     valid,
     segment_ids,
+    sinks=None,
     *,
     scale,
     window,
@@ -189,7 +192,7 @@ def _reference(
     attend = functools.partial(_attend_group, scale=scale, window=window, causal=causal)
 
     def step(arrays):
-        return jax.checkpoint(attend)(context_keys, context_values, segment_ids, *arrays)
+        return jax.checkpoint(attend)(context_keys, context_values, segment_ids, sinks, *arrays)
 
     per_group = (queries, keys, values, anchors, valid)
     outputs = jax.lax.map(step, [_cut(array, group) for array in per_group])
@@ -220,6 +223,7 @@ def _attend_group(
     context_keys,
     context_values,
     segment_ids,
+    sinks,
     queries,
     keys,
     values,
@@ -253,7 +257,10 @@ def _attend_group(
         jnp.repeat(visible_context(anchors, segment_ids, window), block * share, axis=1),
         scale=scale,
     )
-    attended = online_softmax.normalise(online_softmax.merge(own, context), queries.dtype)
+    together = online_softmax.merge(own, context)
+    if sinks is not None:
+        together = online_softmax.with_sinks(together, sinks)
+    attended = online_softmax.normalise(together, queries.dtype)
     attended = online_softmax.ungroup(attended, blocks * block).reshape(queries.shape)
     return jnp.where(valid[:, :, None, None, None], attended, 0)
 

@@ -23,6 +23,7 @@ def block_attention(
     context_keys: jax.Array,
     context_values: jax.Array,
     length: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -42,6 +43,7 @@ def block_attention(
       context_keys: [B, K, L, H]; rows at and past `length` are never looked at.
       context_values: [B, K, L, H].
       length: int32 [B]; context rows in use.
+      sinks: [N]; a score of each head's own that joins every row's sum, without a value; or None.
       scale: factor on the scores.
       window: context positions before the anchor that remain visible; None for all.
       causal: row r sees the block's rows up to r only.
@@ -54,6 +56,10 @@ def block_attention(
     """
     arrays = (queries, keys, values, context_keys, context_values, length)
     _check(*arrays)
+    if sinks is not None:
+        if sinks.shape != queries.shape[2:3]:
+            raise ValueError(f"block_attention: sinks {sinks.shape} of {queries.shape[2]} heads")
+        arrays = (*arrays, sinks)
     view = {"scale": scale, "window": window, "causal": causal}
     sizes = sizes or tuning.BLOCK_ATTENTION.get(queries.shape[-1])
     return implementations.run(
@@ -66,13 +72,14 @@ def block_attention(
 
 
 def _reference(
-    queries, keys, values, context_keys, context_values, length, *, scale, window, causal
-):
+    queries, keys, values, context_keys, context_values, length, sinks=None,
+    *, scale, window, causal,
+):  # fmt: skip
     block = queries.shape[1]
     inside = jnp.ones((1, block, block), bool)
     inside = jnp.tril(inside) if causal else inside
     return _attend(
-        queries, keys, values, inside, context_keys, context_values, length, scale, window
+        queries, keys, values, inside, context_keys, context_values, length, scale, window, sinks
     )
 
 
@@ -117,8 +124,9 @@ def branch_attention(
 
 
 def _attend(
-    queries, keys, values, visible_rows, context_keys, context_values, length, scale, window
-):
+    queries, keys, values, visible_rows, context_keys, context_values, length, scale, window,
+    sinks=None,
+):  # fmt: skip
     """Both of the above: over the rows that bool [B or 1, T, S] shows, and over the context."""
     block, kv_heads = queries.shape[1], keys.shape[2]
     rows = online_softmax.group_queries(queries, kv_heads)
@@ -153,6 +161,8 @@ def _attend(
     first_tile = first_visible.min() // tile
     end_tile = (length.max() + tile - 1) // tile
     partial = jax.lax.fori_loop(first_tile, end_tile, fold_in_tile, partial)
+    if sinks is not None:
+        partial = online_softmax.with_sinks(partial, sinks)
     return online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), block)
 
 

@@ -27,6 +27,7 @@ def block_attention_tpu(
     context_keys,
     context_values,
     length,
+    sinks=None,
     *,
     scale: float,
     window: int | None,
@@ -50,15 +51,26 @@ def block_attention_tpu(
             "context": ((2 * BUFFERS, step_heads, tile, width), dtype),
             "running softmax": ((step_heads, rows, width + 2 * flash_tpu.LANES), jnp.float32),
             "scores": ((4, rows, tile), jnp.float32),
-        },
+        }
+        | (
+            {}
+            if sinks is None
+            else {"sinks": ((2, step_heads, rows, flash_tpu.LANES), jnp.float32)}
+        ),
     )
     grouped = queries.reshape(batch, block, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, rows, width)
     new = [array.astype(dtype).swapaxes(1, 2) for array in (keys, values)]
+    of_rows = []
+    if sinks is not None:
+        spread = jnp.repeat(sinks.reshape(kv_heads, group).astype(jnp.float32), block, axis=1)
+        shape = (kv_heads, rows, flash_tpu.LANES)
+        of_rows = [jnp.broadcast_to(spread[..., None] * flash_tpu.LOG2_E, shape)]
 
     def of_step(rows):
         return pl.BlockSpec((None, step_heads, rows, width), lambda g, b, _: (b, g, 0, 0))
 
+    of_sinks = pl.BlockSpec((step_heads, rows, flash_tpu.LANES), lambda g, b, _: (g, 0, 0))
     outputs = pl.pallas_call(
         functools.partial(
             _kernel, block=block, batch=batch, scale=scale, window=window, causal=causal
@@ -69,6 +81,7 @@ def block_attention_tpu(
             in_specs=[
                 of_step(rows), of_step(block), of_step(block),
                 pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY),
+                *(of_sinks for _ in of_rows),
             ],
             out_specs=of_step(rows),
             scratch_shapes=[
@@ -81,26 +94,28 @@ def block_attention_tpu(
         cost_estimate=flash_tpu.cost(batch, heads, kv_heads, block, capacity, width, dtype),
         interpret=interpret,
         name=f"{OP}_t{block}",
-    )(length, grouped, *new, context_keys, context_values)  # fmt: skip
+    )(length, grouped, *new, context_keys, context_values, *of_rows)  # fmt: skip
     outputs = outputs.reshape(batch, kv_heads, group, block, width).transpose(0, 3, 1, 2, 4)
     return outputs.reshape(queries.shape)
 
 
 def _kernel(length_ref, *refs, block, batch, scale, window, causal):
-    queries_ref, keys_ref, values_ref, *context, outputs_ref = refs[:6]
-    softmax = Softmax(*refs[6:10])
+    inputs, (outputs_ref, *scratch) = refs[:-8], refs[-8:]
+    queries_ref, keys_ref, values_ref, *context = inputs[:5]
+    sinks_ref = inputs[5] if len(inputs) > 5 else None
+    softmax, buffers, arrived = Softmax(*scratch[:4]), tuple(scratch[4:6]), scratch[6]
     step_heads, rows = queries_ref.shape[:2]
     head_group, sequence = pl.program_id(0), pl.program_id(1)
     own_heads = pl.ds(head_group * step_heads, step_heads)
     length = length_ref[sequence]
-    tile_rows = refs[10].shape[2]
+    tile_rows = buffers[0].shape[2]
 
     def source(sequence, row, count):
-        unit = flash_tpu.row_tile(refs[10].dtype)
+        unit = flash_tpu.row_tile(buffers[0].dtype)
         place = pl.ds(pl.multiple_of(row, unit), count)
         return [array.at[sequence, own_heads, place] for array in context]
 
-    stream = TileStream(*refs[10:], source, tile_rows, lambda b: length_ref[b])
+    stream = TileStream(buffers, arrived, source, tile_rows, lambda b: length_ref[b])
 
     @pl.when(sequence == 0)
     def _():
@@ -147,7 +162,8 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
         functools.partial(visit, last=False),
     )
     for head in range(step_heads):
-        outputs_ref[head] = softmax.outputs(head).astype(outputs_ref.dtype)
+        sink = None if sinks_ref is None else sinks_ref[head, :, :1]
+        outputs_ref[head] = softmax.outputs(head, sink).astype(outputs_ref.dtype)
 
 
 def unsupported(queries, context_keys) -> str | None:

@@ -116,9 +116,12 @@ class Softmax:
         self.total[head] += total
         self.weighted[head] += _sum_values(weights, values)
 
-    def outputs(self, head) -> jax.Array:
-        """[R, H], normalised."""
-        return self.weighted[head] / self.total[head].sum(axis=-1, keepdims=True)
+    def outputs(self, head, sink: jax.Array | None = None) -> jax.Array:
+        """[R, H], normalised; a sink [R, 1] is one more score, in log2, that has no value."""
+        total = self.total[head].sum(axis=-1, keepdims=True)
+        if sink is not None:
+            total += jnp.exp2(sink - self.peak[head][:, :1])
+        return self.weighted[head] / total
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:

@@ -5,12 +5,15 @@ What `paged_attention` does for new rows, trees and pages of eight bits holds he
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import online_softmax, quantised
+from dflash.kernels import implementation as implementations
+from dflash.kernels import latent_attention_tpu as tpu
+from dflash.kernels import online_softmax, quantised, tuning
 from dflash.kernels.paged_attention import fold_in_context, read_pages, row_index, write_rows
 from dflash.kernels.quantised import Quantised, Rows
 
@@ -23,30 +26,86 @@ def latent_attention(
     start: jax.Array,
     tree_mask: jax.Array | None = None,
     *,
-    expand: Callable[[Rows], tuple[Rows, Rows]],
+    value_width: int,
     scale: float,
+    implementation: str = "auto",
+    sizes: tuning.LatentSizes = tuning.LATENT_ATTENTION,
 ) -> tuple[jax.Array, Rows]:
-    """Appends T rows to each sequence's cache and attends over context and new rows.
+    """Appends T rows to each sequence's cache and attends over context and new rows, as they are.
 
     Args:
-      queries: [B, T, N, H].
-      latents: [B, T, W]; what is to be kept of each new row.
+      queries: [B, T, N, W]; every head sees the same keys.
+      latents: [B, T, W]; what is to be kept of each new row: its key, whose beginning is its value.
       pages: [1, P, S, W]; plain, or `Quantised`.
       page_table: int32 [B, M].
       start: int32 [B]; positions in use before this call.
       tree_mask: bool [B, T, T] or None; see `paged_attention`.
-      expand: rows [1, B, S, W], as they are stored -> their keys [K, B, S, H] and values
-        [K, B, S, V]; N is a multiple of K. With K = 1 they are hardly more than the rows.
+      value_width: V, numbers of a value.
       scale: factor on the scores.
+      implementation: see `implementation.run`.
+      sizes: of the kernel's blocks.
+    Returns:
+      outputs [B, T, N, V] in the dtype of `queries`, and the pages.
+    Raises:
+      ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
+    """
+    _check(queries, latents, pages, page_table, start, tree_mask)
+    if queries.shape[-1] != pages.shape[-1]:
+        raise ValueError(f"latent_attention: queries {queries.shape} over pages {pages.shape}")
+    new = quantised.encode(latents[None], pages)  # [1, B, T, W]
+
+    def keys_and_values(rows):
+        return rows, quantised.leading(rows, value_width)
+
+    return implementations.run(
+        implementation,
+        queries,
+        new,
+        pages,
+        page_table,
+        start,
+        *([] if tree_mask is None else [tree_mask]),
+        reference=functools.partial(_reference, expand=keys_and_values, scale=scale),
+        pallas=functools.partial(
+            tpu.latent_attention_tpu, value_width=value_width, scale=scale, sizes=sizes
+        ),
+        unsupported=tpu.unsupported(queries, pages, value_width),
+    )
+
+
+def expanded_attention(
+    queries: jax.Array,
+    latents: jax.Array,
+    pages: Rows,
+    page_table: jax.Array,
+    start: jax.Array,
+    tree_mask: jax.Array | None = None,
+    *,
+    expand: Callable[[Rows], tuple[Rows, Rows]],
+    scale: float,
+) -> tuple[jax.Array, Rows]:
+    """As `latent_attention`, over keys and values that are made of the rows as they are read.
+
+    Args:
+      queries: [B, T, N, H].
+      latents, pages, page_table, start, tree_mask, scale: see `latent_attention`.
+      expand: rows [1, B, S, W], as they are stored -> their keys [K, B, S, H] and values
+        [K, B, S, V]; N is a multiple of K.
     Returns:
       outputs [B, T, N, V] in the dtype of `queries`, and the pages.
     Raises:
       ValueError: shapes that do not fit each other; the message names them.
     """
     _check(queries, latents, pages, page_table, start, tree_mask)
+    new = quantised.encode(latents[None], pages)
+    arrays = (queries, new, pages, page_table, start, tree_mask)
+    return _reference(*arrays, expand=expand, scale=scale)
+
+
+def _reference(queries, new, pages, page_table, start, tree_mask=None, *, expand, scale):
+    """`new` is [1, B, T, W], as the pages store it."""
     length = queries.shape[1]
     index = row_index(page_table, start[:, None] + jnp.arange(length), pages.shape[2])
-    new = quantised.encode(latents[None], pages)  # [1, B, T, W]
     pages = write_rows(pages, index, new)
 
     def attend(kept, visible):

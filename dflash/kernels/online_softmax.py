@@ -94,6 +94,19 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
 
 
+def with_sinks(partial: Partial, sinks: jax.Array) -> Partial:
+    """Adds to each row's sum a score of its head's own, [N], which stands for no value.
+
+    Source: Xiao et al. 2023, arXiv 2309.17453; learned, as in gpt-oss.
+    """
+    kv_heads, _, rows, _ = partial.peak.shape
+    group = sinks.reshape(kv_heads, 1, 1, -1).astype(jnp.float32)
+    shape = (kv_heads, 1, rows // group.shape[-1], group.shape[-1])
+    own = jnp.broadcast_to(group, shape).reshape(kv_heads, 1, rows, 1)
+    own = jnp.broadcast_to(own, partial.peak.shape)
+    return merge(partial, Partial(own, jnp.ones_like(own), jnp.zeros_like(partial.weighted)))
+
+
 def normalise(partial: Partial, dtype: jnp.dtype) -> jax.Array:
     """[K, B, R, H] attention outputs. Every row must have seen at least one key."""
     return (partial.weighted / partial.total).astype(dtype)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dflash.kernels import flash_tpu
 from dflash.kernels.flash_tpu import Softmax
-from dflash.kernels.paged_write_tpu import PageWriter
+from dflash.kernels.paged_write_tpu import PageWriter, Windows
 from dflash.kernels.quantised import Quantised
 from dflash.kernels.tile_stream_tpu import BUFFERS, TileScales, TileStream
 from dflash.kernels.tuning import BlockSizes
@@ -100,20 +100,11 @@ class Plan:
         self.rows = self.group * self.query_tile
         pages_per_tile = min(max(1, sizes.keys // self.page_size), self.table_width)
         self.tile = pages_per_tile * self.page_size
-        self.window_rows = self._window_rows()
-        self.windows = -(-(self.length + self.window_rows - 1) // self.window_rows)
-        # Scales are written in whole pages.
-        self.scale_pages = -(-(self.length + self.page_size - 1) // self.page_size)
-        lanes = max(self.scale_pages * self.page_size, self.padded)
-        self.scale_lanes = lanes + -lanes % self.page_size
+        self.windows = Windows(
+            2, self.step_heads, self.length, self.padded, self.width, self.page_size,
+            self.pool_dtype, self.quantised,
+        )  # fmt: skip
         flash_tpu.check_vmem(OP, self._vmem())
-
-    def _window_rows(self) -> int:
-        """Rows of a window of the pages that new rows are written by."""
-        rows = flash_tpu.row_tile(self.pool_dtype)
-        while self.page_size % (2 * rows) == 0 and 2 * rows <= self.length // 4:
-            rows *= 2
-        return rows
 
     def split_queries(self, queries):
         """[B, T, N, H] -> [B, tiles, K, R, H]."""
@@ -142,7 +133,7 @@ class Plan:
         """Keys and values [B, K, padded, H]; with scales, those too, [B, K, 1, scale lanes]."""
         parts = _parts(keys, values)
         rows = [self.pad(x.astype(self.new_dtype), 2) for x in parts[:2]]
-        return [*rows, *(self.pad(x, 3, self.scale_lanes) for x in parts[2:])]
+        return [*rows, *(self.pad(x, 3, self.windows.scale_lanes) for x in parts[2:])]
 
     def tree_input(self, tree_mask):
         """Which new rows each row sees, int32 [B, R, T]."""
@@ -159,7 +150,7 @@ class Plan:
             pl.BlockSpec(new, lambda g, b, i, *_: (b, g, 0, 0)),
         ]
         if self.quantised:
-            scales = (None, heads, 1, self.scale_lanes)
+            scales = (None, heads, 1, self.windows.scale_lanes)
             found += [pl.BlockSpec(scales, lambda g, b, i, *_: (b, g, 0, 0))] * 2
         for extra in arrays[len(found) :]:
             found.append(pl.BlockSpec((None, *extra.shape[1:]), lambda g, b, i, *_: (b, 0, 0)))
@@ -167,39 +158,27 @@ class Plan:
 
     def scratch(self):
         """Scratch shapes, in the order that `_kernel` takes them."""
-        heads, staged = self.step_heads, self.windows * self.window_rows
+        heads = self.step_heads
         return [
             *Softmax.scratch(heads, self.rows, self.width, self.tile),
             *TileStream.scratch(heads, self.tile, self.width, self.pool_dtype),
-            pltpu.VMEM((2, heads, staged, self.width), self.pool_dtype),
-            pltpu.VMEM((self.window_rows + staged, min(self.width, flash_tpu.LANES)), jnp.float32),
-            pltpu.SemaphoreType.DMA,
-            *(self.scale_scratch() if self.quantised else ()),
+            *self.windows.scratch(),
+            *(TileScales.scratch(heads, self.tile) if self.quantised else ()),
+            *self.windows.scale_scratch(),
         ]
-
-    def scale_scratch(self):
-        """What scales need: buffers of the context's, and the new ones in their places."""
-        heads = self.step_heads
-        staged = pltpu.VMEM((2, heads, 1, self.scale_lanes), jnp.float32)
-        return [*TileScales.scratch(heads, self.tile), staged]
 
     def _vmem(self):
         heads, width = self.step_heads, self.width
-        staged = self.windows * self.window_rows
         arrays = {
             "queries and outputs": ((4, heads, self.rows, width), self.dtype),
             "new keys and values": ((4, heads, self.padded, width), self.new_dtype),
             "pages": ((2 * BUFFERS, heads, self.tile, width), self.pool_dtype),
             "running softmax": ((heads, self.rows, width + 2 * flash_tpu.LANES), jnp.float32),
             "scores": ((4, self.rows, max(self.tile, self.query_tile)), jnp.float32),
-            "windows": ((2, heads, staged, width), self.pool_dtype),
-            "shifted rows": ((self.window_rows + staged, flash_tpu.LANES), jnp.float32),
+            **self.windows.vmem(self.tile, BUFFERS),
         }
         if self.has_tree:
             arrays["tree"] = ((2, self.rows, self.length), jnp.int32)
-        if self.quantised:
-            lanes = 2 * BUFFERS * self.tile + 6 * self.scale_lanes
-            arrays["scales"] = ((heads, 1, lanes), jnp.float32)
         return arrays
 
     def cost(self) -> pl.CostEstimate:
@@ -220,7 +199,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     refs = refs[plan.has_tree + parts :]
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, refs = Softmax(*refs[:4]), refs[4:]
-    buffers, (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:6], refs[6:]
+    (*buffers, arrived), (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:6], refs[6:]
     scale_buffers, staged_scales_ref = (refs[:2], refs[2]) if plan.quantised else ((), None)
 
     head_group, sequence, query_tile = (pl.program_id(axis) for axis in range(3))
@@ -239,9 +218,11 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
         return [pool.at[own_heads, page_of(sequence, row)] for pool in pools[2:]]
 
     scales = TileScales(scale_buffers, scales_of, plan.dtype) if plan.quantised else None
-    stream = TileStream(*buffers, pages_of, plan.page_size, lambda b: start_ref[b], scales)
+    stream = TileStream(
+        tuple(buffers), arrived, pages_of, plan.page_size, lambda b: start_ref[b], scales
+    )
     writer = PageWriter(
-        plan, start, own_heads, functools.partial(page_of, sequence), new, pools,
+        plan.windows, start, own_heads, functools.partial(page_of, sequence), new, pools,
         staged_ref, shifted_ref, staged_scales_ref, written,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ window is a page.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,23 +20,97 @@ from dflash.kernels.tile_stream_tpu import TileStream
 
 
 @dataclasses.dataclass(frozen=True)
+class Windows:
+    """Shapes of what a step writes.
+
+    Attributes:
+      kinds: pools: two of keys and values, or one of latents.
+      heads: of each pool that a step writes to.
+      length: T, new rows of a sequence.
+      padded: rows that their array has, T or more.
+      width: H.
+      page_size: S.
+      dtype: of the pools.
+      quantised: they have scales.
+    """
+
+    kinds: int
+    heads: int
+    length: int
+    padded: int
+    width: int
+    page_size: int
+    dtype: jnp.dtype
+    quantised: bool
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows of a window."""
+        rows = flash_tpu.row_tile(self.dtype)
+        while self.page_size % (2 * rows) == 0 and 2 * rows <= self.length // 4:
+            rows *= 2
+        return rows
+
+    @property
+    def count(self) -> int:
+        """Windows of a sequence, wherever its new rows begin."""
+        return -(-(self.length + self.rows - 1) // self.rows)
+
+    @property
+    def scale_pages(self) -> int:
+        """Pages that the new scales may lie in; they are written in whole pages."""
+        return -(-(self.length + self.page_size - 1) // self.page_size)
+
+    @property
+    def scale_lanes(self) -> int:
+        """Lanes of the new scales."""
+        lanes = max(self.scale_pages * self.page_size, self.padded)
+        return lanes + -lanes % self.page_size
+
+    @property
+    def _shapes(self) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+        staged = self.count * self.rows
+        lanes = min(self.width, flash_tpu.LANES)
+        return {
+            "windows": ((self.kinds, self.heads, staged, self.width), self.dtype),
+            "shifted rows": ((self.rows + staged, lanes), jnp.float32),
+        }
+
+    def scratch(self) -> list:
+        """Scratch shapes of `staged`, `shifted` and `semaphore` of a `PageWriter`."""
+        return [*[pltpu.VMEM(*one) for one in self._shapes.values()], pltpu.SemaphoreType.DMA]
+
+    def scale_scratch(self) -> list:
+        """And of `staged_scales`, where there are any."""
+        shape = (self.kinds, self.heads, 1, self.scale_lanes)
+        return [pltpu.VMEM(shape, jnp.float32)] if self.quantised else []
+
+    def vmem(self, tile: int, buffers: int) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+        """What all this takes, and the scales of a stream with so many buffers of `tile` rows."""
+        if not self.quantised:
+            return self._shapes
+        lanes = self.kinds * (buffers * tile + 3 * self.scale_lanes)
+        return self._shapes | {"scales": ((self.heads, 1, lanes), jnp.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
 class PageWriter:
     """The new rows of one sequence on their way.
 
     Attributes:
-      plan: of the call; see `paged_attention_tpu.Plan`.
+      windows: of the call.
       start: int32 []; position of the first new row.
       own_heads: of the kv heads of a pool, those of this step.
       page_of: row of the sequence -> page.
-      new: keys and values [K, padded, H], and then their scales [K, 1, scale lanes] if any.
+      new: rows of each kind [K, padded, H], and then their scales [K, 1, scale lanes] if any.
       pools: in HBM, of the same: [K, P, S, H], and [K, P, 1, S].
-      staged: [2, K, windows · window rows, H]; keys and values in their places.
-      shifted: float32 [window rows + windows · window rows, lanes]; a place to shift rows in.
-      staged_scales: float32 [2, K, 1, scale lanes], or None.
+      staged: [kinds, K, windows · rows, H]; the rows in their places.
+      shifted: float32 [rows + windows · rows, lanes]; a place to shift rows in.
+      staged_scales: float32 [kinds, K, 1, scale lanes], or None.
       semaphore: of the copies.
     """
 
-    plan: Any
+    windows: Windows
     start: jax.Array
     own_heads: Any
     page_of: Callable
@@ -54,10 +129,10 @@ class PageWriter:
             keep.
           half: half of the stream's double buffer that holds the context's last tile.
         """
-        for kind in range(2):
-            for head in range(self.plan.step_heads):
+        for kind in range(self.windows.kinds):
+            for head in range(self.windows.heads):
                 self._stage_rows(kind, head, stream, half)
-                if self.plan.quantised:
+                if self.windows.quantised:
                     self._stage_scales(kind, head, stream, half)
         self._copy(lambda copy: copy.start())
 
@@ -66,72 +141,72 @@ class PageWriter:
         self._copy(lambda copy: copy.wait())
 
     def _stage_rows(self, kind, head, stream, half):
-        plan = self.plan
-        window, staged = plan.window_rows, plan.windows * plan.window_rows
+        windows = self.windows
+        window, staged = windows.rows, windows.count * windows.rows
         before = flash_tpu.rem(self.start, window)
         # Only 32-bit rows can be read from any row on, and only one tile of lanes at a time.
         moved = []
         lanes = self.shifted.shape[-1]
-        for i in range(plan.width // lanes):
-            new = self.new[kind][head, : plan.length, i * lanes : (i + 1) * lanes]
+        for first in range(0, windows.width, lanes):
+            new = self.new[kind][head, : windows.length, first : first + lanes]
+            here = new.shape[1]
             self.shifted[...] = jnp.zeros_like(self.shifted)
-            self.shifted[window : window + plan.length] = new.astype(jnp.float32)
-            moved.append(self.shifted[pl.ds(window - before, staged)])
+            self.shifted[window : window + windows.length, :here] = new.astype(jnp.float32)
+            moved.append(self.shifted[pl.ds(window - before, staged)][:, :here])
         moved = jnp.concatenate(moved, axis=-1).astype(self.staged.dtype)
         if stream is None:
             self.staged[kind, head] = moved
             return
-        place = self._before_start(window)
-        old = (stream.keys, stream.values)[kind][half, head, place]
+        place = self._before_start(stream.tile, window)
+        old = stream.buffers[kind][half, head, place]
         kept = jax.lax.broadcasted_iota(jnp.int32, (window, 1), 0) < before
         self.staged[kind, head, :window] = jnp.where(kept, old, moved[:window])
         if staged > window:
             self.staged[kind, head, window:] = moved[window:]
 
     def _stage_scales(self, kind, head, stream, half):
-        page = self.plan.page_size
+        page = self.windows.page_size
         before = flash_tpu.rem(self.start, page)
-        moved = pltpu.roll(self.new[2 + kind][head], before, 1)
+        moved = pltpu.roll(self.new[self.windows.kinds + kind][head], before, 1)
         if stream is None:
             self.staged_scales[kind, head] = moved
             return
-        old = stream.scales.buffers[kind][half, head, :, self._before_start(page)]
+        old = stream.scales.buffers[kind][half, head, :, self._before_start(stream.tile, page)]
         kept = jax.lax.broadcasted_iota(jnp.int32, (1, page), 1) < before
         self.staged_scales[kind, head, :, :page] = jnp.where(kept, old, moved[:, :page])
-        if self.plan.scale_lanes > page:
+        if self.windows.scale_lanes > page:
             self.staged_scales[kind, head, :, page:] = moved[:, page:]
 
-    def _before_start(self, window):
+    def _before_start(self, tile, window):
         """In the context's last tile, the window that the first new row enters.
 
         It is any window where that row begins one of its own: nothing of it is kept then.
         """
-        tile = self.plan.tile
         first = flash_tpu.rem(self.start - 1, tile) + 1 - flash_tpu.rem(self.start, window)
         return pl.ds(pl.multiple_of(jnp.minimum(first, tile - window), window), window)
 
     def _copy(self, act):
-        plan = self.plan
-        for i, row in self._windows(plan.windows, plan.window_rows):
+        windows, page_size = self.windows, self.windows.page_size
+        for i, row in self._first_rows(windows.count, windows.rows):
 
-            @pl.when(row < self.start + plan.length)
+            @pl.when(row < self.start + windows.length)
             def _(i=i, row=row):
-                window = plan.window_rows
-                place = pl.ds(pl.multiple_of(flash_tpu.rem(row, plan.page_size), window), window)
-                for kind in range(2):
+                window = windows.rows
+                place = pl.ds(pl.multiple_of(flash_tpu.rem(row, page_size), window), window)
+                for kind in range(windows.kinds):
                     staged = self.staged.at[kind, :, i * window : (i + 1) * window]
                     act(self._to_page(staged, self.pools[kind], row, place))
 
-        for i, row in self._windows(plan.scale_pages if plan.quantised else 0, plan.page_size):
+        for i, row in self._first_rows(windows.scale_pages * windows.quantised, page_size):
 
-            @pl.when(row < self.start + plan.length)
+            @pl.when(row < self.start + windows.length)
             def _(i=i, row=row):
-                lanes = slice(i * plan.page_size, (i + 1) * plan.page_size)
-                for kind in range(2):
+                lanes = slice(i * page_size, (i + 1) * page_size)
+                for kind in range(windows.kinds):
                     staged = self.staged_scales.at[kind, :, :, lanes]
-                    act(self._to_page(staged, self.pools[2 + kind], row))
+                    act(self._to_page(staged, self.pools[windows.kinds + kind], row))
 
-    def _windows(self, count, rows):
+    def _first_rows(self, count, rows):
         """Index and first row of each window of so many rows."""
         first = self.start - flash_tpu.rem(self.start, rows)
         return [(i, first + i * rows) for i in range(count)]

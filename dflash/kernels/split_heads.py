@@ -35,6 +35,7 @@ def split_heads(
     scales: Sequence[jax.Array] = (),
     *,
     parts: Sequence[Part] = (Part(),),
+    width: int | None = None,
     eps: float = 0.0,
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
@@ -42,10 +43,12 @@ def split_heads(
 
     Args:
       rows: [B, T, n·H]; the columns of one head lie together, and those of one part.
-      cos_sin: of the rows' positions, each float32 [B, T, 1, H/2].
+      cos_sin: of the rows' positions, each float32 [B, T, 1, H/2], or narrower: then only the first
+        numbers of a head are rotated.
       scales: [H] for each part that is rotated, of a root-mean-square norm of each of its heads
         before that. Empty: no norms.
       parts: what the columns are, in their order.
+      width: H; None: twice the angles'.
       eps: of the norms.
       implementation: see `implementation.run`. Gradients are those of the reference.
     Returns:
@@ -53,7 +56,7 @@ def split_heads(
     Raises:
       ValueError: shapes that do not fit each other.
     """
-    width = 2 * cos_sin[0].shape[-1]
+    width = width or 2 * cos_sin[0].shape[-1]
     shares = sum(part.share for part in parts)
     shapes = [scale.shape for scale in scales]
     wanted = [(width,)] * sum(part.rotated for part in parts)
@@ -63,13 +66,13 @@ def split_heads(
         )
     arrays = (rows, *cos_sin, *scales)
     options = {"parts": tuple(parts), "eps": eps}
-    reference = functools.partial(_reference, **options)
+    reference = functools.partial(_reference, width=width, **options)
     run = functools.partial(
         implementations.run,
         implementation,
         reference=reference,
         pallas=functools.partial(tpu.split_heads_tpu, **options),
-        unsupported=tpu.unsupported(*arrays, parts=parts),
+        unsupported=tpu.unsupported(*arrays, parts=parts, width=width),
     )
     if implementation == "reference":
         return run(*arrays)
@@ -91,15 +94,17 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates x [B, T, heads, H] by the angles of its positions, in float32."""
+    """Rotates x [B, T, heads, H], or its beginning, by the angles of its positions, in float32."""
     cos, sin = cos_sin
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    left, right = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    rotated = rotated.astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
-def _reference(rows, cos, sin, *scales, parts, eps):
-    heads = rows.reshape(*rows.shape[:2], -1, 2 * cos.shape[-1])
+def _reference(rows, cos, sin, *scales, parts, width, eps):
+    heads = rows.reshape(*rows.shape[:2], -1, width)
     unit = heads.shape[2] // sum(part.share for part in parts)
     found, begin, scales = [], 0, iter(scales)
     for part in parts:

@@ -93,9 +93,11 @@ def _turn(x, cos, sin):
     return x * cos + jnp.concatenate([x[:, half:], x[:, :half]], axis=-1) * sin
 
 
-def unsupported(rows, cos, sin, *scales, parts) -> str | None:
+def unsupported(rows, cos, sin, *scales, parts, width) -> str | None:
     """Why the kernel does not cover a call; None if it does."""
-    length, width = rows.shape[1], 2 * cos.shape[-1]
+    length = rows.shape[1]
+    if width != 2 * cos.shape[-1]:
+        return f"{OP}: heads of {width} of which {2 * cos.shape[-1]} are rotated"
     if width % flash_tpu.LANES:
         return f"{OP}: heads of {width} are no multiple of {flash_tpu.LANES}"
     if length > TILE_ROWS and length % TILE_ROWS:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import flash_tpu
+from dflash.kernels import flash_tpu, quantised
 from dflash.kernels.quantised import Quantised, Rows
 
 BUFFERS = 3
@@ -25,20 +25,20 @@ class TileScales:
     """What a stream of quantised rows has beside them.
 
     Attributes:
-      buffers: of keys and of values, each float32 [3, K, 1, tile] in VMEM.
-      source: (sequence, first row of a piece) -> scales of the piece's keys and of its values, each
-        [K, 1, piece] in HBM. Lanes are not cut, so a piece's scales come whole.
+      buffers: of keys and of values, each float32 [3, K, 1, tile] in VMEM; of latents one.
+      source: (sequence, first row of a piece) -> the piece's scales for each buffer, [K, 1, piece]
+        in HBM. Lanes are not cut, so a piece's scales come whole.
       dtype: to multiply in.
     """
 
-    buffers: tuple[jax.Ref, jax.Ref]
+    buffers: tuple[jax.Ref, ...]
     source: Callable
     dtype: jnp.dtype
 
     @staticmethod
-    def scratch(heads: int, tile: int) -> list:
+    def scratch(heads: int, tile: int, kinds: int = 2) -> list:
         """Scratch shapes of the buffers."""
-        return [pltpu.VMEM((BUFFERS, heads, 1, tile), jnp.float32)] * 2
+        return [pltpu.VMEM((BUFFERS, heads, 1, tile), jnp.float32)] * kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,38 +46,45 @@ class TileStream:
     """Double-buffered copies from HBM.
 
     Attributes:
-      keys: [3, K, tile, H] in VMEM; two buffers for whole tiles, and one for last tiles.
-      values: [3, K, tile, H] in VMEM.
+      buffers: of keys and of values, each [3, K, tile, H] in VMEM: two for whole tiles, and one for
+        last tiles. Latents have one of both: a value is the beginning of its key.
       semaphores: [3], one per buffer.
-      source: (sequence, first row, number of rows) -> keys and values [K, rows, H] in HBM. The rows
-        lie within one piece.
+      source: (sequence, first row, number of rows) -> the rows for each buffer, [K, rows, H] in
+        HBM. They lie within one piece.
       piece: rows that lie together in HBM; a tile is a whole number of pieces.
       length: sequence -> rows in use.
       scales: of quantised rows; None for others.
+      value_width: of latents, numbers of a value.
     """
 
-    keys: jax.Ref
-    values: jax.Ref
+    buffers: tuple[jax.Ref, ...]
     semaphores: jax.Ref
     source: Callable
     piece: int
     length: Callable
     scales: TileScales | None = None
+    value_width: int | None = None
 
     @staticmethod
-    def scratch(heads: int, tile: int, width: int, dtype: jnp.dtype) -> list:
-        """Scratch shapes of the first three attributes."""
+    def scratch(heads: int, tile: int, width: int, dtype: jnp.dtype, kinds: int = 2) -> list:
+        """Scratch shapes of the buffers, and that of the semaphores."""
         buffers = pltpu.VMEM((BUFFERS, heads, tile, width), dtype)
-        return [buffers, buffers, pltpu.SemaphoreType.DMA((BUFFERS,))]
+        return [*[buffers] * kinds, pltpu.SemaphoreType.DMA((BUFFERS,))]
 
     @property
     def tile(self) -> int:
         """Rows of a tile."""
-        return self.keys.shape[2]
+        return self.buffers[0].shape[2]
 
     def rows(self, kind: int, half, head) -> Rows:
         """The tile of keys (kind 0) or values (1) of a head in a buffer: [tile, H]."""
-        values = (self.keys, self.values)[kind][half, head]
+        if self.value_width is None:
+            return self._rows(kind, half, head)
+        keys = self._rows(0, half, 0)
+        return quantised.leading(keys, self.value_width) if kind else keys
+
+    def _rows(self, kind, half, head) -> Rows:
+        values = self.buffers[kind][half, head]
         if self.scales is None:
             return values
         return Quantised(values.astype(self.scales.dtype), self.scales.buffers[kind][half, head])
@@ -133,14 +140,14 @@ class TileStream:
 
     def _wait_whole(self, half):
         # Semaphores count bytes: one wait serves all pieces.
-        for buffer in (self.keys, self.values, *(self.scales.buffers if self.scales else ())):
+        for buffer in (*self.buffers, *(self.scales.buffers if self.scales else ())):
             _wait(pltpu.make_async_copy(buffer.at[half], buffer.at[half], self.semaphores.at[half]))
 
     def _copy_last(self, sequence, act):
         """The last tile up to the sequence's length, rounded up to whole tiles of memory."""
         length = self.length(sequence)
         base = (flash_tpu.cdiv(length, self.tile) - 1) * self.tile
-        unit = flash_tpu.row_tile(self.keys.dtype)
+        unit = flash_tpu.row_tile(self.buffers[0].dtype)
         for begin in range(0, self.tile, self.piece):
             rows = length - base - begin
 
@@ -167,9 +174,7 @@ class TileStream:
     def _copy(self, sequence, row, half, begin, rows, act):
         """`rows` rows from `row` of the sequence on, to a buffer from `begin` on."""
         where = (half, slice(None), pl.ds(begin, rows))
-        for source, buffer in zip(
-            self.source(sequence, row, rows), (self.keys, self.values), strict=True
-        ):
+        for source, buffer in zip(self.source(sequence, row, rows), self.buffers, strict=True):
             act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[half]))
 
     def _copy_scales(self, sequence, row, half, begin, act):

@@ -20,6 +20,7 @@ from dflash.kernels.split_heads import Part, split_heads
 from dflash.layers import linear
 from dflash.layers.cache import CacheArray, batch_axes
 from dflash.layers.linear import Linear, RMSNorm
+from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
 # What `project` makes of the rows -> outputs [B, T, N, H], and whatever else the caller wants
@@ -42,6 +43,7 @@ class Attention(nnx.Module):
         qk_norm: bool,
         output_width: int | None = None,
         takes_context: bool = False,
+        has_sinks: bool = False,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
@@ -51,6 +53,7 @@ class Attention(nnx.Module):
           width: of rows that come in.
           output_width: of those that go out; None: the same.
           takes_context: there are rows of which keys and values are wanted alone.
+          has_sinks: every head has a learned score that stands for no row, `attention_sink_bias`.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.q_proj = Linear(width, num_heads * head_dim, ("embed", "heads"), **build)
@@ -61,6 +64,9 @@ class Attention(nnx.Module):
         )
         self.q_norm = RMSNorm(head_dim, eps, **build) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps, **build) if qk_norm else None
+        self.attention_sink_bias = (
+            parameters.declare((num_heads,), ("heads",), stddev=1.0, **build) if has_sinks else None
+        )
         # What each product gives: the columns of "kv_proj" are keys and then values.
         self.products = ("q", "k", "v")
         self.heads_per_kv_head = num_heads // num_kv_heads
@@ -204,6 +210,7 @@ class Attention(nnx.Module):
         split = functools.partial(
             split_heads,
             parts=[forms[part] for part in parts],
+            width=self.head_dim,
             eps=norms[0].eps if norms else 0.0,
             implementation=chosen,
         )

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.kernels import quantised
+from dflash.kernels import implementation, quantised
 from dflash.kernels.causal_attention import causal_attention
-from dflash.kernels.latent_attention import latent_attention
+from dflash.kernels.latent_attention import expanded_attention, latent_attention
 from dflash.kernels.quantised import Rows
 from dflash.kernels.split_heads import rotate
 from dflash.layers.attention import Attend
@@ -178,14 +178,15 @@ class LatentAttention(nnx.Module):
             page_table,
             start,
             *masks,
-            expand=lambda rows: (rows, quantised.leading(rows, self.shape.kv_lora_rank)),
+            value_width=self.shape.kv_lora_rank,
             scale=self.scale,
+            implementation=implementation.for_platform(self.sharding.platform),
         )
         return jnp.einsum("btnr,rnv->btnv", attended, to_values), pages
 
     def _expanded(self, to_keys, to_values, queries, *arrays):
         """Attention with the keys and values of every head."""
-        return latent_attention(
+        return expanded_attention(
             queries,
             *arrays,
             expand=functools.partial(self._expand, to_keys, to_values),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,7 +12,7 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints.weight_formats import WeightFormat
-from dflash.kernels.grouped_matmul import grouped_matmul
+from dflash.kernels.grouped_matmul import for_platform, grouped_matmul
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Kernel
 from dflash.layers.mlp import Mlp, gated
@@ -140,8 +141,19 @@ class Experts(nnx.Module):
     """Gated mlps, of which each row goes through a few.
 
     Rows are sorted by expert, and every expert multiplies its own. Experts are split over devices
-    by the axis "expert", their widths by "mlp": every device takes those of its rows' choices that
-    it holds, and results are summed.
+    by the axis "expert", their widths by "mlp". Every device takes those of the rows' choices that
+    it holds, and what they give is summed over devices.
+
+    How a device comes by the rows depends on whether it has them. By default all devices among
+    which experts are split have the same rows: nothing is sent but the sum. Where rows are split
+    too, devices gather the rows of one another before, and of the sum each gets its own rows back.
+    `sharding_rules` asks for it by naming the mesh axis of experts for batch and pages as well.
+    That is for many rows, in training or in a large batch, whose attention is then split too. A
+    batch that does not divide, such as a single prompt, is whole everywhere and is not exchanged.
+
+    Sending each row to the devices of its k experts alone would move 2 k rows for each, against
+    n - 1 there and n - 1 back among n devices. It is less from n > k + 1 on, but what a device
+    receives has then no static size.
     """
 
     def __init__(
@@ -153,12 +165,6 @@ class Experts(nnx.Module):
         self.up_proj = ExpertLinear(count, width, hidden, ("embed", "mlp"), **build)
         self.down_proj = ExpertLinear(count, hidden, width, ("mlp", "embed"), **build)
         self.routing, self.sharding = routing, sharding
-        shared = set(sharding.axes("expert")) & set(sharding.axes("batch"))
-        if shared:  # the sum over experts would mix sequences
-            raise errors.ConfigError(
-                f"sharding_rules: batch and expert both use mesh axis {sorted(shared)[0]!r}; "
-                "give experts an axis of their own"
-            )
 
     def share_read(self, rows: int) -> float:
         """Expected share of the experts that so many rows touch, each choosing at random.
@@ -190,12 +196,28 @@ class Experts(nnx.Module):
         if self.gate_proj.format is not None:
             arrays += [one.kernel_scale[...] for one in projections]
             names += [_whole_width(one.scale_axes) for one in projections]
-        run = self.sharding.map(self._run_own, [rows, rows, rows, *names], [rows])
+        split = self.sharding.axes("batch") if batch else ()
+        exchanged = tuple(axis for axis in split if axis in self.sharding.axes("expert"))
+        run = functools.partial(self._run_own, exchanged)
+        run = self.sharding.map(run, [rows, rows, rows, *names], [rows])
         (out,) = run(x, experts, weights, *arrays)
         return out
 
-    def _run_own(self, x, experts, weights, gate, up, down, *scales):
+    def _run_own(self, exchanged, x, experts, weights, *kernels):
         """The part of one device, which holds some of the experts, summed over all devices."""
+        if exchanged:
+            x, experts, weights = (
+                jax.lax.all_gather(rows, exchanged, tiled=True) for rows in (x, experts, weights)
+            )
+        out = self._sum_own(x, experts, weights, *kernels)
+        if exchanged:
+            out = jax.lax.psum_scatter(out, exchanged, tiled=True)
+        axes = self.sharding.axes("expert") + self.sharding.axes("mlp")
+        others = tuple(axis for axis in axes if axis not in exchanged)
+        return ((jax.lax.psum(out, others) if others else out).astype(x.dtype),)
+
+    def _sum_own(self, x, experts, weights, gate, up, down, *scales):
+        """Float32 [B, T, D]: what the experts of this device give, weighted."""
         count, per_row = gate.shape[0], experts.shape[-1]
         own = experts.reshape(-1) - self.sharding.index("expert") * count
         own = jnp.where((own >= 0) & (own < count), own, count)  # others' come last
@@ -203,16 +225,19 @@ class Experts(nnx.Module):
         sizes = jnp.bincount(own, length=count + 1)[:count].astype(jnp.int32)
         of_gate, of_up, of_down = scales or (None, None, None)
         block = self.gate_proj.format and self.gate_proj.format.block
-        product = functools.partial(grouped_matmul, block=block)
+        product = functools.partial(
+            grouped_matmul,
+            block=block,
+            read=self.share_read(math.prod(experts.shape[:-1])),
+            implementation=for_platform(self.sharding.platform),
+        )
         sorted_rows = x.reshape(-1, x.shape[-1])[order // per_row]
         inner = gated(
             product(sorted_rows, gate, sizes, of_gate), product(sorted_rows, up, sizes, of_up)
         )
         products = product(inner, down, sizes, of_down)
         by_row = products[jnp.argsort(order)].reshape(*weights.shape, -1)
-        out = jnp.einsum("btk,btkd->btd", weights, by_row.astype(jnp.float32))
-        axes = self.sharding.axes("expert") + self.sharding.axes("mlp")
-        return ((jax.lax.psum(out, axes) if axes else out).astype(x.dtype),)
+        return jnp.einsum("btk,btkd->btd", weights, by_row.astype(jnp.float32))
 
 
 def _whole_width(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:

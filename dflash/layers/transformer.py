@@ -53,6 +53,7 @@ class TransformerLayer(nnx.Module):
         mlp: nnx.Module | None = None,
         qk_norm: bool = False,
         takes_context: bool = False,
+        has_sinks: bool = False,
         dtype: jnp.dtype,
         sharding: Sharding,
     ):
@@ -63,7 +64,7 @@ class TransformerLayer(nnx.Module):
           attention: of the layer; None: grouped queries, as `arch` has them.
           mlp: [B, ..., D] -> [B, ..., D]; None: the gated one, of `arch.intermediate_size`.
           qk_norm: grouped queries have normed heads.
-          takes_context: grouped queries with context; see `Attention`.
+          takes_context, has_sinks: of grouped queries; see `Attention`.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
@@ -75,6 +76,7 @@ class TransformerLayer(nnx.Module):
             eps=arch.rms_norm_eps,
             qk_norm=qk_norm,
             takes_context=takes_context,
+            has_sinks=has_sinks,
             **build,
         )
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)

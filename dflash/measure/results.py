@@ -18,6 +18,7 @@ from dflash.runs.directory import RunDirectory
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
 RESULTS, STUDY = "results.json", "study.json"
+CATEGORIES = "categories.json"  # where questions have some; see `speed_bench`
 
 
 def open_directory(path: str | os.PathLike | None, config: BenchmarkRun) -> RunDirectory:

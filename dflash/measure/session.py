@@ -19,6 +19,7 @@ from dflash.measure import (
     replay,
     results,
     roofline,
+    speed_bench,
     studies,
     table,
     workload,
@@ -95,7 +96,11 @@ def run(
             directory.write_json(results.RESULTS, values)
     directory.write("results.csv", results.table_csv(results.rows(values)))
     words = bench.workload.acceptance["words"]
-    _say(table.lines(so_far.cells, so_far.averages, wide=wide), [words, *so_far.notes])
+    categories = speed_bench.by_task(bench.workload.tasks, done)
+    if categories:
+        directory.write_json(results.CATEGORIES, categories)
+    lines = table.lines(so_far.cells, so_far.averages, wide=wide)
+    _say([*lines, *speed_bench.lines(categories)], [words, *so_far.notes])
     if directory.path is not None:
         with display.status("plots and page"):
             report(bench, so_far.cells, done, values, so_far.notes, directory)

@@ -35,6 +35,8 @@ class Item:
       grader: text -> whether it has the right answer, None if undecided; None where the prompt has
         no right answer, such as all but the last turn of a conversation.
       turn: number in its conversation, from 0; items of a conversation are neighbours.
+      category: kind of the question, where its data set has kinds.
+      question: its number or name in that set.
     """
 
     prompt: Prompt
@@ -42,6 +44,8 @@ class Item:
     lengths: tuple[int, ...] | None = None
     grader: jobs.Grader | None = None
     turn: int = 0
+    category: str = ""
+    question: str = ""
 
     @property
     def conversation(self) -> int:
@@ -244,13 +248,16 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
         )
         found = jobs.read_prompts(job, source, stdin=sys.stdin)
         graders = jobs.find_graders(source) or [None] * len(found)
+        examples = jobs.find_examples(source)
         tasks[name] = tuple(
             Item(
                 dataclasses.replace(prompt, index=begin + prompt.index),
                 config.decode.max_new_tokens,
                 grader=grader,
+                category=example.category,
+                question=example.question,
             )
-            for prompt, grader in zip(found, graders, strict=True)
+            for prompt, grader, example in zip(found, graders, examples, strict=True)
         )
         begin += found[-1].indices.stop
     return tasks

@@ -263,7 +263,7 @@ def prepare_models(
 
 def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prompt]:
     """Reads prompts from another source for the models of a job."""
-    examples = _examples(source)
+    examples = find_examples(source)
     return prompts.read_prompts(
         source,
         job.tokenizer,
@@ -285,7 +285,7 @@ def find_graders(source: PromptsConfig) -> list[Grader]:
     dataset = datasets.find(source.dataset, DataConfig())
     if not dataset.has_answers:
         return []
-    return [functools.partial(dataset.is_correct, example) for example in _examples(source)]
+    return [functools.partial(dataset.is_correct, example) for example in find_examples(source)]
 
 
 def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
@@ -309,7 +309,12 @@ def _prompts_are_known(config: DecodeRun, source: Source) -> bool:
     return not from_stdin and not without_tokenizer
 
 
-def _examples(config: PromptsConfig) -> list[Example]:
+def find_examples(config: PromptsConfig) -> list[Example]:
+    """What the prompts of a data set were made from, one each; empty if they come from elsewhere.
+
+    Raises:
+      UserError: see `datasets.task_examples`.
+    """
     if config.dataset is None:
         return []
     return datasets.task_examples(

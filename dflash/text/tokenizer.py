@@ -1,4 +1,4 @@
-"""Text <-> token ids: Hugging Face tokenizer.json, sentencepiece, or plain bytes; chat templates.
+"""Text <-> token ids: tokenizer.json, sentencepiece, tiktoken, or plain bytes; chat templates.
 
 tokenizer = load_tokenizer(directory)
 ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
@@ -22,6 +22,7 @@ from dflash.text.token_bytes import TokenBytes
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
+TIKTOKEN_MODEL = "tiktoken.model"
 
 
 class Tokenizer(abc.ABC):
@@ -115,13 +116,15 @@ def load_tokenizer(
     Raises:
       InputError: it is damaged, or a library for it is absent.
     """
-    from dflash.text import tokenizer_files  # which builds on the classes here
+    from dflash.text import tiktoken_file, tokenizer_files  # which build on the classes here
 
     date = date or datetime.date.today()
     if (directory / TOKENIZER_JSON).exists():
         return tokenizer_files.HuggingFaceTokenizer(directory, template_variables, date)
     if (directory / SENTENCEPIECE_MODEL).exists():
         return tokenizer_files.SentencePieceTokenizer(directory, template_variables, date)
+    if (directory / TIKTOKEN_MODEL).exists():
+        return tiktoken_file.TiktokenTokenizer(directory, template_variables, date)
     return NoTokenizer(directory)
 
 
@@ -180,7 +183,8 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self, directory: pathlib.Path):
         self._message = (
-            f"{directory}: no tokenizer ({TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}); "
+            f"{directory}: no tokenizer ({TOKENIZER_JSON}, {SENTENCEPIECE_MODEL} or "
+            f"{TIKTOKEN_MODEL}); "
             "give prompts as prompt_ids"
         )
 

@@ -1,4 +1,4 @@
-"""The kinds of tokenizers that checkpoints have: tokenizer.json, and sentencepiece's."""
+"""The kinds of tokenizers that most checkpoints have: tokenizer.json, and sentencepiece's."""
 
 import datetime
 import functools
@@ -14,12 +14,12 @@ from dflash.text import chat_template, special_tokens, token_bytes
 from dflash.text.chat_template import ChatTemplate, Messages
 from dflash.text.special_tokens import SpecialTokens
 from dflash.text.token_bytes import TokenBytes
-from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
+from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TIKTOKEN_MODEL, TOKENIZER_JSON, Tokenizer
 
 _SPACE_SIGN = "\u2581"  # what sentencepiece writes for a space
 
 
-class _TemplateTokenizer(Tokenizer):
+class TemplateTokenizer(Tokenizer):
     """A tokenizer with special tokens, in whose checkpoint there may be a chat template."""
 
     _special_tokens: SpecialTokens
@@ -35,7 +35,7 @@ class _TemplateTokenizer(Tokenizer):
         )
 
 
-class HuggingFaceTokenizer(_TemplateTokenizer):
+class HuggingFaceTokenizer(TemplateTokenizer):
     """tokenizer.json, by the `tokenizers` library."""
 
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
@@ -57,7 +57,7 @@ class HuggingFaceTokenizer(_TemplateTokenizer):
         self._tokenizer.no_padding()
         named = chat_template.special_tokens(directory)
         self._template = ChatTemplate(directory, named | variables, date)
-        self.fingerprint = _fingerprint(directory, variables, date)
+        self.fingerprint = fingerprint_of(directory, variables, date)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder().items()
         special = {token.content: (number, token) for number, token in added if token.special}
@@ -145,7 +145,7 @@ def _without_special_tokens(content: Mapping[str, Any]) -> Any:
     return made
 
 
-class SentencePieceTokenizer(_TemplateTokenizer):
+class SentencePieceTokenizer(TemplateTokenizer):
     """tokenizer.model, by the `sentencepiece` library.
 
     Prompts get a beginning-of-sequence id where tokenizer_config.json says `add_bos_token: true`.
@@ -165,7 +165,7 @@ class SentencePieceTokenizer(_TemplateTokenizer):
         named = {name: pieces[one] for name, one in ends.items() if one >= 0}
         named |= chat_template.special_tokens(directory)
         self._template = ChatTemplate(directory, named | variables, date)
-        self.fingerprint = _fingerprint(directory, variables, date)
+        self.fingerprint = fingerprint_of(directory, variables, date)
         self._add_bos = bool(chat_template.tokenizer_config(directory).get("add_bos_token", False))
         # sentencepiece itself reads control pieces in a text, such as </s>, as plain characters.
         control = filter(self._is_control, range(self.vocab_size))
@@ -242,10 +242,12 @@ class SentencePieceTokenizer(_TemplateTokenizer):
         return self._model.is_control(token)
 
 
-def _fingerprint(directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date) -> str:
+def fingerprint_of(
+    directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date
+) -> str:
     """A hash of the files that say how text becomes ids, and of what their template depends on."""
     digest = hashlib.sha256()
-    patterns = ("tokenizer*", "special_tokens_map.json", "chat_template*")
+    patterns = ("tokenizer*", TIKTOKEN_MODEL, "special_tokens_map.json", "chat_template*")
     paths = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
     names = set()  # variables and functions that a template may refer to
     for path in sorted(paths):

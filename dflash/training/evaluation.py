@@ -7,6 +7,7 @@ import optax
 from dflash import errors
 from dflash.config import loader
 from dflash.data import batches
+from dflash.training import outlook
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.job import DraftingTest, Job
@@ -46,7 +47,7 @@ class Evaluation:
         metrics = self._held_out_loss(params) if self._held_out else {}
         if self._drafting_test is not None:
             metrics |= self._drafting_test(optax.tree.cast(params, self._job.task.dtype))
-        return metrics
+        return metrics | outlook.forecast(metrics, self._job.task.weights_ratio)
 
     def _held_out_loss(self, params: Params) -> dict[str, float]:
         """The loss and its metrics; every call uses the same batches and random numbers."""

@@ -149,8 +149,12 @@ def describe(metrics: Metrics) -> str:
     for name, value in metrics.items():
         if name == "loss":
             shown.append(f"loss {value:.4f}")
-        elif name.partition("/")[0] in ("tau", "acceptance_length"):
-            shown.append(f"{name.replace('_', ' ').replace('tau', 'τ')} {value:.2f}")
+        elif name == "acceptance_length":
+            shown.append(f"expected τ {value:.2f}")
+        elif name.partition("/")[0] == "tau":
+            shown.append(f"{name.replace('tau', 'τ')} {value:.2f}")
+        elif name == "speedup_bound":
+            shown.append(f"expected speed-up below {value:.2f}")
         elif name == "learning_rate":
             shown.append(f"lr {value:.2e}")
     return " · ".join(shown)

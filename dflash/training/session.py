@@ -117,6 +117,7 @@ def _loop_config(job: Job, steps: int, evaluation: Evaluation) -> LoopConfig:
         evaluate_every=config.evaluation.every if evaluation.measures_something else 0,
         goal=evaluation.goal,
         evaluation=evaluation.fingerprint,
+        patience=config.evaluation.patience,
     )
 
 
@@ -190,11 +191,17 @@ def _finish(
     job: Job, directory: RunDirectory, first_step: int, outcome: Outcome, steps: int
 ) -> str:
     """Exports the last weights if there are no best ones; returns a line about the result."""
-    if outcome.step < steps:
+    if outcome.step < steps and not outcome.stalled:
         return f"stopped after step {outcome.step} of {steps}; run the same command to continue"
     export = directory.path / rundir.EXPORT
     if export.is_dir() and first_step == steps:
         return f"all {steps} steps were done before; {export} holds the weights"
+    if outcome.stalled:
+        return (
+            f"ended after step {outcome.step} of {steps}: no better score in "
+            f"{job.config.evaluation.patience} evaluations (evaluation.patience); {export} holds "
+            f"the weights of step {outcome.best['step']}, the best"
+        )
     if not (export.is_dir() and outcome.best):
         _export(job, directory, outcome.state.params, outcome.step)
         return f"done: {export} holds the weights of step {outcome.step}"

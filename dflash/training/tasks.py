@@ -55,6 +55,17 @@ class Task(abc.ABC):
         return jnp.dtype(self.config.train.dtype)
 
     @property
+    def weights_ratio(self) -> float | None:
+        """Bytes of weights that a cycle reads at least, over those of a plain token.
+
+        None where no drafter is trained.
+        """
+        if not self.drafts:
+            return None
+        target, drafter = (_weight_bytes(model) for model in (self.target, self.working))
+        return (target + drafter) / target
+
+    @property
     def from_scratch(self) -> bool:
         """Whether the learner starts from random weights."""
         return self.learner_source.directory is None
@@ -209,3 +220,7 @@ def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) ->
     return DrafterTask(
         config, target, target_source, learner, build_drafter(config.train.dtype), source
     )
+
+
+def _weight_bytes(model: nnx.Module) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model, nnx.Param)))

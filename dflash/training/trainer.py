@@ -12,6 +12,7 @@ import numpy as np
 
 from dflash import errors
 from dflash.parallel.sharding import Sharding
+from dflash.training import outlook
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints
 from dflash.training.report import Report
@@ -40,6 +41,7 @@ class LoopConfig:
       evaluate_every: steps between two evaluations; 0 for none.
       goal: metric that selects the best checkpoint; less is better for "loss".
       evaluation: hash of what else the scores depend on; only scores with equal ones compare.
+      patience: evaluations without a better score after which training ends; 0: it never does.
     """
 
     steps: int
@@ -49,6 +51,7 @@ class LoopConfig:
     evaluate_every: int
     goal: str
     evaluation: str
+    patience: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +77,15 @@ class Outcome:
       state: state after the last step.
       step: number of steps done.
       best: {"goal", "evaluation", "step", "score"} of the best evaluation, if there was any.
-      exit_status: 0 if all steps are done, else 128 + the number of the signal that stopped it.
+      exit_status: 0 if it has ended, else 128 + the number of the signal that stopped it.
+      stalled: it ended before its last step, since the score had stopped rising.
     """
 
     state: TrainState
     step: int
     best: Mapping[str, Any] | None
     exit_status: int
+    stalled: bool = False
 
 
 @dataclasses.dataclass
@@ -150,6 +155,9 @@ class Trainer:
         if best and not self._best:
             report.note(f"evaluations have changed: step {best['step']} is no longer the best")
         self._window = _Window(**metadata.get("window", {}))
+        # Evaluations that compare with the next one.
+        known = metadata.get("history", {"measure": self._measure, "entries": []})
+        self._history = known["entries"] if known["measure"] == self._measure else []
         self._saved = step
         self._compiled = False
 
@@ -162,7 +170,7 @@ class Trainer:
         """
         config = self._config
         with self._stop as stop:
-            while self._step < config.steps and stop.received is None:
+            while self._step < config.steps and stop.received is None and not self._stalled:
                 self._advance()
                 self._checkpoints.poll()
                 if self._due(config.log_every):
@@ -175,8 +183,14 @@ class Trainer:
                 self._save()
             with self._paused():
                 self._checkpoints.wait()
-            finished = self._step == config.steps
-        return Outcome(self._state, self._step, self._best, 0 if finished else stop.exit_status)
+            early = self._stalled and self._step < config.steps
+            ended = early or self._step == config.steps
+        status = 0 if ended else stop.exit_status
+        return Outcome(self._state, self._step, self._best, status, early)
+
+    @property
+    def _stalled(self) -> bool:
+        return outlook.has_stalled(self._history, self._config.patience)
 
     def _due(self, every: int) -> bool:
         last = self._step == self._config.steps
@@ -235,6 +249,10 @@ class Trainer:
             if value is None or not np.isfinite(value):
                 return False
             score = float(-value if self._config.goal == "loss" else value)
+            self._history.append(outlook.entry(self._step, score, metrics))
+            self._history = self._history[-max(outlook.KEPT, self._config.patience + 1) :]
+            for warning in outlook.warnings(self._history):
+                self._report.note(f"step {self._step} · {warning}")
             if self._best is None or score > self._best["score"]:
                 self._best = {**self._measure, "step": self._step, "score": score}
                 self._functions.export(self._state.params, self._step)
@@ -246,6 +264,7 @@ class Trainer:
             metadata = {
                 **self._metadata,
                 "best": self._best,
+                "history": {"measure": self._measure, "entries": self._history},
                 "window": dataclasses.asdict(self._window),
                 "data": self._batches.state(),
             }

@@ -1,11 +1,16 @@
 """Tests of measuring cycles, with a clock that the tests set."""
 
+import functools
 import types
 
+import jax
 import numpy as np
 import pytest
+from support.engines import engine
+from support.models import drafter, zeros
 
 from dflash.inference import timing
+from dflash.inference.request import Sampling
 
 SIZES = (1, 4, 16)
 
@@ -42,3 +47,19 @@ def measure(rounds, monkeypatch):
         return state, types.SimpleNamespace(cycles=2)
 
     return timing.cycle_seconds(SIZES, 0, occupied, generate, rounds=3), order
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_no_two_sequences_that_are_measured_are_alike(kv_dtype):
+    """Equal rows would choose the same experts."""
+    page_size = 16 if kv_dtype is None else 128
+    run = engine(drafter("dflash"), batch_size=3, kv_dtype=kv_dtype, page_size=page_size)
+    options = {"layout": run.layout, "sampling": Sampling(), "vocab_size": 48}
+    occupy = functools.partial(timing.occupy, **options)
+    state = jax.jit(occupy)(zeros(run.abstract_state()), np.ones(1, np.float32))
+    assert len(set(state.anchor.tolist())) == 3
+    for rows in jax.tree.leaves((state.cache.layers, state.drafter)):
+        table = np.asarray(rows, np.float32).reshape(-1, rows.shape[-1])
+        assert np.isfinite(table).all()
+        if rows.dtype != np.int8:  # of which rows of few numbers may meet
+            assert len(np.unique(table, axis=0)) == len(table)

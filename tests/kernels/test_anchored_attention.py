@@ -141,14 +141,16 @@ def test_bfloat16():
     check(make_case([[0, 5, 6, 7, 14]], [PACKED], dtype=jnp.bfloat16), tolerance=3e-2)
 
 
-def test_equals_block_attention_of_the_decode_loop():
+@pytest.mark.parametrize("sinks", [None, jnp.asarray([0.5, -1.0, 2.0, 0.0])])
+def test_equals_block_attention_of_the_decode_loop(sinks):
     case = make_case([[0, 4, 11, 18]], [ONE])
-    outputs = anchored_attention(**case, scale=SCALE, window=6)
+    outputs = anchored_attention(**case, sinks=sinks, scale=SCALE, window=6)
     for j, anchor in enumerate(case["anchors"][0]):
         decoded = block_attention(
             *(case[name][:, j] for name in ("queries", "keys", "values")),
             *(case[f"context_{name}"].swapaxes(1, 2) for name in ("keys", "values")),
             anchor[None],
+            sinks,
             scale=SCALE,
             window=6,
         )

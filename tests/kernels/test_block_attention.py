@@ -21,8 +21,9 @@ STALE = 1e6  # what lies past the length: it must never shine through
 
 
 def make_case(
-    lengths, rows, *, capacity=None, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed=0
-):
+    lengths, rows, *, capacity=None, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed=0,
+    sinks=False,
+):  # fmt: skip
     """Random arguments, by name; context past the lengths is stale."""
     rng = np.random.default_rng(seed)
     batch, capacity = len(lengths), capacity or max(lengths)
@@ -39,6 +40,7 @@ def make_case(
         "context_keys": jnp.where(past[:, None, :, None], STALE, draw(*context)).astype(dtype),
         "context_values": jnp.where(past[:, None, :, None], STALE, draw(*context)).astype(dtype),
         "length": jnp.asarray(lengths, jnp.int32),
+        **({"sinks": 2 * draw(kv_heads * group)} if sinks else {}),
     }
 
 
@@ -57,7 +59,8 @@ def expected(case, *, window=None, causal=False):
                 visible[row, position] = window is None or position >= length - window
             for other in range(rows):
                 visible[row, length + other] = other <= row or not causal
-        outputs.append(dense_attention(case["queries"][b], keys, values, visible, SCALE))
+        sinks = case.get("sinks")
+        outputs.append(dense_attention(case["queries"][b], keys, values, visible, SCALE, sinks))
     return np.stack(outputs)
 
 
@@ -103,6 +106,13 @@ def test_query_heads_share_kv_heads(group, kv_heads):
 @pytest.mark.parametrize("tile", [1, 5, 13, 256])
 def test_any_tile_size(tile):
     check(make_case([0, 5, 13], 3, capacity=13), tile=tile, window=6)
+
+
+def test_sinks():
+    check(make_case([0, 5, 13], 3, capacity=13, group=3, sinks=True), window=6)
+    wrong = make_case([3], 2) | {"sinks": jnp.zeros(3)}
+    with pytest.raises(ValueError, match=r"sinks \(3,\) of 4 heads"):
+        block.block_attention(**wrong, scale=SCALE)
 
 
 def test_no_context_at_all():
@@ -196,6 +206,11 @@ def test_kernel(rows, lengths, dtype, kv_heads, group, width, view):
         lengths, rows, capacity=48, kv_heads=kv_heads, group=group, width=width, dtype=dtype
     )
     check_kernel(case, **view)
+
+
+def test_kernel_with_sinks():
+    case = make_case([0, 17], 3, capacity=32, kv_heads=2, group=2, width=64, sinks=True)
+    check_kernel(case, window=5)
 
 
 def test_what_vmem_cannot_hold_is_refused_with_its_sizes():

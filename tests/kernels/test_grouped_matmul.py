@@ -1,4 +1,6 @@
-"""Tests of grouped products: both implementations against a loop over the groups."""
+"""Tests of grouped products: every implementation against a loop over the groups."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.interpreter import interpret
 
+from dflash.kernels import grouped_matmul_tpu, quantised
 from dflash.kernels.grouped_matmul import grouped_matmul
 
 TILES = jax.jit(lambda *arrays: grouped_matmul(*arrays, implementation="tiles"))
@@ -54,6 +58,76 @@ def test_a_row_does_not_depend_on_those_beside_it():
         np.testing.assert_array_equal(together, alone)
 
 
+def on_tpu(*arrays, **options):
+    """What the kernel gives, played on this machine."""
+    call = functools.partial(grouped_matmul, implementation="interpret", **options)
+    return interpret(lambda arrays: call(*arrays), tuple(map(jnp.asarray, arrays)))
+
+
+@pytest.mark.parametrize(
+    ("count", "groups", "total", "width"), [(24, 4, 19, 384), (5, 8, 5, 128), (40, 2, 0, 60)]
+)
+@pytest.mark.parametrize("few", [True, False])
+def test_the_kernel_is_the_product_of_each_group(monkeypatch, few, count, groups, total, width):
+    monkeypatch.setattr(grouped_matmul_tpu, "GROUPED_ROWS", 512 if few else 0)
+    rng = np.random.default_rng(count)
+    sizes = rng.multinomial(total, rng.dirichlet(np.full(groups, 0.5))).astype(np.int32)
+    rows = rng.normal(size=(count, 128)).astype(np.float32)
+    weights = rng.normal(size=(groups, 128, width)).astype(np.float32)
+    found = on_tpu(rows, weights, sizes)
+    np.testing.assert_allclose(found, by_loop(rows, weights, sizes), atol=1e-4)
+
+
+@pytest.mark.parametrize("block", [None, (32, 1), (64, 128)])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_the_kernel_widens_eight_bits_as_it_reads_them(block, dtype):
+    rng = np.random.default_rng(5)
+    sizes = np.array([3, 0, 9], np.int32)
+    rows = rng.normal(size=(16, 128)).astype(np.float32)
+    weights, scales = quantised.narrowed(jnp.asarray(rng.normal(size=(3, 128, 256))), dtype)
+    if block is not None:
+        parts = (3, 128 // block[0], 256 // block[1])
+        scales = jnp.asarray(rng.uniform(0.5, 2, size=parts), jnp.float32)
+    spread = quantised.spread(scales, weights.shape, block)
+    wide = np.asarray(weights.astype(jnp.float32) * spread)
+    found = on_tpu(rows, weights, sizes, scales, block=block)
+    expected = by_loop(rows, wide, sizes)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_the_kernel_s_gradients_are_those_of_the_loop():
+    rng = np.random.default_rng(3)
+    rows = jnp.asarray(rng.normal(size=(8, 128)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(2, 128, 128)), jnp.float32)
+    sizes = jnp.asarray([5, 2])
+
+    def gradients(implementation):
+        def of(rows, weights):
+            product = grouped_matmul(rows, weights, sizes, implementation=implementation)
+            return jnp.sin(product).sum()
+
+        return jax.jit(jax.grad(of, argnums=(0, 1)))(rows, weights)
+
+    for kernel, ragged in zip(gradients("interpret"), gradients("ragged_dot"), strict=True):
+        np.testing.assert_allclose(kernel, ragged, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "block", "message"),
+    [
+        (60, 128, None, "rows of 60 numbers are no multiple of 128"),
+        (2**15, 2**15 - 1, None, "weights 32768 × 32767 are too large for VMEM"),
+        (128, 128, (48, 1), "blocks of 48 of 128 inputs are not whole tiles of 8"),
+    ],
+)
+def test_what_the_kernel_does_not_cover(depth, width, block, message):
+    arrays = ((4, depth), (2, depth, width), (2,), (2, 1, 1))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in arrays]
+    call = functools.partial(grouped_matmul, block=block, implementation="pallas")
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(call, *shapes)
+
+
 def test_gradients_are_those_of_the_loop():
     *factors, sizes = map(jnp.asarray, draw(np.random.default_rng(3), 24, 4, 19))
 
@@ -81,7 +155,7 @@ def test_shapes_that_do_not_fit(shapes, message):
 
 
 def test_an_unknown_implementation():
-    with pytest.raises(ValueError, match="'pallas' is none of"):
+    with pytest.raises(ValueError, match="'megablox' is none of"):
         grouped_matmul(
-            jnp.zeros((1, 2)), jnp.zeros((1, 2, 2)), jnp.ones(1), implementation="pallas"
+            jnp.zeros((1, 2)), jnp.zeros((1, 2, 2)), jnp.ones(1), implementation="megablox"
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.interpreter import interpret
 
-from dflash.kernels.split_heads import Part, split_heads
+from dflash.kernels.split_heads import Part, rms_norm, rotate, split_heads
 
 EPS = 1e-2  # large enough to be seen
 HEADS = (Part(),)
@@ -116,6 +116,17 @@ def test_what_the_kernel_does_not_cover(length, width, parts, message):
         call(implementation="pallas")
     for ours, plain in zip(call(), expected(*case, parts), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_the_beginning_of_a_head_is_rotated():
+    rows, (cos, sin), (scale, *_) = make_case(4, 2, 128, jnp.float32)
+    narrow = cos[..., :32], sin[..., :32]
+    (whole,) = split_heads(rows, narrow, [scale], width=128, eps=EPS)
+    plain = rms_norm(rows.reshape(2, 4, -1, 128), scale, EPS)
+    np.testing.assert_array_equal(whole[..., 64:], plain[..., 64:])
+    np.testing.assert_allclose(whole[..., :64], rotate(plain[..., :64], narrow), rtol=1e-6)
+    with pytest.raises(ValueError, match="heads of 128 of which 64 are rotated"):
+        split_heads(rows, narrow, [scale], width=128, eps=EPS, implementation="pallas")
 
 
 def test_wrong_shapes_are_named():

@@ -9,7 +9,6 @@ import pytest
 from support.golden import import_transformers
 from support.models import make_sharding, move
 
-from dflash import errors
 from dflash.config import schema
 from dflash.layers import moe
 from dflash.layers.moe import Routing, SparseMlp
@@ -98,11 +97,26 @@ def test_eight_devices_equal_one(mesh):
         assert len(spread.experts.up_proj.kernel[...].sharding.device_set) == 8
 
 
-def test_batch_and_experts_on_one_mesh_axis():
-    rules = dict(schema.SHARDING_RULES) | {"expert": ("data",)}
-    mixed = sharding.make_sharding({"data": 2}, rules)
-    with pytest.raises(errors.ConfigError, match="batch and expert both use mesh axis 'data'"):
-        SparseMlp(ROUTINGS["softmax"], WIDTH, HIDDEN, dtype=jnp.float32, sharding=mixed)
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, groups and a correction"])
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"expert": 4, "tensor": 2}, dict.fromkeys(("batch", "pages"), ("data", "fsdp", "expert"))),
+        ({"data": 4, "expert": 2}, {"expert": ("data", "expert")}),
+    ],
+    ids=str,
+)
+def test_rows_are_exchanged_where_they_are_split_as_experts_are(mesh, changes, name):
+    mixed = sharding.make_sharding(mesh, dict(schema.SHARDING_RULES) | changes)
+    spread = SparseMlp(
+        ROUTINGS[name], WIDTH, HIDDEN, shared_hidden=8, dtype=jnp.float32, sharding=mixed
+    )
+    spread = move(layer(name), spread)
+    for batch, sent in ((4, True), (3, False)):  # three do not divide, and are whole everywhere
+        x, run = rows(batch, 5), jax.jit(spread)
+        np.testing.assert_allclose(run(x), jax.jit(layer(name))(x), atol=2e-5)
+        program = run.lower(x).as_text()
+        assert ("all_gather" in program) == ("reduce_scatter" in program) == sent
 
 
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])

@@ -1,7 +1,6 @@
 """Tests of targets: transformers computes the same, and what a tree or a mesh must not change."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from support.golden import import_transformers, load_target
 from support.models import (
     OWN_FIELDS,
     family_architecture,
@@ -21,6 +19,7 @@ from support.models import (
     move,
     zeros,
 )
+from support.parity import check_rows, make_pair, pad, reference, step
 
 from dflash import errors, registry
 from dflash.checkpoints import tensor_map
@@ -118,60 +117,13 @@ FIRST_CHUNK = [2, 16, 7, 1]  # rows of each sequence in the first of two calls
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def pair(request, tmp_path_factory):
     """A random model of transformers, and ours with the weights that it saved."""
-    torch, transformers = import_transformers()
     family, options = CHECKPOINTS[request.param]
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | options), eos_token_id=[3, 7])
-    torch.manual_seed(0)
-    theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            mean, std = (1.0, 0.3) if "norm" in name else (0.0, 0.2)
-            parameter.normal_(mean, std)
-    directory = tmp_path_factory.mktemp("checkpoint")
-    theirs.save_pretrained(directory)
-    return theirs, load_target(directory)
+    return make_pair(family, SHAPE | options, tmp_path_factory.mktemp("checkpoint"))
 
 
 def draw_tokens(lengths=LENGTHS, vocab=48):
     rng = np.random.default_rng(0)
     return [rng.integers(0, vocab, length) for length in lengths]
-
-
-def step(target, tokens, start, cache, *, feature_layers=()):
-    """One jitted call; returns hidden states, features, logits and the cache."""
-    tokens = jnp.asarray(tokens, jnp.int32)
-    positions = jnp.asarray(start)[:, None] + jnp.arange(tokens.shape[1])
-    return compiled(target, feature_layers)(tokens, positions, cache)
-
-
-@functools.cache
-def compiled(target, feature_layers):
-    @jax.jit
-    def call(tokens, positions, cache):
-        output = target(tokens, positions, cache, feature_layers=feature_layers)
-        return output.hidden, output.features, target.unembed(output.hidden), output.cache
-
-    return call
-
-
-def pad(sequences):
-    """Sequences as one array; what follows a shorter one is arbitrary."""
-    width = max(map(len, sequences))
-    return np.stack([np.pad(tokens, (0, width - len(tokens)), mode="wrap") for tokens in sequences])
-
-
-def reference(theirs, tokens, layers):
-    """Logits and features of one sequence, by transformers, on its own."""
-    torch, _ = import_transformers()
-    with torch.no_grad():
-        output = theirs(torch.from_numpy(tokens)[None], output_hidden_states=True)
-    features = torch.cat([output.hidden_states[i + 1][0] for i in layers], dim=-1)
-    return output.logits[0].numpy(), features.numpy()
-
-
-def check_rows(ours, expected, rows):
-    for mine, theirs, count in zip(ours, expected, rows, strict=True):
-        np.testing.assert_allclose(mine[:count], theirs[:count], rtol=0, atol=1e-4)
 
 
 def test_ragged_batch_in_one_call(pair):

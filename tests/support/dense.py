@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def dense_attention(queries, keys, values, visible, scale):
+def dense_attention(queries, keys, values, visible, scale, sinks=None):
     """Softmax attention of one sequence in float64, one head at a time.
 
     Args:
@@ -12,6 +12,7 @@ def dense_attention(queries, keys, values, visible, scale):
       values: [L, K, H].
       visible: bool [T, L].
       scale: factor on the scores.
+      sinks: [N]; a further score of each head, of a key without a value.
     """
     queries, keys, values = (np.asarray(x, np.float64) for x in (queries, keys, values))
     outputs = np.zeros(queries.shape)
@@ -19,7 +20,11 @@ def dense_attention(queries, keys, values, visible, scale):
     for head in range(queries.shape[1]):
         scores = scale * queries[:, head] @ keys[:, head // group].T
         scores = np.where(visible, scores, -np.inf)
+        if sinks is not None:
+            sink = np.full((len(scores), 1), sinks[head], np.float64)
+            scores = np.concatenate([scores, sink], axis=1)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
+        weights = weights[:, : len(keys)]
         outputs[:, head] = weights @ values[:, head // group]
     return outputs

@@ -75,6 +75,7 @@ class Run:
     keep_last: int = 2
     poison_at: int | None = None
     scores: tuple[float, ...] = ()
+    patience: int = 0
     goal: str = "tau"
     evaluation: str = "12 prompts"
     noise: float = 0.1
@@ -131,6 +132,7 @@ class Run:
                 evaluate_every=self.evaluate_every,
                 goal=self.goal,
                 evaluation=self.evaluation,
+                patience=self.patience,
             )
             mine = steps_lib.rows_of_process(self.sharding, ROWS)
             batches = Counting(metadata["data"], mine=mine, poison_at=self.poison_at)

@@ -208,7 +208,7 @@ def test_no_tokenizer(tmp_path):
     assert stream(tokenizer, [7, 300]) == ["⟨7⟩", "⟨300⟩", ""]
     for use in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_chat(MESSAGES)):
         assert failure(use) == (
-            f"{tmp_path}: no tokenizer (tokenizer.json or tokenizer.model); "
+            f"{tmp_path}: no tokenizer (tokenizer.json, tokenizer.model or tiktoken.model); "
             "give prompts as prompt_ids"
         )
 

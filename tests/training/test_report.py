@@ -35,7 +35,7 @@ def test_a_log_file_gets_plain_lines(tmp_path):
         report.evaluation(11, {"loss": 2.0, "tau": 3.5, "tau/math": 4.0}, 1.25)
         report.note("a remark")
     first, second, third = stream.getvalue().splitlines()
-    assert first.startswith("step 11/100 · loss 2.5000 · acceptance length 3.25 · lr 6.00e-04 · ")
+    assert first.startswith("step 11/100 · loss 2.5000 · expected τ 3.25 · lr 6.00e-04 · ")
     assert first.endswith(" left")
     assert "tokens/s" in first
     assert second == "step 11 · held out: loss 2.0000 · τ 3.50 · τ/math 4.00 · 1.2 s"

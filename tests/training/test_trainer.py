@@ -226,3 +226,26 @@ def test_metrics_of_repeated_steps_are_written_once(tmp_path):
     toy.Run(tmp_path, steps=STEPS, checkpoint_every=EVERY).go()
     assert [(line["step"], line["loss"]) for line in toy.metrics(tmp_path)] == whole
     assert [step for step, _ in whole] == list(range(3, STEPS + 1, 3))
+
+
+def test_a_run_that_no_longer_gets_better_ends_early(tmp_path):
+    """Also where it was stopped in between: checkpoints know what came before."""
+    scores = (1.0, 2.0, 1.5, 2.0, 1.9, 3.0)
+    whole = toy.Run(tmp_path / "whole", steps=18, evaluate_every=3, scores=scores, patience=3)
+    outcome = whole.go()
+    assert (outcome.step, outcome.stalled, outcome.exit_status) == (15, True, 0)
+    assert outcome.best["step"] == 6
+    assert whole.exported == [3, 6]
+    legs = {"evaluate_every": 3, "patience": 3}
+    toy.Run(tmp_path / "legs", steps=9, scores=scores[:3], **legs).go()
+    outcome = toy.Run(tmp_path / "legs", steps=18, scores=scores[3:], **legs).go()
+    assert (outcome.step, outcome.stalled) == (15, True)
+    again = toy.Run(tmp_path / "legs", steps=18, scores=(), **legs).go()
+    assert (again.step, again.stalled, again.exit_status) == (15, True, 0)
+
+
+def test_other_evaluations_begin_a_new_comparison(tmp_path):
+    legs = {"evaluate_every": 3, "patience": 2}
+    toy.Run(tmp_path, steps=6, scores=(2.0, 1.0), **legs).go()
+    outcome = toy.Run(tmp_path, steps=15, scores=(1.0, 0.5, 0.7), evaluation="4", **legs).go()
+    assert (outcome.step, outcome.stalled, outcome.best["step"]) == (15, False, 9)

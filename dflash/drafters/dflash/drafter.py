@@ -82,7 +82,13 @@ class DFlash(OnePassDrafter):
     @staticmethod
     def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
         """One draft layer."""
-        return TransformerLayer(shape.decoder, qk_norm=True, takes_context=True, **build)
+        return TransformerLayer(
+            shape.decoder,
+            qk_norm=True,
+            takes_context=True,
+            has_sinks=shape.attention_sink_bias,
+            **build,
+        )
 
     def init_state(self, batch, max_length):
         """Abstract context; see `WeightedDrafter.context_cache`."""
@@ -125,7 +131,7 @@ class DFlash(OnePassDrafter):
         mask = jnp.full(masked, self.shape.mask_token_id)
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
         positions = position[:, None] + jnp.arange(block.shape[1])
-        cos_sin = rotary.angles(positions, self.shape.decoder)
+        cos_sin = rotary.angles(positions, self.shape.rotary)
         x = heads.embed(block)
         for i, layer in enumerate(self.layers):
             x, _ = layer(x, cos_sin, self._attend_context(i, state, position))
@@ -133,32 +139,43 @@ class DFlash(OnePassDrafter):
 
     def _attend_context(self, i: int, state: kv.StaticCache, position: jax.Array):
         """Attention of layer i over its context and, both ways, over the block."""
-        view, scale = self.shape.views[i], self.layers[i].self_attn.scale
         batch, _ = kv.batch_axes(position.shape[0], self.sharding)
         rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
         stored = (batch, "kv_heads", None, None)
+        sinks, of_sinks = self._sinks(i)
+        attend = self._attention(i, block_attention)
+        names = (rows, kv_rows, kv_rows, stored, stored, (batch,), *of_sinks)
+        sharded = self.sharding.map(attend, names, (rows,))
+        fixed = state.keys[i], state.values[i], position, *sinks
+        return lambda *block: (*sharded(*block, *fixed), None)
 
+    def _attention(self, i: int, kernel):
+        """What layer i makes of the arrays that a kernel takes: the outputs, for `Sharding.map`."""
+        view, factor = self.shape.views[i], self.shape.attention_value_scale
         options = {
-            "scale": scale,
+            "scale": self.layers[i].self_attn.scale,
             "window": view.window,
             "causal": view.causal,
             "implementation": implementation.for_platform(self.sharding.platform),
         }
 
         def attend(*arrays):
-            return (block_attention(*arrays, **options),)
+            attended = kernel(*arrays, **options)
+            # Sums of values, so that the factor on these is one on them.
+            return (attended if factor == 1.0 else attended * factor,)
 
-        sharded = self.sharding.map(
-            attend, (rows, kv_rows, kv_rows, stored, stored, (batch,)), (rows,)
-        )
-        fixed = state.keys[i], state.values[i], position
-        return lambda *block: (*sharded(*block, *fixed), None)
+        return attend
+
+    def _sinks(self, i: int) -> tuple[list[jax.Array], list[tuple[str]]]:
+        """The sinks of layer i and the names of their dimension, in lists; empty without any."""
+        sinks = self.layers[i].self_attn.attention_sink_bias
+        return ([], []) if sinks is None else ([sinks[...]], [("heads",)])
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """Projects features to keys and values, once, and stores them; see `Drafter.observe`."""
         context = self.hidden_norm(self.fc(features))
         positions = position[:, None] + jnp.arange(features.shape[1])
-        cos_sin = rotary.angles(positions, self.shape.decoder)
+        cos_sin = rotary.angles(positions, self.shape.rotary)
         rows = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
         keys, values = zip(*rows, strict=True)
         return state.write(position, keys, values)
@@ -189,8 +206,8 @@ class DFlash(OnePassDrafter):
         dtype = self.fc.kernel.dtype
         context = self.hidden_norm(self.fc(batch.features.astype(dtype)))
         shape = blocks.tokens.shape
-        of_context = rotary.angles(batch.positions, self.shape.decoder)
-        of_blocks = rotary.angles(blocks.positions.reshape(shape[0], -1), self.shape.decoder)
+        of_context = rotary.angles(batch.positions, self.shape.rotary)
+        of_blocks = rotary.angles(blocks.positions.reshape(shape[0], -1), self.shape.rotary)
         x = heads.embed(blocks.tokens.reshape(shape[0], -1)).astype(dtype)
         for i, layer in enumerate(self.layers):
 
@@ -203,22 +220,16 @@ class DFlash(OnePassDrafter):
 
     def _attend_anchored(self, i: int, seen, batch, blocks):
         """Attention of layer i of each block over the context before it, and over itself."""
-        view, scale = self.shape.views[i], self.layers[i].self_attn.scale
         names, _ = kv.batch_axes(blocks.tokens.shape[0], self.sharding)
         rows, kv_rows = (names, None, None, "heads", None), (names, None, None, "kv_heads", None)
         stored, per_row = (names, None, "kv_heads", None), (names, None)
-        options = {
-            "scale": scale,
-            "window": view.window,
-            "causal": view.causal,
-            "implementation": implementation.for_platform(self.sharding.platform),
-        }
+        sinks, of_sinks = self._sinks(i)
         sharded = self.sharding.map(
-            lambda *arrays: (anchored_attention(*arrays, **options),),
-            (rows, kv_rows, kv_rows, stored, stored, per_row, per_row, per_row),
+            self._attention(i, anchored_attention),
+            (rows, kv_rows, kv_rows, stored, stored, per_row, per_row, per_row, *of_sinks),
             (rows,),
         )
-        fixed = *seen, blocks.anchors.index, blocks.anchors.valid, batch.segment_ids
+        fixed = *seen, blocks.anchors.index, blocks.anchors.valid, batch.segment_ids, *sinks
 
         def attend(*flat):
             shape = blocks.tokens.shape
@@ -231,5 +242,5 @@ class DFlash(OnePassDrafter):
     @staticmethod
     def checkpoint_name(path: str) -> str:
         """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
-        stem, _, _ = path.rpartition(".")
-        return f"{stem}.weight"
+        stem, _, name = path.rpartition(".")
+        return path if name == "attention_sink_bias" else f"{stem}.weight"

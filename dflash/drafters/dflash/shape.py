@@ -12,12 +12,7 @@ from dflash.drafters.parts import compatibility, decoder_shape
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GROUP = "dflash_config"
 # Fields of some drafters, by what the layers here do.
-_ONLY = {
-    "draft_shift": False,
-    "partial_rotary_factor": 1.0,
-    "attention_sink_bias": False,
-    "attention_value_scale": 1.0,
-}
+_ONLY = {"draft_shift": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +39,9 @@ class DFlashShape:
       target_layer_ids: tapped layers of the target.
       num_target_layers: depth of the target that the drafter was trained for; None: not stated.
       views: one per draft layer.
+      partial_rotary_factor: share of a head that is rotated, its first numbers.
+      attention_sink_bias: heads have a learned score that stands for no position.
+      attention_value_scale: factor on values.
     """
 
     decoder: TargetArchitecture
@@ -52,6 +50,24 @@ class DFlashShape:
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
     views: tuple[LayerView, ...]
+    partial_rotary_factor: float = 1.0
+    attention_sink_bias: bool = False
+    attention_value_scale: float = 1.0
+
+    @property
+    def rotary(self) -> TargetArchitecture:
+        """The decoder, as wide as what is rotated of a head."""
+        width = int(self.decoder.head_dim * self.partial_rotary_factor)
+        return dataclasses.replace(self.decoder, head_dim=width)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Heads:
+    """Fields of some drafters, in `dflash_config` or beside it."""
+
+    partial_rotary_factor: float | None = option(None, minimum=0.0, maximum=1.0)
+    attention_sink_bias: bool | None = None
+    attention_value_scale: float | None = option(None, minimum=0.0, maximum=1e3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +88,7 @@ class _Own(_Sizes):
     swa_window_size: int | None = option(None, minimum=1, maximum=2**30)
     causal: bool = False
     causal_head: bool = False  # the same, as JetSpec names it
+    is_causal: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +98,10 @@ class _Attention:
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     sliding_window: int | None = option(None, minimum=1, maximum=2**30)
     sliding_window_non_causal: bool = True
+    is_causal: bool = False
+
+
+_USUAL_HEADS = _Heads(1.0, False, 1.0)
 
 
 def read(hf: Mapping[str, Any]) -> DFlashShape:
@@ -95,10 +116,10 @@ def read(hf: Mapping[str, Any]) -> DFlashShape:
     for fields in (hf, group):
         for name, supported in _ONLY.items():
             hf_config.check_only(fields, name, supported)
-    sizes = {}
-    for name, value in vars(hf_config.read_fields(hf, _Sizes)).items():
-        newer = getattr(own, name)
-        sizes[name] = value if newer in (None, ()) else newer
+    sizes = _newer(hf_config.read_fields(hf, _Sizes), own)
+    in_group = hf_config.read_fields(group, _Heads, group=_GROUP)
+    heads = _newer(hf_config.read_fields(hf, _Heads), in_group)
+    heads = {name: value for name, value in heads.items() if value is not None}
     missing = [name for name, value in sizes.items() if value is None]
     if missing:
         raise errors.CheckpointError(f"{hf_config.FILE}: missing {', '.join(missing)}")
@@ -107,26 +128,46 @@ def read(hf: Mapping[str, Any]) -> DFlashShape:
     )
     stated = hf_config.read_fields(hf, _Attention)
     views = _views(stated, own, decoder.num_hidden_layers)
-    return DFlashShape(decoder=decoder, views=views, **sizes)
+    shape = DFlashShape(decoder=decoder, views=views, **sizes, **heads)
+    if (turned := shape.rotary.head_dim) % 2 or not turned:
+        raise errors.CheckpointError(
+            f"{hf_config.FILE}: partial_rotary_factor: {shape.partial_rotary_factor} of "
+            f"{decoder.head_dim} numbers a head are {turned}, which are no pairs"
+        )
+    return shape
+
+
+def _newer(beside: Any, within: Any) -> dict[str, Any]:
+    """Fields that stand beside a group, unless they stand within it too."""
+    return {
+        name: value if getattr(within, name) in (None, ()) else getattr(within, name)
+        for name, value in vars(beside).items()
+    }
 
 
 def write(shape: DFlashShape) -> dict[str, Any]:
     """The fields of config.json that state this shape; `read` reads them back."""
     windows = {view.window for view in shape.views} - {None}
-    return hf_config.write_architecture(shape.decoder) | {
-        "model_type": "qwen3",
-        "block_size": shape.block_size,
-        "num_target_layers": shape.num_target_layers,
-        "layer_types": [_FULL if view.window is None else _SLIDING for view in shape.views],
-        "sliding_window": max(windows, default=None),
-        "sliding_window_non_causal": not any(view.causal for view in shape.views),
-        _GROUP: {
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": list(shape.target_layer_ids),
-            "causal": is_causal(shape),
-            "causal_head": is_causal(shape),
-        },
-    }
+    usual = vars(_USUAL_HEADS)
+    heads = {name: getattr(shape, name) for name in usual if getattr(shape, name) != usual[name]}
+    return (
+        hf_config.write_architecture(shape.decoder)
+        | heads
+        | {
+            "model_type": "qwen3",
+            "block_size": shape.block_size,
+            "num_target_layers": shape.num_target_layers,
+            "layer_types": [_FULL if view.window is None else _SLIDING for view in shape.views],
+            "sliding_window": max(windows, default=None),
+            "sliding_window_non_causal": not any(view.causal for view in shape.views),
+            _GROUP: {
+                "mask_token_id": shape.mask_token_id,
+                "target_layer_ids": list(shape.target_layer_ids),
+                "causal": is_causal(shape),
+                "causal_head": is_causal(shape),
+            },
+        }
+    )
 
 
 def for_target(target: TargetArchitecture, options: DFlashArchitecture | None) -> DFlashShape:
@@ -206,7 +247,7 @@ def _views(stated: _Attention, own: _Own, num_layers: int) -> tuple[LayerView, .
             f"{hf_config.FILE}: layer {types.index(_SLIDING)} slides, but no sliding_window or "
             "swa_window_size is given"
         )
-    causal = own.causal or own.causal_head
+    causal = own.causal or own.causal_head or own.is_causal or stated.is_causal
     sliding = LayerView(window, causal or not stated.sliding_window_non_causal)
     full = LayerView(causal=causal)
     return tuple(sliding if kind == _SLIDING else full for kind in types)

@@ -78,7 +78,8 @@ class ConvolvedLayer(TransformerLayer):
 
     def __init__(self, shape: DFlash2Shape, *, dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
-        super().__init__(shape.decoder, qk_norm=True, takes_context=True, **build)
+        sinks = shape.attention_sink_bias
+        super().__init__(shape.decoder, qk_norm=True, takes_context=True, has_sinks=sinks, **build)
         options = {"taps": shape.conv_kernel_size, "group_size": shape.conv_group_size} | build
         self.attention_conv = DynamicConvolution(shape.decoder.hidden_size, **options)
         self.mlp_conv = DynamicConvolution(shape.decoder.hidden_size, **options)

@@ -21,9 +21,10 @@ CAPACITY = 24
 
 
 @functools.cache
-def weights(num_layers):
+def weights(num_layers, sinks=False):
     """One set of weights, with norms that are not ones, for drafters of all views."""
-    drafter = DFlash(make_shape(*[FULL] * num_layers), dtype=jnp.float32, sharding=make_sharding())
+    shape = make_shape(*[FULL] * num_layers, attention_sink_bias=sinks)
+    drafter = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
     rng = np.random.default_rng(1)
     values = {}
     for path, param in parameters.named_parameters(drafter):
@@ -35,7 +36,7 @@ def weights(num_layers):
 
 def make_drafter(shape, **options):
     drafter = DFlash(shape, **({"dtype": jnp.float32, "sharding": make_sharding()} | options))
-    parameters.assign(drafter, weights(len(shape.views)))
+    parameters.assign(drafter, weights(len(shape.views), shape.attention_sink_bias))
     return drafter
 
 
@@ -67,11 +68,11 @@ def rms_norm(x, scale, eps=1e-6):
     return scale * x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
 
 
-def rotate(x, positions, theta):
-    half = x.shape[-1] // 2
+def rotate(x, positions, theta, share=1.0):
+    half = int(share * x.shape[-1]) // 2
     turns = np.exp(1j * np.asarray(positions)[:, None, None] * theta ** (-np.arange(half) / half))
-    turned = (x[..., :half] + 1j * x[..., half:]) * turns
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * turns
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
 
 def visible(view, anchor, block):
@@ -85,8 +86,9 @@ def visible(view, anchor, block):
     return mask
 
 
-def plain_block(values, views, features, embedded, arch):
+def plain_block(values, views, features, embedded, shape):
     """The block pass of one sequence in float64; features [L, C·D] of all positions before it."""
+    arch, share = shape.decoder, shape.partial_rotary_factor
     w = {path: np.asarray(value, np.float64) for path, value in values.items()}
     anchor, block = len(features), len(embedded)
     context = rms_norm(features @ w["fc.kernel"], w["hidden_norm.scale"])
@@ -103,11 +105,12 @@ def plain_block(values, views, features, embedded, arch):
         queries = rms_norm(project(normed, "q"), layer["self_attn.q_norm.scale"])
         keys = rms_norm(project(rows, "k"), layer["self_attn.k_norm.scale"])
         attended = dense_attention(
-            rotate(queries, range(anchor, anchor + block), arch.rope_theta),
-            rotate(keys, range(anchor + block), arch.rope_theta),
-            project(rows, "v"),
+            rotate(queries, range(anchor, anchor + block), arch.rope_theta, share),
+            rotate(keys, range(anchor + block), arch.rope_theta, share),
+            shape.attention_value_scale * project(rows, "v"),
             visible(view, anchor, block),
             arch.head_dim**-0.5,
+            layer.get("self_attn.attention_sink_bias"),
         )
         x = x + attended.reshape(block, -1) @ layer["self_attn.o_proj.kernel"]
         normed = rms_norm(x, layer["post_attention_layernorm.scale"])
@@ -127,11 +130,11 @@ def check_block(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
     for b, position in enumerate(positions):
         tokens = [anchors[b]] + [drafter.shape.mask_token_id] * (block - 1)
         expected = plain_block(
-            weights(len(views)),
+            weights(len(views), drafter.shape.attention_sink_bias),
             views,
             np.asarray(features[b, :position], np.float64),
             table[tokens],
-            drafter.shape.decoder,
+            drafter.shape,
         )
         np.testing.assert_allclose(hidden[b], expected, atol=1e-4)
 
@@ -142,6 +145,15 @@ def check_block(drafter, views, *, anchors=(13, 11, 17), positions=(0, 4, 15)):
 def test_layers_see_what_config_json_says(form):
     changes, views = VIEWS[form]
     check_block(make_drafter(DFlash.architecture_from_hf(make_config(**changes))), views)
+
+
+def test_heads_do_what_config_json_says():
+    stated = {"partial_rotary_factor": 0.5, "attention_sink_bias": True}
+    config = make_config(**stated, dflash_config={"attention_value_scale": 0.612})
+    drafter = make_drafter(DFlash.architecture_from_hf(config))
+    check_block(drafter, (FULL, FULL))
+    name = "layers.0.self_attn.attention_sink_bias"
+    assert drafter.checkpoint_name(name) == name
 
 
 @pytest.mark.parametrize("block_size", [2, 5])

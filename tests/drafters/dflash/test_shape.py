@@ -42,6 +42,17 @@ def test_taps_may_stand_beside_the_group():
     assert DFlash.architecture_from_hf(config) == DFlash.architecture_from_hf(make_config())
 
 
+@pytest.mark.parametrize("place", ["beside", "within"])
+def test_what_heads_do_may_stand_beside_the_group_or_within(place):
+    stated = {"partial_rotary_factor": 0.5, "attention_sink_bias": True, "is_causal": True}
+    stated["attention_value_scale"] = 0.612
+    config = make_config(**stated) if place == "beside" else make_config(dflash_config=stated)
+    shape = DFlash.architecture_from_hf(config)
+    assert (shape.rotary.head_dim, shape.decoder.head_dim) == (8, 16)
+    assert (shape.attention_sink_bias, shape.attention_value_scale) == (True, 0.612)
+    assert all(view.causal for view in shape.views)
+
+
 def test_null_counts_as_absent():
     config = make_config()
     config["dflash_config"]["block_size"] = config["block_size"]
@@ -65,7 +76,9 @@ WRONG = {
         "layer_types": [WHOLE, "chunked_attention"]
     },
     "draft_shift: true is not supported, only false": {"draft_shift": True},
-    "attention_value_scale: 0.612 is not supported, only 1.0": {"attention_value_scale": 0.612},
+    "partial_rotary_factor: 0.1 of 16 numbers a head are 1, which are no pairs": {
+        "partial_rotary_factor": 0.1
+    },
     "layer 0 slides, but no sliding_window or swa_window_size is given": {
         "layer_types": [SLIDE, WHOLE]
     },
@@ -100,6 +113,9 @@ def shapes(draw):
         mask_token_id=draw(st.integers(0, 47)),
         target_layer_ids=tuple(draw(st.lists(st.integers(0, 35), min_size=1, max_size=5))),
         num_target_layers=draw(st.integers(1, 36)),
+        partial_rotary_factor=draw(st.sampled_from([1.0, 0.5, 0.25])),
+        attention_sink_bias=draw(st.booleans()),
+        attention_value_scale=draw(st.sampled_from([1.0, 0.612])),
     )
 
 

@@ -1,0 +1,108 @@
+"""SPEED-Bench, as its own script prepares it: questions of eleven kinds, and prompts of set lengths.
+
+| name | rows | prepared file (RAW_DIR/speed/…) | categories |
+|---|---|---|---|
+| speed-bench | 880 | qualitative | coding, math, humanities, stem, writing, summarization, roleplay, rag, multilingual, reasoning, qa |
+| speed-bench-1k … -32k | 1,536 each | throughput_1k … throughput_32k | three bands of the answers' entropy, such as high_entropy |
+
+The published files hold the place of most prompts only, since their sources have licenses of their
+own. `prepare_data.py` of github.com/NVIDIA/Model-Optimizer, examples/specdec_bench, fetches them:
+
+    python3 prepare_data.py --dataset speed --config all
+
+Both its layout (`CONFIG/test.parquet`) and that of NeMo-Skills (`CONFIG.jsonl`) are read.
+"""  # noqa: E501
+
+import functools
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dflash import errors
+from dflash.data import raw
+from dflash.data.benchmarks import Benchmark
+from dflash.data.example import Example, Split
+
+_HOME = "https://huggingface.co/datasets/nvidia/SPEED-Bench"
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+
+
+class SpeedBench(Benchmark):
+    """The questions of eleven kinds, 80 each; some have several turns."""
+
+    name = "speed-bench"
+    config: ClassVar[str] = "qualitative"
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.raw_file = _file(cls.config)
+
+    def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
+        turns = row["turns"]
+        turns = [turns] if isinstance(turns, str) else turns  # as one loader of the set writes it
+        if isinstance(turns, list) and any(_PLACEHOLDER in str(turn) for turn in turns):
+            raise errors.InputError(
+                f"{self._path}: as published, without most of its prompts; prepare it with "
+                "prepare_data.py of github.com/NVIDIA/Model-Optimizer, examples/specdec_bench"
+            )
+        return turns, ()
+
+    def sample(self, split: Split, limit: int | None = None) -> list[Example]:
+        """From each category in turn, as many as asked for: those that its own script takes."""
+        everything = list(self.examples(split))
+        by_category: dict[str, list[int]] = {}
+        for index, example in enumerate(everything):
+            by_category.setdefault(example.category, []).append(index)
+        rounds = itertools.zip_longest(*by_category.values())
+        order = [index for one in rounds for index in one if index is not None]
+        return [everything[index] for index in sorted(order[:limit])]
+
+    @functools.cached_property
+    def _path(self) -> pathlib.Path:
+        directory = raw.raw_directory(self._config.raw_dir, self._config.data_dir) / "speed"
+        prepared = directory / self.config / "test.parquet", directory / f"{self.config}.jsonl"
+        for path in prepared:
+            if path.is_file():
+                return path
+        raise errors.InputError(
+            f"{prepared[0]}: missing, and so is {prepared[1].name}: SPEED-Bench is prepared with "
+            "prepare_data.py of github.com/NVIDIA/Model-Optimizer, examples/specdec_bench"
+        )
+
+
+def _file(config: str) -> raw.RawFile:
+    return raw.RawFile(f"speed/{config}", "test.parquet", f"{_HOME}/{config}/test.parquet")
+
+
+SpeedBench.raw_file = _file(SpeedBench.config)
+
+
+class SpeedBench1k(SpeedBench):
+    """Prompts of 1,024 tokens of o200k_base."""
+
+    name, config = "speed-bench-1k", "throughput_1k"
+
+
+class SpeedBench2k(SpeedBench):
+    """Prompts of 2,048 tokens of o200k_base."""
+
+    name, config = "speed-bench-2k", "throughput_2k"
+
+
+class SpeedBench8k(SpeedBench):
+    """Prompts of 8,192 tokens of o200k_base."""
+
+    name, config = "speed-bench-8k", "throughput_8k"
+
+
+class SpeedBench16k(SpeedBench):
+    """Prompts of 16,384 tokens of o200k_base."""
+
+    name, config = "speed-bench-16k", "throughput_16k"
+
+
+class SpeedBench32k(SpeedBench):
+    """Prompts of 32,768 tokens of o200k_base."""
+
+    name, config = "speed-bench-32k", "throughput_32k"

@@ -1,0 +1,162 @@
+"""The Pallas kernel of grouped products; see grouped_matmul.py for what it computes.
+
+One step multiplies one tile of rows, all of one group, with some columns of the group's weights.
+Tiles of a group follow one another, so its weights stay in VMEM meanwhile, and weights of groups
+without rows are never read. Weights in eight bits are read as such, and become wider in VMEM:
+`jax.lax.ragged_dot` would want all of them wide in HBM.
+
+A few rows are all in VMEM. A tile's are picked, and put back in their places, by products with a
+matrix of zeros and ones, which is exact: tiles in HBM would mostly be empty, and larger than the
+weights that few rows read. Of many rows the tiles are made ahead.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash.kernels import flash_tpu
+from dflash.kernels.tuning import GROUPED_ROWS, GROUPED_WEIGHTS
+
+OP = "grouped_matmul"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Tiles of sorted rows, those of one group next to one another.
+
+    Attributes:
+      rows: of a tile.
+      group: int32 [N]; of each tile.
+      begin: int32 [N]; the first row of each.
+      end: int32 [N]; the row behind the last one of its group.
+      used: int32 []; tiles that there are, the first ones.
+    """
+
+    rows: int
+    group: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    used: jax.Array
+
+
+def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read, interpret):
+    """Each tile times the weights of its group.
+
+    Args:
+      rows: [R, D], if they are `few`; else those of each tile, [N, tile, D].
+      weights: [E, D, F].
+      tiles: of the rows.
+      scales: see `grouped_matmul`.
+      block: likewise.
+      read: likewise.
+      interpret: for `pl.pallas_call`.
+    Returns:
+      [R, F] or [N, tile, F]; anything in rows without a group, and in tiles that are not used.
+    """
+    groups, depth, width = weights.shape
+    columns, count = columns_per_step(depth, width), len(tiles.group)
+    is_few = rows.ndim == 2
+    arrays = [weights]
+    specs = [pl.BlockSpec((None, depth, columns), lambda f, n, group, *_: (group[n], 0, f))]
+    if scales is not None:
+        if block is not None:  # the scale of every column, for each block of inputs
+            scales = jnp.repeat(scales, block[1], axis=-1)[..., :width]
+        arrays.append(scales)
+        of_step = (None, scales.shape[1], columns)
+        specs.append(pl.BlockSpec(of_step, lambda f, n, group, *_: (group[n], 0, f)))
+    if is_few:
+        of_rows = pl.BlockSpec(rows.shape, lambda f, n, *_: (0, 0))
+        outputs = pl.BlockSpec((len(rows), columns), lambda f, n, *_: (0, f))
+    else:
+        of_rows = pl.BlockSpec((None, tiles.rows, depth), lambda f, n, *_: (n, 0, 0))
+        outputs = pl.BlockSpec((None, tiles.rows, columns), lambda f, n, *_: (n, 0, f))
+    # Those of groups that are read, and as many more as groups may leave half empty.
+    expected = min(count, round(read * groups) + count - min(count, groups))
+    return pl.pallas_call(
+        functools.partial(_kernel, tile=tiles.rows, is_few=is_few, inputs=block and block[0]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(width // columns, jnp.maximum(tiles.used, 1)),
+            in_specs=[of_rows, *specs],
+            out_specs=outputs,
+        ),
+        out_shape=jax.ShapeDtypeStruct((*rows.shape[:-1], width), rows.dtype),
+        compiler_params=flash_tpu.compiler_params("parallel", "arbitrary"),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * expected * tiles.rows * depth * width,
+            transcendentals=0,
+            bytes_accessed=round(read * sum(x.size * x.dtype.itemsize for x in arrays)),
+        ),
+        interpret=interpret,
+        name=f"{OP}_r{tiles.rows}" if is_few else f"{OP}_tiles_r{tiles.rows}",
+    )(tiles.group, tiles.begin, tiles.end, rows, *arrays)
+
+
+def few(rows: jax.Array) -> bool:
+    """Whether rows [R, D] are few enough to be in VMEM, all of them."""
+    return len(rows) <= GROUPED_ROWS and rows.size <= GROUPED_WEIGHTS
+
+
+def columns_per_step(depth: int, width: int) -> int | None:
+    """Columns of weights that a step takes; None where no number of them fits.
+
+    An even number of parts where that is possible, for a chip with two cores.
+    """
+    whole = width if width % flash_tpu.LANES else flash_tpu.LANES
+    fitting = [
+        columns
+        for columns in range(whole, width + 1, whole)
+        if width % columns == 0 and depth * columns <= GROUPED_WEIGHTS
+    ]
+    even = [columns for columns in fitting if (width // columns) % 2 == 0]
+    return max(even or fitting, default=None)
+
+
+def unsupported(rows, weights, block) -> str | None:
+    """Why the kernel does not cover a call; None if it does."""
+    depth, width = weights.shape[1:]
+    if depth % flash_tpu.LANES:
+        return f"{OP}: rows of {depth} numbers are no multiple of {flash_tpu.LANES}"
+    if columns_per_step(depth, width) is None:
+        return f"{OP}: weights {depth} × {width} are too large for VMEM"
+    unit = flash_tpu.row_tile(weights.dtype)
+    if block is not None and (depth % block[0] or block[0] % unit):
+        return f"{OP}: blocks of {block[0]} of {depth} inputs are not whole tiles of {unit}"
+    return None
+
+
+def _kernel(group_ref, begin_ref, end_ref, rows_ref, weights_ref, *refs, tile, is_few, inputs):
+    *scales_ref, out_ref = refs
+    step = pl.program_id(1)
+    weights = weights_ref[...]
+    scales = scales_ref[0][...] if scales_ref else None
+    if inputs is not None and scales is not None:
+        parts = weights.astype(jnp.float32).reshape(-1, inputs, weights.shape[-1])
+        weights, scales = (parts * scales[:, None]).reshape(weights.shape), None
+
+    def product(rows):
+        out = flash_tpu.dot(rows, weights.astype(rows.dtype))
+        return (out if scales is None else out * scales).astype(out_ref.dtype)
+
+    if not is_few:
+        out_ref[...] = product(rows_ref[...])
+        return
+    rows = rows_ref[...]
+    shape = (tile, len(rows))
+    own, other = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    own = own + begin_ref[step]
+    picked = jnp.where((own == other) & (own < end_ref[step]), 1.0, 0.0).astype(rows.dtype)
+    found = product(flash_tpu.dot(picked, rows).astype(rows.dtype))
+    placed = flash_tpu.dot_columns(picked, found).astype(out_ref.dtype)
+
+    @pl.when(step == 0)
+    def _():
+        out_ref[...] = placed
+
+    @pl.when(step > 0)
+    def _():
+        out_ref[...] += placed

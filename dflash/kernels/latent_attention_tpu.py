@@ -1,0 +1,267 @@
+"""The Pallas kernel of latent attention; see latent_attention.py for what it computes.
+
+All query heads see the same rows, so one step serves one sequence and as many heads as make
+`step_rows` query rows: the context is streamed once for each such group of heads, whose products
+take longer than that. Within a step the rows are cut into chunks of whole heads, [C, R, W] with R
+ordered by head, then by query; a chunk has the place of a kv head in paged_attention_tpu.py. The
+new rows are written by the first group alone. What it puts back beside them are the bytes that lie
+there, so that other groups may read them meanwhile.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash.kernels import flash_tpu, quantised
+from dflash.kernels.flash_tpu import Softmax
+from dflash.kernels.paged_write_tpu import PageWriter, Windows
+from dflash.kernels.quantised import Quantised
+from dflash.kernels.tile_stream_tpu import BUFFERS, TileScales, TileStream
+from dflash.kernels.tuning import LATENT_ATTENTION, LatentSizes
+
+OP = "latent_attention"
+
+
+def latent_attention_tpu(
+    queries,
+    latents,
+    pages,
+    page_table,
+    start,
+    tree_mask=None,
+    *,
+    value_width: int,
+    scale: float,
+    sizes: LatentSizes = LATENT_ATTENTION,
+    interpret,
+):
+    """As `latent_attention`, but latents are [1, B, T, W] as the pages store them."""
+    plan = Plan(queries, pages, page_table, tree_mask, value_width, sizes)
+    rows = plan.split_queries(queries)
+    arrays = [rows, *plan.new_rows(latents)]
+    if tree_mask is not None:
+        arrays.append(jnp.tile(tree_mask.astype(jnp.int32), (1, plan.chunk_heads, 1)))
+    pools = [pages.values, pages.scales] if plan.quantised else [pages]
+    anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
+    outputs = jax.ShapeDtypeStruct((*rows.shape[:-1], value_width), rows.dtype)
+    attended, *pools = pl.pallas_call(
+        functools.partial(_kernel, plan=plan, scale=scale),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(plan.groups, plan.batch),
+            in_specs=[*plan.specs(arrays), *anywhere],
+            out_specs=[plan.of_step(value_width), *anywhere],
+            scratch_shapes=plan.scratch(),
+        ),
+        out_shape=[outputs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools)],
+        input_output_aliases={2 + len(arrays) + i: 1 + i for i in range(len(pools))},
+        compiler_params=flash_tpu.compiler_params("parallel", "arbitrary"),
+        cost_estimate=plan.cost(),
+        interpret=interpret,
+        name=f"{OP}_t{plan.length}",
+    )(page_table.reshape(-1), start, *arrays, *pools)
+    return plan.join_queries(attended), Quantised(*pools) if plan.quantised else pools[0]
+
+
+class Plan:
+    """Shapes of one call: how it is cut up, and what VMEM it takes."""
+
+    def __init__(self, queries, pages, page_table, tree_mask, value_width, sizes: LatentSizes):
+        self.batch, self.length, self.heads, self.width = queries.shape
+        self.page_size, self.table_width = pages.shape[2], page_table.shape[1]
+        self.dtype, self.pool_dtype = jnp.dtype(queries.dtype), jnp.dtype(pages.dtype)
+        self.quantised = isinstance(pages, Quantised)
+        self.new_dtype = self.dtype if self.quantised else self.pool_dtype
+        self.value_width = value_width
+        self.has_tree = tree_mask is not None
+        self.step_heads = _largest_part(self.heads, sizes.step_rows // self.length)
+        self.groups = self.heads // self.step_heads
+        self.chunk_heads = _largest_part(self.step_heads, sizes.chunk_rows // self.length)
+        self.chunks = self.step_heads // self.chunk_heads
+        self.rows = self.chunk_heads * self.length
+        self.tile = min(max(1, sizes.keys // self.page_size), self.table_width) * self.page_size
+        self.windows = Windows(
+            1, 1, self.length, self.length, self.width, self.page_size, self.pool_dtype,
+            self.quantised,
+        )  # fmt: skip
+        flash_tpu.check_vmem(OP, self._vmem())
+
+    def split_queries(self, queries):
+        """[B, T, N, W] -> [B, chunks of all groups, R, W]."""
+        by_head = queries.swapaxes(1, 2)
+        return by_head.reshape(self.batch, self.groups * self.chunks, self.rows, self.width)
+
+    def join_queries(self, rows):
+        """Outputs [B, chunks of all groups, R, V] -> [B, T, N, V]."""
+        return rows.reshape(self.batch, self.heads, self.length, self.value_width).swapaxes(1, 2)
+
+    def new_rows(self, latents):
+        """Rows to keep [B, 1, T, W]; with scales, those too, [B, 1, 1, scale lanes]."""
+        if not self.quantised:
+            return [latents.swapaxes(0, 1).astype(self.new_dtype)]
+        extra = self.windows.scale_lanes - self.length
+        scales = jnp.pad(latents.scales.swapaxes(0, 1), ((0, 0),) * 3 + ((0, extra),))
+        return [latents.values.swapaxes(0, 1).astype(self.new_dtype), scales]
+
+    def of_step(self, width):
+        """The block spec of a step's queries or outputs."""
+        return pl.BlockSpec((None, self.chunks, self.rows, width), lambda g, b, *_: (b, g, 0, 0))
+
+    def specs(self, arrays):
+        """Block specs of queries, new rows, their scales and a tree."""
+        whole = [
+            pl.BlockSpec((None, *x.shape[1:]), lambda g, b, *_, n=x.ndim: (b, *[0] * (n - 1)))
+            for x in arrays[1:]
+        ]
+        return [self.of_step(self.width), *whole]
+
+    def scratch(self):
+        """Scratch shapes, in the order that `_kernel` takes them."""
+        return [
+            *Softmax.scratch(self.chunks, self.rows, self.value_width, self.tile),
+            *TileStream.scratch(1, self.tile, self.width, self.pool_dtype, kinds=1),
+            *self.windows.scratch(),
+            *(TileScales.scratch(1, self.tile, kinds=1) if self.quantised else ()),
+            *self.windows.scale_scratch(),
+        ]
+
+    def _vmem(self):
+        lanes = self.value_width + 2 * flash_tpu.LANES
+        arrays = {
+            "queries": ((2, self.chunks, self.rows, self.width), self.dtype),
+            "outputs": ((2, self.chunks, self.rows, self.value_width), self.dtype),
+            "new rows": ((2, self.length, self.width), self.new_dtype),
+            "pages": ((BUFFERS, self.tile, self.width), self.pool_dtype),
+            "running softmax": ((self.chunks, self.rows, lanes), jnp.float32),
+            "scores": ((4, self.rows, max(self.tile, self.length)), jnp.float32),
+            **self.windows.vmem(self.tile, BUFFERS),
+        }
+        if self.has_tree:
+            arrays["tree"] = ((2, self.rows, self.length), jnp.int32)
+        return arrays
+
+    def cost(self) -> pl.CostEstimate:
+        """Of a call whose sequences fill their page tables."""
+        keys = self.table_width * self.page_size
+        pairs = self.batch * self.heads * self.length * keys
+        read = self.groups * self.batch * keys * self.width * self.pool_dtype.itemsize
+        return pl.CostEstimate(
+            flops=2 * pairs * (self.width + self.value_width),
+            transcendentals=pairs,
+            bytes_accessed=read,
+        )
+
+
+def _largest_part(count: int, limit: int) -> int:
+    """The largest divisor of `count` up to a limit; 1 if there is none."""
+    return max(n for n in range(1, count + 1) if count % n == 0 and n <= max(1, limit))
+
+
+def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
+    refs = list(refs)
+    parts = 2 if plan.quantised else 1  # rows, and their scales if there are any
+    queries_ref, new, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
+    tree_ref = refs[0] if plan.has_tree else None
+    # The pools are updated in place: their inputs are aliased to outputs, and not read.
+    refs = refs[plan.has_tree + parts :]
+    outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
+    softmax, (buffer, arrived), refs = Softmax(*refs[:4]), refs[4:6], refs[6:]
+    (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:]
+    scale_buffer, staged_scales_ref = refs if plan.quantised else (None, None)
+
+    group, sequence = pl.program_id(0), pl.program_id(1)
+    start = start_ref[sequence]
+
+    def page_of(sequence, row):
+        return table_ref[sequence * plan.table_width + flash_tpu.div(row, plan.page_size)]
+
+    def rows_of(sequence, row, rows):
+        place = pl.ds(flash_tpu.rem(row, plan.page_size), rows)
+        return [pools[0].at[pl.ds(0, 1), page_of(sequence, row), place]]
+
+    def scales_of(sequence, row):
+        return [pools[1].at[pl.ds(0, 1), page_of(sequence, row)]]
+
+    scales = TileScales((scale_buffer,), scales_of, plan.dtype) if plan.quantised else None
+    stream = TileStream(
+        (buffer,), arrived, rows_of, plan.page_size, lambda b: start_ref[b], scales,
+        value_width=plan.value_width,
+    )  # fmt: skip
+    writer = PageWriter(
+        plan.windows, start, pl.ds(0, 1), functools.partial(page_of, sequence), new, pools,
+        staged_ref, shifted_ref, staged_scales_ref, written,
+    )  # fmt: skip
+
+    @pl.when(sequence == 0)
+    def _():
+        stream.open(sequence)
+
+    def score(chunk, keys):
+        return flash_tpu.scores(queries_ref[chunk], keys, scale=scale)
+
+    _attend_own(plan, queries_ref, new, tree_ref, softmax, score, scale)
+
+    @pl.when((start == 0) & (group == 0))
+    def _():
+        writer.write()
+
+    def visit(half, tile, *, last=False):
+        if last:
+            pl.when(group == 0)(lambda: writer.write(stream, half))
+        positions = jax.lax.broadcasted_iota(jnp.int32, (1, plan.tile), 1) + tile * plan.tile
+
+        def mask(chunk, found):
+            return jnp.where(positions < start, found, flash_tpu.MASKED) if last else found
+
+        filled = start - tile * plan.tile if last else None
+        flash_tpu.visit_tile(softmax, stream, half, score, mask, filled)
+
+    stream.run(
+        sequence,
+        jnp.minimum(sequence + 1, plan.batch - 1),
+        sequence + 1 < plan.batch,
+        0,
+        functools.partial(visit, last=True),
+        visit,
+    )
+    for chunk in range(plan.chunks):
+        outputs_ref[chunk] = softmax.outputs(chunk).astype(outputs_ref.dtype)
+
+    pl.when(group == 0)(writer.wait)
+
+
+def _attend_own(plan, queries_ref, new, tree_ref, softmax, score, scale):
+    """Starts every chunk with the new rows, of which a row sees its ancestors, or those before."""
+    keys = Quantised(new[0][0], new[1][0, :, : plan.length]) if plan.quantised else new[0][0]
+    values = quantised.leading(keys, plan.value_width)
+    if plan.length == 1:
+        for chunk in range(plan.chunks):
+            softmax.begin_single(chunk, queries_ref[chunk], keys, values, scale)
+        return
+    if plan.has_tree:
+        visible = tree_ref[...] != 0
+    else:
+        row, other = (
+            jax.lax.broadcasted_iota(jnp.int32, (plan.rows, plan.length), axis) for axis in (0, 1)
+        )
+        visible = other <= flash_tpu.rem(row, plan.length)
+    for chunk in range(plan.chunks):
+        found = jnp.where(visible, score(chunk, keys), flash_tpu.MASKED)
+        softmax.begin(chunk, found, values)
+
+
+def unsupported(queries, pages, value_width: int) -> str | None:
+    """Why the kernel does not cover a call; None if it does."""
+    page_size = pages.shape[2]
+    if value_width % flash_tpu.LANES:
+        return f"{OP}: latents of {value_width} numbers are no multiple of {flash_tpu.LANES}"
+    unit = flash_tpu.row_tile(pages.dtype)
+    if page_size % unit:
+        dtype = jnp.dtype(pages.dtype).name
+        return f"{OP}: pages of {page_size} rows are no multiple of {unit}, a tile of {dtype}"
+    if isinstance(pages, Quantised) and page_size % flash_tpu.LANES:
+        return f"{OP}: scales of pages of {page_size} rows are no multiple of {flash_tpu.LANES}"
+    return None

@@ -1,0 +1,144 @@
+"""Acceptance by category, with the names and definitions of SPEED-Bench's own harness.
+
+That is specdec_bench of github.com/NVIDIA/Model-Optimizer. `Request_AL` is the mean number of
+tokens that a question's steps emit, with the target's own token, over all of its turns.
+`Category_AL` and `Average_AL` are means over questions. A step is a cycle here: the first token,
+which the prefill gives, is none. Times are in seconds; a request's begins with its prefill.
+"""
+
+import collections
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash.inference.request import Completion
+from dflash.measure import table
+from dflash.measure.samples import Sample, TaskRound
+from dflash.measure.workload import Item
+
+Values = dict[str, Any]
+
+
+def by_task(tasks: Mapping[str, Sequence[Item]], done: Iterable[TaskRound]) -> dict[str, Values]:
+    """What the file says of each task whose questions have categories: {task: {strategy: …}}.
+
+    Args:
+      tasks: items by task.
+      done: the rounds of all tasks; only strategies that ran a cycle are told of.
+    """
+    samples: dict[tuple[str, str], list[Sample]] = {}
+    for one in done:
+        for sample in one.samples:
+            samples.setdefault((sample.task, sample.strategy), []).append(sample)
+    found: dict[str, Values] = {}
+    for (task, strategy), some in samples.items():
+        if any(item.category for item in tasks[task]) and any(sample.cycles for sample in some):
+            values = {**acceptance(tasks[task], some), **timing(some)}
+            found.setdefault(task, {})[strategy] = values
+    return found
+
+
+def acceptance(items: Sequence[Item], samples: Sequence[Sample]) -> Values:
+    """Acceptance lengths by question and category, and their distribution.
+
+    Args:
+      items: of one task.
+      samples: of one strategy on it.
+    """
+    known = {item.prompt.index: item for item in items}
+    requests: dict[str, list[int]] = {}
+    categories: dict[str, str] = {}
+    for completion in _completions(samples):
+        item = known[completion.id]
+        requests.setdefault(item.question, []).extend(completion.acceptance_lengths)
+        categories[item.question] = item.category
+    means = {name: statistics.fmean(lengths) for name, lengths in requests.items() if lengths}
+    of_category: dict[str, list[float]] = {}
+    for name, mean in means.items():
+        of_category.setdefault(categories[name], []).append(mean)
+    return {
+        "Request_AL": means,
+        "Category_AL": {name: statistics.fmean(of_category[name]) for name in sorted(of_category)},
+        "Average_AL": statistics.fmean(means.values()),
+        **_distribution(length for lengths in requests.values() for length in lengths),
+    }
+
+
+def _distribution(lengths: Iterable[int]) -> Values:
+    """How many steps had each length; how likely k tokens are, and k after k - 1."""
+    counts = dict(sorted(collections.Counter(lengths).items()))
+    total, left, before = sum(counts.values()), sum(counts.values()), 1.0
+    conditional, joint = {}, {}
+    for length, count in counts.items():
+        joint[length] = left / total
+        conditional[length] = joint[length] / before
+        before, left = joint[length], left - count
+    return {
+        "Acceptance_Length_Histogram": counts,
+        "Conditional_Acceptance_Rate": conditional,
+        "Joint_Acceptance_Rate": joint,
+    }
+
+
+def timing(samples: Sequence[Sample]) -> Values:
+    """Times of a strategy's requests; those of a queue run beside each other."""
+    completions = list(_completions(samples))
+    tokens = [len(one.output_ids) for one in completions]
+    spans = [_span_s(sample.completions) for sample in samples]
+    decoded = [one for one in completions if one.acceptance_lengths and one.decode_ms > 0]
+    return {
+        "Output TPS": sum(tokens) / sum(spans),
+        "E2E Request Time": _statistics(
+            (one.prefill_ms + one.decode_ms) / 1e3 for one in completions
+        ),
+        "TTFT Time": _statistics(one.prefill_ms / 1e3 for one in completions),
+        "Request Generation Step Time": _statistics(
+            one.decode_ms / 1e3 / len(one.acceptance_lengths) for one in decoded
+        ),
+        "Request Generation Tokens Per Second": _statistics(
+            1e3 * (len(one.output_ids) - 1) / one.decode_ms for one in decoded
+        ),
+        "Number of Output Tokens": _statistics(tokens),
+    }
+
+
+def _span_s(completions: Sequence[Completion]) -> float:
+    """From the first prefill of a queue to its last token, in seconds."""
+    begins = [one.finished_at - (one.decode_ms + one.prefill_ms) / 1e3 for one in completions]
+    return max(one.finished_at for one in completions) - min(begins)
+
+
+def _statistics(values: Iterable[float]) -> Values:
+    array = np.array(list(values), np.float64)
+    quantiles = {str(q): float(np.quantile(array, q)) for q in (0.25, 0.5, 0.75)}
+    return {
+        "min": float(array.min()),
+        "max": float(array.max()),
+        "mean": float(array.mean()),
+        "std": float(array.std()),
+        "quantiles": quantiles,
+    }
+
+
+def _completions(samples: Iterable[Sample]) -> Iterable[Completion]:
+    return (completion for sample in samples for completion in sample.completions)
+
+
+def lines(tasks: Mapping[str, Values]) -> list[str]:
+    """A table of each task: a line per category, a column per strategy."""
+    text: list[str] = []
+    for task, strategies in tasks.items():
+        categories = sorted({name for one in strategies.values() for name in one["Category_AL"]})
+        rows = [("", *strategies)]
+        for name in categories:
+            found = (_shown(one["Category_AL"].get(name)) for one in strategies.values())
+            rows.append((name, *found))
+        rows.append(("Average_AL", *(_shown(one["Average_AL"]) for one in strategies.values())))
+        text += ["", f"{task}: acceptance length by category", *table.aligned(rows)]
+    return text
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

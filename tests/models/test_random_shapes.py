@@ -1,0 +1,109 @@
+"""Targets of random shapes, of every family: transformers computes the same.
+
+The cases of test_decoder.py are chosen by hand; these are what nobody thought of. Each compiles a
+model, so there are few, drawn anew from the seeds named here.
+"""
+
+import numpy as np
+import pytest
+from support.models import make_cache
+from support.parity import check_rows, make_pair, pad, reference, step
+
+FAMILIES = ("Qwen3", "Llama", "Qwen3Moe", "DeepseekV3")
+VOCAB = 40
+
+
+def draw_dense(rng):
+    """Fields that every family has."""
+    kv_heads = int(rng.choice([1, 2, 3]))
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 8 * int(rng.integers(2, 7)),
+        "intermediate_size": int(rng.integers(9, 50)),
+        "num_hidden_layers": int(rng.integers(1, 4)),
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * int(rng.choice([1, 2, 4])),
+        "head_dim": 2 * int(rng.integers(2, 10)),
+        "max_position_embeddings": 64,
+        "rms_norm_eps": float(rng.choice([1e-5, 1e-6])),
+        "tie_word_embeddings": bool(rng.integers(2)),
+        "rope_parameters": draw_rope(rng),
+    }
+
+
+def draw_rope(rng):
+    rope = {"rope_type": "default", "rope_theta": float(rng.choice([1e3, 1e4, 1e6]))}
+    if rng.integers(2):
+        rope |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    return rope
+
+
+def draw_experts(rng):
+    """Of Qwen3: which layers are sparse, too."""
+    experts = int(rng.integers(2, 12))
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": int(rng.integers(1, min(experts, 4) + 1)),
+        "moe_intermediate_size": 4 * int(rng.integers(2, 8)),  # transformers wants fours
+        "norm_topk_prob": bool(rng.integers(2)),
+        "decoder_sparse_step": int(rng.choice([1, 2])),
+        "mlp_only_layers": [0] if rng.integers(2) else [],
+    }
+
+
+def draw_latent(rng, shared, groups):
+    """Of DeepSeek; `shared` experts, and as many groups of the others."""
+    heads = int(rng.choice([1, 2, 5]))
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "first_k_dense_replace": int(rng.integers(2)),
+        "moe_intermediate_size": 4 * int(rng.integers(2, 8)),  # transformers wants fours
+        "num_local_experts": 4 * int(rng.integers(2, 4)),
+        "num_experts_per_tok": int(rng.integers(1, 4)),
+        "n_group": groups,
+        "topk_group": 1 if groups == 1 else 3,
+        "n_shared_experts": shared,
+        "norm_topk_prob": bool(rng.integers(2)),
+        "routed_scaling_factor": float(rng.choice([1.0, 2.5])),
+        "q_lora_rank": [None, 12][rng.integers(2)],
+        "kv_lora_rank": int(rng.integers(6, 30)),
+        "qk_nope_head_dim": int(rng.integers(4, 20)),
+        "qk_rope_head_dim": 2 * int(rng.integers(2, 8)),
+        "v_head_dim": int(rng.integers(4, 20)),
+        "rope_interleave": bool(rng.integers(2)),
+    }
+
+
+def draw(family, seed):
+    rng = np.random.default_rng([FAMILIES.index(family), seed])
+    config = draw_dense(rng)
+    if family == "Qwen3Moe":
+        config |= draw_experts(rng)
+    if family == "DeepseekV3":
+        del config["head_dim"]
+        config |= draw_latent(rng, shared=seed % 3, groups=(1, 4)[seed % 2])
+    return config
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [
+        *[("Qwen3", seed) for seed in range(2)],
+        ("Llama", 0),
+        *[("Qwen3Moe", seed) for seed in range(3)],
+        *[("DeepseekV3", seed) for seed in range(4)],
+    ],
+)
+def test_transformers_computes_the_same(family, seed, tmp_path):
+    config = draw(family, seed)
+    if family == "Llama":
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    theirs, ours = make_pair(family, config, tmp_path, seed)
+    rng = np.random.default_rng(seed)
+    lengths = [1, *rng.integers(2, 30, 2)]
+    tokens = [rng.integers(0, VOCAB, length) for length in lengths]
+    _, _, logits, _ = step(ours, pad(tokens), [0] * len(tokens), make_cache(ours, 3, max(lengths)))
+    expected = [reference(theirs, each, ())[0] for each in tokens]
+    assert np.isfinite(logits).all()
+    check_rows(logits, expected, lengths)

@@ -1,0 +1,69 @@
+"""Targets beside transformers' own: one set of weights, and how both are run."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from support.golden import import_transformers, load_target
+
+
+def make_pair(family: str, config: dict, directory: pathlib.Path, seed: int = 0):
+    """A random model of transformers, and ours with the weights that it saved.
+
+    Args:
+      family: as transformers begins the names of its classes.
+      config: fields of its config.
+      directory: to save in.
+      seed: of the weights.
+    """
+    torch, transformers = import_transformers()
+    config = getattr(transformers, f"{family}Config")(**config, eos_token_id=[3, 7])
+    torch.manual_seed(seed)
+    theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            mean, std = (1.0, 0.3) if "norm" in name else (0.0, 0.2)
+            parameter.normal_(mean, std)
+    kept = {name: array for name, array in theirs.state_dict().items() if array.numel()}
+    theirs.save_pretrained(directory, state_dict=kept)
+    return theirs, load_target(directory)
+
+
+def step(target, tokens, start, cache, *, feature_layers=()):
+    """One jitted call; returns hidden states, features, logits and the cache."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.asarray(start)[:, None] + jnp.arange(tokens.shape[1])
+    return compiled(target, feature_layers)(tokens, positions, cache)
+
+
+@functools.cache
+def compiled(target, feature_layers):
+    @jax.jit
+    def call(tokens, positions, cache):
+        output = target(tokens, positions, cache, feature_layers=feature_layers)
+        return output.hidden, output.features, target.unembed(output.hidden), output.cache
+
+    return call
+
+
+def pad(sequences):
+    """Sequences as one array; what follows a shorter one is arbitrary."""
+    width = max(map(len, sequences))
+    return np.stack([np.pad(tokens, (0, width - len(tokens)), mode="wrap") for tokens in sequences])
+
+
+def reference(theirs, tokens, layers):
+    """Logits and features of one sequence, by transformers, on its own."""
+    torch, _ = import_transformers()
+    with torch.no_grad():
+        output = theirs(torch.from_numpy(tokens)[None], output_hidden_states=True)
+    features = [output.hidden_states[i + 1][0].numpy() for i in layers]
+    return output.logits[0].numpy(), np.concatenate(features, axis=-1) if features else None
+
+
+def check_rows(ours, expected, rows):
+    for mine, theirs, count in zip(ours, expected, rows, strict=True):
+        np.testing.assert_allclose(mine[:count], theirs[:count], rtol=0, atol=1e-4)
