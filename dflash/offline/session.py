@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ import jax
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Tokens, max_length
+from dflash.inference.stats import SchedulerStats
 from dflash.offline.decoding import decode
 from dflash.offline.job import Job
+from dflash.offline.usage import Usage
 from dflash.parallel import distributed
 from dflash.runs import dates, outputs
 from dflash.runs import records as records_lib
@@ -119,11 +122,12 @@ def run(
             job = load(job)
     else:
         display.note("nothing left to do: all prompts were finished before")
-    cycle_ms = _decode(job, drafted, ready, display, profile_dir)
+    usage = Usage()
+    cycle_ms = _decode(job, drafted, ready, display, profile_dir, usage)
     if plain_ready:
         with display.status("decoding without drafting"):
             _decode(job.without_drafting(), baseline, plain_ready, Display.silent())
-    return report(job, records, display, cycle_ms)
+    return report(job, records, display, cycle_ms, usage)
 
 
 def all_turns(job: Job) -> list[Prompt]:
@@ -158,8 +162,9 @@ def _decode(
     ready: list[Prompt],
     display: Display,
     profile_dir: str | None = None,
+    usage: Usage | None = None,
 ) -> dict[str, float]:
-    """Decodes the prompts that are ready, round by round.
+    """Decodes the prompts that are ready, round by round; adds to `usage`.
 
     Returns:
       milliseconds of a cycle by block size; empty where there was no choice.
@@ -170,7 +175,7 @@ def _decode(
         with display.compiling() as progress:
             engine.compile((len(prompt.ids) for prompt in ready), progress)
         with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
-            clock_s = _round(job, engine, ready, records, display, clock_s)
+            clock_s = _round(job, engine, ready, records, display, clock_s, usage or Usage())
         ready = _ready(job, records)
     if engine is None or engine.cycle_seconds is None:
         return {}
@@ -208,6 +213,7 @@ def _round(
     records: Records,
     display: Display,
     clock_s: float,
+    usage: Usage,
 ) -> float:
     """Decodes prompts; returns the clock in seconds, which continues from `clock_s`."""
     by_index = {prompt.index: prompt for prompt in ready}
@@ -216,11 +222,18 @@ def _round(
         {index: len(prompt.ids) for index, prompt in by_index.items()},
         {index: prompt_text(_asked(prompt)) for index, prompt in by_index.items()},
     )
-    reached_s = clock_s
-    for event in decode(engine, job.requests(ready)):
+    reached_s, begin, tokens = clock_s, time.perf_counter(), 0
+
+    def tell(stats: SchedulerStats) -> None:
+        seconds = time.perf_counter() - begin
+        slots = engine.layout.batch_size
+        usage.add(stats, slots=slots, tokens=tokens, seconds=seconds)
+
+    for event in decode(engine, job.requests(ready), tell):
         if isinstance(event, Tokens):
             display.token(event.id, words[event.id].push(event.ids))
             continue
+        tokens += len(event.output_ids)
         display.token(event.id, words.pop(event.id).flush())
         reached_s = clock_s + event.decode_clock_s
         record = _record(by_index[event.id], event, job.tokenizer, reached_s)
@@ -251,7 +264,11 @@ def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -
 
 
 def report(
-    job: Job, records: RunRecords, display: Display, cycle_ms: dict[str, float]
+    job: Job,
+    records: RunRecords,
+    display: Display,
+    cycle_ms: dict[str, float],
+    usage: Usage | None = None,
 ) -> dict[str, Any]:
     """Summarizes all prompts, those of earlier runs in the same work directory included.
 
@@ -260,6 +277,7 @@ def report(
       records: all of them are finished.
       display: shows the summary.
       cycle_ms: milliseconds of a cycle by block size; empty where there was no choice.
+      usage: of this start of the run; None where it has decoded nothing.
     Returns:
       the content of results.json.
     """
@@ -278,6 +296,7 @@ def report(
         facts["baseline"] = dataclasses.asdict(comparison)
     if cycle_ms:
         facts["cycle_ms"] = cycle_ms
+    facts |= usage.facts() if usage is not None else {}
     if job.shard.count > 1:
         facts["shard"] = str(job.shard)
     records.drafted.write_results(summary, **facts)
