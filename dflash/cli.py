@@ -21,6 +21,8 @@ from absl import flags
 from dflash import errors, preflight, registry
 from dflash.config import loader
 from dflash.parallel import host
+from dflash.runs import shards
+from dflash.runs.shards import Shard
 
 if TYPE_CHECKING:
     from dflash.parallel.agreement import Company
@@ -112,6 +114,7 @@ class Command:
       dry_run: whether to print the plan only, allocating nothing.
       profile_dir: directory for a profiler trace, or None.
       coordinator_address, num_processes, process_id: see `distributed.initialize`.
+      shard: which part of the work, of a run that is divided; None for all of it.
       stream: whether to print text as it is accepted.
       compilation_cache: see `compilation_cache.enable`.
       flags: values of the subcommand's own flags, by name.
@@ -128,6 +131,7 @@ class Command:
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
+    shard: Shard | None = None
     stream: bool = True
     compilation_cache: str | None = None
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -297,7 +301,12 @@ def _values(values: flags.FlagValues) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(Command)} - {"flags"}
     given = {name: values[name].value for name in values if name not in ("help", "h")}
     own = {name: value for name, value in given.items() if name not in (*known, "print_config")}
-    return {name: value for name, value in given.items() if name in known} | {"flags": own}
+    fields = {name: value for name, value in given.items() if name in known} | {"flags": own}
+    if fields.get("shard") is not None:
+        fields["shard"] = shards.parse(fields["shard"], os.environ)
+        if fields.get("workdir") is None:
+            raise errors.ConfigError("--shard: needs --workdir, the same for all shards")
+    return fields
 
 
 def _define_shared() -> flags.FlagValues:
@@ -320,6 +329,13 @@ def _define_shared() -> flags.FlagValues:
     )
     flags.DEFINE_integer(
         "process_id", None, "Several processes: which one this is, from 0.", lower_bound=0, **where
+    )
+    flags.DEFINE_string(
+        "shard",
+        None,
+        "Do only part i of n, as i/n from 0/n on, in a --workdir that all parts share; auto reads "
+        "i and n from a Kubernetes Job or a Slurm array.",
+        **where,
     )
     flags.DEFINE_bool("stream", True, "Print text as it is accepted.", **where)
     flags.DEFINE_string(

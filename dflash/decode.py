@@ -20,9 +20,10 @@ SUBCOMMAND = cli.Subcommand(
         "dflash decode configs/tiny_dflash.yml drafter.name=none      # the baseline",
         "dflash decode configs/qwen3_4b_dflash.yml --dry_run mesh.tensor=4",
         "dflash decode configs/qwen3_4b_dflash.yml prompts.file=p.jsonl --workdir w",
+        "dflash decode configs/qwen3_4b_dflash.yml prompts.file=p.jsonl --workdir w --shard 2/8",
     ),
     schema=schema.DecodeRun,
-    shared=(*cli.RUN_FLAGS, "stream"),
+    shared=(*cli.RUN_FLAGS, "shard", "stream"),
 )
 
 
@@ -33,21 +34,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _decode(command: cli.Command) -> None:
     # jax is imported here, after the config has been validated.
+    from dflash.offline import division, session
     from dflash.offline import job as jobs
-    from dflash.offline import session
     from dflash.runs import dates
 
     # A dry run touches no device, so it asks no other process for the date.
-    date = None if command.dry_run else dates.find(command.workdir)
+    date = (
+        None if command.dry_run else dates.find(command.workdir, shared=command.shard is not None)
+    )
     job = jobs.prepare(command.config, stdin=sys.stdin, dry=command.dry_run, date=date)
     if command.dry_run:
         print("\n".join(job.plan().lines()))
         return
-    with (
-        session.open_records(command.workdir, command.config, date) as records,
-        contextlib.closing(session.open_display(stream=command.stream)) as display,
-    ):
-        session.run(job, records, display, profile_dir=command.profile_dir)
+    with contextlib.closing(session.open_display(stream=command.stream)) as display:
+        if command.shard is None and division.is_divided(command.workdir):
+            division.sum_up(job, command.workdir, display)
+            return
+        mine = job if command.shard is None else job.of_shard(command.shard)
+        with session.open_records(command.workdir, command.config, date, command.shard) as records:
+            session.run(mine, records, display, profile_dir=command.profile_dir)
+        if command.shard is not None:
+            division.sum_up(job, command.workdir, display, shard=command.shard)
 
 
 if __name__ == "__main__":

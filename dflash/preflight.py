@@ -45,6 +45,11 @@ def check_writable(*directories: str | None) -> None:
     for given in directories:
         if given is None:
             continue
+        if "://" in given:
+            raise errors.WorkdirError(
+                f"{given}: cannot be written: not a path of a file system; mount the bucket, such "
+                "as with gcsfuse, and give the path where it is mounted"
+            )
         above = pathlib.Path(given).expanduser().absolute()
         try:
             while not os.path.lexists(above):

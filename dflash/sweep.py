@@ -33,13 +33,13 @@ SUBCOMMAND = cli.Subcommand(
     examples=(
         "dflash sweep configs/sweeps/block_size.yml --workdir runs/block_size",
         "dflash sweep configs/sweeps/block_size.yml --dry_run    # lists the points",
-        "dflash sweep configs/sweeps/block_size.yml --index 3 --workdir w",
+        "dflash sweep configs/sweeps/block_size.yml --shard 3/8 --workdir w",
         "dflash sweep configs/tiny_dflash.yml sweep.zip.decode.seed=[1,2]",
     ),
     schema=tuple(registry.load(entry.schema) for entry in registry.RUNS.values()),
     load=sweeps.load,
     configs=lambda sweep: (point.config for point in sweep.points.values()),
-    shared=("workdir", "dry_run", "print_config", "compilation_cache"),
+    shared=("workdir", "dry_run", "print_config", "shard", "compilation_cache"),
     define_flags=_define_flags,
     statuses="1 also if some points failed",
 )
@@ -55,10 +55,12 @@ def _sweep(command: cli.Command) -> int:
     if command.dry_run:
         print("\n".join(f"{index:>4}  {name}" for index, name in enumerate(sweep.points)))
         return 0
+    if command.shard is not None and command.flags["index"] is not None:
+        raise errors.ConfigError("--index, --shard: give one of them")
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where points and their table go")
     # jax is imported here, after all points have been validated.
-    from dflash.runs import files, heat_map
+    from dflash.runs import files, heat_map, shards
     from dflash.runs import sweeps as driver
     from dflash.runs.display import Display
 
@@ -66,13 +68,25 @@ def _sweep(command: cli.Command) -> int:
     directory = pathlib.Path(command.workdir).expanduser()
     with contextlib.closing(Display(stream=False)) as display:
         runner = kind(display)
-        outcome = driver.run(sweep, runner, directory, display, index=command.flags["index"])
+        outcome = driver.run(
+            sweep,
+            runner,
+            directory,
+            display,
+            index=command.flags["index"],
+            shard=command.shard or shards.WHOLE,
+        )
         columns = driver.columns(runner, outcome.rows.values())
         if outcome.rows:
             display.table(driver.table(sweep, columns, outcome.rows))
         with files.explained(directory):
             for metric in columns:
                 heat_map.draw(sweep, metric, outcome.rows, directory / f"{metric}.png")
+        left = [name for name in sweep.points if name not in outcome.rows]
+        if command.shard is not None and left:
+            display.note(
+                f"not finished yet: {len(left)} of {len(sweep.points)} points: {left[0]}, …"
+            )
         for name, reason in outcome.failed.items():
             display.note(f"failed: {name}: {reason}")
     return 1 if outcome.failed else 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import traceback
@@ -17,6 +18,7 @@ from dflash.parallel.agreement import Company, Failure
 from dflash.runs import outputs
 
 _FAILED = 1
+_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED): ")
 _MAX_CHARACTERS = 300  # of a failure that is no UserError
 
 
@@ -60,10 +62,13 @@ def _told(error: BaseException) -> tuple[int, tuple[str, ...]]:
     if isinstance(error, SystemExit):
         return error.code, ("stopped by SIGTERM",)
     # A collective that another process has left, by a kill say, fails like this.
-    if not isinstance(error, jax.errors.JaxRuntimeError):
-        traceback.print_exception(error)
     reason = " ".join(str(error).split())
-    return _FAILED, (errors.shorten(f"{type(error).__name__}: {reason}", _MAX_CHARACTERS),)
+    if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(reason):
+        line = f"a computation of all processes failed; one of them may be gone: {reason}"
+    else:
+        traceback.print_exception(error)
+        line = f"{type(error).__name__}: {reason}"
+    return _FAILED, (errors.shorten(line, _MAX_CHARACTERS),)
 
 
 def _say_failure(failure: Failure) -> None:

@@ -370,3 +370,48 @@ def test_two_processes_equal_one_and_only_the_first_writes(run):
     assert not os.path.exists("two1")
     assert "⟨" in texts[0][0]
     assert "⟨" not in texts[1][0]
+
+
+def test_shards_decode_what_one_run_does(run, tmp_path):
+    """Each is a run of its own; the last one sums up, and so does a later command."""
+    sampled = "decode.temperature=0.9", "decode.seed=3", "decode.baseline=true"
+    assert run("--workdir=whole", *sampled)[0] == 0
+    status, _, err = run("--workdir=w", "--shard=2/3", *sampled)
+    assert (status, err.splitlines()[-1]) == (0, "shard 2/3 is done; not finished yet: 0/3, 1/3")
+    status, _, err = run("--workdir=w", *sampled)
+    assert (status, err) == (
+        1,
+        "error: w: not all shards have finished: 0/3, 1/3: run each of these with --shard\n",
+    )
+    for other, message in (
+        (("--shard=0/3", "decode.seed=4"), "error: w: belongs to a run of another config (decode."),
+        (
+            ("--shard=0/2", *sampled),
+            "error: w: holds shards of 3, not of 2: go on with",
+        ),
+        (("--shard=3/3", *sampled), "error: --shard=3/3: shard 3 of 3 is out of range"),
+    ):
+        status, _, err = run("--workdir=w", *other)
+        assert status in (1, 2)
+        assert err.startswith(message)
+    status, _, err = run("--workdir=whole", "--shard=0/3", *sampled)
+    assert err.startswith("error: whole/outputs.jsonl: of a run without --shard: go on without")
+    for shard in ("0/3", "1/3"):
+        assert run("--workdir=w", f"--shard={shard}", *sampled)[0] == 0
+
+    def lines(directory, names):
+        found = [json.loads(x) for path in directory.glob(names) for x in path.open()]
+        kept = ("prompt_ids", "output_ids", "text", "acceptance_lengths")
+        return {one["index"]: [one[key] for key in kept] for one in found}
+
+    for name in ("outputs", "baseline"):
+        whole = lines(tmp_path / "whole", f"{name}.jsonl")
+        assert lines(tmp_path / "w", f"{name}*.jsonl") == whole
+        assert len(whole) == len(PROMPTS)
+    summed = (tmp_path / "w" / "results.json").read_text()
+    results, wanted = json.loads(summed), json.loads((tmp_path / "whole/results.json").read_text())
+    for key in ("tau", "prompts", "output_tokens", "acceptance_histogram", "config_hash"):
+        assert results[key] == wanted[key]
+    (tmp_path / "w" / "results.json").unlink()
+    assert run("--workdir=w", *sampled)[0] == 0
+    assert (tmp_path / "w" / "results.json").read_text() == summed

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dflash import errors
 from dflash.config import encoding
-from dflash.runs.files import sync
+from dflash.runs.files import publish, sync
 
 CONFIG = "config.json"
 # Copied unchanged along with the weights. Python files are the code that `auto_map` in config.json
@@ -77,10 +77,11 @@ def copy_companions(source: pathlib.Path, directory: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
+def staged(destination: pathlib.Path, marker: str = CONFIG) -> Iterator[pathlib.Path]:
     """Yields an empty directory beside `destination` that takes its name once all is written.
 
-    Every process of a multi-host run enters; process 0 makes, renames and cleans up.
+    Every process of a multi-host run enters; process 0 makes, publishes and cleans up. What is
+    written is whole once `destination` holds the file `marker`, which the block must write.
 
     Raises:
       CheckpointError: `destination` exists and is not empty.
@@ -100,9 +101,8 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
         _barrier(f"{partial} written")
         if first:
             _sync_tree(partial)
-            partial.rename(destination)
-            sync(destination.parent)
-        _barrier(f"{partial} renamed")
+            publish(partial, destination, marker)
+        _barrier(f"{partial} published")
     except BaseException as error:
         if first:
             shutil.rmtree(partial, ignore_errors=True)

@@ -12,6 +12,7 @@ import os
 import pathlib
 import shutil
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -21,6 +22,7 @@ from dflash import errors
 from dflash.data import store
 from dflash.data.datasets import Dataset
 from dflash.data.example import Example, Split
+from dflash.runs import files
 from dflash.text.chat_template import Messages
 from dflash.text.tokenizer import Tokenizer
 
@@ -114,10 +116,10 @@ def open_corpus(
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
     name = f"{dataset.name}/{split}"
     path = directory / "encoded" / f"{dataset.name}-{split}-{fingerprint}-{_LAYOUT}"
-    if not path.exists():
+    if not (path / _FACTS).exists():
         examples = store.open_split(dataset, split, directory)
         with store.locked(directory):
-            if not path.exists():
+            if not (path / _FACTS).exists():
                 print(f"data: encoding {name}: {len(examples)} examples, once", file=sys.stderr)
                 _write(path, (part for example in examples for part in encode(example, tokenizer)))
                 size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
@@ -141,10 +143,21 @@ def _max_id(tokens: np.ndarray) -> int:
 
 
 def _write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
-    """Writes a corpus; `path` appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Writes a corpus, which is whole once it holds its facts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Its own, since where files cannot be locked another process may do the same.
+    partial = pathlib.Path(
+        tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    )
+    try:
+        _write_files(partial, documents)
+        if not (path / _FACTS).exists():
+            files.publish(partial, path, _FACTS)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_files(partial: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
     lengths, chunk, max_id = [], [], 0
     with (partial / "tokens.raw").open("wb") as raw:
 
@@ -165,7 +178,6 @@ def _write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
     np.save(partial / _OFFSETS, np.cumsum([0, *lengths], dtype=np.int64))
     sums = {name: _checksum(partial / name) for name in (_TOKENS, _OFFSETS)}
     (partial / _FACTS).write_text(json.dumps({"max_id": max_id, "crc32": sums}))
-    partial.rename(path)
 
 
 def _check(path: pathlib.Path) -> int:

@@ -104,7 +104,7 @@ def write(model: bytes, destination: pathlib.Path) -> None:
     Raises:
       CheckpointError: `destination` is neither absent nor an empty directory, or not writable.
     """
-    with files.staged(destination) as directory:
+    with files.staged(destination, SENTENCEPIECE_MODEL) as directory:
         (directory / SENTENCEPIECE_MODEL).write_bytes(model)
         files.write_json(directory / "tokenizer_config.json", TOKENIZER_CONFIG)
         (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

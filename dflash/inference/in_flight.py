@@ -82,6 +82,7 @@ class GivenPrefill:
     sequences: dict[int, tuple[InFlight, bool]]
     anchors: jax.Array
     logprobs: Logprobs
+    others_wait: bool  # whether sequences of the batch stand still meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,7 @@ class GivenCycles:
 
     enqueued_at: float
     reports: list[Report]
+    queued: bool  # whether requests waited for a slot
 
 
 def committed(report: Report, index: int, cycles: np.ndarray) -> list[int]:

@@ -65,7 +65,8 @@ class Scheduler:
         self._given: collections.deque[GivenPrefill | GivenCycles] = collections.deque()
         self._done_at = 0.0  # when it was done with the one before
         self._clock_s = 0.0
-        self._counts: collections.Counter[str] = collections.Counter()  # of `SchedulerStats`
+        # Of `SchedulerStats`, times included.
+        self._counts: collections.Counter[str] = collections.Counter()
         self._cache = PrefixCache(engine, self._pool)
         # Empty caches exist before the clock of the first prompt starts.
         self._state: DecodeState = jax.block_until_ready(engine.new_state())
@@ -190,7 +191,7 @@ class Scheduler:
                 others=others,
                 width=self._layout.width(self._running),
             )
-            self._given.append(GivenCycles(begin, reports))
+            self._given.append(GivenCycles(begin, reports, queued=bool(self._queue)))
 
     def _next_rows(self) -> int:
         """Rows of the next chunk, padding included."""
@@ -216,7 +217,8 @@ class Scheduler:
         self._state, self._lanes, anchors, logprobs = self._engine.prefill(
             self._state, self._lanes, pieces
         )
-        self._given.append(GivenPrefill(begin, done, anchors, logprobs))
+        others_wait = bool(self._running)
+        self._given.append(GivenPrefill(begin, done, anchors, logprobs, others_wait))
         for lane, (one, complete) in done.items():
             if complete:
                 self._insert(lane, one, anchors)
@@ -239,6 +241,13 @@ class Scheduler:
         if isinstance(given, GivenPrefill):
             anchors = jax.device_get(given.anchors)
             begin, end = self._time(given.enqueued_at)
+            finished = sum(complete for _, complete in given.sequences.values())
+            self._counts.update(
+                prefill_dispatches=1,
+                prefill_prompts=finished,
+                prefill_seconds=end - begin,
+                stalled_seconds=end - begin if given.others_wait else 0.0,
+            )
             events: list[Event] = []
             for lane, (one, complete) in given.sequences.items():
                 one.prefill_ms += 1e3 * (end - begin)
@@ -257,7 +266,13 @@ class Scheduler:
         report = Report.joined(jax.device_get(reports))
         begin, end = self._time(given.enqueued_at)
         self._clock_s += end - begin
-        self._counts.update(dispatches=1, cycles=int(report.cycles))
+        cycles = int(report.cycles)
+        busy = int(np.count_nonzero(report.num_committed[:cycles]))
+        self._counts.update(
+            dispatches=1, cycles=cycles, slot_cycles=busy, decode_seconds=end - begin
+        )
+        if given.queued:
+            self._counts.update(queued_cycles=cycles, queued_slot_cycles=busy)
         return self._hand_out(report, begin, end)
 
     def _time(self, enqueued_at: float) -> tuple[float, float]:
@@ -464,6 +479,14 @@ _COUNTED = (
     "prefix_hits_tokens",
     "prefill_tokens",
     "prefill_chunks",
+    "prefill_dispatches",
+    "prefill_prompts",
+    "prefill_seconds",
+    "stalled_seconds",
+    "decode_seconds",
     "dispatches",
     "cycles",
+    "slot_cycles",
+    "queued_cycles",
+    "queued_slot_cycles",
 )

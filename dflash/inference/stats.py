@@ -19,8 +19,16 @@ class SchedulerStats:
       prefix_hits_tokens: those of them that it held.
       prefill_tokens: prompt tokens that were computed.
       prefill_chunks: chunks of prompts that were computed.
+      prefill_dispatches: programs that computed them, a chunk in every lane at a time.
+      prefill_prompts: prompts that were computed to their end.
+      prefill_seconds: time of these programs.
+      stalled_seconds: the part of it in which sequences of the batch stood still.
+      decode_seconds: time of dispatches of cycles.
       dispatches: dispatches of cycles that were collected.
       cycles: cycles in them.
+      slot_cycles: cycles of single slots that committed tokens.
+      queued_cycles, queued_slot_cycles: the same two of dispatches during which requests waited for
+        a slot.
     """
 
     waiting: int
@@ -34,5 +42,13 @@ class SchedulerStats:
     prefix_hits_tokens: int
     prefill_tokens: int
     prefill_chunks: int
+    prefill_dispatches: int
+    prefill_prompts: int
+    prefill_seconds: float
+    stalled_seconds: float
+    decode_seconds: float
     dispatches: int
     cycles: int
+    slot_cycles: int
+    queued_cycles: int
+    queued_slot_cycles: int

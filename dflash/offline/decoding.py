@@ -1,15 +1,24 @@
 """Decoding a list of requests: the scheduler's simplest client."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from dflash.inference.engine import Engine
 from dflash.inference.request import Event, Request
 from dflash.inference.scheduler import Scheduler
+from dflash.inference.stats import SchedulerStats
 
 
-def decode(engine: Engine, requests: Iterable[Request]) -> Iterator[Event]:
+def decode(
+    engine: Engine,
+    requests: Iterable[Request],
+    tell: Callable[[SchedulerStats], None] = lambda stats: None,
+) -> Iterator[Event]:
     """Decodes requests in order of arrival, as many at a time as there are slots.
 
+    Args:
+      engine: decodes.
+      requests: all of them.
+      tell: called at the end with what the scheduler has counted.
     Yields:
       Tokens as they are committed, and one Completion per request after its last Tokens.
     Raises:
@@ -20,4 +29,5 @@ def decode(engine: Engine, requests: Iterable[Request]) -> Iterator[Event]:
         scheduler.submit(request)
     while not scheduler.idle:
         yield from scheduler.step()
+    tell(scheduler.stats())
     scheduler.close()

@@ -23,8 +23,10 @@ from dflash.inference.engine import NUM_STOP_IDS, Engine
 from dflash.inference.request import Request, Sampling, max_length
 from dflash.models.decoder import Decoder
 from dflash.offline import plan
-from dflash.parallel import sharding
+from dflash.parallel import agreement, distributed, sharding
+from dflash.runs import shards
 from dflash.runs.outputs import Record
+from dflash.runs.shards import Shard
 from dflash.text import prompts, tokenizer
 from dflash.text.prompts import Prompt
 
@@ -46,6 +48,7 @@ class Job:
       prompts: all prompts; empty where a dry run cannot know them.
       max_length: longest sequence, prompt and output, in tokens.
       date: the date that chat templates print; None for today.
+      shard: which part of the config's prompts these are.
     """
 
     config: DecodeRun
@@ -57,6 +60,7 @@ class Job:
     prompts: tuple[Prompt, ...]
     max_length: int
     date: datetime.date | None = None
+    shard: Shard = shards.WHOLE
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -116,7 +120,7 @@ class Job:
         Returns:
           the numbers "checked" and "correct"; empty where there is none to check.
         """
-        graders = find_graders(self.config.prompts)
+        graders = self.shard.of(find_graders(self.config.prompts))
         if not graders:
             return {}
         marks = [
@@ -126,6 +130,10 @@ class Job:
         ]
         marks = [mark for mark in marks if mark is not None]
         return {"checked": len(marks), "correct": sum(marks)} if marks else {}
+
+    def of_shard(self, shard: Shard) -> "Job":
+        """The job with a shard's prompts alone; they keep their indices."""
+        return dataclasses.replace(self, prompts=shard.of(self.prompts), shard=shard)
 
     def load_weights(self) -> None:
         """Fills both models.
@@ -216,7 +224,12 @@ def prepare(
     if dry and not _prompts_are_known(config, job.target_source):
         longest = config.decode.prefill_chunk + config.decode.max_new_tokens
         return dataclasses.replace(job, max_length=config.decode.max_length or longest)
-    return with_prompts(job, read_prompts(job, config.prompts, stdin=stdin))
+
+    def read() -> list[Prompt]:
+        return read_prompts(job, config.prompts, stdin=stdin)
+
+    # Of several processes the first one's standard input and files count.
+    return with_prompts(job, read() if dry else distributed.made_by_first(read))
 
 
 def prepare_models(
@@ -233,6 +246,8 @@ def prepare_models(
     words = tokenizer.for_target(
         target_source.directory, thinking=config.prompts.thinking, date=date
     )
+    if not dry:
+        agreement.check_same("tokenizer", words.fingerprint)
     return Job(
         config,
         target,

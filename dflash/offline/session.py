@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,15 +18,18 @@ import jax
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Tokens, max_length
+from dflash.inference.stats import SchedulerStats
 from dflash.offline.decoding import decode
 from dflash.offline.job import Job
+from dflash.offline.usage import Usage
 from dflash.parallel import distributed
 from dflash.runs import dates, outputs
 from dflash.runs import records as records_lib
-from dflash.runs.directory import RunDirectory
+from dflash.runs.directory import RunDirectory, check_config
 from dflash.runs.display import Display, prompt_text, summary_line
 from dflash.runs.outputs import Record, Summary
 from dflash.runs.records import Records
+from dflash.runs.shards import Shard
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import IncrementalDecoder
 
@@ -38,7 +43,10 @@ class RunRecords(NamedTuple):
 
 @contextlib.contextmanager
 def open_records(
-    directory: str | os.PathLike | None, config: DecodeRun, date: datetime.date | None = None
+    directory: str | os.PathLike | None,
+    config: DecodeRun,
+    date: datetime.date | None = None,
+    shard: Shard | None = None,
 ) -> Iterator[RunRecords]:
     """The records of a run: in a work directory, or in memory; on all processes but the first.
 
@@ -46,18 +54,31 @@ def open_records(
       directory: the work directory; None for none.
       config: the run's config.
       date: the run's date, kept for later starts; see `dates.find`.
+      shard: which part of the prompts, of a run that is divided.
     Raises:
       WorkdirError: the directory cannot be used.
     """
     path = directory if jax.process_index() == 0 else None
+    file = str if shard is None else shard.file
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(RunDirectory(path, config, is_used=records_lib.has_outputs))
+        if shard is not None and path is not None:
+            records_lib.check_division(pathlib.Path(path).expanduser(), shard)
+        held = stack.enter_context(
+            RunDirectory(path, config, is_used=records_lib.has_outputs, shard=shard)
+        )
         if date is not None:
             held.write(dates.FILE, f"{date}\n")
-        drafted = stack.enter_context(records_lib.open_in(held, records_lib.OUTPUTS))
-        baseline = None
-        if config.decode.baseline:
-            baseline = stack.enter_context(records_lib.open_in(held, records_lib.BASELINE))
+
+        def records(name: str) -> Records:
+            return stack.enter_context(
+                records_lib.open_in(held, file(name), file(records_lib.RESULTS))
+            )
+
+        drafted = records(records_lib.OUTPUTS)
+        baseline = records(records_lib.BASELINE) if config.decode.baseline else None
+        if shard is not None and held.path is not None:
+            # Of two shards that began at once with two configs, one has written its own last.
+            check_config(held.path, config)
         yield RunRecords(drafted, baseline)
 
 
@@ -101,11 +122,12 @@ def run(
             job = load(job)
     else:
         display.note("nothing left to do: all prompts were finished before")
-    cycle_ms = _decode(job, drafted, ready, display, profile_dir)
+    usage = Usage()
+    cycle_ms = _decode(job, drafted, ready, display, profile_dir, usage)
     if plain_ready:
         with display.status("decoding without drafting"):
             _decode(job.without_drafting(), baseline, plain_ready, Display.silent())
-    return _report(job, records, display, cycle_ms)
+    return report(job, records, display, cycle_ms, usage)
 
 
 def all_turns(job: Job) -> list[Prompt]:
@@ -140,8 +162,9 @@ def _decode(
     ready: list[Prompt],
     display: Display,
     profile_dir: str | None = None,
+    usage: Usage | None = None,
 ) -> dict[str, float]:
-    """Decodes the prompts that are ready, round by round.
+    """Decodes the prompts that are ready, round by round; adds to `usage`.
 
     Returns:
       milliseconds of a cycle by block size; empty where there was no choice.
@@ -152,7 +175,7 @@ def _decode(
         with display.compiling() as progress:
             engine.compile((len(prompt.ids) for prompt in ready), progress)
         with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
-            clock_s = _round(job, engine, ready, records, display, clock_s)
+            clock_s = _round(job, engine, ready, records, display, clock_s, usage or Usage())
         ready = _ready(job, records)
     if engine is None or engine.cycle_seconds is None:
         return {}
@@ -190,6 +213,7 @@ def _round(
     records: Records,
     display: Display,
     clock_s: float,
+    usage: Usage,
 ) -> float:
     """Decodes prompts; returns the clock in seconds, which continues from `clock_s`."""
     by_index = {prompt.index: prompt for prompt in ready}
@@ -198,11 +222,18 @@ def _round(
         {index: len(prompt.ids) for index, prompt in by_index.items()},
         {index: prompt_text(_asked(prompt)) for index, prompt in by_index.items()},
     )
-    reached_s = clock_s
-    for event in decode(engine, job.requests(ready)):
+    reached_s, begin, tokens = clock_s, time.perf_counter(), 0
+
+    def tell(stats: SchedulerStats) -> None:
+        seconds = time.perf_counter() - begin
+        slots = engine.layout.batch_size
+        usage.add(stats, slots=slots, tokens=tokens, seconds=seconds)
+
+    for event in decode(engine, job.requests(ready), tell):
         if isinstance(event, Tokens):
             display.token(event.id, words[event.id].push(event.ids))
             continue
+        tokens += len(event.output_ids)
         display.token(event.id, words.pop(event.id).flush())
         reached_s = clock_s + event.decode_clock_s
         record = _record(by_index[event.id], event, job.tokenizer, reached_s)
@@ -232,10 +263,24 @@ def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -
     )
 
 
-def _report(
-    job: Job, records: RunRecords, display: Display, cycle_ms: dict[str, float]
+def report(
+    job: Job,
+    records: RunRecords,
+    display: Display,
+    cycle_ms: dict[str, float],
+    usage: Usage | None = None,
 ) -> dict[str, Any]:
-    """Summarizes all prompts, those of earlier runs in the same work directory included."""
+    """Summarizes all prompts, those of earlier runs in the same work directory included.
+
+    Args:
+      job: of the run.
+      records: all of them are finished.
+      display: shows the summary.
+      cycle_ms: milliseconds of a cycle by block size; empty where there was no choice.
+      usage: of this start of the run; None where it has decoded nothing.
+    Returns:
+      the content of results.json.
+    """
     done, longest = records.drafted.completed(), job.drafter.longest_path
     summary: Summary = outputs.summarize(done.values(), block_size=longest)
     devices = [f"{device.platform}:{device.device_kind}" for device in job.target.sharding.devices]
@@ -251,6 +296,9 @@ def _report(
         facts["baseline"] = dataclasses.asdict(comparison)
     if cycle_ms:
         facts["cycle_ms"] = cycle_ms
+    facts |= usage.facts() if usage is not None else {}
+    if job.shard.count > 1:
+        facts["shard"] = str(job.shard)
     records.drafted.write_results(summary, **facts)
     display.results(summary)
     if cycle_ms:

@@ -11,7 +11,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -43,20 +43,21 @@ def wait_for_all(name: str) -> None:
     from_all(name, None)
 
 
-def check_same(what: str, value: Any, *, hint: str) -> None:
+def check_same(what: str, value: Any) -> None:
     """Refuses a value that differs between processes.
 
     Args:
       what: the name of the value, for the message.
       value: this process's; compared with `==`.
-      hint: what to do about a difference.
     Raises:
-      UserError: on all processes; it names the first one that differs from process 0.
+      InputError: on all processes; it names the first one that differs from process 0.
     """
     first, *others = from_all(f"same {what}", value)
     for process, other in enumerate(others, start=1):
         if other != first:
-            raise errors.UserError(f"{what}: {_difference(first, other, process)}; {hint}")
+            raise errors.InputError(
+                f"{what}: {_difference(first, other, process)}; give all processes the same files"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,17 +150,6 @@ class Company:
         if self.process == 0:
             time.sleep(0.5)  # it keeps the store, in which the others wait
         os._exit(failure.status)  # a normal end would wait for devices, and for the others
-
-
-@contextlib.contextmanager
-def first_does(name: str) -> Iterator[bool]:
-    """A block that only the first process is to run; all leave it together.
-
-    Yields:
-      Whether this is the first process.
-    """
-    yield jax.process_index() == 0
-    wait_for_all(name)
 
 
 def _ask_all(name: str, value: Any, process: int, count: int) -> list[Any]:

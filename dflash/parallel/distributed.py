@@ -4,12 +4,15 @@ import os
 import pickle
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from dflash import errors
+
+Made = TypeVar("Made")
 
 AUTO = "auto"
 _MESSAGE_BYTES = 4096  # of what one process tells all others at once
@@ -82,6 +85,11 @@ def from_first(value: Any) -> Any:
         rest[: len(mine)] = mine
         found += multihost_utils.broadcast_one_to_all(rest).tobytes()[:missing]
     return pickle.loads(found)
+
+
+def made_by_first(make: Callable[[], Made]) -> Made:
+    """What the first process makes, on all processes; the others make nothing."""
+    return from_first(make() if jax.process_index() == 0 else None)
 
 
 def _check(coordinator_address: str, num_processes: int, process_id: int) -> None:

@@ -177,7 +177,8 @@ def arrange(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
       ConfigError: the data axis does not split over the slices.
     """
     tpu = devices[0].platform == "tpu"
-    slices = len({device.slice_index for device in devices}) if tpu else 1
+    # A described topology of one slice does not number it.
+    slices = len({getattr(device, "slice_index", 0) for device in devices}) if tpu else 1
     if slices > 1 and shape[0] % slices:
         raise errors.ConfigError(
             f"mesh.data: {shape[0]} does not divide over {slices} slices, which split the data "

@@ -4,6 +4,7 @@ Chat templates may print the date, so it decides prompts: a run that is resumed 
 whose hosts start around midnight, must not see another one.
 """
 
+import contextlib
 import datetime
 import os
 import pathlib
@@ -13,21 +14,26 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dflash import errors
+from dflash.runs import files
 
 FILE = "date.txt"
 
 
-def find(directory: str | os.PathLike | None) -> datetime.date:
+def find(directory: str | os.PathLike | None, *, shared: bool = False) -> datetime.date:
     """The date kept in a work directory, else today; all processes of a run call this.
 
     Args:
       directory: of the run; may not exist yet; None for a run that leaves nothing.
+      shared: whether other runs have the directory too: the first one to ask decides for all.
     Raises:
       WorkdirError: what is kept is not a date.
     """
     date = datetime.date.today()
     if directory is not None and jax.process_index() == 0:
-        date = _read(pathlib.Path(directory).expanduser() / FILE) or date
+        path = pathlib.Path(directory).expanduser() / FILE
+        if shared:
+            _write_first(path, date)
+        date = _read(path) or date
     if jax.process_count() > 1:
         ordinal = multihost_utils.broadcast_one_to_all(np.int32(date.toordinal()))
         date = datetime.date.fromordinal(int(ordinal))
@@ -43,3 +49,11 @@ def _read(path: pathlib.Path) -> datetime.date | None:
         raise errors.WorkdirError(
             f"{path}: not a date such as 2026-01-31: mend it, or delete it for today's"
         ) from error
+
+
+def _write_first(path: pathlib.Path, date: datetime.date) -> None:
+    """Writes the date unless it is there."""
+    with files.explained(path), contextlib.suppress(FileExistsError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(f"{date}\n")

@@ -18,6 +18,7 @@ from typing import Any
 from dflash import errors
 from dflash.config import loader, strict_yaml
 from dflash.runs import files
+from dflash.runs.shards import Shard
 
 CONFIG = "config.yml"
 _LOCK = ".lock"
@@ -42,6 +43,7 @@ class RunDirectory:
         is_used: Callable[[pathlib.Path], bool],
         may_change: Callable[[str], bool] = lambda key: False,
         take: bool = True,
+        shard: Shard | None = None,
     ):
         """Takes a directory for a run and makes it if it is missing.
 
@@ -54,6 +56,7 @@ class RunDirectory:
           is_used: whether a directory holds results that belong to the config beside them.
           may_change: whether a continued run may have another value of a dotted key.
           take: False for processes that only read: the first process of a run holds the directory.
+          shard: of several runs that share the directory, which one; each holds its own part.
         Raises:
           WorkdirError: it cannot be written, is in use by another run, or belongs to another
             config.
@@ -65,7 +68,8 @@ class RunDirectory:
             return
         with files.explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            lock = _LOCK if shard is None else f"{_LOCK}.{shard.index}-of-{shard.count}"
+            self._descriptor = os.open(self.path / lock, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 _lock(self.path, self._descriptor)
                 _check(self.path, config, is_used(self.path), may_change)

@@ -5,6 +5,8 @@ import fcntl
 import json
 import os
 import pathlib
+import secrets
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +24,8 @@ def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> N
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     parts = [data] if isinstance(data, bytes) else data
-    temporary = path.with_name(f".{path.name}.tmp")
+    # Its own, since runs on several machines may write the same file.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.writelines(parts)
@@ -33,6 +36,49 @@ def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> N
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def publish(source: pathlib.Path, target: pathlib.Path, marker: str) -> None:
+    """Gives a directory its final name; where directories cannot be renamed, copies it there.
+
+    A directory with this name is replaced. It counts as whole while it holds the file `marker`,
+    which is the first thing to go and the last to come.
+
+    Args:
+      source: a whole directory beside `target`; it is gone afterwards.
+      target: its final name.
+      marker: a file of it.
+    Raises:
+      OSError: it cannot be written; then `source` stays.
+    """
+    (target / marker).unlink(missing_ok=True)
+    if target.exists():
+        shutil.rmtree(target)
+    try:
+        source.rename(target)
+    except OSError:
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(marker))
+        for one in target.rglob("*"):
+            sync(one)
+        write_whole(target / marker, (source / marker).read_bytes())
+        shutil.rmtree(source)
+    sync(target.parent)
+
+
+def renames_directories(directory: pathlib.Path) -> bool:
+    """Whether the file system of a directory can rename directories, as tried with one."""
+    tried = directory / f".{secrets.token_hex(4)}.tmp"
+    renamed = tried.with_name(f"{tried.name}.renamed")
+    tried.mkdir()
+    try:
+        tried.rename(renamed)
+    except OSError:
+        return False
+    finally:
+        for one in (tried, renamed):
+            with contextlib.suppress(FileNotFoundError):
+                one.rmdir()
+    return True
 
 
 def sync(path: pathlib.Path) -> None:

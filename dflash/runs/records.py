@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.runs import files, outputs
+from dflash.runs import files, outputs, shards
 from dflash.runs.directory import RunDirectory
 from dflash.text import prompts as prompts_lib
 
@@ -21,9 +21,24 @@ RESULTS = "results.json"
 
 
 def has_outputs(directory: pathlib.Path) -> bool:
-    """Whether a decode run left finished prompts in a directory."""
+    """Whether a decode run left finished prompts in a directory, or shards have begun there."""
     found = (directory / name for name in (OUTPUTS, BASELINE))
-    return any(path.exists() and path.stat().st_size for path in found)
+    whole = any(path.exists() and path.stat().st_size for path in found)
+    return whole or bool(shards.shards_in(directory, OUTPUTS))
+
+
+def check_division(path: pathlib.Path, shard: shards.Shard) -> None:
+    """Refuses a directory whose prompts are divided in another way, or not at all.
+
+    Raises:
+      WorkdirError: it is such a directory.
+    """
+    shards.check_count(path, OUTPUTS, shard)
+    whole = path / OUTPUTS
+    if whole.exists() and whole.stat().st_size:
+        raise errors.WorkdirError(
+            f"{whole}: of a run without --shard: go on without, or use another --workdir"
+        )
 
 
 class Records:
@@ -98,7 +113,7 @@ class Records:
         pass
 
 
-def open_in(directory: RunDirectory, name: str = OUTPUTS) -> Records:
+def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS) -> Records:
     """The records of a run's directory, those of earlier runs included; in memory without a path.
 
     A line that a kill cut short is dropped.
@@ -106,22 +121,51 @@ def open_in(directory: RunDirectory, name: str = OUTPUTS) -> Records:
     Args:
       directory: held by this run.
       name: of the file of records.
+      results: of the file of their summary.
     Raises:
       WorkdirError: the file cannot be written, or holds damaged records.
     """
-    return Records() if directory.path is None else _StoredRecords(directory, name)
+    return Records() if directory.path is None else _StoredRecords(directory, name, results)
+
+
+def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Records:
+    """The records of all shards of a run as one: their clocks follow one another.
+
+    Args:
+      directory: the work directory of the shards.
+      config_hash: for the summary.
+      name: of the file of records of a run without shards.
+      count: number of shards.
+    Raises:
+      WorkdirError: a file cannot be read, or holds damaged records.
+    """
+    found, before_s = [], 0.0
+    for shard in shards.Shard(0, count).all():
+        path = directory / shard.file(name)
+        if not path.exists():
+            continue
+        with files.explained(path), path.open("rb") as lines:
+            own, _ = _read_records(path, lines)
+        clocks = [record.decode_clock_s for record in own]
+        found += [
+            dataclasses.replace(record, decode_clock_s=before_s + record.decode_clock_s)
+            for record in own
+        ]
+        before_s += max(clocks, default=0.0)
+    return _JoinedRecords(directory, config_hash, found)
 
 
 class _StoredRecords(Records):
     """Finished prompts in a file, where the next run finds them."""
 
-    def __init__(self, directory: RunDirectory, name: str):
-        self._directory = directory
+    def __init__(self, directory: RunDirectory, name: str, results: str):
+        self._directory, self._results = directory, results
         self._path = directory.path / name
         with files.explained(self._path):
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             try:
-                records, complete_bytes = _read_records(self._path, self._descriptor)
+                with open(self._descriptor, "rb", closefd=False) as lines:
+                    records, complete_bytes = _read_records(self._path, lines)
                 os.ftruncate(self._descriptor, complete_bytes)
                 files.sync(directory.path)  # the file's name is there after a crash
             except BaseException:
@@ -131,7 +175,7 @@ class _StoredRecords(Records):
 
     def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
         values = {**dataclasses.asdict(summary), "config_hash": self._directory.config_hash}
-        self._directory.write_json(RESULTS, values | facts)
+        self._directory.write_json(self._results, values | facts)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -150,7 +194,25 @@ class _StoredRecords(Records):
             os.fsync(self._descriptor)
 
 
-def _read_records(path: pathlib.Path, descriptor: int) -> tuple[list[outputs.Record], int]:
+class _JoinedRecords(Records):
+    """Finished prompts of several shards, read from their files."""
+
+    def __init__(
+        self, directory: pathlib.Path, config_hash: str, records: Iterable[outputs.Record]
+    ):
+        super().__init__(records)
+        self._directory, self._config_hash = directory, config_hash
+
+    def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
+        values = {**dataclasses.asdict(summary), "config_hash": self._config_hash, **facts}
+        with files.explained(self._directory / RESULTS):
+            files.write_whole(self._directory / RESULTS, files.to_json(values))
+
+    def _name(self) -> str:
+        return str(self._directory)
+
+
+def _read_records(path: pathlib.Path, lines: Iterable[bytes]) -> tuple[list[outputs.Record], int]:
     """Reads every complete line; returns the records, and how many bytes they take.
 
     Raises:
@@ -158,22 +220,21 @@ def _read_records(path: pathlib.Path, descriptor: int) -> tuple[list[outputs.Rec
     """
     records: dict[int, outputs.Record] = {}
     complete_bytes = 0
-    with open(descriptor, "rb", closefd=False) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                break  # cut short by a kill
-            try:
-                record = outputs.decode(line)
-            except ValueError as error:
-                raise errors.WorkdirError(
-                    f"{path}:{number}: damaged line ({error}): delete it to decode its prompt "
-                    "again, or use another --workdir"
-                ) from error
-            if record.index in records:
-                raise errors.WorkdirError(
-                    f"{path}:{number}: prompt {record.index} for the second time: delete one of "
-                    "the two lines, or use another --workdir"
-                )
-            records[record.index] = record
-            complete_bytes += len(line)
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            break  # cut short by a kill
+        try:
+            record = outputs.decode(line)
+        except ValueError as error:
+            raise errors.WorkdirError(
+                f"{path}:{number}: damaged line ({error}): delete it to decode its prompt again, "
+                "or use another --workdir"
+            ) from error
+        if record.index in records:
+            raise errors.WorkdirError(
+                f"{path}:{number}: prompt {record.index} for the second time: delete one of the "
+                "two lines, or use another --workdir"
+            )
+        records[record.index] = record
+        complete_bytes += len(line)
     return list(records.values()), complete_bytes

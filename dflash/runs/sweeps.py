@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 from dflash import errors
 from dflash.config import loader
 from dflash.config.sweep import Point, Sweep, label
-from dflash.runs import files
+from dflash.runs import files, shards
 from dflash.runs.directory import another_config, check_config
 from dflash.runs.display import Display
+from dflash.runs.shards import Shard
 
 POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
 
@@ -78,6 +79,7 @@ def run(
     display: Display,
     *,
     index: int | None = None,
+    shard: Shard = shards.WHOLE,
 ) -> Outcome:
     """Runs the unfinished points of a sweep; if one fails, the others still run.
 
@@ -87,20 +89,20 @@ def run(
       directory: the work directory; made if missing.
       display: shows a line per point.
       index: number of the only point to run, from 0; None for all.
+      shard: which part of the points to run.
     Returns:
       Every finished point, those of earlier runs included.
     Raises:
       ConfigError: no such index, or a point cannot run; nothing has run then.
       WorkdirError: the directory cannot be used, or belongs to other configs.
     """
-    chosen = _chosen(sweep, index)
+    chosen = shard.of(_chosen(sweep, index))
     rows = finished(sweep, directory)
     pending = [point for point in chosen if point.name not in rows]
     _check(runner, directory, pending)
     with files.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        for name, row in rows.items():
-            add_row(directory / TABLE, name, row)
+        add_rows(directory / TABLE, rows)
     skipped = len(chosen) - len(pending)
     if skipped:
         display.note(f"{skipped} of {len(chosen)} points were finished before")
@@ -116,7 +118,20 @@ def run(
         rows[point.name] = _record(directory, point, _named(runner.metrics, metrics))
         main = _named(runner.shown, metrics)
         display.note(f"{title}: {', '.join(f'{key} {shown(main[key])}' for key in main)}")
-    return Outcome({name: rows[name] for name in sweep.points if name in rows}, failed)
+    return Outcome(_complete_table(sweep, directory), failed)
+
+
+def _complete_table(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Writes the points of all runs on the directory into its table; returns this sweep's.
+
+    Where files cannot be locked, a run may have written a table without another one's point. So
+    each looks again after it has written: the last one has seen all points.
+    """
+    rows = None
+    while rows != (rows := finished(sweep, directory)):
+        with files.explained(directory):
+            add_rows(directory / TABLE, rows)
+    return rows
 
 
 def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -143,19 +158,21 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
     return rows
 
 
-def add_row(path: pathlib.Path, name: str, row: Mapping[str, Any]) -> None:
-    """Adds a point to a table, or replaces it; readers see the old table or the new one.
+def add_rows(path: pathlib.Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Adds points to a table, or replaces them; readers see the old table or the new one.
 
     Args:
       path: the CSV file; made if missing.
-      name: the point's name.
-      row: its figures; missing columns are added.
+      rows: figures of each point, by its name; missing columns are added.
     Raises:
       OSError: it cannot be written.
     """
     with files.waiting_lock(path.with_name(f".{path.name}.lock")):
         table = {line["name"]: line for line in read_rows(path)}
-        table[name] = {"name": name, **{key: _cell(value) for key, value in row.items()}}
+        for name, row in rows.items():
+            table[name] = {"name": name, **{key: _cell(value) for key, value in row.items()}}
+        if not table:
+            return
         columns = list(dict.fromkeys(key for line in table.values() for key in line))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -236,7 +253,7 @@ def _record(directory: pathlib.Path, point: Point, metrics: Mapping[str, Any]) -
     with files.explained(directory):
         path = _directory(directory, point) / POINT
         files.write_whole(path, files.to_json(content))
-        add_row(directory / TABLE, point.name, row)
+        add_rows(directory / TABLE, {point.name: row})
     return row
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
+from orbax.checkpoint.path import atomicity
 
 from dflash import errors
 from dflash.parallel import agreement, distributed
@@ -90,14 +91,26 @@ class Checkpoints:
         # Orbax logs pages about a failure, which would hide the one line of ours.
         logging.set_verbosity(logging.FATAL)
         sys.unraisablehook = self._unraisable
+        with self._explained("opened"):
+            kind = distributed.made_by_first(self._find_kind)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._keep,
             cleanup_tmp_directories=True,
+            temporary_path_class=kind,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_file_sums),
         )
         with self._explained("opened"):
             self._manager = ocp.CheckpointManager(self._directory, options=options)
             self._good = self._manager.latest_step()
+
+    def _find_kind(self) -> type | None:
+        """How Orbax is to tell whole checkpoints: by their name, or by a file that comes last."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if files.renames_directories(self._directory):
+            return None
+        for sums in self._directory.glob(f"*/{_FILE_SUMS}"):  # whole, perhaps by their name
+            (sums.parent / atomicity.COMMIT_SUCCESS_FILE).touch()
+        return atomicity.CommitFileTemporaryPath
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, in order."""

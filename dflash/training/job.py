@@ -19,6 +19,7 @@ from dflash.config.train_schema import TrainRun
 from dflash.data import batches, datasets
 from dflash.data.batches import Batches
 from dflash.data.example import Split
+from dflash.parallel import agreement
 from dflash.parallel import sharding as shardings
 from dflash.parallel.sharding import Sharding
 from dflash.text import prompts, tokenizer
@@ -169,6 +170,8 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     if config.tokenizer is not None:
         directory = assembly.find_directory(config.tokenizer, download=not dry)
     words = tokenizer.for_target(directory, thinking=config.data.thinking, date=date)
+    if not dry:
+        agreement.check_same("tokenizer", words.fingerprint)
     job = Job(config, placed, task, words, directory)
     _check(job)
     return job

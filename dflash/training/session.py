@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from dflash import errors
+from dflash.checkpoints import files as checkpoint_files
 from dflash.config import loader
+from dflash.parallel import agreement
 from dflash.runs import files
 from dflash.runs.directory import CONFIG, RunDirectory
 from dflash.training import features, rundir
@@ -33,6 +35,7 @@ def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -
     Raises:
       UserError: data, weights, numbers or files are unusable.
     """
+    _publish_export(directory)
     steps = job.steps()
     frozen = job.task.load_frozen(job.token_counts)
     keep_last = job.config.train.keep_last
@@ -126,7 +129,9 @@ def _training_batches(
     """The training batches; with `train.features=cached`, they include target features."""
     config = job.config
     if config.train.features == "online" or not job.task.drafts:
-        return job.batches("train", state)
+        source = job.batches("train", state)
+        agreement.check_same("data", source.state())
+        return source
     base = pathlib.Path(config.train.feature_cache or directory.path / rundir.FEATURES)
     compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
     total = job.batches_per_epoch()
@@ -169,19 +174,29 @@ def _local_rows(array: jax.Array) -> np.ndarray:
 
 
 def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> None:
-    """Writes the weights to hf/, which holds a whole export at any time: the old or the new."""
-    final = directory.path / rundir.EXPORT
-    fresh, old = final.with_name(f".{final.name}.new"), final.with_name(f".{final.name}.old")
+    """Writes the weights to hf/; at any time it or the directory that replaces it is whole."""
+    fresh = _fresh_export(directory)
     if jax.process_index() == 0:
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
     job.task.export(params, fresh, job.tokenizer_directory)
-    if jax.process_index() == 0:
+    _publish_export(directory)
+
+
+def _publish_export(directory: RunDirectory) -> None:
+    """Puts a whole new export into place; after a kill, that of an earlier start."""
+    fresh, final = _fresh_export(directory), directory.path / rundir.EXPORT
+    if jax.process_index() == 0 and _is_export(fresh):
         with files.explained(final):
-            if final.exists():
-                final.rename(old)
-            fresh.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
+            files.publish(fresh, final, checkpoint_files.CONFIG)
+    agreement.wait_for_all("export published")
+
+
+def _fresh_export(directory: RunDirectory) -> pathlib.Path:
+    return directory.path / f".{rundir.EXPORT}.new"
+
+
+def _is_export(path: pathlib.Path) -> bool:
+    return (path / checkpoint_files.CONFIG).is_file()
 
 
 def _finish(
@@ -191,7 +206,7 @@ def _finish(
     if outcome.step < steps and not outcome.stalled:
         return f"stopped after step {outcome.step} of {steps}; run the same command to continue"
     export = directory.path / rundir.EXPORT
-    if export.is_dir() and first_step == steps:
+    if _is_export(export) and first_step == steps:
         return f"all {steps} steps were done before; {export} holds the weights"
     if outcome.stalled:
         return (
@@ -199,7 +214,7 @@ def _finish(
             f"{job.config.evaluation.patience} evaluations (evaluation.patience); {export} holds "
             f"the weights of step {outcome.best['step']}, the best"
         )
-    if not (export.is_dir() and outcome.best):
+    if not (_is_export(export) and outcome.best):
         _export(job, directory, outcome.state.params, outcome.step)
         return f"done: {export} holds the weights of step {outcome.step}"
     return f"done: {export} holds the weights of step {outcome.best['step']}, the best"

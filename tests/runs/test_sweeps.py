@@ -9,8 +9,9 @@ import pytest
 from dflash import errors
 from dflash.config import loader
 from dflash.config import sweep as sweep_lib
-from dflash.runs import heat_map, sweeps
+from dflash.runs import heat_map, shards, sweeps
 from dflash.runs.display import Display
+from dflash.runs.shards import Shard
 
 CONFIG = """
 base: [random_tiny_dflash.yml]
@@ -55,9 +56,9 @@ def load(tmp_path):
     return load_with
 
 
-def run(sweep, directory, index=None, **options):
+def run(sweep, directory, index=None, shard=shards.WHOLE, **options):
     runner = Sums(Display.silent(), **options)
-    outcome = sweeps.run(sweep, runner, directory, Display.silent(), index=index)
+    outcome = sweeps.run(sweep, runner, directory, Display.silent(), index=index, shard=shard)
     return runner.order, outcome
 
 
@@ -171,7 +172,7 @@ def test_a_point_of_an_earlier_version_counts_as_finished(load, tmp_path):
 
 def _append(path, start):
     for number in range(start, start + 10):
-        sweeps.add_row(path, f"p{number}", {"value": number})
+        sweeps.add_rows(path, {f"p{number}": {"value": number}})
 
 
 def test_processes_that_share_a_table_lose_no_line(tmp_path):
@@ -186,11 +187,40 @@ def test_processes_that_share_a_table_lose_no_line(tmp_path):
     assert {row["name"] for row in sweeps.read_rows(path)} == {f"p{i}" for i in range(40)}
 
 
+def test_shards_divide_the_points_and_the_last_has_the_whole_table(load, tmp_path):
+    done = [run(load(), tmp_path, shard=Shard(index, 4)) for index in range(4)]
+    assert sorted(len(order) for order, _ in done) == [1, 1, 2, 2]
+    assert list(done[0][1].rows) == [
+        "decode.seed=1,decode.top_k=10",
+        "decode.seed=3,decode.top_k=10",
+    ]
+    _, whole = run(load(), tmp_path)
+    assert done[3][1].rows == whole.rows
+    assert len(sweeps.read_rows(tmp_path / "sweep.csv")) == 6
+
+
+def test_a_table_without_locks_loses_no_point(load, tmp_path, monkeypatch):
+    """Another run's table, written between this run's reading and writing, comes back."""
+    run(load(), tmp_path, shard=Shard(0, 2))
+    add, calls = sweeps.add_rows, []
+
+    def overwritten(path, rows):
+        before = path.read_text() if path.exists() else ""
+        add(path, rows)
+        calls.append(path)
+        if len(calls) == 2:  # as by a run that had read the table before this one's point
+            path.write_text(before)
+
+    monkeypatch.setattr(sweeps, "add_rows", overwritten)
+    run(load(), tmp_path, shard=Shard(1, 2))
+    assert len(sweeps.read_rows(tmp_path / "sweep.csv")) == 6
+
+
 def test_columns_may_be_added_and_lines_replaced(tmp_path):
     path = tmp_path / "t.csv"
-    sweeps.add_row(path, "a", {"x": 1, "text": 'with "quotes", commas\nand lines'})
-    sweeps.add_row(path, "b", {"x": [1, 2], "y": True})
-    sweeps.add_row(path, "a", {"x": 2})
+    sweeps.add_rows(path, {"a": {"x": 1, "text": 'with "quotes", commas\nand lines'}})
+    sweeps.add_rows(path, {"b": {"x": [1, 2], "y": True}})
+    sweeps.add_rows(path, {"a": {"x": 2}})
     with path.open(newline="") as lines:
         assert list(csv.DictReader(lines)) == [
             {"name": "a", "x": "2", "text": "", "y": ""},

@@ -1,0 +1,55 @@
+"""How well a decode run has used its device: prefill, slots, and time from end to end."""
+
+import dataclasses
+from typing import Any
+
+from dflash.inference.stats import SchedulerStats
+
+
+@dataclasses.dataclass
+class Usage:
+    """Counts of one start of a run, over all of its rounds.
+
+    Attributes:
+      slots: number of slots.
+      tokens: output tokens.
+      seconds: time from the first prompt to the last token, compiling left out.
+      counts: of the scheduler, by name; see `SchedulerStats`.
+    """
+
+    slots: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, stats: SchedulerStats, *, slots: int, tokens: int, seconds: float) -> None:
+        """Adds a round."""
+        self.slots = slots
+        self.tokens += tokens
+        self.seconds += seconds
+        for name, value in dataclasses.asdict(stats).items():
+            self.counts[name] = self.counts.get(name, 0) + value
+
+    def facts(self) -> dict[str, Any]:
+        """Figures for results.json; empty if nothing was decoded."""
+        if not self.counts:
+            return {}
+        counts = self.counts
+        busy_s = counts["prefill_seconds"] + counts["decode_seconds"]
+        return {
+            "prefill": {
+                "dispatches": counts["prefill_dispatches"],
+                "prompts": counts["prefill_prompts"],
+                "seconds": counts["prefill_seconds"],
+            },
+            "slots": {
+                "busy_share": self._share("slot_cycles", "cycles"),
+                "busy_share_while_queued": self._share("queued_slot_cycles", "queued_cycles"),
+                "stood_still_share": counts["stalled_seconds"] / busy_s if busy_s else None,
+            },
+            "tokens_per_second_end_to_end": self.tokens / self.seconds if self.seconds else None,
+        }
+
+    def _share(self, busy: str, cycles: str) -> float | None:
+        total = self.slots * self.counts[cycles]
+        return self.counts[busy] / total if total else None

@@ -1,0 +1,137 @@
+"""Shards: runs that divide one list of work among themselves and share one work directory.
+
+Shard i of n does items i, i + n, …, and knows nothing of the others. Its files carry its name, such
+as outputs.2-of-8.jsonl; the one that says that it is done is written last.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from dflash import errors
+
+AUTO = "auto"
+_NAME = re.compile(r"\.(\d+)-of-(\d+)(?=\.)")
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One of several runs that divide a list.
+
+    Attributes:
+      index: which one, from 0.
+      count: how many there are.
+    """
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def file(self, name: str) -> str:
+        """The name of its own file: outputs.jsonl becomes outputs.2-of-8.jsonl."""
+        stem, dot, suffix = name.rpartition(".")
+        return f"{stem}.{self.index}-of-{self.count}{dot}{suffix}"
+
+    def of(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Its items of a list."""
+        return items[self.index :: self.count]
+
+    def all(self) -> list["Shard"]:
+        """All shards of the list."""
+        return [Shard(index, self.count) for index in range(self.count)]
+
+
+WHOLE = Shard(0, 1)
+
+
+def parse(text: str | None, environment: Mapping[str, str]) -> Shard | None:
+    """Reads the flag --shard.
+
+    Args:
+      text: "i/n"; "auto" for what a Kubernetes Job or a Slurm array tells; None for no shard.
+      environment: variables of the process.
+    Raises:
+      ConfigError: it is neither, or out of range, or nothing is told.
+    """
+    if text is None:
+        return None
+    if text == AUTO:
+        return _told(environment)
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found:
+        raise errors.ConfigError(f"--shard: expected i/n, such as 0/8, or {AUTO}, got {text!r}")
+    return _checked(int(found[1]), int(found[2]), text)
+
+
+def shards_in(directory: pathlib.Path, name: str) -> list[Shard]:
+    """The shards that have a file of this name in a directory, in order."""
+    stem, _, suffix = name.rpartition(".")
+    found = []
+    for path in directory.glob(f"{stem}.*-of-*.{suffix}"):
+        match = _NAME.search(path.name)
+        if match:
+            found.append(Shard(int(match[1]), int(match[2])))
+    return sorted(found, key=lambda one: (one.count, one.index))
+
+
+def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
+    """Refuses a directory that is divided into another number of shards.
+
+    Raises:
+      WorkdirError: it is.
+    """
+    others = {one.count for one in shards_in(directory, name)} - {shard.count}
+    if others:
+        raise errors.WorkdirError(
+            f"{directory}: holds shards of {min(others)}, not of {shard.count}: go on with "
+            f"--shard=i/{min(others)}, or use another --workdir"
+        )
+
+
+def missing(directory: pathlib.Path, name: str, count: int) -> list[Shard]:
+    """The shards of `count` that have no file of this name yet."""
+    present = set(shards_in(directory, name))
+    return [one for one in Shard(0, count).all() if one not in present]
+
+
+def listed(shards: Sequence[Shard], limit: int = 8) -> str:
+    """ "0/8, 3/8 and 4 more"."""
+    shown = ", ".join(map(str, shards[:limit]))
+    return shown if len(shards) <= limit else f"{shown} and {len(shards) - limit} more"
+
+
+def _told(environment: Mapping[str, str]) -> Shard:
+    for index, count, first in (
+        ("JOB_COMPLETION_INDEX", "JOB_COMPLETION_COUNT", None),
+        ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    ):
+        if index not in environment:
+            continue
+        try:
+            number, total = int(environment[index]), int(environment[count])
+            number -= int(environment.get(first, 0))
+        except KeyError:
+            raise errors.ConfigError(
+                f"--shard={AUTO}: {index} is set, but {count}, the number of shards, is not: set it"
+            ) from None
+        except ValueError as error:
+            raise errors.ConfigError(f"--shard={AUTO}: {index}, {count}: {error}") from None
+        return _checked(number, total, AUTO)
+    raise errors.ConfigError(
+        f"--shard={AUTO}: neither JOB_COMPLETION_INDEX nor SLURM_ARRAY_TASK_ID is set: "
+        "give --shard=i/n"
+    )
+
+
+def _checked(index: int, count: int, text: str) -> Shard:
+    if count < 1 or not 0 <= index < count:
+        raise errors.ConfigError(
+            f"--shard={text}: shard {index} of {count} is out of range: the shards are 0 to n - 1"
+        )
+    return Shard(index, count)

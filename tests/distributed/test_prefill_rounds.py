@@ -1,0 +1,50 @@
+"""A data axis prefills as many prompts at once as it has replicas, and keeps its slots busy."""
+
+import numpy as np
+import pytest
+from support.engines import engine, expected, make_requests, random_prompts
+from support.models import drafter
+
+from dflash.inference.request import Completion
+from dflash.offline.decoding import decode
+from dflash.offline.usage import Usage
+
+PROMPTS = random_prompts([9 + i % 7 for i in range(64)])
+MESH = (8, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return engine(drafter("none", mesh=MESH), mesh=MESH, batch_size=8, sync_every=2)
+
+
+def run(eight, limits):
+    """The outputs of 64 prompts in their order, and how they used the device."""
+    usage, found = Usage(), []
+    slots = eight.layout.batch_size
+    events = decode(
+        eight,
+        make_requests(PROMPTS, limits),
+        lambda stats: found.append(stats) or usage.add(stats, slots=slots, tokens=1, seconds=1.0),
+    )
+    done = {event.id: event.output_ids for event in events if isinstance(event, Completion)}
+    return [done[i] for i in range(64)], usage.facts(), found[0]
+
+
+def test_64_prompts_take_eight_rounds(eight):
+    limits = [8] * 64
+    outputs, facts, _ = run(eight, limits)
+    assert facts["prefill"]["dispatches"] <= 9
+    assert facts["prefill"]["prompts"] == 64
+    assert outputs == [ids for ids, _ in expected(PROMPTS, limits)]
+
+
+def test_slots_are_busy_while_the_queue_lasts(eight):
+    """Outputs of many lengths: a slot waits for the end of a dispatch at most."""
+    limits = np.random.default_rng(0).integers(16, 33, 64).tolist()
+    _, facts, stats = run(eight, limits)
+    slots = facts["slots"]
+    assert slots["busy_share_while_queued"] >= 0.95
+    assert slots["busy_share"] <= slots["busy_share_while_queued"]
+    assert stats.slot_cycles == sum(limits) - 64  # a token each, but for the first ones
+    assert 0 < slots["stood_still_share"] < 1

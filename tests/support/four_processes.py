@@ -1,0 +1,274 @@
+"""Four processes of which one fails, at one place after the other: prints how all of them end.
+
+Usage: four_processes.py DIRECTORY [PLACE …]
+Prints a line of JSON: by place, for each process its exit status, seconds and lines on stderr.
+
+The processes of a place are forked from this one, which has imported everything and has no device.
+"""
+
+import io
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+import warnings
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+
+from dflash import cli, decode, together
+from dflash.checkpoints import files as checkpoint_files
+from dflash.config import loader, schema
+from dflash.offline import session
+from dflash.parallel import sharding as sharding_lib
+from dflash.runs import dates
+from dflash.text.tokenizer import ByteTokenizer
+from dflash.training import features
+from dflash.training import state as states
+from dflash.training import step as steps_lib
+from dflash.training.checkpoints import Checkpoints
+from support import free_port
+from support.models import BYTE_TARGET, make_sharding
+
+COUNT = 4
+PATIENCE_S = 60
+CONFIG = f"""
+target: {BYTE_TARGET}
+mesh: {{data: {COUNT}}}
+decode: {{max_new_tokens: 4, page_size: 16, batch_size: {COUNT}}}
+"""
+
+
+def fail(number: int):
+    """A function that fails as the system does."""
+
+    def call(*unused, **options):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def open_checkpoints(directory: pathlib.Path) -> tuple[Checkpoints, states.TrainState]:
+    """The checkpoints of a run, and a state whose array is split over the processes."""
+    sharding = make_sharding(data=COUNT)
+    split = sharding.named((8,), ("batch",))
+    params = {"w": jax.jit(lambda: jnp.arange(8.0), out_shardings=split)()}
+    # As after a step: Orbax cannot read what jax.device_put has given to several processes.
+    state = jax.jit(lambda x: x)(states.create(params, optax.sgd(0.1), 0, sharding))
+    return Checkpoints(directory / "checkpoints", keep_last=2), state
+
+
+def save(directory: pathlib.Path, process: int) -> None:
+    if process == 3:
+        ocp.CheckpointManager.save = fail(28)
+    checkpoints, state = open_checkpoints(directory / "save")
+    checkpoints.save(1, state, {}, best=None)
+    checkpoints.wait()
+
+
+def saved(directory: pathlib.Path, process: int) -> None:
+    checkpoints, state = open_checkpoints(directory)
+    for step in (1, 2):
+        checkpoints.save(step, state, {}, best=None)
+    checkpoints.wait()
+
+
+def restore(directory: pathlib.Path, process: int) -> None:
+    if process == 2:
+        Checkpoints._restore = fail(5)
+    checkpoints, state = open_checkpoints(directory)
+    checkpoints.restore(state, print)
+    multihost_utils.sync_global_devices("restored")
+
+
+def damaged(directory: pathlib.Path, process: int) -> None:
+    """One process finds damage in its share of the files, and all go back a step."""
+    checkpoints, state = open_checkpoints(directory)
+    if process == 1:
+        file = max((directory / "checkpoints" / "2" / "state").rglob("*"), key=size)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    multihost_utils.sync_global_devices("damaged")
+    notes = []
+    found = checkpoints.restore(state, notes.append)
+    print(f"restored {found.step}: {len(notes)} damaged", file=sys.stderr)
+
+
+def size(path: pathlib.Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def export(directory: pathlib.Path, process: int) -> None:
+    with checkpoint_files.staged(directory / "hf"):
+        if process == 0:
+            fail(28)()
+        multihost_utils.process_allgather(np.zeros(3))
+
+
+class Source:
+    """Endless batches."""
+
+    def __init__(self, state):
+        del state
+
+    def __next__(self):
+        return {"tokens": np.zeros((2, 3), np.int32)}
+
+    def state(self):
+        return {}
+
+
+def feature_cache(directory: pathlib.Path, process: int) -> None:
+    if process == 1:
+        (directory / "process-1-of-4").write_text("in the way")
+    features.open_cache(
+        directory,
+        num_batches=2,
+        batches=Source,
+        compute=lambda batch: {"x": multihost_utils.process_allgather(batch["tokens"])[0]},
+        progress=lambda done: None,
+    )
+
+
+def work_directory(directory: pathlib.Path, process: int) -> None:
+    (directory / "taken").touch()
+    config = loader.load(str(directory / "c.yml"), (), schema.DecodeRun)
+    with session.open_records(directory / "taken" / "w", config):
+        multihost_utils.sync_global_devices("decoding")
+
+
+def standard_input(directory: pathlib.Path, process: int) -> None:
+    sys.stdin = io.TextIOWrapper(io.BytesIO(b"\xff" if process == 0 else b""), "utf-8")
+    run_decode(directory)
+
+
+def prompts(directory: pathlib.Path, process: int) -> None:
+    run_decode(directory, f"prompts.file={directory / 'prompts.jsonl'}")
+
+
+def date(directory: pathlib.Path, process: int) -> None:
+    (directory / "dated").mkdir(exist_ok=True)
+    (directory / "dated" / dates.FILE).write_text("yesterday\n")
+    run_decode(directory, workdir=directory / "dated")
+
+
+def tokenizer(directory: pathlib.Path, process: int) -> None:
+    if process == 3:
+        ByteTokenizer.fingerprint = "another"
+    run_decode(directory, "prompts.text=x")
+
+
+def surprise(directory: pathlib.Path, process: int) -> None:
+    if process == 2:
+        raise KeyError("lost")
+    multihost_utils.sync_global_devices("waiting for the others")
+
+
+def terminated(directory: pathlib.Path, process: int) -> None:
+    if process == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    multihost_utils.sync_global_devices("waiting for the others")
+
+
+def killed(directory: pathlib.Path, process: int) -> None:
+    multihost_utils.sync_global_devices("all are here")
+    if process == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    multihost_utils.sync_global_devices("waiting for the others")
+
+
+def rows(directory: pathlib.Path, process: int) -> None:
+    """Each process feeds the rows of its two devices, which are apart in the mesh."""
+    order = [0, 2, 3, 1, 4, 6, 7, 5]
+    devices = np.array(sorted(jax.devices(), key=lambda one: (one.process_index, one.id)))[order]
+    types = (AxisType.Auto,) * 4
+    mesh = Mesh(devices.reshape(1, 8, 1, 1), sharding_lib.MESH_AXES, axis_types=types)
+    sharding = sharding_lib.Sharding(mesh, (("batch", ("data", "fsdp")),))
+    mine = steps_lib.rows_of_process(sharding, 16)
+    batch = np.arange(48, dtype=np.int32).reshape(16, 3)
+    placed = steps_lib.place({"x": batch[list(mine)]}, sharding, 16)["x"]
+    found = multihost_utils.process_allgather(placed, tiled=True)
+    print(f"rows {mine}: {np.array_equal(found, batch)}", file=sys.stderr)
+
+
+def nothing(directory: pathlib.Path, process: int) -> None:
+    multihost_utils.sync_global_devices("all are here")
+
+
+def run_decode(directory: pathlib.Path, *overrides: str, workdir=None) -> None:
+    places = {} if workdir is None else {"workdir": workdir}
+    decode._decode(cli.parse(decode.SUBCOMMAND, directory / "c.yml", *overrides, **places))
+
+
+PLACES = {
+    one.__name__: one
+    for one in (
+        *(save, saved, restore, damaged, export, feature_cache, work_directory, standard_input),
+        *(prompts, date, tokenizer, surprise, terminated, killed, rows, nothing),
+    )
+}
+
+
+def start(place: str, directory: pathlib.Path, address: str, process: int) -> int:
+    """Forks a process that goes to a place; returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 70
+    try:
+        errors = os.open(directory / f"{place}.{process}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(errors, 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        work = PLACES[place]
+        if work is rows:
+            os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+        given = (address, COUNT, process)
+        status = cli.status_of(
+            lambda: together.run(given, lambda company: work(directory, process) or 0)
+        )
+        jax.distributed.shutdown()  # which a fork does not do by itself at its end
+    finally:
+        os._exit(status)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # of forks: nothing runs here yet
+    directory, *places = sys.argv[1:]
+    directory = pathlib.Path(directory)
+    (directory / "c.yml").write_text(CONFIG)
+    (directory / "prompts.jsonl").write_text('{"prompt": "x"}\n{"promt": "y"}\n')
+    ends = {}
+    for place in places or PLACES:
+        address = f"localhost:{free_port()}"
+        begin = time.monotonic()
+        running = {start(place, directory, address, i): i for i in range(COUNT)}
+        ends[place] = [None] * COUNT
+        while running and time.monotonic() - begin < PATIENCE_S:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
+                time.sleep(0.02)
+                continue
+            process = running.pop(child)
+            lines = (directory / f"{place}.{process}").read_text().splitlines()
+            seconds = time.monotonic() - begin
+            ends[place][process] = [os.waitstatus_to_exitcode(status), seconds, lines]
+        for child in running:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    print(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

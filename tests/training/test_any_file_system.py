@@ -1,0 +1,126 @@
+"""Where directories cannot be renamed and files cannot be locked, everything works as elsewhere."""
+
+import errno
+import fcntl
+import os
+import pathlib
+
+import numpy as np
+import pytest
+from support import toy
+
+from dflash.checkpoints import files as checkpoint_files
+from dflash.config import loader, schema
+from dflash.data import encoding
+from dflash.data.encoding import join
+from dflash.runs import directory as directories
+from dflash.runs import files
+from dflash.training import checkpoints as checkpoints_lib
+
+
+@pytest.fixture
+def poor(monkeypatch):
+    """A file system with no more than files."""
+
+    def refusing(function):
+        def call(source, *rest, **options):
+            if os.path.isdir(source):
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), source)
+            return function(source, *rest, **options)
+
+        return call
+
+    def refuse(*unused):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(os, "rename", refusing(os.rename))
+    monkeypatch.setattr(os, "replace", refusing(os.replace))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_what_is_asked_of_a_file_system(tmp_path):
+    assert files.renames_directories(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_not_asked(poor, tmp_path):
+    assert not files.renames_directories(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_in_legs_equals_one_run(poor, tmp_path):
+    whole = toy.arrays(toy.Run(tmp_path / "whole", steps=8).go())
+    toy.Run(tmp_path / "legs", steps=5, checkpoint_every=2).go()
+    directory = tmp_path / "legs" / "checkpoints"
+    # A kill during a save leaves a directory without the file that comes last.
+    half = directory / "7"
+    half.mkdir()
+    (half / "state").write_text("half")
+    rest = toy.Run(tmp_path / "legs", steps=8)
+    toy.assert_identical(toy.arrays(rest.go()), whole)
+    assert rest.started_at == 5
+    assert not half.exists()
+    assert rest.notes == []
+
+
+def test_damage_is_set_aside(poor, tmp_path):
+    toy.Run(tmp_path, steps=5, checkpoint_every=2).go()
+    state = tmp_path / "checkpoints" / "5" / "state"
+    next(path for path in state.rglob("*") if path.is_file()).write_bytes(b"no")
+    rest = toy.Run(tmp_path, steps=8, checkpoint_every=2)
+    rest.go()
+    assert rest.started_at == 4
+    assert (tmp_path / checkpoints_lib.DAMAGED / "5").is_dir()
+
+
+def test_a_run_moves_to_such_a_file_system(tmp_path, request):
+    toy.Run(tmp_path, steps=4, checkpoint_every=2).go()
+    request.getfixturevalue("poor")
+    rest = toy.Run(tmp_path, steps=6, checkpoint_every=2)
+    rest.go()
+    assert rest.started_at == 4
+
+
+def export(destination: pathlib.Path, content: str) -> None:
+    with checkpoint_files.staged(destination) as staged:
+        (staged / "config.json").write_text("{}")
+        (staged / "parts").mkdir()
+        (staged / "parts" / "weights").write_text(content)
+
+
+def test_a_checkpoint_is_whole_once_its_config_is_there(poor, tmp_path, monkeypatch):
+    export(tmp_path / "hf", "one")
+    assert (tmp_path / "hf" / "parts" / "weights").read_text() == "one"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    written = []
+    write = files.write_whole
+    monkeypatch.setattr(
+        files, "write_whole", lambda path, data: written.append(path.name) or write(path, data)
+    )
+    export(tmp_path / "other", "two")
+    assert written == ["config.json"]
+
+
+def test_a_directory_is_replaced(poor, tmp_path):
+    for content in ("old", "new"):
+        (tmp_path / "fresh").mkdir()
+        (tmp_path / "fresh" / "marker").write_text(content)
+        (tmp_path / "fresh" / content).touch()
+        files.publish(tmp_path / "fresh", tmp_path / "final", "marker")
+    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == ["marker", "new"]
+    assert not (tmp_path / "fresh").exists()
+
+
+def test_corpora_are_stored(poor, tmp_path):
+    documents = [np.arange(5, dtype=np.uint32), np.arange(3, dtype=np.uint32)]
+    encoding._write(tmp_path / "encoded" / "one", documents)
+    assert encoding._check(tmp_path / "encoded" / "one") == 4
+    assert join("x", documents).offsets.tolist() == [0, 5, 8]
+    assert [path.name for path in (tmp_path / "encoded").iterdir()] == ["one"]
+
+
+def test_a_work_directory_is_taken(poor, tmp_path):
+    config = loader.load("configs/random_tiny_dflash.yml", (), schema.DecodeRun)
+    with directories.RunDirectory(tmp_path / "w", config, is_used=lambda path: False) as held:
+        held.write_json("results.json", {"x": 1})
+    assert (tmp_path / "w" / "results.json").exists()
