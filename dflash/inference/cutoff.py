@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 # Bits of the cutoff found at a time, from 2**_STEP_BITS - 1 sums over the vocabulary.
-_STEP_BITS = 4
+_STEP_BITS = 2
 _KEY_BITS = 32
 
 
@@ -51,7 +51,9 @@ def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Ar
         return equal & (before_end >= last)
 
     several = jnp.any(_sum(equal.astype(jnp.float32)) > count)
-    stays = (keys > cut) | jax.lax.cond(several, lowest, lambda: equal)
+    with jax.named_scope("if_tied"):
+        equal = jax.lax.cond(several, lowest, lambda: equal)
+    stays = (keys > cut) | equal
     return jnp.where(stays, logits, -jnp.inf)
 
 
