@@ -1,6 +1,7 @@
 """The static schedules of paged attention, ours and jax's, from the TPU compiler alone.
 
     python tools/kernel_bundles.py [TOPOLOGY]
+    python tools/kernel_bundles.py TOPOLOGY latent   # latent attention, at Kimi K2's shapes
 
 Run it from the repository root, with the package and jax[tpu] installed; no TPU is needed.
 
@@ -21,10 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from dflash.compiler import bundles, topology
-from dflash.kernels import flash_tpu, paged_attention, tuning
+from dflash.kernels import flash_tpu, latent_attention, paged_attention, tuning
+from dflash.kernels.quantised import Quantised
 
 QUERIES, KV_HEADS, GROUP, WIDTH, PAGE = 16, 8, 4, 128, 128
 CASES = [(batch, context) for context in (2048, 32768) for batch in (1, 32)]
+LATENT, ROTARY = 512, 64
+LATENT_CASES = ((8, 64), (16, 64), (8, 8), (16, 8))
 # What jax's table of tuned sizes says of these heads and pages, for contexts that it knows.
 PAGES_PER_BLOCK = 8
 OURS, THEIRS = "paged_attention_t16", "ragged_paged_attention_kernel"
@@ -36,10 +40,14 @@ def main(argv: list[str]) -> None:
     name = argv[0] if argv else "v5p:1x1x1"
     with tempfile.TemporaryDirectory() as directory:
         topology.prepare_environment(directory)
+        if argv[1:] == ["latent"]:
+            of_latent_attention(name, pathlib.Path(directory))
+            return
         print(f"{name}: bundles of the kernel, of its inner loop; spills and fills; trips; product")
         for batch, context in CASES:
             for kernel in (OURS, THEIRS):
-                found = schedule(name, kernel, batch, context, pathlib.Path(directory))
+                given = arguments(kernel, batch, context)
+                found = schedule(name, kernel, *given, pathlib.Path(directory))
                 inner = bundles.inner_loop(found)
                 turns = trips(kernel, name, batch, context)
                 print(
@@ -48,6 +56,43 @@ def main(argv: list[str]) -> None:
                     f"{turns:>6}{inner.bundles * turns:>9}",
                     flush=True,
                 )
+
+
+def of_latent_attention(name: str, directory: pathlib.Path) -> None:
+    """Prints the schedules of latent attention over 2,048 rows, one sequence."""
+    print(f"{name}: bundles of the kernel, of its inner loop; spills")
+    for kv_dtype in (jnp.bfloat16, jnp.int8):
+        for rows, heads in LATENT_CASES:
+            given = latent_arguments(rows, heads, kv_dtype)
+            found = schedule(name, f"latent_attention_t{rows}", *given, directory)
+            inner = bundles.inner_loop(found)
+            print(
+                f"{rows:>3} rows, {heads:>2} heads, pages of {jnp.dtype(kv_dtype).name:<9}"
+                f"{sum(part.bundles for part in found):>6}{inner.bundles:>6}{inner.spills:>6}",
+                flush=True,
+            )
+
+
+def latent_arguments(rows: int, heads: int, kv_dtype):
+    """The function of latent attention, and the shapes and dtypes of its arguments."""
+    pages = -(-(2048 + rows) // PAGE)
+    pool = (1, pages + 1, PAGE, LATENT + ROTARY)
+    shapes = [
+        ((1, rows, heads, LATENT + ROTARY), jnp.bfloat16),
+        ((1, rows, LATENT + ROTARY), jnp.bfloat16),
+        (pool, kv_dtype),
+        ((1, pages), jnp.int32),
+        ((1,), jnp.int32),
+    ]
+    options = {"value_width": LATENT, "scale": 0.1, "implementation": "pallas"}
+    if kv_dtype == jnp.bfloat16:
+        return functools.partial(latent_attention.latent_attention, **options), shapes
+
+    def quantised_call(queries, latents, values, table, start, scales):
+        stored = Quantised(values, scales)
+        return latent_attention.latent_attention(queries, latents, stored, table, start, **options)
+
+    return quantised_call, [*shapes, ((*pool[:2], 1, PAGE), jnp.float32)]
 
 
 def trips(kernel: str, name: str, batch: int, context: int) -> int:
@@ -61,13 +106,12 @@ def trips(kernel: str, name: str, batch: int, context: int) -> int:
 
 
 def schedule(
-    name: str, kernel: str, batch: int, context: int, directory: pathlib.Path
+    name: str, kernel: str, function, shapes, directory: pathlib.Path
 ) -> list[bundles.Section]:
     """Compiles one kernel; the compiler leaves its schedule in the directory, which is emptied."""
     device = topology.find(name).devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
     mesh = jax.sharding.Mesh([device], ("x",))
-    function, shapes = arguments(kernel, batch, context)
     inputs = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
     # jax's kernel asks for the kind of chip while it is traced.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -73,8 +73,10 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     values = {}
     for path in files.track(sized, total, f"reading {directory.name}"):
         transposed = tensor_map.is_transposed(path)
-        array = _read(parts[path], wanted[path], transposed=transposed)
-        values |= parameters.made(leaves[path], path, array)
+        # Named nowhere: what is read must be gone when the next one is.
+        values |= parameters.made(
+            leaves[path], path, _read(parts[path], wanted[path], transposed=transposed)
+        )
     parameters.assign(module, values)
 
 

@@ -273,6 +273,7 @@ class DFlashConfig(LayeredDrafterConfig):
     checkpoint: str | None = location("checkpoint")
     # None: as trained.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
+    short_pass: bool = False  # compute no more rows than a smaller block_size asks for
     tree: MarginalTree | None = None  # None: a chain
     architecture: DFlashArchitecture | None = None
 
@@ -306,6 +307,7 @@ class DFlash2Config(LayeredDrafterConfig):
     checkpoint: str | None = location("checkpoint")
     # None: as trained.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
+    short_pass: bool = False  # compute no more rows than a smaller block_size asks for
     architecture: DFlash2Architecture | None = None
 
 
@@ -317,6 +319,7 @@ class DSparkConfig(LayeredDrafterConfig):
     checkpoint: str | None = location("checkpoint")
     # None: as trained.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
+    short_pass: bool = False  # compute no more rows than a smaller block_size asks for
     architecture: DSparkArchitecture | None = None
 
 

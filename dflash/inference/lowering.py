@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dflash.layers.linear import NARROW_IN_LOOPS
 from dflash.parallel.sharding import Sharding
 
 # With few rows the time of a cycle is that of reading the weights. A TPU reads them fastest in
@@ -15,15 +16,13 @@ _TPU_LOOP = {
     "xla_tpu_nested_dot_fusion": "false",
     "xla_tpu_scoped_vmem_limit_kib": "65536",
 }
-# See layers.linear.widen_late: a CPU must not widen all weights before the loop begins.
-_CPU_LOOP = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 _SMALL_VMEM = ("TPU v4",)
 
 
 def loop_options(sharding: Sharding, dtype: jnp.dtype) -> dict[str, str]:
     """Compiler options of the decode loop over weights of this dtype."""
     if sharding.platform == "cpu":
-        return dict(_CPU_LOOP) if dtype == jnp.bfloat16 else {}
+        return dict(NARROW_IN_LOOPS) if dtype == jnp.bfloat16 else {}
     if sharding.platform == "tpu" and sharding.devices[0].device_kind not in _SMALL_VMEM:
         return dict(_TPU_LOOP)
     return {}

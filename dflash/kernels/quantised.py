@@ -87,17 +87,20 @@ def scaled(array: jax.Array, scales: jax.Array | None) -> jax.Array:
     return array if scales is None else array * scales
 
 
-def narrowed(kernel: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+def narrowed(
+    kernel: jax.Array, dtype: str, across: tuple[str, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
     """A kernel [..., in, out] in eight bits.
 
     Args:
       kernel: weights, floating point.
       dtype: one of `LARGEST`.
+      across: mesh axes that the inputs are split over, within `jax.shard_map`.
     Returns:
       values [..., in, out] of that dtype, and float32 scales [..., 1, out]; the largest weight of
       each output is the largest number of the dtype.
     """
-    return _in_eight_bits(kernel, dtype, axis=-2)
+    return _in_eight_bits(kernel, dtype, axis=-2, across=across)
 
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, int] | None) -> jax.Array:
@@ -129,10 +132,13 @@ def int8_product(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Arra
     return (product.astype(jnp.float32) * of_rows * scales[0]).astype(x.dtype)
 
 
-def _in_eight_bits(numbers: jax.Array, dtype: str, axis: int) -> tuple[jax.Array, jax.Array]:
+def _in_eight_bits(
+    numbers: jax.Array, dtype: str, axis: int, across: tuple[str, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
     """Values of a dtype of `LARGEST`, and float32 scales, of which `axis` has one."""
     wide = numbers.astype(jnp.float32)
     peak = jnp.abs(wide).max(axis=axis, keepdims=True)
+    peak = jax.lax.pmax(peak, across) if across else peak
     # A product, for compilers may turn the quotient into one or not, from program to program.
     scales = jnp.where(peak > 0, peak * (1.0 / LARGEST[dtype]), 1.0)
     values = wide / scales

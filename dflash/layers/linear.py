@@ -14,6 +14,8 @@ from dflash.kernels.split_heads import rms_norm
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
+# By these options a CPU does not widen all that a loop reads ahead of it; see `widen_late`.
+NARROW_IN_LOOPS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 # Behind the path of a kernel that is kept in eight bits.
 SCALE_SUFFIX = "_scale"
 
@@ -81,7 +83,9 @@ class Kernel(nnx.Module):
             dtype=jnp.dtype(form.dtype),
             sharding=sharding,
             stddev=stddev,
-            maker=None if stored else _maker(form.dtype, plain.dtype, places),
+            maker=None
+            if stored
+            else _maker(form.dtype, plain.dtype, places, sharding.axes(self.axes[-2])),
         )
         self.format = form
 
@@ -104,9 +108,29 @@ class Kernel(nnx.Module):
 
 
 @functools.cache  # layers repeat their shapes: one program serves them all
-def _maker(dtype: str, plain: jnp.dtype, places: tuple) -> parameters.Maker:
-    program = functools.partial(quantised.narrowed, dtype=dtype)
-    return parameters.Maker(plain, jax.jit(program, out_shardings=places), SCALE_SUFFIX)
+def _maker(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parameters.Maker:
+    """`across`: mesh axes that inputs are split over."""
+    kernel_place, scale_place = places
+    if kernel_place.mesh.size == 1:
+        across = ()
+
+    def narrow(kernel):
+        if kernel.ndim > 2:  # experts one after the other: no two of them are wide at once
+            return jax.lax.map(narrow, kernel)
+        return quantised.narrowed(kernel, dtype, across)
+
+    program = narrow
+    if kernel_place.mesh.size > 1:
+        program = jax.shard_map(
+            narrow,
+            mesh=kernel_place.mesh,
+            in_specs=kernel_place.spec,
+            out_specs=(kernel_place.spec, scale_place.spec),
+            check_vma=False,
+        )
+    options = NARROW_IN_LOOPS if kernel_place.mesh.devices.flat[0].platform == "cpu" else None
+    compiled = jax.jit(program, out_shardings=places, compiler_options=options)
+    return parameters.Maker(plain, compiled, SCALE_SUFFIX)
 
 
 class Linear(Kernel):

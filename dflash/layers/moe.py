@@ -151,9 +151,8 @@ class Experts(nnx.Module):
     That is for many rows, in training or in a large batch, whose attention is then split too. A
     batch that does not divide, such as a single prompt, is whole everywhere and is not exchanged.
 
-    Sending each row to the devices of its k experts alone would move 2 k rows for each, against
-    n - 1 there and n - 1 back among n devices. It is less from n > k + 1 on, but what a device
-    receives has then no static size.
+    Sending each row to the devices of its k experts alone would move k / n of that among n devices:
+    less where n > k, but what a device receives has then no static size.
     """
 
     def __init__(

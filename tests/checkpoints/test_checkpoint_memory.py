@@ -19,6 +19,14 @@ def run(*args) -> str:
 
 
 @pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A checkpoint of which three fifths are experts, a tensor each."""
+    path = tmp_path_factory.mktemp("memory") / "experts"
+    run("make", path, "--megabytes", 300, "--experts")
+    return path
+
+
+@pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("memory") / "checkpoint"
     run("make", path, "--megabytes", MEGABYTES)
@@ -35,3 +43,19 @@ def test_reading_stays_close_to_the_weights(directory, options):
     assert figures["weights"] == pytest.approx(MEGABYTES * share, rel=0.1)
     assert figures["peak"] >= figures["before"] + 0.9 * figures["weights"]  # it was really measured
     assert figures["beyond_weights"] <= MOST_BEYOND_MEGABYTES
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("options", "most_beyond"),
+    [
+        (["--dtype=float32"], MOST_BEYOND_MEGABYTES),
+        (["--dtype=float32", "--expert=4", "--tensor=2"], MOST_BEYOND_MEGABYTES),
+        # Beside what programs take to be compiled, one parameter is there both plain and narrow.
+        (["--dtype=bfloat16", "--quantization=int8"], 2 * MOST_BEYOND_MEGABYTES),
+    ],
+)
+def test_experts_are_stacked_as_they_are_read(experts, options, most_beyond):
+    figures = json.loads(run("load", experts, *options))
+    assert figures["peak"] >= figures["before"] + 0.9 * figures["weights"]
+    assert figures["beyond_weights"] <= most_beyond

@@ -20,7 +20,8 @@ from dflash.registry import DRAFTERS
         ("decode.copy=1", "decode.copy: unknown key; expected one of max_new_tokens, temperature, "
          "top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, "
          "min_new_tokens, seed, verify, stop_ids, ignore_eos, baseline, batch_size, sync_every, "
-         "max_length, page_size, num_pages, kv_dtype, prefill_chunk, prefix_cache"),
+         "max_length, page_size, num_pages, kv_dtype, prefill_chunk, prefix_cache, "
+         "partial_dispatches"),
         ("decode.seed=abc", "decode.seed: expected an integer in [0, 4294967295], got 'abc'"),
         ("decode.seed=true", "decode.seed: expected an integer in [0, 4294967295], got true"),
         ("decode.seed=010", "decode.seed: expected an integer in [0, 4294967295], got '010'"),

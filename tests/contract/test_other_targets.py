@@ -18,8 +18,10 @@ from support.models import (
 )
 
 from dflash import registry
+from dflash.config import schema
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
+from dflash.parallel.sharding import make_sharding as make
 
 ARCHITECTURES = {
     family: family_architecture(family, ARCHITECTURE) for family in ("qwen3_moe", "deepseek_v3")
@@ -34,10 +36,17 @@ OPTIONS = {"batch_size": 4, "sync_every": 4, "max_length": 64}
 
 
 @functools.cache
-def target(family: str, expert: int = 1, tensor: int = 1) -> Decoder:
-    """A random target of the family, whose favorite tokens make drafts hit now and then."""
+def target(family: str, expert: int = 1, tensor: int = 1, batch: tuple = ()) -> Decoder:
+    """A random target of the family, whose favorite tokens make drafts hit now and then.
+
+    Args:
+      batch: mesh axes of its rows, if other than by default.
+    """
     kind = registry.load(registry.TARGETS[family].implementation)
     sharding = make_sharding(expert=expert, tensor=tensor)
+    if batch:
+        rules = dict(schema.SHARDING_RULES) | dict.fromkeys(("batch", "pages"), batch)
+        sharding = make({"expert": expert, "tensor": tensor}, rules)
     model = kind(ARCHITECTURES[family], dtype=np.dtype("float32"), sharding=sharding)
     if sharding.mesh.size > 1:
         return move(target(family), model)
@@ -68,6 +77,10 @@ def test_output_is_that_of_plain_decoding(family, name, tree):
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_eight_devices_equal_one(family):
-    """Experts over four devices, and their widths, heads and vocabulary over two."""
-    run = engine(on=target(family, expert=4, tensor=2), **OPTIONS)
+    """Experts over four devices, and their widths, heads and vocabulary over two.
+
+    With latent attention the sequences are split over the four devices too, and rows exchanged.
+    """
+    batch = ("expert",) if family == "deepseek_v3" else ()
+    run = engine(on=target(family, expert=4, tensor=2, batch=batch), **OPTIONS)
     assert [outputs(run, how) for how in HOW] == plain(family)

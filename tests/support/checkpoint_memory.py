@@ -3,6 +3,8 @@
     python tests/support/checkpoint_memory.py make DIR --megabytes=2000 --dtype=float32
     python tests/support/checkpoint_memory.py load DIR --dtype=bfloat16 --tensor=8
 
+With --experts it is a Qwen3 MoE, nearly all of whose weights are experts, a tensor each.
+
 `load` prints one JSON line: bytes of the weights as they stay resident, and the process's peak
 memory beyond what it used right before reading, as the kernel counts both (mapped file pages
 included). Linux only.
@@ -21,16 +23,21 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 
-from dflash.checkpoints import checkpoint
+from dflash.checkpoints import checkpoint, narrowing
 from dflash.config import schema
 from dflash.models.qwen3 import Qwen3
+from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters, sharding
 
 WIDTH, FACTOR, VOCAB = 1024, 3, 32768
+EXPERTS, EXPERT_WIDTH = 32, 256
 
 
-def architecture(num_layers: int) -> schema.TargetArchitecture:
-    return schema.TargetArchitecture(
+def architecture(num_layers: int, experts: bool) -> schema.TargetArchitecture:
+    kind = schema.Qwen3MoeArchitecture if experts else schema.TargetArchitecture
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    own = dict(zip(names, (EXPERTS, 4, EXPERT_WIDTH), strict=True)) if experts else {}
+    return kind(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         intermediate_size=FACTOR * WIDTH,
@@ -40,29 +47,36 @@ def architecture(num_layers: int) -> schema.TargetArchitecture:
         head_dim=WIDTH // 8,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
+        **own,
     )
 
 
-def make_sharding(tensor: int) -> sharding.Sharding:
-    axes = {"data": 1, "fsdp": 1, "tensor": tensor}
+def make_sharding(tensor: int, expert: int = 1) -> sharding.Sharding:
+    axes = {"data": 1, "fsdp": 1, "tensor": tensor, "expert": expert}
     return sharding.make_sharding(axes, schema.SHARDING_RULES)
 
 
-def make(directory: pathlib.Path, megabytes: int, dtype: str) -> None:
+def make(directory: pathlib.Path, megabytes: int, dtype: str, experts: bool) -> None:
     """Writes random weights of about this size, in five shards."""
     scalars = megabytes * 1_000_000 / jnp.dtype(dtype).itemsize
-    layers = max(1, round((scalars - VOCAB * WIDTH) / (WIDTH * WIDTH * (4 + 3 * FACTOR))))
-    arch = architecture(layers)
-    module = Qwen3(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(1))
+    mlp = 3 * WIDTH * (EXPERTS * EXPERT_WIDTH if experts else FACTOR * WIDTH)
+    layers = max(1, round((scalars - VOCAB * WIDTH) / (4 * WIDTH * WIDTH + mlp)))
+    arch, kind = architecture(layers, experts), Qwen3Moe if experts else Qwen3
+    module = kind(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(1))
     parameters.initialize(module, jax.random.key(0))
-    config = Qwen3.config_to_hf(arch)
+    config = kind.config_to_hf(arch)
     checkpoint.save_hf(module, directory, config, max_shard_bytes=megabytes * 1_000_000 // 5)
 
 
-def load(directory: pathlib.Path, dtype: str, tensor: int) -> dict[str, float]:
+def load(
+    directory: pathlib.Path, dtype: str, tensor: int, expert: int, quantization: str | None
+) -> dict[str, float]:
     """Reads the weights; returns megabytes and seconds."""
-    arch = Qwen3.architecture_from_hf(checkpoint.read_config(directory))
-    module = Qwen3(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(tensor))
+    config = checkpoint.read_config(directory)
+    kind = Qwen3Moe if "num_experts" in config else Qwen3
+    arch = kind.architecture_from_hf(config)
+    module = kind(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(tensor, expert))
+    narrowing.narrow(module, quantization)
     jnp.zeros(8).block_until_ready()  # start the runtime
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
     before = status_megabytes("VmRSS")
@@ -92,11 +106,15 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--expert", type=int, default=1)
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--quantization")
     args = parser.parse_args()
     if args.action == "make":
-        make(args.directory, args.megabytes, args.dtype)
+        make(args.directory, args.megabytes, args.dtype, args.experts)
     else:
-        figures = load(args.directory, args.dtype, args.tensor)
+        options = args.tensor, args.expert, args.quantization
+        figures = load(args.directory, args.dtype, *options)
         print(json.dumps({name: round(value, 1) for name, value in figures.items()}))
 
 

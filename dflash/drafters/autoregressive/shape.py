@@ -5,6 +5,7 @@ Its class is found through the registry, as that of a target: this file knows no
 
 import dataclasses
 import pathlib
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,10 +46,18 @@ def for_target(
     """The shape of a draft model without a checkpoint, of a registered family.
 
     Raises:
-      ConfigError: the options contradict one another, or there is no such family.
+      ConfigError: the options contradict one another, there is no such family, or the options do
+        not state all that its shape has.
     """
     options = options or DraftModelArchitecture()
     entry = registry.find(registry.TARGETS, family, "drafter.family")
+    if not _is_dense(entry):
+        dense = (name for name, entry in registry.TARGETS.items() if _is_dense(entry))
+        raise errors.ConfigError(
+            f"drafter.family: {family!r} has experts or attention of its own, which "
+            "drafter.architecture does not state; use drafter.checkpoint, or a family of "
+            f"{', '.join(dense)}"
+        )
     decoder = decoder_shape.for_target(
         target,
         options,
@@ -57,6 +66,12 @@ def for_target(
         tie_word_embeddings=options.tie_word_embeddings,
     )
     return DraftModelShape(registry.load(entry.implementation), decoder)
+
+
+def _is_dense(entry: registry.Entry) -> bool:
+    """Whether the shape of a family's targets is that of every decoder."""
+    stated = typing.get_type_hints(registry.load(entry.schema))["architecture"]
+    return TargetArchitecture in typing.get_args(stated)
 
 
 def fit(shape: DraftModelShape, target: TargetArchitecture) -> DraftModelShape:

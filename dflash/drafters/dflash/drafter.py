@@ -43,6 +43,7 @@ class DFlash(OnePassDrafter):
         sharding: Sharding,
         block_size: int | None = None,
         tree_budget: int | None = None,
+        short_pass: bool = False,
     ):
         """Builds an abstract drafter.
 
@@ -50,8 +51,10 @@ class DFlash(OnePassDrafter):
           shape: of the network.
           dtype: of weights and state.
           sharding: where they live.
-          block_size: rows to draft with, at most the trained one; None for that one.
+          block_size: rows to verify in a chain, and the depth of a tree, at most the trained block
+            size; None for that one.
           tree_budget: drafts in a tree; None for a chain.
+          short_pass: compute no more rows than `block_size` asks for.
         Raises:
           ConfigError: block_size exceeds the trained one, or tree_budget the tree's capacity.
         """
@@ -64,6 +67,9 @@ class DFlash(OnePassDrafter):
             vocab_size=decoder.vocab_size,
             of="that the drafter was trained with",
         )
+        # Draft positions that a pass computes. Rows see one another: with fewer of them than in
+        # training, drafts get worse from the first one on.
+        self.pass_positions = self.num_positions if short_pass else shape.block_size - 1
         build = {"dtype": dtype, "sharding": sharding}
         self.feature_layers = shape.target_layer_ids
         self.fc = self.feature_projection(len(self.feature_layers))
@@ -77,7 +83,8 @@ class DFlash(OnePassDrafter):
     def options(cls, config: DFlashConfig) -> dict[str, Any]:
         """See `WeightedDrafter.options`."""
         budget = None if config.tree is None else config.tree.budget
-        return {"block_size": config.block_size, "tree_budget": budget}
+        sizes = {"block_size": config.block_size, "short_pass": config.short_pass}
+        return {**sizes, "tree_budget": budget}
 
     @staticmethod
     def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
@@ -113,10 +120,9 @@ class DFlash(OnePassDrafter):
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
         """Runs the whole block, and drafts its first tokens; see `Drafter.draft_fewer`.
 
-        Rows see one another: with fewer rows than in training, drafts get worse from the first one
-        on. Rows that see those before them alone are run as far as they are wanted.
+        Rows that see those before them alone are run as far as they are wanted.
         """
-        last = count if shapes.is_causal(self.shape) else self.num_positions
+        last = count if shapes.is_causal(self.shape) else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
         first = slice(1, count + 1)
         return self.propose(heads.unembed(hidden[:, first]), positions[:, first], sampler), state
@@ -127,7 +133,7 @@ class DFlash(OnePassDrafter):
         Args:
           num_positions: rows behind the anchor, T - 1; None for all.
         """
-        masked = (anchor.shape[0], num_positions or self.num_positions)
+        masked = (anchor.shape[0], num_positions or self.pass_positions)
         mask = jnp.full(masked, self.shape.mask_token_id)
         block = jnp.concatenate([anchor[:, None], mask.astype(jnp.int32)], axis=1)
         positions = position[:, None] + jnp.arange(block.shape[1])
@@ -191,7 +197,7 @@ class DFlash(OnePassDrafter):
         blocks = cut_blocks(
             batch,
             anchors,
-            block_size=self.num_positions + 1,
+            block_size=self.pass_positions + 1,
             mask_token_id=self.shape.mask_token_id,
         )
         hidden = self.run_blocks(batch, blocks, heads, remat=remat)

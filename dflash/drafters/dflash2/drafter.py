@@ -114,14 +114,22 @@ class DFlash2(ConditionedDFlash):
     hf_architectures = ("DFlash2DraftModel",)
     shapes = shapes
 
-    def __init__(self, shape: DFlash2Shape, *, dtype, sharding, block_size: int | None = None):
+    def __init__(
+        self,
+        shape: DFlash2Shape,
+        *,
+        dtype,
+        sharding,
+        block_size: int | None = None,
+        short_pass: bool = False,
+    ):
         """Args: see `DFlash`."""
         width, vocab = shape.decoder.hidden_size, shape.decoder.vocab_size
         build = {"dtype": dtype, "sharding": sharding}
-        super().__init__(shape, block_size=block_size, **build)
+        super().__init__(shape, block_size=block_size, short_pass=short_pass, **build)
         self.candidate_selector = CandidateSelector(width, vocab, shape.selector_rank, **build)
         for layer in self.layers:
-            layer.rows = self.num_positions + 1
+            layer.rows = self.pass_positions + 1
 
     @staticmethod
     def make_layer(shape, **build):

@@ -110,9 +110,20 @@ class DSpark(ConditionedDFlash):
     ignored_checkpoint_names = ("embed_tokens.weight", "lm_head.weight")
     first_row: ClassVar[int] = 0
 
-    def __init__(self, shape: DSparkShape, *, dtype, sharding, block_size: int | None = None):
-        """Args: block_size: rows to verify, the anchor and the drafts; None for all.
+    def __init__(
+        self,
+        shape: DSparkShape,
+        *,
+        dtype,
+        sharding,
+        block_size: int | None = None,
+        short_pass: bool = False,
+    ):
+        """Builds an abstract drafter; see `DFlash`.
 
+        Args:
+          block_size: rows to verify, the anchor and the drafts; None for all.
+          short_pass: compute no more rows than that takes.
         Raises:
           ConfigError: block_size is larger than the trained one.
         """
@@ -124,7 +135,7 @@ class DSpark(ConditionedDFlash):
             )
         build = {"dtype": dtype, "sharding": sharding}
         rows = None if block_size is None else block_size - 1
-        super().__init__(shape, block_size=rows, **build)
+        super().__init__(shape, block_size=rows, short_pass=short_pass, **build)
         self.num_draft_tokens = self.num_positions + 1
         width, rank = shape.decoder.hidden_size, shape.markov_rank
         head = _HEADS[shape.markov_head_type]

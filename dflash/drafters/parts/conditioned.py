@@ -48,7 +48,7 @@ class ConditionedDFlash(DFlash):
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
         """See `WeightedDrafter.options`; these drafters have no trees."""
-        return {"block_size": config.block_size}
+        return {"block_size": config.block_size, "short_pass": config.short_pass}
 
     def fresh_memory(self, batch: int) -> Any:
         """State of `condition` before the first draft position; a pytree, by default empty."""
@@ -109,7 +109,7 @@ class ConditionedDFlash(DFlash):
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
-        rows = self.num_positions + 1
+        rows = self.pass_positions + 1
         drafts = rows - self.first_row
         blocks = cut_blocks(
             batch, anchors, block_size=drafts + 1, mask_token_id=self.shape.mask_token_id

@@ -116,3 +116,12 @@ def test_a_mesh_splits_the_pages_as_it_splits_the_batch():
     pool = model.init_state(6, 40).cache.pools[0]
     assert pool.shape == (4, 6 * 3, 16, 8)
     assert pool.sharding.shard_shape(pool.shape) == (2, 3 * 3, 16, 8)
+
+
+def test_random_weights_of_a_family_whose_shape_is_not_stated():
+    with pytest.raises(errors.ConfigError) as caught:
+        shapes.for_target(ARCHITECTURE, None, "qwen3_moe")
+    assert str(caught.value) == (
+        "drafter.family: 'qwen3_moe' has experts or attention of its own, which "
+        "drafter.architecture does not state; use drafter.checkpoint, or a family of qwen3, llama3"
+    )

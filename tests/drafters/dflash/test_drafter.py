@@ -158,9 +158,26 @@ def test_heads_do_what_config_json_says():
 
 @pytest.mark.parametrize("block_size", [2, 5])
 def test_smaller_blocks_than_trained(block_size):
-    drafter = make_drafter(make_shape(FULL, LayerView(3)), block_size=block_size)
+    drafter = make_drafter(make_shape(FULL, LayerView(3)), block_size=block_size, short_pass=True)
     assert (drafter.block_size, drafter.num_draft_tokens) == (block_size, block_size - 1)
     check_block(drafter, drafter.shape.views)
+
+
+def test_a_smaller_block_drafts_the_first_tokens_of_the_whole_one():
+    """Unless a short pass is asked for: then its rows see fewer others."""
+    features, position, anchor = draw_features(1, 7), jnp.array([7]), jnp.array([5])
+    heads, drafts, passes = make_target(), [], []
+    for options in ({}, {"block_size": 4}, {"block_size": 4, "short_pass": True}):
+        drafter = make_drafter(make_shape(FULL, FULL), **options)
+        state = observe(drafter, new_state(drafter, 1), [0], features)
+        proposal, _ = drafter.draft(state, anchor, position, Greedy(), heads)
+        drafts.append(proposal.tokens[0].tolist())
+        passes.append(run_block(drafter, state, anchor, position)[0])
+    assert drafts[1] == drafts[0][:3]
+    assert len(drafts[2]) == 3
+    assert [len(rows) for rows in passes] == [BLOCK, BLOCK, 4]
+    np.testing.assert_array_equal(passes[1], passes[0])
+    assert not np.allclose(passes[2], passes[0][:4], atol=1e-3)
 
 
 def test_a_causal_block_is_the_head_of_a_longer_one():
@@ -170,7 +187,7 @@ def test_a_causal_block_is_the_head_of_a_longer_one():
     for view in (CAUSAL, FULL):
         runs = []
         for block_size in (3, BLOCK):
-            drafter = make_drafter(make_shape(view, view), block_size=block_size)
+            drafter = make_drafter(make_shape(view, view), block_size=block_size, short_pass=True)
             state = observe(drafter, new_state(drafter, 1), [0], features)
             runs.append(run_block(drafter, state, [5], position)[0, :3])
         heads.append(np.allclose(*runs, atol=1e-5))

@@ -73,9 +73,8 @@ def inputs(case: str):
 
 
 @functools.cache
-def drafted(case: str, block_size: int | None = None) -> dict[str, np.ndarray]:
+def drafted(case: str, **options) -> dict[str, np.ndarray]:
     """Hidden states, base logits and tokens of the block after the golden context."""
-    options = {} if block_size is None else {"block_size": block_size}
     drafter, (features, anchor) = model(case, **options), inputs(case)
     lent = heads(case)
 
@@ -144,12 +143,15 @@ def test_golden_corrections_and_confidence(kind):
         np.testing.assert_allclose(odds, wanted["confidence_logits"][k], **TOLERANCE)
 
 
-def test_a_smaller_block_is_run_by_itself():
+def test_a_smaller_block_is_run_whole_or_by_itself():
     """Rows of a block see one another, so fewer rows are another block."""
     for case, rows in (("dflash2", 4), ("rnn", 3)):
-        found = drafted(case, 4)
-        assert found["hidden"].shape[0] == rows
-        assert found["tokens"].shape == (3,)
+        whole, first = drafted(case), drafted(case, block_size=4)
+        np.testing.assert_array_equal(first["hidden"], whole["hidden"])
+        np.testing.assert_array_equal(first["tokens"], whole["tokens"][:3])
+        short = drafted(case, block_size=4, short_pass=True)
+        assert short["hidden"].shape[0] == rows
+        assert short["tokens"].shape == (3,)
 
 
 @pytest.mark.parametrize("case", ["dflash2", "rnn"])
