@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 # Bits of the cutoff found at a time, from 2**_STEP_BITS - 1 sums over the vocabulary.
-_STEP_BITS = 2
+_STEP_BITS = 4
 _KEY_BITS = 32
 
 
