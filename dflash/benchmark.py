@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from absl import flags
 
-from dflash import cli
+from dflash import cli, errors
 from dflash.config import benchmark_schema
 
 
@@ -46,7 +47,7 @@ SUBCOMMAND = cli.Subcommand(
         "dflash benchmark configs/benchmark/qwen3_4b_trace.yml --acceptance math500",
     ),
     schema=benchmark_schema.BenchmarkRun,
-    shared=cli.RUN_FLAGS,
+    shared=(*cli.RUN_FLAGS, "shard"),
     define_flags=_define_flags,
     overrides=_overrides,
 )
@@ -100,20 +101,38 @@ def _measure(command: cli.Command) -> dict[str, Any]:
     import jax
 
     from dflash.measure import bench as benches
-    from dflash.measure import results, session
+    from dflash.measure import division, results, session
+    from dflash.runs import shards
     from dflash.runs.display import Display
 
     first = jax.process_index() == 0
     display = Display() if first else Display.silent()
     where = command.workdir if first else None
     profile, wide = command.profile_dir, command.flags["wide"]
+    shard, config = command.shard, command.config
+    if shard is not None and config.study is not None:
+        raise errors.ConfigError("--shard, study.name: a study cannot be divided")
+    path = where and pathlib.Path(where).expanduser()
+    if path is not None and shard is not None:
+        shards.check_count(path, division.ROUNDS, shard)
+        shards.check_count(path, results.RESULTS, shard)
     with (
-        results.open_directory(where, command.config) as directory,
+        results.open_directory(path, config, shard) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
-        if command.config.study is not None:
-            return session.study(command.config, directory, display, wide=wide)
-        return session.run(benches.prepare(command.config), directory, display, wide=wide)
+        if config.study is not None:
+            return session.study(config, directory, display, wide=wide)
+        if shard is None and division.is_divided(path):
+            return session.sum_up(benches.prepare(config), directory, display, wide=wide)
+        values = session.run(benches.prepare(config), directory, display, wide=wide, shard=shard)
+    if shard is None or path is None:
+        return values
+    missing = shards.missing(path, division.ROUNDS, shard.count)
+    if missing:
+        display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
+        return values
+    with results.open_directory(path, config) as directory:
+        return session.sum_up(benches.prepare(config), directory, display, wide=wide)
 
 
 if __name__ == "__main__":

@@ -380,3 +380,34 @@ def test_short_flags_become_overrides(argv, overrides):
     values = benchmark.SUBCOMMAND.flag_values()
     values(["dflash", *argv])
     assert benchmark.SUBCOMMAND.overrides(values) == overrides
+
+
+def test_shards_measure_what_one_run_does(tmp_path):
+    """Each prompt of a task is measured by one of them, and the last one sums up."""
+    write_trace(tmp_path / "trace.json")
+    options = ["trace=trace.json", "rounds=1", "prompts_per_task=3", "replay_tokens=0"]
+    options.append("decode.max_new_tokens=24")
+    for shard in ("1/2", "2/2", "0/3"):
+        status, _, err = command([*options, "--workdir=w", f"--shard={shard}"], tmp_path)
+        if shard != "1/2":
+            assert status in (1, 2), err
+            continue
+        assert (status, err.splitlines()[-1]) == (0, "shard 1/2 is done; not finished yet: 0/2")
+        assert not (tmp_path / "w" / "results.json").exists()
+    status, _, err = command([*options, "--workdir=w"], tmp_path)
+    assert (status, err) == (
+        1,
+        "error: w: not all shards have finished: 0/2: run each of these with --shard\n",
+    )
+    status, out, err = command([*options, "--workdir=w", "--shard=0/2"], tmp_path)
+    assert status == 0, err
+    assert command([*options, "--workdir=whole"], tmp_path)[0] == 0
+    summed, whole = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("w", "whole")
+    )
+    assert summed["complete"]
+    for one, other in zip(summed["cells"], whole["cells"], strict=True):
+        for key in ("task", "strategy", "prompts", "output_tokens", "cycles", "tau"):
+            assert one[key] == other[key], key
+    assert (tmp_path / "w" / "report.html").exists()
+    assert "gsm8k" in out

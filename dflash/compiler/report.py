@@ -56,6 +56,8 @@ class Situation:
 
     def branch(self, conditional: hlo.Instruction) -> int | None:
         """Which branch the run takes, where a condition of the config decides."""
+        if components.has_word(conditional.op_name, "if_tied"):
+            return 0  # logits rarely tie where top-k and top-p end
         if components.has_word(conditional.op_name, "if_filtered"):
             return int(self.filtered)
         if components.has_word(conditional.op_name, "if_sampled"):

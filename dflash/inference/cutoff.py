@@ -51,7 +51,9 @@ def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Ar
         return equal & (before_end >= last)
 
     several = jnp.any(_sum(equal.astype(jnp.float32)) > count)
-    stays = (keys > cut) | jax.lax.cond(several, lowest, lambda: equal)
+    with jax.named_scope("if_tied"):
+        equal = jax.lax.cond(several, lowest, lambda: equal)
+    stays = (keys > cut) | equal
     return jnp.where(stays, logits, -jnp.inf)
 
 

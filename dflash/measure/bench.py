@@ -22,6 +22,7 @@ from dflash.models.decoder import Decoder
 from dflash.offline import job as jobs
 from dflash.offline import session
 from dflash.offline.decoding import decode
+from dflash.runs.shards import Shard
 
 BASELINE = DrafterConfig()  # the default strategy drafts nothing
 
@@ -73,6 +74,20 @@ class Bench:
     def longest_paths(self) -> dict[str, int]:
         """The most tokens that a cycle may commit, by strategy."""
         return {name: job.drafter.longest_path for name, job in self.jobs.items()}
+
+    def divide(self, shard: Shard) -> None:
+        """Keeps a shard's part of every task alone.
+
+        Raises:
+          ConfigError: there are fewer prompts than shards.
+        """
+        self.workload = self.workload.of_shard(shard)
+        if not self.workload.tasks:
+            raise errors.ConfigError(f"--shard={shard}: no task has so many prompts")
+        prompts = tuple(item.prompt for item in self.workload.items)
+        self.jobs = {
+            name: dataclasses.replace(job, prompts=prompts) for name, job in self.jobs.items()
+        }
 
     def load(self) -> None:
         """Reads all weights; the target's once, unless it came with them."""

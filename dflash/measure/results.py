@@ -14,27 +14,33 @@ from typing import Any
 
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure.cells import Average, Cell
+from dflash.runs import shards
 from dflash.runs.directory import RunDirectory
+from dflash.runs.shards import Shard
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
 RESULTS, STUDY = "results.json", "study.json"
 CATEGORIES = "categories.json"  # where questions have some; see `speed_bench`
 
 
-def open_directory(path: str | os.PathLike | None, config: BenchmarkRun) -> RunDirectory:
+def open_directory(
+    path: str | os.PathLike | None, config: BenchmarkRun, shard: Shard | None = None
+) -> RunDirectory:
     """Takes a directory for a benchmark; results of the same config are replaced.
 
     Args:
       path: where; None for a run that leaves nothing.
       config: of the run.
+      shard: which part of it, of a run that is divided.
     Raises:
       WorkdirError: it cannot be written, is in use, or belongs to a run of another config.
     """
-    return RunDirectory(path, config, is_used=_has_results)
+    return RunDirectory(path, config, is_used=_has_results, shard=shard)
 
 
 def _has_results(directory: pathlib.Path) -> bool:
-    return any((directory / name).exists() for name in (RESULTS, STUDY))
+    whole = any((directory / name).exists() for name in (RESULTS, STUDY))
+    return whole or bool(shards.shards_in(directory, RESULTS))
 
 
 def as_values(

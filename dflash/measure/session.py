@@ -13,6 +13,7 @@ from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure import bench as benches
 from dflash.measure import (
     cells,
+    division,
     doubts,
     page,
     plots,
@@ -32,6 +33,7 @@ from dflash.offline import job as jobs
 from dflash.runs import outputs
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
+from dflash.runs.shards import Shard
 from dflash.text.prompts import Prompt
 
 PAGE = "report.html"
@@ -62,7 +64,12 @@ def plan(config: BenchmarkRun) -> list[str]:
 
 
 def run(
-    bench: Bench, directory: RunDirectory, display: Display, *, wide: bool = False
+    bench: Bench,
+    directory: RunDirectory,
+    display: Display,
+    *,
+    wide: bool = False,
+    shard: Shard | None = None,
 ) -> dict[str, Any]:
     """Measures every cell and writes what there is after every round of every task.
 
@@ -71,11 +78,15 @@ def run(
       directory: where files go.
       display: shows what runs.
       wide: print all figures, not only those that fit into 80 columns.
+      shard: measure this part alone, and leave plots, tables and page to `sum_up`.
     Returns:
       The content of results.json.
     """
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)
+    if shard is not None:
+        bench.divide(shard)
+    file = str if shard is None else shard.file
     with display.status("loading weights"):
         bench.load()
     if bench.workload.has_later_turns:
@@ -93,18 +104,60 @@ def run(
             done.append(one)
             so_far = judged(bench, done, machine, meter.read())
             values = so_far.values(bench, complete=len(done) == total)
-            directory.write_json(results.RESULTS, values)
+            directory.write_json(file(results.RESULTS), values)
+    if shard is None:
+        _finish(bench, so_far, done, values, directory, display, wide=wide)
+    else:
+        division.save(directory, shard, done)
+    return values
+
+
+def sum_up(
+    bench: Bench, directory: RunDirectory, display: Display, *, wide: bool = False
+) -> dict[str, Any]:
+    """The figures of all shards together.
+
+    Args:
+      bench: prepared, with the prompts of all shards; nothing is loaded.
+      directory: of the shards.
+      display: shows what runs.
+      wide: print all figures, not only those that fit into 80 columns.
+    Returns:
+      The content of results.json.
+    Raises:
+      WorkdirError: some shards have not finished.
+    """
+    done, meter = division.read(directory.path), LoadMeter()
+    with display.status("measuring the machine"):
+        machine = roofline.machine_of(bench.target.sharding)
+    whole = judged(bench, done, machine, meter.read())
+    values = whole.values(bench, complete=True)
+    directory.write_json(results.RESULTS, values)
+    _finish(bench, whole, done, values, directory, display, wide=wide)
+    return values
+
+
+def _finish(
+    bench: Bench,
+    found: "Judged",
+    done: Sequence[TaskRound],
+    values: dict[str, Any],
+    directory: RunDirectory,
+    display: Display,
+    *,
+    wide: bool,
+) -> None:
+    """Writes and prints what is made of a whole benchmark's figures."""
     directory.write("results.csv", results.table_csv(results.rows(values)))
     words = bench.workload.acceptance["words"]
     categories = speed_bench.by_task(bench.workload.tasks, done)
     if categories:
         directory.write_json(results.CATEGORIES, categories)
-    lines = table.lines(so_far.cells, so_far.averages, wide=wide)
-    _say([*lines, *speed_bench.lines(categories)], [words, *so_far.notes])
+    lines = table.lines(found.cells, found.averages, wide=wide)
+    _say([*lines, *speed_bench.lines(categories)], [words, *found.notes])
     if directory.path is not None:
         with display.status("plots and page"):
-            report(bench, so_far.cells, done, values, so_far.notes, directory)
-    return values
+            report(bench, found.cells, done, values, found.notes, directory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +280,7 @@ def report(
 def record_replays(bench: Bench, found: list[cells.Cell], done: Sequence[TaskRound]) -> dict:
     """A prompt of each task once more with every strategy, untimed: the one with most to say."""
     size = bench.config.replay_tokens
-    if not size:
+    if not size or not bench.engines:
         return {}
     replays = {}
     for task in bench.workload.tasks:

@@ -15,6 +15,7 @@ from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import PromptsConfig
 from dflash.measure import published
 from dflash.offline import job as jobs
+from dflash.runs.shards import Shard
 from dflash.text import jsonl
 from dflash.text.prompts import Prompt
 
@@ -102,6 +103,11 @@ class Workload:
             for task, items in self.tasks.items()
         }
         return dataclasses.replace(self, tasks=tasks)
+
+    def of_shard(self, shard: Shard) -> "Workload":
+        """The part of every task that a shard measures; a task without any is left out."""
+        parts = {task: tuple(shard.of(items)) for task, items in self.tasks.items()}
+        return dataclasses.replace(self, tasks={task: some for task, some in parts.items() if some})
 
     def queues(self, task: str, slots: int) -> list[tuple[Item, ...]]:
         """The task's prompts as they are decoded, one queue after the other.

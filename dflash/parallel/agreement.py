@@ -23,6 +23,7 @@ _ROOT = "dflash"
 _FAILURE = f"{_ROOT}/failure"
 _LEAVING = f"{_ROOT}/leaving"
 _FOR_EVER_MS = 7 * 24 * 3600 * 1000  # whoever fails meanwhile says so
+_LOOK_S = 1.0  # between two looks whether another process has failed
 _FAREWELL_MS = 5000  # for which a process that leaves waits for the others
 
 
@@ -97,7 +98,9 @@ class Company:
         self._count = state.num_processes
         self._say = say
         self._closing = threading.Lock()  # whoever has it decides how the process ends
-        threading.Thread(target=self._watch, name="company", daemon=True).start()
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="company", daemon=True)
+        self._watcher.start()
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
         """Refuses processes that were started with other facts; needs no device.
@@ -130,16 +133,16 @@ class Company:
     def close(self) -> None:
         """The run has ended well: this process ends by itself."""
         self._closing.acquire()
+        self._closed.set()
+        self._watcher.join()  # a thread must not be within jax when Python ends
 
     def _watch(self) -> None:
-        while True:
-            try:
-                text = self._client.blocking_key_value_get(_FAILURE, _FOR_EVER_MS)
-            except jax.errors.JaxRuntimeError:
-                return  # joining has ended
-            if self._closing.acquire(blocking=False):
-                self._end(_read(text))
-            return
+        while not self._closed.wait(_LOOK_S):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is no such key
+                text = self._client.key_value_try_get(_FAILURE)
+                if self._closing.acquire(blocking=False):
+                    self._end(_read(text))
+                return
 
     def _end(self, failure: Failure) -> None:
         """Prints, waits until all others know too, and ends the process."""

@@ -1,0 +1,87 @@
+"""A benchmark that several runs have divided among themselves, and the figures of all.
+
+Shard i of n measures prompts i, i + n, … of every task and leaves what it has measured in
+rounds.i-of-n.json, written last.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash import errors
+from dflash.inference.request import Completion
+from dflash.measure.parts import Parts
+from dflash.measure.samples import Sample, TaskRound
+from dflash.runs import files, shards
+from dflash.runs.directory import RunDirectory
+from dflash.runs.shards import Shard
+
+ROUNDS = "rounds.json"
+
+
+def is_divided(directory: str | os.PathLike | None) -> bool:
+    """Whether a work directory holds shards of a benchmark."""
+    return directory is not None and bool(
+        shards.shards_in(pathlib.Path(directory).expanduser(), ROUNDS)
+    )
+
+
+def save(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
+    """Leaves what a shard has measured.
+
+    Raises:
+      WorkdirError: it cannot be written.
+    """
+    rounds = [dataclasses.asdict(one) for one in done]
+    directory.write(shard.file(ROUNDS), json.dumps({"rounds": rounds}))
+
+
+def read(directory: pathlib.Path) -> list[TaskRound]:
+    """What all shards have measured, round by round.
+
+    Raises:
+      WorkdirError: some have not finished, or a file is damaged.
+    """
+    count = shards.shards_in(directory, ROUNDS)[0].count
+    shards.check_count(directory, ROUNDS, Shard(0, count))
+    missing = shards.missing(directory, ROUNDS, count)
+    if missing:
+        raise errors.WorkdirError(
+            f"{directory}: not all shards have finished: {shards.listed(missing)}: run each of "
+            "these with --shard"
+        )
+    found = []
+    for shard in Shard(0, count).all():
+        path = directory / shard.file(ROUNDS)
+        with files.explained(path):
+            text = path.read_text(encoding="utf-8")
+        try:
+            found += [_round(values) for values in json.loads(text)["rounds"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise errors.WorkdirError(
+                f"{path}: damaged: delete it and run --shard={shard} again"
+            ) from error
+    return sorted(found, key=lambda one: one.round)
+
+
+def _round(values: Mapping[str, Any]) -> TaskRound:
+    samples = tuple(
+        Sample(
+            **{
+                **sample,
+                "completions": tuple(Completion(**_tuples(one)) for one in sample["completions"]),
+                "conversations": tuple(sample["conversations"]),
+                "marks": tuple(sample["marks"]),
+            }
+        )
+        for sample in values["samples"]
+    )
+    parts = {name: Parts(**one) for name, one in values["parts"].items()}
+    return TaskRound(values["task"], values["round"], samples, parts)
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(one) if isinstance(one, list) else one for key, one in values.items()}
