@@ -41,8 +41,8 @@ def test_configs_are_the_shipped_ones_of_the_command_and_files_here(offered):
 def test_flags_and_their_values(offered):
     assert offered("dflash decode --") == [
         "--compilation_cache=", "--coordinator_address=", "--dry_run ", "--help ", "--nostream ",
-        "--num_processes=", "--print_config ", "--process_id=", "--profile_dir=", "--stream ",
-        "--workdir=",
+        "--num_processes=", "--print_config ", "--process_id=", "--profile_dir=", "--shard=",
+        "--stream ", "--workdir=",
     ]  # fmt: skip
     assert offered("dflash convert a b --to=") == ["--to=hf ", "--to=orbax "]
     assert offered("dflash convert a b --to o") == ["orbax "]
