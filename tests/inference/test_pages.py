@@ -152,8 +152,8 @@ def test_a_sequence_that_may_come_back_needs_all_sizes():
     wide = Layout(2, max_length=2000, block_size=4, page_size=8, prefill_chunk=512, num_shares=1)
     assert wide.chunks([512]) == [512]
     assert wide.chunks([700]) == [256, 512]
-    assert dataclasses.replace(wide, num_pages=300).chunks([512]) == [128, 256, 512]
-    assert dataclasses.replace(wide, prefix_cache=True).chunks([300]) == [128, 256, 512]
+    assert dataclasses.replace(wide, num_pages=300).chunks([512]) == [32, 64, 128, 256, 512]
+    assert dataclasses.replace(wide, prefix_cache=True).chunks([300]) == [32, 64, 128, 256, 512]
 
 
 @steady
@@ -182,7 +182,7 @@ def test_a_short_chunk_is_the_only_one(left, rows):
     assert layout.chunk(left) == rows
 
 
-@pytest.mark.parametrize(("left", "rows"), [(1, 128), (128, 128), (129, 256), (700, 512)])
+@pytest.mark.parametrize(("left", "rows"), [(1, 32), (32, 32), (33, 64), (700, 512)])
 def test_short_prompts_share_their_programs(left, rows):
     layout = Layout(1, max_length=4096, block_size=4, page_size=8, prefill_chunk=512, num_shares=1)
     assert layout.chunk(left) == rows
