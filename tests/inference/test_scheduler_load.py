@@ -131,7 +131,7 @@ def test_short_prompts_share_a_chunk():
     for at_once in (False, True):
         spy = Spy(wide)
         one = Scheduler(spy, fill_at_once=at_once)
-        for request in make_requests(random_prompts([5, 9, 12, 8, 11]), 30):
+        for request in make_requests(random_prompts([70, 90, 121, 80, 111]), 30):
             one.submit(request)
         drain(one)
         given[at_once] = "".join("c" if one == "cycles" else "p" for one in spy.given)
