@@ -36,7 +36,10 @@ def beams(arch):
 
 FORMS = {
     "chain": lambda arch: models.drafter("dflash", block_size=3, arch=arch),
-    "tree": lambda arch: models.drafter("dflash", block_size=3, arch=arch, tree=True),
+    # In a short pass these weights draft less sharply, and are refused more often.
+    "tree": lambda arch: models.drafter(
+        "dflash", block_size=3, arch=arch, tree=True, short_pass=True
+    ),
     "beams": beams,
 }
 

@@ -145,6 +145,7 @@ def drafter(
     mesh: tuple[int, int, int] = ONE_DEVICE,
     arch: schema.TargetArchitecture = ARCHITECTURE,
     tree: bool = False,
+    short_pass: bool = False,
 ) -> Drafter:
     """The registered drafter of this name with random weights, as small as its schema allows.
 
@@ -152,7 +153,7 @@ def drafter(
     """
     entry = registry.DRAFTERS[name]
     model = registry.load(entry.implementation).create(
-        _drafter_config(registry.load(entry.schema), block_size, tree),
+        _drafter_config(registry.load(entry.schema), block_size, tree, short_pass),
         None,
         arch,
         dtype=jnp.dtype("float32"),
@@ -168,9 +169,9 @@ def takes(name: str, key: str) -> bool:
     return key in {field.name for field in fields}
 
 
-def _drafter_config(config_class, block_size, tree):
+def _drafter_config(config_class, block_size, tree, short_pass):
     known = {field.name for field in dataclasses.fields(config_class)}
-    options = dict(SMALL)
+    options = {**SMALL, "short_pass": short_pass}
     if block_size is not None:
         options["block_size"] = block_size
     groups = {"architecture": TINY, "tree": TINY_TREE} if tree else {"architecture": TINY}
