@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from dflash.inference.lowering import zeros
+
 _STEP = 4  # each width is so many times the one before
 
 
@@ -42,8 +44,8 @@ def over_first_slots(function: Callable, shapes: Any, num_shares: int) -> Callab
         first = jax.tree.map(lambda x, y: _first(x, y.shape, num_shares), state, shapes)
         after, report = function(target, drafter, first)
         _, whole = jax.eval_shape(function, target, drafter, state)
-        empty = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), whole)
-        return jax.tree.map(lambda x, y: _put(x, y, num_shares), (state, empty), (after, report))
+        before = state, zeros(whole)
+        return jax.tree.map(lambda x, y: _put(x, y, num_shares), before, (after, report))
 
     return run
 

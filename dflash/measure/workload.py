@@ -253,8 +253,8 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
             raw_dir=config.raw_dir,
         )
         found = jobs.read_prompts(job, source, stdin=sys.stdin)
-        graders = jobs.find_graders(source) or [None] * len(found)
         examples = jobs.find_examples(source)
+        graders = jobs.find_graders(source, examples) or [None] * len(found)
         tasks[name] = tuple(
             Item(
                 dataclasses.replace(prompt, index=begin + prompt.index),

@@ -274,9 +274,12 @@ def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prom
     )
 
 
-def find_graders(source: PromptsConfig) -> list[Grader]:
+def find_graders(source: PromptsConfig, examples: Sequence[Example] | None = None) -> list[Grader]:
     """Graders of final answers, one per prompt; empty if the data set has no answers.
 
+    Args:
+      source: of the prompts.
+      examples: those of `find_examples`, where they have been read; None to read them.
     Returns:
       functions of the answer's text; they return None where there is nothing to compare it with.
     """
@@ -285,7 +288,8 @@ def find_graders(source: PromptsConfig) -> list[Grader]:
     dataset = datasets.find(source.dataset, DataConfig())
     if not dataset.has_answers:
         return []
-    return [functools.partial(dataset.is_correct, example) for example in find_examples(source)]
+    examples = find_examples(source) if examples is None else examples
+    return [functools.partial(dataset.is_correct, example) for example in examples]
 
 
 def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
