@@ -26,7 +26,7 @@ def by_task(tasks: Mapping[str, Sequence[Item]], done: Iterable[TaskRound]) -> d
 
     Args:
       tasks: items by task.
-      done: the rounds of all tasks; only strategies that ran a cycle are told of.
+      done: the rounds of all tasks; strategies that ran no cycle are left out.
     """
     samples: dict[tuple[str, str], list[Sample]] = {}
     for one in done:

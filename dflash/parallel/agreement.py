@@ -22,7 +22,7 @@ from dflash import errors
 _ROOT = "dflash"
 _FAILURE = f"{_ROOT}/failure"
 _LEAVING = f"{_ROOT}/leaving"
-_FOR_EVER_MS = 7 * 24 * 3600 * 1000  # whoever fails meanwhile says so
+_FOR_EVER_MS = 7 * 24 * 3600 * 1000  # a failure in the meantime is announced
 _LOOK_S = 1.0  # between two looks whether another process has failed
 _FAREWELL_MS = 5000  # for which a process that leaves waits for the others
 
@@ -97,7 +97,7 @@ class Company:
         self.process, self._client = state.process_id, state.client
         self._count = state.num_processes
         self._say = say
-        self._closing = threading.Lock()  # whoever has it decides how the process ends
+        self._closing = threading.Lock()  # its holder decides how the process ends
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="company", daemon=True)
         self._watcher.start()

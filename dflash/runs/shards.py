@@ -57,7 +57,7 @@ def parse(text: str | None, environment: Mapping[str, str]) -> Shard | None:
       text: "i/n"; "auto" for what a Kubernetes Job or a Slurm array tells; None for no shard.
       environment: variables of the process.
     Raises:
-      ConfigError: it is neither, or out of range, or nothing is told.
+      ConfigError: it is neither or out of range, or the environment names no shard.
     """
     if text is None:
         return None
