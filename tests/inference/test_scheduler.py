@@ -345,7 +345,7 @@ def test_dispatches_count_as_decoding_and_a_share_of_the_last_one():
     list(decode(run(8), requests([5, 9], [2, 32])))  # compiled
     short, long = completions(decode(slow, make_requests(random_prompts([5, 9]), [2, 32])))
     assert len(short.acceptance_lengths) == 1
-    assert 400 / 8 <= short.decode_ms < 400, "one cycle of eight"
+    assert 0.9 * 400 / 8 <= short.decode_ms < 400, "one cycle of eight; its clock starts late"
     dispatches = math.ceil(len(long.acceptance_lengths) / 8)
     assert long.decode_clock_s >= 0.4 * dispatches
     assert short.decode_clock_s < long.decode_clock_s
