@@ -76,6 +76,13 @@ def test_four_processes_share_the_features_that_each_computes(ends):
     assert [end[2][-1] for end in ends["shared_features"]] == [wanted] * 4
 
 
+def test_the_first_of_four_processes_makes_the_data_that_all_read(ends):
+    said = [end[2] for end in ends["data"]]
+    assert any("encoding math/train" in line for line in said[0])
+    assert [len(lines) for lines in said[1:]] == [1] * 3
+    assert len({lines[-1] for lines in said}) == 4  # each reads a row of its own
+
+
 @pytest.mark.parametrize("place", ["saved", "nothing"])
 def test_processes_that_do_not_fail_end_well(ends, place):
     assert [end[:1] + end[2:] for end in ends[place]] == [[0, []]] * 4

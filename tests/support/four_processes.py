@@ -30,6 +30,9 @@ from jax.sharding import AxisType, Mesh
 from dflash import cli, decode, together
 from dflash.checkpoints import files as checkpoint_files
 from dflash.config import loader, schema
+from dflash.config.data_schema import DataConfig
+from dflash.data import datasets, mixture
+from dflash.data.batches import Batches
 from dflash.offline import session
 from dflash.parallel import sharding as sharding_lib
 from dflash.runs import dates
@@ -142,6 +145,14 @@ def lonely_features(directory: pathlib.Path, process: int) -> None:
     open_feature_cache(own / "cache", 2, lambda numbers: {"x": np.array(numbers)})
 
 
+def data(directory: pathlib.Path, process: int) -> None:
+    """The first process encodes what all read."""
+    config = DataConfig(mixture={"math": 1.0}, math_examples=40, data_dir=str(directory / "data"))
+    rows = mixture.open_mixture(config, datasets.find_all(config), ByteTokenizer())
+    source = Batches(rows, batch_size=COUNT, mine=(process,))
+    print(f"row {next(source)['tokens'].sum()}", file=sys.stderr)
+
+
 def open_feature_cache(directory, rows_each, compute) -> features.FeatureCache:
     return features.open_cache(
         directory,
@@ -227,7 +238,7 @@ PLACES = {
     one.__name__: one
     for one in (
         *(save, saved, restore, damaged, export, work_directory, standard_input),
-        *(feature_cache, shared_features, lonely_features),
+        *(feature_cache, shared_features, lonely_features, data),
         *(prompts, date, tokenizer, surprise, terminated, killed, rows, nothing),
     )
 }
