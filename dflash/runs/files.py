@@ -81,16 +81,16 @@ def renames_directories(directory: pathlib.Path) -> bool:
     return True
 
 
-def check_random_access(given: str) -> None:
+def check_random_access(key: str, given: str) -> None:
     """Refuses a directory in a bucket, for files that are read at random places.
 
     Raises:
-      InputError: it is a URL.
+      InputError: it is a URL; the line names the key.
     """
     if "://" in given:
         raise errors.InputError(
-            f"{given}: a bucket, but its files are read at random places: give a directory on a "
-            "disk or a shared file system, or the one where the bucket is mounted"
+            f"{key}: {given}: a bucket, but these files are read at random places: give a "
+            "directory on a disk or a shared file system, or the one where the bucket is mounted"
         )
 
 

@@ -132,10 +132,9 @@ def _training_batches(
     agreement.check_same("data", source.state())
     if job.config.train.features == "online" or not job.task.drafts:
         return source
-    given = job.config.train.feature_cache
-    if given is not None:
-        files.check_random_access(given)
-    base = pathlib.Path(given or directory.path / rundir.FEATURES).expanduser()
+    given = job.config.train.feature_cache or str(directory.path / rundir.FEATURES)
+    files.check_random_access("train.feature_cache", given)
+    base = pathlib.Path(given).expanduser()
     if any(base.glob("*/process-*-of-*")):
         report.note(f"{base}: has features cached by an earlier version, not read: delete them")
     rows = job.training_rows

@@ -122,6 +122,6 @@ def test_a_bucket_is_refused_in_one_line():
     with pytest.raises(errors.InputError) as caught:
         store.data_directory("gs://bucket/data")
     assert str(caught.value) == (
-        "gs://bucket/data: a bucket, but its files are read at random places: give a directory on "
-        "a disk or a shared file system, or the one where the bucket is mounted"
+        "data.data_dir: gs://bucket/data: a bucket, but these files are read at random places: "
+        "give a directory on a disk or a shared file system, or the one where the bucket is mounted"
     )
