@@ -1,12 +1,17 @@
 """Prompts of a run's own data sets that training does not see."""
 
+import contextlib
+import json
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
-from dflash.data import store
 from dflash.data.datasets import Dataset
-from dflash.data.example import Example, Split, shuffled
+from dflash.data.example import Split
+from dflash.runs import files
 from dflash.text.tokenizer import Tokenizer
+
+Prompt = Mapping[str, Any]  # "prompt_ids" or "messages"
 
 
 def mixed_prompts(
@@ -24,7 +29,7 @@ def mixed_prompts(
     Args:
       sets: data sets by name.
       tokenizer: tokenizer of the model that is asked.
-      directory: directory of all data sets.
+      directory: directory of all data sets; keeps what takes long to find.
       split: split of every data set.
       limit: number of prompts.
     Raises:
@@ -37,14 +42,28 @@ def mixed_prompts(
         if share and not sample:
             raise dataset.empty(split)
         found[name] = [
-            example.prompt_ids or tuple(tokenizer.encode_chat(example.prompt)) for example in sample
+            tuple(one.get("prompt_ids") or tokenizer.encode_chat(one["messages"])) for one in sample
         ]
     return found
 
 
-def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Example]:
-    """Up to `count` examples from all over a split, always the same ones."""
+def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Prompt]:
+    """Up to `count` prompts from all over a split, always the same ones."""
     if not dataset.takes_long:
-        return dataset.sample(split, count)
-    stored = store.open_split(dataset, split, directory)
-    return [stored[index] for index in shuffled(range(len(stored)))[:count]]
+        return _find_sample(dataset, split, count)
+    name = f"{dataset.name}-{dataset.variant}-{dataset.version}-{split}-{count}.json"
+    path = directory / "prompts" / name
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    found = _find_sample(dataset, split, count)
+    with contextlib.suppress(OSError):  # others have prepared the data, and we may only read them
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_whole(path, json.dumps(found))
+    return found
+
+
+def _find_sample(dataset: Dataset, split: Split, count: int) -> list[Prompt]:
+    return [
+        {"prompt_ids": example.prompt_ids} if example.prompt_ids else {"messages": example.prompt}
+        for example in dataset.sample(split, count)
+    ]
