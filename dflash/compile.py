@@ -189,7 +189,7 @@ def _forecast(command: cli.Command) -> Forecast:
     text = [
         *table.wrapped([_machine_line(machine, config.mesh)]),
         *forecast_table.lines(found, contexts),
-        *_beside_published(found, expected, contexts[0]),
+        *(_beside_published(found, expected, contexts[0]) if chip.name == "v5p" else ()),
         "",
         *table.wrapped(f"acceptance of {name}: {one.source}" for name, one in expected.items()),
     ]
@@ -221,7 +221,7 @@ def _machine_line(machine: "Machine", mesh: Any) -> str:
 def _beside_published(
     found: Forecast, expected: Mapping[str, "Expected"], context: int
 ) -> list[str]:
-    """The published port's own figures, where its acceptance is what is assumed."""
+    """What was published of a port to v5p, where its acceptance is what is assumed."""
     from dflash.measure import published
 
     for name, one in expected.items():

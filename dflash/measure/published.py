@@ -83,7 +83,7 @@ class Measured:
 
 PORT_ORIGIN = (
     "measured by others, README of tpu-spec-decode: the same pair, block 16, greedy, batch 1, on",
-    "a v5p-8, of which its loop takes one device unless told otherwise; the host drives the loop",
+    "one device of a v5p-8; the host drives the loop (benchmarks/standalone_dflash.py there)",
 )
 PORT: Mapping[str, Measured] = {
     "math500": Measured(8.80, 5.72, 8.02, 1.40),
