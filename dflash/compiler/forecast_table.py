@@ -134,11 +134,7 @@ def _averages(found: Forecast, contexts: Sequence[int]) -> list[str]:
                 best = found.best_on_average(batch, context)
                 mark = "*" if best and best[0] == name else " "
                 cells.append(f"{'–' if mean is None else f'{mean:.2f}×'}{mark}")
-                if mean is not None and mean < 1:
-                    losing.append(
-                        f"{name} is expected to be SLOWER than plain decoding at batch {batch} "
-                        f"after {context:,} tokens: {mean:.2f}×"
-                    )
+                losing += _slower(found, name, batch, context)
             text.append(f"    {name:<20}" + "".join(f"{cell:>10}" for cell in cells))
     for context in contexts:
         plain = [
@@ -152,6 +148,17 @@ def _averages(found: Forecast, contexts: Sequence[int]) -> list[str]:
                 + ", ".join(map(str, plain))
             )
     return [*text, *losing]
+
+
+def _slower(found: Forecast, name: str, batch: int, context: int) -> list[str]:
+    """The tasks on which a strategy is expected to lose, as a line; none if there are none."""
+    expected = {task: found.expected(name, task, batch, context) for task in found.tasks}
+    slow = [f"{task} ({one.speedup:.2f}×)" for task, one in expected.items()
+            if one and one.speedup < 1]  # fmt: skip
+    if not slow:
+        return []
+    where = f"at batch {batch} after {context:,} tokens on {', '.join(slow)}"
+    return [f"{name} is expected to be SLOWER than plain decoding {where}"]
 
 
 def _unknown(found: Forecast, contexts: Sequence[int]) -> list[str]:
