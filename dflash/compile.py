@@ -7,16 +7,20 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
-from dflash import cli
+from dflash import cli, errors
+from dflash.compiler.forecast import PLAIN, Forecast
 from dflash.config import loader, tpu_schema
+from dflash.runs import files
 
 if TYPE_CHECKING:
+    from dflash.compiler.points import Job, Machine
     from dflash.compiler.report import Report
+    from dflash.measure.acceptance import Expected
 
 _OVER_BUDGET = 3
 
@@ -34,6 +38,13 @@ def _define_flags(values: flags.FlagValues) -> None:
         "Also the static schedules of our own kernels; takes some disk and time.",
         flag_values=values,
     )
+    flags.DEFINE_bool(
+        "forecast",
+        False,
+        "Instead the expected speed-up of each of the config's strategies, by task, batch and "
+        "context, and the best choice; continues in --workdir.",
+        flag_values=values,
+    )
 
 
 SUBCOMMAND = cli.Subcommand(
@@ -45,6 +56,7 @@ SUBCOMMAND = cli.Subcommand(
         "dflash compile configs/qwen3_4b_dflash.yml tpu.topology=v5e:1x1 --rows 1,16",
         "dflash compile configs/train/qwen3_4b_dflash.yml mesh.fsdp=4 \\",
         "    tpu.topology=v5p:2x2x1",
+        "dflash compile configs/forecast/qwen3_4b.yml --forecast --workdir w",
     ),
     schema=(tpu_schema.CompileDecode, tpu_schema.CompileTrain),
     shared=("workdir", "print_config", "compilation_cache"),
@@ -78,7 +90,26 @@ def run(
     return _found(cli.parse(SUBCOMMAND, config, *overrides, **flags_given))
 
 
+def forecast(
+    config: str | os.PathLike, *overrides: str, workdir: str | os.PathLike | None = None
+) -> Forecast:
+    """Forecasts speed-ups, as `dflash compile --forecast` does, and prints them.
+
+    Args:
+      config: a YAML file.
+      *overrides: `key=value`, such as "forecast.batches=[1,8]".
+      workdir: as the flag of this name.
+    Raises:
+      UserError: what the command would end with.
+    """
+    flags_given = {"workdir": workdir, "forecast": True}
+    return _forecast(cli.parse(SUBCOMMAND, config, *overrides, **flags_given))
+
+
 def _compile(command: cli.Command) -> int:
+    if command.flags["forecast"]:
+        _forecast(command)
+        return 0
     broken = _found(command).broken_budgets(command.config.tpu)
     for line in broken:
         print(f"over budget: {line}", file=sys.stderr)
@@ -132,10 +163,128 @@ def _report(command: cli.Command, rows: Sequence[int], schedules: str | None) ->
     return found
 
 
+def _forecast(command: cli.Command) -> Forecast:
+    # jax is imported below, after the config has been found good.
+    from dflash.compiler import forecast_table, points, topology
+    from dflash.measure import acceptance, table
+    from dflash.runs.display import Display
+
+    config = command.config
+    if not isinstance(config, tpu_schema.CompileDecode):
+        raise errors.ConfigError("--forecast: takes a decoding config, not one that trains")
+    if command.flags["rows"] is not None or command.flags["kernels"]:
+        raise errors.ConfigError("--forecast: excludes --rows and --kernels")
+    known, jobs = acceptance.read(config.forecast.acceptance), points.jobs(config)
+    topology.prepare_environment()
+    directory = pathlib.Path(command.workdir).expanduser() if command.workdir else None
+    with Display().progress("compiling", every_s=0) as progress, files.explained(directory):
+        machine = points.machine_of(config)
+        measured = points.measure(jobs, machine, directory, progress)
+    shapes = {job.strategy: _shape(job, measured) for job in jobs if job.strategy != PLAIN}
+    expected = acceptance.expected(known, shapes, config.drafter.name)
+    chip = machine.topology.chip
+    tokens = {name: one.tokens for name, one in expected.items()}
+    found = Forecast(measured, tokens, chip.hbm_gb * 1e9 / chip.devices)
+    contexts = sorted(set(config.forecast.contexts))
+    text = [
+        *table.wrapped([_machine_line(machine, config.mesh)]),
+        *forecast_table.lines(found, contexts),
+        *(_beside_published(found, expected, contexts[0]) if chip.name == "v5p" else ()),
+        "",
+        *table.wrapped(f"acceptance of {name}: {one.source}" for name, one in expected.items()),
+    ]
+    print("\n".join(text), flush=True)
+    if directory:
+        content = forecast_table.to_json(found, contexts)
+        content |= {"acceptance": {name: one.source for name, one in expected.items()}}
+        _write_forecast(command, directory, content, _plots(found, contexts))
+    return found
+
+
+def _shape(job: "Job", measured: Mapping[tuple[str, int], Any]):
+    from dflash.measure import acceptance
+
+    tree = getattr(job.drafter, "tree", None)
+    rows = measured[job.strategy, job.batch].rows
+    return acceptance.Shape(job.drafter.name, rows, tree and tree.budget)
+
+
+def _machine_line(machine: "Machine", mesh: Any) -> str:
+    from dflash.compiler import forecast_table
+
+    axes = " × ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(mesh).items())
+    found = machine.topology
+    name = f"{found.slices} × {found.name}" if found.slices > 1 else found.name
+    return f"{name}, mesh {axes}; {forecast_table.LABEL}"
+
+
+def _beside_published(
+    found: Forecast, expected: Mapping[str, "Expected"], context: int
+) -> list[str]:
+    """What was published of a port to v5p, where its acceptance is what is assumed."""
+    from dflash.measure import published
+
+    for name, one in expected.items():
+        rows = found.points[name, found.batches[0]].rows
+        if one.published and one.longest == rows and found.batches[0] == 1:
+            plain, own = (found.points[which, 1].cost(context) for which in (PLAIN, name))
+            times = (
+                published.Times(plain.roofline_ms, own.roofline_ms),
+                published.Times(plain.cycles_ms, own.cycles_ms),
+            )
+            heading = f"{name}, batch 1, after {context:,} tokens"
+            return ["", *published.beside(heading, one.tokens, *times)]
+    return []
+
+
+def _plots(found: Forecast, contexts: Sequence[int]) -> dict[str, bytes]:
+    """Speed-ups over batches: on average by strategy, and by task with the best choice."""
+    from dflash.compiler import forecast_table
+    from dflash.measure import plots
+
+    drawn = {}
+    for context in contexts if found.tasks else ():
+        words = {"x": "batch", "y": "speed-up over plain decoding", "note": forecast_table.LABEL}
+        means = {name: [found.mean(name, batch, context) for batch in found.batches]
+                 for name in found.tokens}  # fmt: skip
+        best = {task: [(one := found.best(task, batch, context)) and one.speedup
+                       for batch in found.batches] for task in found.tasks}  # fmt: skip
+        for kind, title, curves in (
+            ("strategies", f"Expected speed-up, mean over tasks, after {context:,} tokens", means),
+            ("tasks", f"Expected speed-up, best choice, after {context:,} tokens", best),
+        ):
+            lines = [_line(name, found.batches, values) for name, values in curves.items()]
+            drawn[f"expected_{kind}_{context}.png"] = plots.curves(
+                [line for line in lines if line.places], title=title, even=1.0, log="x", **words
+            )
+    return drawn
+
+
+def _line(name: str, batches: Sequence[int], values: Sequence[float | None]):
+    from dflash.measure import plots
+
+    points = [(batch, value) for batch, value in zip(batches, values, strict=True) if value]
+    return plots.Line(name, [batch for batch, _ in points], [value for _, value in points])
+
+
+def _write_forecast(
+    command: cli.Command,
+    directory: pathlib.Path,
+    content: Mapping[str, Any],
+    drawn: Mapping[str, bytes],
+) -> None:
+    """Writes forecast.json, config.yml and the plots to the work directory."""
+    with files.explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        files.write_whole(directory / "forecast.json", json.dumps(content, indent=1))
+        files.write_whole(directory / "config.yml", loader.to_yaml(command.config))
+        for name, image in drawn.items():
+            files.write_whole(directory / name, image)
+
+
 def _write(command: cli.Command, found: dict[str, Any], points, kernels, complete: bool) -> None:
     """Writes compile.json and config.yml to the work directory."""
     from dflash.compiler import curve
-    from dflash.runs import files
 
     content = {
         "complete": complete,

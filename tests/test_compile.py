@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from support.tpu_compiler import needs_compiler
 
+from dflash import compile as compile_command
 from dflash import errors
 from dflash.compiler import costs, hlo, topology
 from dflash.config import loader, tpu_schema
@@ -70,6 +71,69 @@ def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     assert weights == pytest.approx(2 * (2 * 3.15e6 + 4096 * 512) / 4, rel=0.02)
     assert [point["rows"] for point in found["rows"]] == [1, 16]
     assert loader.load(tmp_path / "config.yml", schema=SCHEMAS).tpu.topology == "v5e:2x2"
+
+
+@needs_compiler
+def test_a_forecast_of_a_tiny_model_stops_and_goes_on(tmp_path):
+    (tmp_path / "recorded.json").write_text('{"acceptance_histogram": {"1": 1, "8": 1}}')
+    asked = (
+        *TINY[:-2],
+        *("tpu.topology=v5e:1x1", "--forecast", "--workdir", str(tmp_path / "w")),
+        *("forecast.batches=[1]", "forecast.contexts=[64,4096]", "drafter.block_size=8"),
+        f"forecast.acceptance={tmp_path}/recorded.json",
+    )
+    done = run(*asked)
+    assert done.returncode == 0, done.stderr
+    assert "compiling · 50 % · dflash, batch 1" in done.stderr
+    headings = [line for line in done.stdout.splitlines() if line[:1] not in ("", " ")]
+    assert headings[1] == "expected cost of a cycle after 64 tokens, ms"
+    assert "expected speed-up of the best choice after 4,096 tokens, by roofline" in headings
+    found = json.loads((tmp_path / "w" / "forecast.json").read_text())
+    plain, dflash = (one for one in found["cells"] if one["context"] == 64)
+    # τ 4.5 of lengths 1 and 8, and a cycle costs more than a token.
+    speedup = dflash["expected"][tmp_path.name]["speedup"]
+    assert speedup == pytest.approx(4.5 * plain["roofline_ms"] / dflash["roofline_ms"])
+    assert plain["roofline_ms"] < dflash["roofline_ms"] < 4.5 * plain["roofline_ms"]
+    assert 0 < plain["limits_ms"]["context"] < plain["limits_ms"]["weights"]
+    assert (tmp_path / "w" / "expected_tasks_64.png").stat().st_size > 10_000
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "w" / "points").iterdir()}
+    again = run(*asked, "forecast.contexts=[128]")
+    assert "batch 1" not in again.stderr
+    assert "after 128 tokens" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "1"], "--forecast: excludes --rows and --kernels"),
+        (["forecast.batches=[]"], "forecast.batches: expected at least one number"),
+        (["forecast.acceptance=none.json"], "none.json: cannot be read: No such file"),
+        (["forecast.batches=[0]"], "forecast.batches"),
+    ],
+)
+def test_an_unusable_forecast_is_one_line(arguments, message):
+    done = run("configs/random_tiny_dflash.yml", "tpu.topology=v5e:1x1", "--forecast", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_training_configs_have_no_forecast():
+    done = run("configs/train/qwen3_4b_dflash.yml", "--forecast")
+    assert done.returncode == 2
+    assert done.stderr == "error: --forecast: takes a decoding config, not one that trains\n"
+
+
+def test_a_forecast_without_the_compiler_is_one_line(monkeypatch):
+    find = importlib.util.find_spec
+
+    def lacking(name, *rest):
+        return None if name == "libtpu" else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lacking)
+    with pytest.raises(errors.ConfigError, match=r"^the TPU compiler is not installed"):
+        compile_command.forecast("configs/forecast/qwen3_4b.yml")
 
 
 @needs_compiler

@@ -182,9 +182,16 @@ def _strategies(config: Any) -> Iterator[Problem]:
         for keys, message in (*_checkpoints(alone), *_drafter_architecture(beside)):
             renamed = (re.sub(r"^drafter\b", own, key) for key in keys)
             yield tuple(renamed), re.sub(r"\bdrafter\.", f"{own}.", message)
-        if getattr(drafter, "block_size", None) == schema.AUTO and (config.forced or config.study):
-            keys = f"{own}.block_size", "study" if config.study else "acceptance"
-            yield keys, "auto looks at what is accepted: neither for studies nor forced acceptance"
+        if getattr(drafter, "block_size", None) == schema.AUTO and (fixed := _fixed_sizes(config)):
+            message = "auto looks at what is accepted: for measured acceptance alone"
+            yield (f"{own}.block_size", fixed), message
+
+
+def _fixed_sizes(config: Any) -> str | None:
+    """The key that has strategies run where nothing is truly accepted, if one does."""
+    if hasattr(config, "forecast"):
+        return "forecast"
+    return "study" if config.study else "acceptance" if config.forced else None
 
 
 def _tasks(config: Any) -> Iterator[Problem]:

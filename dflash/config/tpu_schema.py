@@ -1,10 +1,12 @@
 """What `dflash compile` reads in addition to a run's config: the TPU and a budget."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from dflash.config import schema, train_schema
-from dflash.config.schema import option
+from dflash.config.benchmark_schema import overrides_of
+from dflash.config.schema import location, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +22,26 @@ class TpuConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ForecastConfig:
+    """Where `--forecast` looks, and the acceptance that it assumes."""
+
+    # Sequences that are decoded at once.
+    batches: tuple[int, ...] = option((1, 4, 16, 64), minimum=1, maximum=schema.MAX_BATCH)
+    # Tokens of each sequence before the block.
+    contexts: tuple[int, ...] = option((512, 4096, 32768), minimum=1, maximum=schema.MAX_TOKENS)
+    # JSON file of recorded acceptance: a trace, results.json of a benchmark or summary.json of a
+    # decode run. None: what is published.
+    acceptance: str | None = location("file")
+
+
+@dataclasses.dataclass(frozen=True)
 class CompileDecode(schema.DecodeRun):
     """A decoding config and the TPU to compile it for."""
 
+    # What `--forecast` compares, plain decoding apart; none: the drafter alone.
+    strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
     tpu: TpuConfig = dataclasses.field(default_factory=TpuConfig)
+    forecast: ForecastConfig = dataclasses.field(default_factory=ForecastConfig)
 
 
 @dataclasses.dataclass(frozen=True)

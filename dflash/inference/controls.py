@@ -79,7 +79,9 @@ class Controls:
         """bool []; whether the logits of any active sequence of `length` tokens are changed."""
         penalized = (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
         biased = self.bias_ids[:, 0] != _NO_TOKEN
-        return jnp.any(active & (penalized | biased | (length < self.min_length)))
+        # Said in two parts so that the compiler sees it where no least length is asked for.
+        too_short = (self.min_length > 0) & (length < self.min_length)
+        return jnp.any(active & (penalized | biased | too_short))
 
 
 def shape_logits(

@@ -113,7 +113,8 @@ def conclude(
     features, cache = output.features, output.cache
     committed = _following_tokens(rows, verdict)
     if verdict.path is not None:
-        cache = cache.compact(position, verdict.path, target.sharding)
+        with jax.named_scope("target"), jax.named_scope("attention"):
+            cache = cache.compact(position, verdict.path, target.sharding)
         features = jnp.take_along_axis(features, verdict.path[..., None], axis=1)
     sound = _along(verdict.path, sound)
     num_committed, active, broken_at = _commit(state, committed, sound, verdict.num_accepted + 1)

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from matplotlib import ticker
@@ -188,7 +189,7 @@ def curves(
     title: str,
     x: str,
     y: str,
-    log: bool = False,
+    log: bool | Literal["x"] = False,
     even: float | None = None,
     note: str = "",
     theme: Theme = LIGHT,
@@ -198,7 +199,7 @@ def curves(
     Args:
       lines: what to draw; a roofline in the colour of its line.
       title, x, y: of the plot and its axes.
-      log: both axes logarithmic.
+      log: whether both axes are logarithmic, or "x" alone.
       even: height at which a thin line is drawn; None: no line.
       note: small print below the title.
       theme: colours.
@@ -207,11 +208,13 @@ def curves(
     measured = [line.name for line in lines if line.roofline_of is None]
     for line in lines:
         number = measured.index(line.roofline_of or line.name)
-        colour = theme.colours[number % (len(theme.colours) - 1)]
+        shades = len(theme.colours) - 1
+        colour, marker = theme.colours[number % shades], "os^D"[number // shades % 4]
         if line.roofline_of is not None:
             axes.plot(line.places, line.values, "--", color=colour, label=line.name)
             continue
-        axes.plot(line.places, line.values, "o-", color=colour, markersize=4, label=line.name)
+        axes.plot(line.places, line.values, f"{marker}-", color=colour, markersize=4,
+                  label=line.name)  # fmt: skip
         doubtful = [place for place, one in enumerate(line.doubtful or ()) if one]
         axes.plot([line.places[i] for i in doubtful], [line.values[i] for i in doubtful], "o",
                   color=colour, markerfacecolor=theme.paper, markersize=6)  # fmt: skip
@@ -219,6 +222,7 @@ def curves(
         _even(axes, theme, even, f"{even:g}×")
     if log:
         axes.set_xscale("log", base=2)
+    if log is True:
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis)
     else:

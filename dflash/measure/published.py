@@ -1,5 +1,6 @@
-"""Published acceptance lengths, to be forced where weights are random."""
+"""Published figures: acceptance lengths, for runs that have none of their own, and speed-ups."""
 
+import dataclasses
 from collections.abc import Mapping
 
 ORIGIN = (
@@ -52,3 +53,108 @@ HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
         "0.0118 0.0087 0.0063 0.0087 0.0094 0.0079 0.0024 0.0134",
     ),
 }
+
+# τ of a tree of so many drafts, made of a drafter's marginals, over that of its chain.
+TREE_GAINS: Mapping[int, float] = {32: 1.22}
+TREE_ORIGIN = "DDTree (arXiv 2604.12989) has about 22 % more at a budget of 32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A task as it was measured elsewhere, at batch 1.
+
+    Attributes:
+      tau: mean acceptance length of the prompts.
+      speedup: over plain decoding.
+      plain_ms: a token of plain decoding.
+      token_ms: a token with drafts.
+    """
+
+    tau: float
+    speedup: float
+    plain_ms: float
+    token_ms: float
+
+    @property
+    def cycle_ms(self) -> float:
+        """Of a cycle: τ tokens. About so, since both are means over prompts."""
+        return self.tau * self.token_ms
+
+
+PORT_ORIGIN = (
+    "measured by others, README of tpu-spec-decode: the same pair, block 16, greedy, batch 1, on",
+    "one device of a v5p-8; the host drives the loop (benchmarks/standalone_dflash.py there)",
+)
+PORT: Mapping[str, Measured] = {
+    "math500": Measured(8.80, 5.72, 8.02, 1.40),
+    "aime24": Measured(6.48, 3.98, 7.69, 1.93),
+    "aime25": Measured(6.14, 3.35, 6.85, 2.05),
+    "gsm8k": Measured(5.40, 3.17, 7.32, 2.31),
+    "humaneval": Measured(5.76, 3.53, 7.70, 2.18),
+    "mbpp": Measured(6.16, 2.77, 7.31, 2.64),
+    "mt-bench": Measured(3.87, 2.36, 7.20, 3.05),
+    "alpaca": Measured(2.86, 1.65, 6.72, 4.08),
+    "swe-bench": Measured(3.35, 1.60, 6.85, 4.27),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Milliseconds of a plain token, and of a cycle."""
+
+    plain_ms: float
+    cycle_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """A cycle over a plain token."""
+        return self.cycle_ms / self.plain_ms
+
+
+def beside(heading: str, tokens: Mapping[str, float], roofline: Times, cycles: Times) -> list[str]:
+    """What is expected of the pair of `PORT`, beside what was measured of it.
+
+    Args:
+      heading: what is expected, in words.
+      tokens: τ by task, as expected.
+      roofline: expected times.
+      cycles: the same by the compiler's cycles; of no time where these are unknown.
+    """
+    tasks = [task for task in tokens if task in PORT]
+    text = [
+        f"expected ({heading}) beside measured elsewhere",
+        f"  {'':<12}{'expected':>24}  {'at their τ':>15}{'measured':>10}",
+        f"  {'':<12}{'τ':>6}{'roofline':>10}{'cycles':>8}  {'τ':>5}{'roofline':>10}{'':>10}",
+    ]
+
+    def row(name: str, tau: float, their_tau: float, measured: float) -> str:
+        by_cycles = f"{tau / cycles.ratio:.2f}×" if cycles.plain_ms else "–"
+        return (
+            f"  {name:<12}{tau:>6.2f}{f'{tau / roofline.ratio:.2f}×':>10}{by_cycles:>8}"
+            f"  {their_tau:>5.2f}{f'{their_tau / roofline.ratio:.2f}×':>10}{f'{measured:.2f}×':>10}"
+        )
+
+    def mean(values) -> float:
+        return sum(values) / len(tasks)
+
+    text += [row(task, tokens[task], PORT[task].tau, PORT[task].speedup) for task in tasks]
+    ours, theirs = mean(tokens[task] for task in tasks), mean(PORT[task].tau for task in tasks)
+    text.append(row("mean", ours, theirs, mean(PORT[task].speedup for task in tasks)))
+    plain, cycle = (mean(getattr(PORT[task], name) for task in tasks)
+                    for name in ("plain_ms", "cycle_ms"))  # fmt: skip
+    ratios = [PORT[task].tau / PORT[task].speedup for task in tasks]
+    return [
+        *text,
+        f"  a plain token, ms: expected {_both('plain_ms', roofline, cycles)}; "
+        f"measured {plain:.2f}",
+        f"  a cycle, ms: expected {_both('cycle_ms', roofline, cycles)}; measured {cycle:.2f}",
+        f"  a cycle over a plain token: expected {_both('ratio', roofline, cycles)}; measured "
+        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        f"  {PORT_ORIGIN[0]}",
+        f"  {PORT_ORIGIN[1]}",
+    ]
+
+
+def _both(name: str, roofline: Times, cycles: Times) -> str:
+    by_cycles = f", {getattr(cycles, name):.2f} by cycles" if cycles.plain_ms else ""
+    return f"{getattr(roofline, name):.2f} by roofline{by_cycles}"

@@ -14,6 +14,7 @@ from dflash.config import (
     loss_schema,
     schema,
     strict_yaml,
+    tpu_schema,
     train_schema,
 )
 
@@ -22,6 +23,7 @@ RUNNABLE = sorted(CONFIGS.glob("*.yml"))
 BASES = sorted([*CONFIGS.glob("models/*.yml"), *CONFIGS.glob("drafters/*.yml")])
 TRAINING = sorted(CONFIGS.glob("train/*.yml"))
 BENCHMARKS = sorted(CONFIGS.glob("benchmark/*.yml"))
+FORECASTS = sorted(CONFIGS.glob("forecast/*.yml"))
 PAIRS = [CONFIGS / f"{name}_dflash.yml" for name in ("qwen3_4b", "qwen3_8b", "llama3_1_8b")]
 
 
@@ -53,6 +55,17 @@ def test_a_benchmark_config_loads_from_anywhere(path, tmp_path, monkeypatch):
     assert config.forced or config.tasks
     header = path.read_text(encoding="utf-8")
     assert f"python -m dflash.benchmark configs/benchmark/{path.name}" in header
+    assert "Needs:" in header
+
+
+@pytest.mark.parametrize("path", FORECASTS, ids=lambda path: path.stem)
+def test_a_forecast_config_loads_from_anywhere(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = loader.load(f"configs/forecast/{path.name}", schema=tpu_schema.CompileDecode)
+    assert config.strategies
+    assert config.tpu.topology
+    header = path.read_text(encoding="utf-8")
+    assert f"python -m dflash.compile configs/forecast/{path.name} --forecast" in header
     assert "Needs:" in header
 
 

@@ -226,9 +226,10 @@ class DFlash(OnePassDrafter):
         context = self.hidden_norm(self.fc(features))
         positions = position[:, None] + jnp.arange(features.shape[1])
         cos_sin = rotary.angles(positions, self.shape.rotary)
-        rows = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
-        keys, values = zip(*rows, strict=True)
-        return state.write(position, keys, values)
+        with jax.named_scope("attention"):
+            rows = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
+            keys, values = zip(*rows, strict=True)
+            return state.write(position, keys, values)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
         """Drafts blocks anchored all over the batch; see `Drafter.loss`.

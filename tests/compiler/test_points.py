@@ -1,0 +1,171 @@
+"""Tests of what a forecast compiles, of what it keeps, and of how it adds up operations."""
+
+import dataclasses
+
+import pytest
+from support.models import make_target
+
+from dflash import errors
+from dflash.compiler import points
+from dflash.compiler.costs import Operation
+from dflash.compiler.forecast import LIMITS, PLAIN, Cost, Memory, Point
+from dflash.compiler.hlo import Instruction
+from dflash.compiler.points import Repeats
+from dflash.compiler.topology import Rates
+from dflash.config import loader, tpu_schema
+from dflash.parallel.chips import Chip
+
+CHIP = Chip("v9", tflops=1, hbm_gb_per_s=1, hbm_gb=1, clock_ghz=1.0)
+RATES = Rates(flops_per_s=1e9, bytes_per_s=1e9)
+
+
+def config(*overrides):
+    given = ("tpu.topology=v5p:1x1x1", "forecast.batches=[1,4]", *overrides)
+    return loader.load("configs/random_tiny_dflash.yml", given, tpu_schema.CompileDecode)
+
+
+class Compiler:
+    """Makes points up, and remembers what it was asked for; fails at the first of `broken`."""
+
+    def __init__(self, broken=()):
+        self.asked, self.broken = [], broken
+
+    def __call__(self, job, machine):
+        if (job.strategy, job.batch) in self.broken:
+            raise KeyboardInterrupt
+        self.asked.append((job.strategy, job.batch))
+        cost = Cost(dict.fromkeys(LIMITS, 0.1 * job.batch), 1 / 3)
+        memory = Memory(1.0, 2.0)
+        return Point(job.strategy, job.batch, 4, cost, cost, memory, {"all-reduce": (2, 4.0)})
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    monkeypatch.setattr(points.importlib.metadata, "version", lambda name: "1")
+    return points.jobs(config("strategies.a.block_size=2", "strategies.b.block_size=4"))
+
+
+def test_plain_decoding_comes_first_and_every_batch_once(jobs):
+    names = [(job.strategy, job.batch) for job in jobs]
+    assert names == [(name, batch) for name in (PLAIN, "a", "b") for batch in (1, 4)]
+    assert len({job.key for job in jobs}) == len(jobs)
+    alone = points.jobs(config("forecast.batches=[4,4]"))
+    assert [job.strategy for job in alone] == [PLAIN, "dflash"]
+
+
+def test_a_stopped_forecast_goes_on_where_it_was(jobs, tmp_path):
+    first = Compiler(broken={("a", 4)})
+    with pytest.raises(KeyboardInterrupt):
+        points.measure(jobs, None, tmp_path, compile_one=first)
+    assert first.asked == [(PLAIN, 1), (PLAIN, 4), ("a", 1)]
+    second = Compiler()
+    found = points.measure(jobs, None, tmp_path, compile_one=second)
+    assert second.asked == [("a", 4), ("b", 1), ("b", 4)]
+    again = Compiler()
+    assert points.measure(jobs, None, tmp_path, compile_one=again) == found
+    assert not again.asked
+    assert found["a", 4].cost(10).cycles_ms == pytest.approx(11 / 3)
+    assert found["a", 4].collectives == {"all-reduce": (2, 4.0)}
+
+
+def test_a_damaged_point_is_compiled_again(jobs, tmp_path):
+    points.measure(jobs, None, tmp_path, compile_one=Compiler())
+    damaged = next((tmp_path / "points").glob("b-4-*.json"))
+    damaged.write_text('{"strategy"')
+    again = Compiler()
+    points.measure(jobs, None, tmp_path, compile_one=again)
+    assert again.asked == [("b", 4)]
+
+
+def test_what_changes_a_program_changes_its_file(jobs):
+    job = jobs[-1]
+    deeper = config("target.architecture.num_hidden_layers=3")
+    assert dataclasses.replace(job, config=deeper).key != job.key
+    assert dataclasses.replace(job, batch=5).key != job.key
+    elsewhere = config("forecast.contexts=[7]", "forecast.batches=[9]", "strategies.c.block_size=3")
+    assert dataclasses.replace(job, config=elsewhere, strategy="c").key == job.key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategies.plain.block_size=4"], "strategies.plain: the name of decoding without"),
+        (["forecast.contexts=[]"], "forecast.contexts: expected at least one number"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(overrides, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        points.jobs(config(*overrides))
+
+
+def test_sizes_chosen_by_acceptance_are_no_strategy():
+    with pytest.raises(errors.ConfigError, match=r"strategies.x.block_size: auto looks at"):
+        config("strategies.x.block_size=auto")
+
+
+def operation(scope, *, name="fusion.1", opcode="fusion", flops=0.0, size=0, cycles=0, times=1):
+    instruction = Instruction(name, opcode, (), (), {}, scope, cycles, None, None, "", False)
+    return Operation(instruction, scope, times, flops, size, 0, cycles, ())
+
+
+def test_operations_are_added_up_by_what_limits_them():
+    """A byte and an operation take a nanosecond each, and so does a cycle."""
+    million = 1_000_000
+    found = [
+        operation("target/mlp", size=2 * million, flops=million, cycles=3 * million),
+        operation("target/attention", size=million, cycles=million, times=2),
+        operation("target/attention", name="paged_attention_t4.1", opcode="custom-call",
+                  size=10 * million, times=2),
+        operation("drafter/attention", name="block_attention_t4", opcode="custom-call",
+                  size=6 * million),
+        operation("drafter/mlp", size=million, flops=5 * million),
+        operation("unembed", size=4 * million, cycles=million),
+        operation("", name="copy.1", opcode="copy", size=7 * million),
+    ]  # fmt: skip
+    cost = points.cost_of(found, RATES, CHIP, share=0.5, repeats=Repeats(3, 2))
+    # Layers of the target three times, of the drafter twice; context by half.
+    assert cost.limits == pytest.approx(
+        {
+            "weights": 3 * 2 + 3 * 2 * 1,
+            "context": 3 * 2 * 0.5 * 10 + 2 * 0.5 * 6,
+            "arithmetic": 2 * 5,
+            "output head": 4,
+            "rest": 7,
+        }
+    )
+    # The kernels at the roofline; what else has no cycles takes none.
+    assert cost.cycles_ms == pytest.approx(3 * 3 + 3 * 2 * 1 + 36 + 1)
+    assert cost.largest == ("context", pytest.approx(36 / 69))
+
+
+def test_collectives_of_layers_are_those_of_a_whole_cycle():
+    def reduce(scope, times):
+        return operation(scope, opcode="all-reduce", times=times)
+
+    found = points._collectives([reduce("target/mlp", 2), reduce("drafter/fc", 1)], Repeats(18.0))
+    assert found == {"all-reduce": (37, 0)}
+
+
+class Taps:
+    """As much of a drafter as tells which layers it reads."""
+
+    def __init__(self, *layers):
+        self.feature_layers = layers
+
+
+def test_layers_that_are_alike_are_compiled_once():
+    target = make_target(num_hidden_layers=9)
+    drafter = Taps(1, 4, 8)
+    points._cut(target, drafter)
+    assert (len(target.layers), drafter.feature_layers) == (2, (0, 1, 0))
+    target = make_target(num_hidden_layers=9)
+    points._cut(target, Taps())
+    assert len(target.layers) == 2
+
+
+def test_layers_that_differ_are_all_compiled():
+    target = make_target(num_hidden_layers=3)
+    target.layers[1].mlp = make_target(intermediate_size=96).layers[0].mlp
+    drafter = Taps(2)
+    points._cut(target, drafter)
+    assert (len(target.layers), drafter.feature_layers) == (3, (2,))
