@@ -221,14 +221,10 @@ def gathered(head: nnx.Module) -> nnx.Module:
     Args:
       head: a `Linear` [D, V], or an `Embedding` [V, D].
     """
-    copy = nnx.merge(*nnx.split(head))
-    weights, names = (
-        (copy.embedding, ("vocab", None))
-        if isinstance(copy, Embedding)
-        else (copy.kernel, (None, "vocab"))
-    )
-    weights.set_value(head.sharding.constrain(weights[...], *names))
-    return copy
+    names = ("vocab", None) if isinstance(head, Embedding) else (None, "vocab")
+    graph, weights = nnx.split(head)
+    whole = jax.tree.map(lambda array: head.sharding.constrain(array, *names), weights)
+    return nnx.merge(graph, whole)
 
 
 def join(linears: Sequence[Linear]) -> Linear:
