@@ -12,6 +12,8 @@ _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
 # Attributes that name the computations an instruction runs.
+# Metadata of a kernel is written on lines of its own, in the middle of its instruction.
+_CONTINUATIONS = ('"', "}}")
 _CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
 
 
@@ -126,6 +128,8 @@ def parse(text: str) -> Module:
     for line in text.splitlines():
         if match := _HEADER.match(line):
             header, lines = match, []
+        elif line.startswith(_CONTINUATIONS):
+            lines.append(lines.pop() + line if lines else line)
         elif line.startswith("}") and header:
             found = Computation(header.group(2), tuple(_instructions(lines)))
             computations[found.name] = found

@@ -13,6 +13,9 @@ from dflash.compiler.hlo import Computation, Instruction, Module
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 _VIEWS = frozenset(("bitcast", "reshape"))
+# Splash attention's kernels state nothing. Matrix products a pair of blocks, by kernel: scores and
+# sums; for gradients the scores again, their gradients, and the three of queries, keys and values.
+_SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 5}
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 Names = Mapping[str, Instruction]
@@ -56,7 +59,7 @@ def matmul_flops(module: Module, one: Instruction, by_name: Names) -> float:
         names = body.by_name()
         return sum(matmul_flops(module, inner, names) for inner in body.instructions)
     if one.opcode == "custom-call":
-        return _stated(one, "flops")
+        return _stated(one, "flops") or _splash_flops(one, by_name)
     if one.opcode == "convolution":
         left, right = (by_name[name].results[0] for name in one.operands)
         out = one.results[0]
@@ -75,6 +78,17 @@ def _stated(one: Instruction, what: str) -> int:
     estimate = re.search(r'"cost_estimate":\{[^}]*\}', one.attributes)
     value = re.search(rf'"{what}":"(\d+)"', estimate.group()) if estimate else None
     return int(value.group(1)) if value else 0
+
+
+def _splash_flops(one: Instruction, by_name: Names) -> float:
+    """Of a causal splash attention kernel; 0 of any other."""
+    products = next((n for name, n in _SPLASH_PRODUCTS.items() if one.name.startswith(name)), 0)
+    if not products:
+        return 0
+    blocks, _, queries, keys = (by_name[name].results[0].dims for name in one.operands[:4])
+    # Of the blocks of keys, those up to the queries' own are computed.
+    share = (blocks[-1] + 1) / (2 * blocks[-1])
+    return 2 * products * math.prod(queries) * keys[-2] * share
 
 
 def _batch(attributes: str, left, right, out) -> int:

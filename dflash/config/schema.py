@@ -148,8 +148,8 @@ class DraftLayers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashArchitecture(DraftLayers):
-    """Shape of a DFlash drafter that has no checkpoint."""
+class BlockArchitecture(DraftLayers):
+    """Shape of a drafter of DFlash's kind that has no checkpoint."""
 
     num_hidden_layers: int = option(5, minimum=1, maximum=2**12)
     block_size: int = option(16, minimum=2, maximum=MAX_BLOCK_SIZE)
@@ -163,7 +163,15 @@ class DFlashArchitecture(DraftLayers):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlash2Architecture(DFlashArchitecture):
+class DFlashArchitecture(BlockArchitecture):
+    """Shape of a DFlash drafter that has no checkpoint."""
+
+    # None: the target's. Fewer: training picks the tokens that its data holds most often.
+    draft_vocab_size: int | None = option(None, minimum=1, maximum=2**24)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash2Architecture(BlockArchitecture):
     """Shape of a DFlash2 drafter that has no checkpoint."""
 
     conv_kernel_size: int = option(2, minimum=1, maximum=MAX_BLOCK_SIZE)  # rows
@@ -173,7 +181,7 @@ class DFlash2Architecture(DFlashArchitecture):
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkArchitecture(DFlashArchitecture):
+class DSparkArchitecture(BlockArchitecture):
     """Shape of a DSpark drafter that has no checkpoint; block_size counts drafted tokens."""
 
     markov_rank: int = option(256, minimum=1, maximum=MAX_RANK)

@@ -100,6 +100,9 @@ class Heads(Protocol):
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """[B, T, D] -> float32 logits [B, T, V]."""
 
+    def head_columns(self, tokens: np.ndarray) -> jax.Array:
+        """Columns [D, Q] of the output head: those of `tokens` int [Q]."""
+
 
 class Drafter(nnx.Module):
     """Base of all strategies; see the module's docstring for the contract.
@@ -148,12 +151,13 @@ class Drafter(nnx.Module):
         """
         return cls()
 
-    def prepare_training(self, count_tokens: Callable[[], np.ndarray]) -> None:
-        """Called once before training from scratch, for what depends on the data.
+    def prepare_training(self, count_tokens: Callable[[], np.ndarray], heads: Heads) -> None:
+        """Called before training from scratch, for what follows from the data and the target.
 
         Args:
           count_tokens: () -> int64 [V]; how often each token is a label in the data. Expensive, so
             call it only if needed; the result is always the same.
+          heads: the target's embedding and output head, with weights.
         """
 
     @property

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from dflash.kernels import causal_attention_tpu as tpu
+from dflash.kernels import implementation as implementations
 from dflash.kernels import online_softmax
 from dflash.kernels.online_softmax import Partial
 
@@ -24,6 +26,7 @@ def causal_attention(
     *,
     scale: float,
     chunk_tokens: int | None = None,
+    implementation: str = "auto",
 ) -> jax.Array:
     """Attends from each row to itself and to earlier rows of the same document.
 
@@ -35,15 +38,32 @@ def causal_attention(
       values: [B, T, K, H].
       segment_ids: int32 [B, T]; rows of one document share a number, 0 is padding.
       scale: factor on the scores.
-      chunk_tokens: queries per step; None for a length that suits T.
+      chunk_tokens: queries per step of the reference; None for a length that suits T.
+      implementation: see `implementation.run`.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:
-      ValueError: shapes that do not fit each other; the message names them.
+      ValueError: shapes that do not fit each other, or not the kernels; the message names them.
     """
     _check(queries, keys, values, segment_ids)
-    attend = functools.partial(_attend_chunk, scale=scale)
-    return in_chunks(attend, (queries, segment_ids), (keys, values, segment_ids), chunk_tokens)
+
+    def reference(queries, keys, values, segment_ids):
+        attend = functools.partial(_attend_chunk, scale=scale)
+        return in_chunks(attend, (queries, segment_ids), (keys, values, segment_ids), chunk_tokens)
+
+    def attend(*arrays):
+        return implementations.run(
+            implementation,
+            *arrays,
+            reference=reference,
+            pallas=functools.partial(tpu.attend, scale=scale),
+            unsupported=tpu.unsupported(queries),
+        )
+
+    if implementation == "auto":
+        # What each implementation keeps for its backward pass would be kept for both.
+        attend = jax.checkpoint(attend)
+    return attend(queries, keys, values, segment_ids)
 
 
 def in_chunks(

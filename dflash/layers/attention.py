@@ -163,8 +163,9 @@ class Attention(nnx.Module):
         """
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
         rows, kv_rows = self._row_names(batch)
+        chosen = implementation.for_platform(self.sharding.platform)
         sharded = self.sharding.map(
-            lambda *arrays: (causal_attention(*arrays, scale=self.scale),),
+            lambda *arrays: (causal_attention(*arrays, scale=self.scale, implementation=chosen),),
             (rows, kv_rows, kv_rows, (batch, None)),
             (rows,),
         )

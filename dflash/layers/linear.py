@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dflash.checkpoints.weight_formats import WeightFormat
@@ -166,6 +167,10 @@ class Linear(Kernel):
         """[..., D] -> float32 logits [..., V], for a kernel that is an output head."""
         return _project(hidden, self.kernel[...], self.sharding, dtype=jnp.float32)
 
+    def columns(self, tokens: np.ndarray) -> jax.Array:
+        """Columns [D, Q] of an output head, those of `tokens` int [Q]."""
+        return jnp.take(self.kernel[...], tokens, axis=1)
+
 
 class Embedding(nnx.Module):
     """A token table [V, D]; tied targets use it as their output head too."""
@@ -188,6 +193,10 @@ class Embedding(nnx.Module):
         """[..., D] -> float32 logits [..., V]."""
         table = self.embedding[...]
         return _project(hidden, table, self.sharding, transposed=True, dtype=jnp.float32)
+
+    def columns(self, tokens: np.ndarray) -> jax.Array:
+        """Columns [D, Q] of the output head, those of `tokens` int [Q]."""
+        return jnp.take(self.embedding[...], tokens, axis=0).T
 
 
 class RMSNorm(nnx.Module):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dflash.checkpoints import hf_config
@@ -175,6 +176,10 @@ class Decoder(nnx.Module):
             logits = (self.lm_head or self.embed_tokens).attend(hidden)
             batch, _ = kv.batch_axes(hidden.shape[0], self.sharding)
             return self.sharding.constrain(logits, batch, None, "vocab")
+
+    def head_columns(self, tokens: np.ndarray) -> jax.Array:
+        """Columns [D, Q] of the output head: those of `tokens` int [Q]."""
+        return (self.lm_head or self.embed_tokens).columns(tokens)
 
     def new_cache(
         self,

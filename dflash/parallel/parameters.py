@@ -29,6 +29,10 @@ class Buffer(nnx.Variable):
     """
 
 
+class Frozen(nnx.Param):
+    """A weight that belongs to a checkpoint and is never trained, such as columns of a target's."""
+
+
 _ARRAYS = nnx.Any(nnx.Param, Buffer)
 
 
@@ -82,6 +86,11 @@ def declare_buffer(
     """An abstract one-dimensional buffer; see `Buffer`."""
     abstract = sharding.abstract(shape, axes, dtype)
     return Buffer(abstract, stored_dtype=stored_dtype, ones=ones)
+
+
+def frozen(param: nnx.Param) -> Frozen:
+    """The same parameter, never to be trained."""
+    return Frozen(param.get_value(), **param.get_metadata())
 
 
 def named_arrays(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
@@ -150,6 +159,12 @@ def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:
     for path, value in values.items():
         variables[path].set_value(value)
     nnx.update(module, state)
+
+
+def assign_host(module: nnx.Module, values: dict[str, np.ndarray]) -> None:
+    """As `assign`, of host arrays that are the same on every process."""
+    variables = dict(named_arrays(module))
+    assign(module, {path: put(x, variables[path].get_value()) for path, x in values.items()})
 
 
 def count(module: nnx.Module) -> int:

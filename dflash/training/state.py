@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from dflash.parallel.parameters import Buffer
+from dflash.parallel.parameters import Buffer, Frozen
 from dflash.parallel.sharding import Sharding
 
 Params = Any  # nnx.State of arrays
@@ -34,13 +34,13 @@ class TrainState:
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
-    """The graph definition of a module, and its parameters; `tables` has its other arrays."""
-    return nnx.graphdef(model), nnx.state(model, nnx.Param)
+    """The graph definition of a module, and what is trained; `untrained` has its other arrays."""
+    return nnx.graphdef(model), nnx.state(model, nnx.All(nnx.Param, nnx.Not(Frozen)))
 
 
-def tables(model: nnx.Module) -> Params:
+def untrained(model: nnx.Module) -> Params:
     """Arrays of a module that are not trained, such as a map of draft tokens; often none."""
-    return nnx.state(model, Buffer)
+    return nnx.state(model, nnx.Any(Buffer, Frozen))
 
 
 def abstract(

@@ -140,7 +140,7 @@ class TargetTask(Task):
 class DrafterTask(Task):
     """The loss of a strategy, on features of the frozen target.
 
-    Frozen arrays: {"target": its parameters, "tables": the drafter's tables}.
+    Frozen arrays: {"target": its parameters, "drafter": those of the drafter, mostly none}.
     """
 
     drafts = True
@@ -148,21 +148,23 @@ class DrafterTask(Task):
     def load_frozen(self, count_tokens: CountTokens) -> Params:
         assembly.load_weights(self.target, self.target_source)
         if self.from_scratch:
-            self.learner.prepare_training(count_tokens)
+            self.learner.prepare_training(count_tokens, self.target)
             parameters.fill_buffers(self.learner)
-        elif jax.tree.leaves(states.tables(self.learner)):
+        elif jax.tree.leaves(states.untrained(self.learner)):
             assembly.load_weights(self.learner, self.learner_source)
-        nnx.update(self.working, states.tables(self.learner))
+        loaded, wanted = (states.untrained(model) for model in (self.learner, self.working))
+        nnx.update(self.working, jax.tree.map(lambda x, like: x.astype(like.dtype), loaded, wanted))
         return self.abstract_frozen()
 
     def abstract_frozen(self) -> Params:
-        return {"target": states.split(self.target)[1], "tables": states.tables(self.learner)}
+        target, drafter = states.split(self.target)[1], states.untrained(self.working)
+        return {"target": target, "drafter": drafter}
 
     def loss(self, params, frozen, batch, key):
         target = nnx.merge(nnx.graphdef(self.target), frozen["target"])
         if "features" not in batch:
             batch = batch | self.features(frozen, batch)
-        drafter = nnx.merge(nnx.graphdef(self.working), params, frozen["tables"])
+        drafter = nnx.merge(nnx.graphdef(self.working), params, frozen["drafter"])
         with jax.named_scope("drafter"):
             return drafter.loss(
                 TrainBatch(**batch), target, key, self.config.loss, remat=self.config.train.remat

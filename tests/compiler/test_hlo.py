@@ -32,6 +32,20 @@ def test_the_entry_need_not_be_the_last():
     assert hlo.parse(text).entry.name == "first"
 
 
+def test_metadata_of_a_kernel_on_lines_of_its_own_is_part_of_its_instruction():
+    text = """ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0)
+  %kernel.1 = f32[2]{0} custom-call(%a), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/attention/kernel"}, backend_config={}
+  ROOT %end = f32[2]{0} copy(%kernel.1)
+}
+"""
+    entry = hlo.parse(text).entry
+    assert [one.name for one in entry.instructions] == ["a", "kernel.1", "end"]
+    assert entry.by_name()["kernel.1"].op_name == "jit(f)/attention/kernel"
+
+
 def test_a_tuple_has_its_arrays_and_where_they_live(module):
     start = module.computations["body"].by_name()["copy-start.1"]
     assert [array.in_hbm for array in start.results] == [False, True, False]

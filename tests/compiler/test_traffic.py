@@ -94,6 +94,23 @@ def test_operations_of_matrix_products(line, flops):
     assert flops_of(line) == flops
 
 
+@pytest.mark.parametrize(
+    ("kernel", "products"),
+    [("splash_mha_fwd_segmented_residuals", 2), ("splash_mha_dkv_segmented", 5), ("other", 0)],
+)
+def test_splash_attention_states_nothing_and_is_known_by_its_shapes(kernel, products):
+    """Two blocks of queries and keys: three of the four pairs are computed."""
+    module = entry(
+        "%next = s8[1,2,2]{2,1,0} constant(0)",
+        "%queries = bf16[8,1024,128]{2,1,0} constant(0)",
+        "%keys = bf16[2,1024,128]{2,1,0} constant(0)",
+        f"%{kernel}.1 = bf16[8,1024,128]{{2,1,0}} custom-call(%next, %next, %queries, %keys)",
+    )
+    names = module.entry.by_name()
+    flops = traffic.matmul_flops(module, names[f"{kernel}.1"], names)
+    assert flops == 2 * products * 8 * 1024 * 1024 * 128 * 3 / 4
+
+
 CALLED = """
 %work (p: f32[64,32]) -> f32[64,32] {
   %p = f32[64,32]{1,0} parameter(0)

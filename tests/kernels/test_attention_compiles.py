@@ -10,6 +10,7 @@ from support.tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
+from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import move_rows, paged_attention, row_index
 from dflash.kernels.quantised import Quantised
 from dflash.kernels.split_heads import Part, split_heads
@@ -205,3 +206,15 @@ def test_split_heads(chip):
 def test_shapes_of_split_heads(length, kv_heads, group, width, dtype):
     call = functools.partial(split, group=group)
     compile_for(V5P, call, split_shapes(length, kv_heads, group, width, dtype))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_causal_attention_and_its_gradients(chip):
+    def call(*arrays):
+        *rows, segment_ids = arrays
+        attend = functools.partial(causal_attention, segment_ids=segment_ids, scale=0.1)
+        return jax.vjp(attend, *rows)[1](rows[0])
+
+    rows, kv_rows = ((2, 1152, heads, 128) for heads in (8, 2))
+    shapes = [(rows, BF16), (kv_rows, BF16), (kv_rows, BF16), (rows[:2], jnp.int32)]
+    compile_for(chip, call, shapes)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.dense import dense_attention
 from support.jaxprs import largest_array
 
+from dflash.kernels import causal_attention_tpu
 from dflash.kernels.causal_attention import causal_attention
 
 SCALE = 0.3
@@ -148,3 +149,36 @@ def test_wrong_shapes_are_named(argument):
     with pytest.raises(ValueError, match=r"^causal_attention: ") as caught:
         causal_attention(*case, scale=SCALE)
     assert str(caught.value) == f"causal_attention: {message}"
+
+
+# --- the TPU kernels, played on the host ---------------------------------------------------------
+
+
+def test_the_kernels_compute_the_same(monkeypatch):
+    monkeypatch.setattr(causal_attention_tpu, "BLOCKS", (128,))
+    segments = make_segments([(1, 100), (2, 28), (3, 100), (0, 28)])
+    case = make_case(segments, group=2, kv_heads=1, width=128)
+    real = jnp.asarray(segments != 0)[..., None, None]
+
+    def run(implementation):
+        def summed(*arrays):
+            attended = causal_attention(
+                *arrays, case[3], scale=SCALE, implementation=implementation
+            )
+            return jnp.sum(jnp.where(real, attended, 0) ** 2), attended
+
+        found = jax.grad(summed, argnums=(0, 1, 2), has_aux=True)(*case[:3])
+        return [*found[0], jnp.where(real, found[1], 0)]
+
+    for kernels, reference in zip(run("interpret"), run("reference"), strict=True):
+        np.testing.assert_allclose(kernels, reference, atol=1e-5 * np.abs(reference).max())
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "message"),
+    [(256, 64, "width divisible by 128, not 64"), (100, 128, "rows divisible by 128, not 100")],
+)
+def test_what_the_kernels_do_not_cover_is_named(length, width, message):
+    case = make_case(make_segments([(1, length)]), width=width)
+    with pytest.raises(ValueError, match=message):
+        causal_attention(*case, scale=SCALE, implementation="pallas")

@@ -2,27 +2,36 @@
 
 Source: arXiv 2602.06036. The context is the target's own features, projected once when they are
 committed and never updated; the block [anchor, MASK, …, MASK] attends to it and, in both
-directions, to itself. Embedding and output head are the target's.
+directions, to itself. Embedding and output head are the target's; with a draft vocabulary, some
+columns of that head.
 """
 
+import dataclasses
+import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dflash.config.schema import DFlashConfig
+from dflash.drafters.base import Heads
 from dflash.drafters.dflash import shape as shapes
 from dflash.drafters.dflash.shape import DFlashShape
+from dflash.drafters.parts import draft_vocabulary
 from dflash.drafters.parts.blocks import block_loss, cut_blocks, sample_anchors, score_blocks
+from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.drafters.parts.one_pass import OnePassDrafter
 from dflash.kernels import implementation
 from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.linear import RMSNorm
+from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.losses import TokenScores
 from dflash.layers.transformer import TransformerLayer
+from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
 
@@ -64,7 +73,7 @@ class DFlash(OnePassDrafter):
             shape.block_size,
             block_size,
             tree_budget,
-            vocab_size=decoder.vocab_size,
+            vocab_size=shape.draft_vocab_size or decoder.vocab_size,
             of="that the drafter was trained with",
         )
         # Draft positions that a pass computes. Rows see one another: with fewer of them than in
@@ -78,6 +87,13 @@ class DFlash(OnePassDrafter):
             self.make_layer(shape, **build) for _ in range(decoder.num_hidden_layers)
         )
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
+        size = shape.draft_vocab_size
+        if size is None:
+            self.lm_head = self.d2t = self.t2d = None
+        else:
+            self.lm_head = Linear(decoder.hidden_size, size, ("embed", "vocab"), **build)
+            self.lm_head.kernel = parameters.frozen(self.lm_head.kernel)
+            self.d2t, self.t2d = draft_vocabulary.declare(size, decoder.vocab_size, sharding)
 
     @classmethod
     def options(cls, config: DFlashConfig) -> dict[str, Any]:
@@ -125,7 +141,35 @@ class DFlash(OnePassDrafter):
         last = count if shapes.is_causal(self.shape) else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
         first = slice(1, count + 1)
-        return self.propose(heads.unembed(hidden[:, first]), positions[:, first], sampler), state
+        logits = self._logits(hidden[:, first], heads)
+        return self.propose(logits, positions[:, first], sampler), state
+
+    def _logits(self, hidden: jax.Array, heads: Heads) -> jax.Array:
+        """[B, G, D] -> float32 [B, G, V]; -inf for tokens that cannot be drafted."""
+        if self.lm_head is None:
+            return heads.unembed(hidden)
+        return self._vocabulary().spread(self.lm_head.attend(hidden))
+
+    def _vocabulary(self) -> DraftVocabulary:
+        return DraftVocabulary.of(self.d2t[...], self.shape.decoder.vocab_size)
+
+    def check_weights(self, directory: pathlib.Path) -> None:
+        """Checks the table that was loaded from a checkpoint; see `draft_vocabulary.check`."""
+        if self.d2t is not None:
+            table = np.asarray(self.d2t.get_value())
+            draft_vocabulary.check(table, self.shape.decoder.vocab_size, directory)
+
+    def prepare_training(self, count_tokens, heads):
+        """Fixes the draft vocabulary and copies its columns of the target's head."""
+        size = self.shape.draft_vocab_size
+        if size is None:
+            return
+        tables = draft_vocabulary.choose(size, count_tokens)
+        parameters.assign_host(self, tables)
+        like = self.lm_head.kernel.get_value()
+        place = jax.jit(lambda columns: columns.astype(like.dtype), out_shardings=like.sharding)
+        columns = place(heads.head_columns(np.flatnonzero(tables["t2d"])))
+        parameters.assign(self, {"lm_head.kernel": columns})
 
     def run_block(self, state, anchor, position, heads, *, num_positions=None):
         """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T].
@@ -201,8 +245,17 @@ class DFlash(OnePassDrafter):
             mask_token_id=self.shape.mask_token_id,
         )
         hidden = self.run_blocks(batch, blocks, heads, remat=remat)
-        scores = score_blocks(hidden, blocks, batch, heads.unembed, options)
-        return block_loss(scores, blocks, options)
+        return block_loss(self._score(hidden, blocks, batch, heads, options), blocks, options)
+
+    def _score(self, hidden, blocks, batch, heads, options) -> TokenScores:
+        """See `score_blocks`; over the draft vocabulary, the target's distribution too."""
+        if self.lm_head is None:
+            return score_blocks(hidden, blocks, batch, heads.unembed, options)
+        vocabulary = self._vocabulary()
+        labels = vocabulary.draft_ids[blocks.labels]
+        blocks = dataclasses.replace(blocks, labels=labels)
+        scores = score_blocks(hidden, blocks, batch, self.lm_head.attend, options)
+        return vocabulary.without_unknown(scores, labels)
 
     def run_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
         """The block pass over A blocks of R rows per sequence at once: hidden [B, A, R, D].
@@ -249,4 +302,4 @@ class DFlash(OnePassDrafter):
     def checkpoint_name(path: str) -> str:
         """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
         stem, _, name = path.rpartition(".")
-        return path if name == "attention_sink_bias" else f"{stem}.weight"
+        return path if name == "attention_sink_bias" or not stem else f"{stem}.weight"

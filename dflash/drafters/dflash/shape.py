@@ -1,12 +1,18 @@
 """The shape of a DFlash drafter: as its config.json states it, or as a config asks for it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import MAX_BLOCK_SIZE, DFlashArchitecture, TargetArchitecture, option
+from dflash.config.schema import (
+    MAX_BLOCK_SIZE,
+    BlockArchitecture,
+    DFlashArchitecture,
+    TargetArchitecture,
+    option,
+)
 from dflash.drafters.parts import compatibility, decoder_shape
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -39,6 +45,8 @@ class DFlashShape:
       target_layer_ids: tapped layers of the target.
       num_target_layers: depth of the target that the drafter was trained for; None: not stated.
       views: one per draft layer.
+      draft_vocab_size: tokens that can be drafted, by an output head of their own; None: all of the
+        target's, by the target's head.
       partial_rotary_factor: share of a head that is rotated, its first numbers.
       attention_sink_bias: heads have a learned score that stands for no position.
       attention_value_scale: factor on values.
@@ -50,6 +58,7 @@ class DFlashShape:
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
     views: tuple[LayerView, ...]
+    draft_vocab_size: int | None = None
     partial_rotary_factor: float = 1.0
     attention_sink_bias: bool = False
     attention_value_scale: float = 1.0
@@ -101,6 +110,13 @@ class _Attention:
     is_causal: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """Fields of the file itself that say what is drafted."""
+
+    draft_vocab_size: int | None = option(None, minimum=1, maximum=2**24)
+
+
 _USUAL_HEADS = _Heads(1.0, False, 1.0)
 
 
@@ -128,7 +144,15 @@ def read(hf: Mapping[str, Any]) -> DFlashShape:
     )
     stated = hf_config.read_fields(hf, _Attention)
     views = _views(stated, own, decoder.num_hidden_layers)
-    shape = DFlashShape(decoder=decoder, views=views, **sizes, **heads)
+    drafted = hf_config.read_fields(hf, _Head).draft_vocab_size
+    shape = DFlashShape(
+        decoder=decoder,
+        views=views,
+        draft_vocab_size=None if drafted == decoder.vocab_size else drafted,
+        **sizes,
+        **heads,
+    )
+    compatibility.check_file(_problems(shape))
     if (turned := shape.rotary.head_dim) % 2 or not turned:
         raise errors.CheckpointError(
             f"{hf_config.FILE}: partial_rotary_factor: {shape.partial_rotary_factor} of "
@@ -150,6 +174,8 @@ def write(shape: DFlashShape) -> dict[str, Any]:
     windows = {view.window for view in shape.views} - {None}
     usual = vars(_USUAL_HEADS)
     heads = {name: getattr(shape, name) for name in usual if getattr(shape, name) != usual[name]}
+    if shape.draft_vocab_size is not None:
+        heads["draft_vocab_size"] = shape.draft_vocab_size
     return (
         hf_config.write_architecture(shape.decoder)
         | heads
@@ -170,7 +196,7 @@ def write(shape: DFlashShape) -> dict[str, Any]:
     )
 
 
-def for_target(target: TargetArchitecture, options: DFlashArchitecture | None) -> DFlashShape:
+def for_target(target: TargetArchitecture, options: BlockArchitecture | None) -> DFlashShape:
     """The shape of a fresh drafter for a target.
 
     Raises:
@@ -182,14 +208,18 @@ def for_target(target: TargetArchitecture, options: DFlashArchitecture | None) -
     )
     last_token = target.vocab_size - 1
     layers = options.num_hidden_layers
-    return DFlashShape(
+    drafted = getattr(options, "draft_vocab_size", None)
+    shape = DFlashShape(
         decoder=decoder_shape.for_target(target, options, num_hidden_layers=layers),
         block_size=options.block_size,
         mask_token_id=last_token if options.mask_token_id is None else options.mask_token_id,
         target_layer_ids=taps,
         num_target_layers=target.num_hidden_layers,
         views=(LayerView(causal=options.causal),) * layers,
+        draft_vocab_size=None if drafted == target.vocab_size else drafted,
     )
+    compatibility.check_options(_problems(shape))
+    return shape
 
 
 def fit(shape: DFlashShape, target: TargetArchitecture) -> DFlashShape:
@@ -227,6 +257,12 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
     span, last = num_target_layers - 4, num_target_layers - 1
     spread = (round(1 + i * span / (count - 1)) for i in range(count))
     return tuple(min(max(layer, 0), last) for layer in spread)  # toys are too shallow to spread
+
+
+def _problems(shape: DFlashShape) -> Iterator[compatibility.Problem]:
+    size, vocab_size = shape.draft_vocab_size, shape.decoder.vocab_size
+    if size is not None and size > vocab_size:
+        yield ("draft_vocab_size",), f"{size} exceeds the vocabulary of {vocab_size}"
 
 
 def _views(stated: _Attention, own: _Own, num_layers: int) -> tuple[LayerView, ...]:

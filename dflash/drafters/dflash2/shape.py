@@ -66,6 +66,7 @@ def read(hf: Mapping[str, Any]) -> DFlash2Shape:
         base = dataclasses.replace(dflash_shape.read(_flatten(hf)), num_target_layers=None)
     else:
         own = hf_config.read_fields(hf_config.read_group(hf, _GROUP), _Own, group=_GROUP)
+        hf_config.check_only(hf, "draft_vocab_size", hf.get("vocab_size"))
         base = dflash_shape.read(hf)
     shape = DFlash2Shape(**vars(base), **vars(own))
     compatibility.check_file(_problems(shape))

@@ -45,6 +45,7 @@ def read(hf: Mapping[str, Any]) -> DSparkShape:
     Raises:
       CheckpointError: a field is missing, unusable, or contradicts another.
     """
+    hf_config.check_only(hf, "draft_vocab_size", hf.get("vocab_size"))
     own = hf_config.read_fields(hf, _Own)
     taps = hf_config.read_fields(hf, _Taps).target_layer_ids
     base = dflash_shape.read({**hf, "dflash_config": {"target_layer_ids": list(taps)}})

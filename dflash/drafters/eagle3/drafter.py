@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash import errors
 from dflash.config.schema import BeamTree, Eagle3Config
+from dflash.drafters.base import Heads
 from dflash.drafters.eagle3 import shape as shapes
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.layer import EagleLayer
 from dflash.drafters.eagle3.shape import Eagle3Shape
-from dflash.drafters.eagle3.unrolled import Vocabulary
-from dflash.drafters.parts import beam_tree, chain
+from dflash.drafters.parts import beam_tree, chain, draft_vocabulary
+from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.layers import cache as kv
 from dflash.layers import rotary
@@ -86,14 +86,7 @@ class Eagle3(WeightedDrafter):
         self.midlayer = EagleLayer(decoder, **build)
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, **build)
         self.lm_head = Linear(decoder.hidden_size, drafted, ("embed", "vocab"), **build)
-        # Target token of draft token i: i + d2t[i]. t2d: which target tokens can be drafted.
-        self.d2t = parameters.declare_buffer(
-            (drafted,), (None,), dtype=jnp.int32, stored_dtype="int64", sharding=sharding
-        )  # fmt: skip
-        self.t2d = parameters.declare_buffer(
-            (decoder.vocab_size,), (None,), dtype=jnp.bool_, stored_dtype="bool", ones=drafted,
-            sharding=sharding,
-        )  # fmt: skip
+        self.d2t, self.t2d = draft_vocabulary.declare(drafted, decoder.vocab_size, sharding)
         self.tree = tree
         self.num_draft_tokens = num_draft_tokens if tree is None else tree.budget
         if tree is not None:
@@ -147,7 +140,7 @@ class Eagle3(WeightedDrafter):
             state.cache,
             position,
             num_draft_tokens=self.num_draft_tokens,
-            logits=lambda hidden: self._target_logits(hidden, vocabulary),
+            logits=lambda hidden: vocabulary.spread(self.draft_logits(hidden)),
             extend=extend,
             sampler=sampler,
         )
@@ -161,7 +154,7 @@ class Eagle3(WeightedDrafter):
         size = (options.depth - 1) * width  # rows that are extended, of all levels
 
         def candidates(hidden, positions):
-            logits = self._target_logits(hidden, vocabulary)
+            logits = vocabulary.spread(self.draft_logits(hidden))
             return sampler.candidates(logits, positions, width)
 
         def extend(carried, beam, level):
@@ -232,48 +225,18 @@ class Eagle3(WeightedDrafter):
         Raises:
           CheckpointError: `d2t` names a token that the target does not have, or one token twice.
         """
-        size, vocab = self.shape.draft_vocab_size, self.shape.decoder.vocab_size
-        ids = np.arange(size) + np.asarray(self.d2t.get_value(), np.int64)
-        order = np.argsort(ids, kind="stable")
-        wrong = (ids < 0) | (ids >= vocab)
-        wrong[order[1:]] |= ids[order[1:]] == ids[order[:-1]]
-        if wrong.any():
-            draft = int(np.argmax(wrong))
-            raise errors.CheckpointError(
-                f"{directory}: d2t[{draft}]: draft token {draft} becomes token {ids[draft]}; "
-                f"expected different tokens of the target's {vocab}"
-            )
+        vocab_size = self.shape.decoder.vocab_size
+        draft_vocabulary.check(np.asarray(self.d2t.get_value()), vocab_size, directory)
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> DraftVocabulary:
         """The draft vocabulary, as the tables have it."""
-        size = self.shape.draft_vocab_size
-        ids = jnp.arange(size)
-        target_ids = ids + self.d2t[...]
-        blank = jnp.full((self.shape.decoder.vocab_size,), size, jnp.int32)
-        return Vocabulary(target_ids, blank.at[target_ids].set(ids))
+        return DraftVocabulary.of(self.d2t[...], self.shape.decoder.vocab_size)
 
-    def _target_logits(self, hidden: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-        """Logits over the target's vocabulary [..., V]; -inf for what cannot be drafted."""
-        logits = self.draft_logits(hidden)
-        size = self.shape.draft_vocab_size
-        if size == self.shape.decoder.vocab_size:
-            return logits
-        spread = jnp.take(logits, vocabulary.draft_ids, axis=-1, mode="clip")
-        return jnp.where(vocabulary.draft_ids < size, spread, -jnp.inf)
-
-    def prepare_training(self, count_tokens: Callable[[], np.ndarray]) -> None:
+    def prepare_training(self, count_tokens: Callable[[], np.ndarray], heads: Heads) -> None:
         """Fixes the draft vocabulary: the tokens that are to be predicted most often."""
-        size, vocab = self.shape.draft_vocab_size, self.shape.decoder.vocab_size
-        if size == vocab:
-            return
-        frequent = np.argsort(-count_tokens(), kind="stable")[:size]
-        chosen = np.isin(np.arange(vocab), frequent)
-        offsets = np.flatnonzero(chosen) - np.arange(size)
-        tables = {"d2t": offsets, "t2d": chosen}
-        places = {"d2t": self.d2t.get_value(), "t2d": self.t2d.get_value()}
-        parameters.assign(
-            self, {name: parameters.put(x, places[name]) for name, x in tables.items()}
-        )
+        size = self.shape.draft_vocab_size
+        if size < self.shape.decoder.vocab_size:
+            parameters.assign_host(self, draft_vocabulary.choose(size, count_tokens))
 
     def loss(self, batch, heads, key, options, *, remat=False):
         """The training-time test: each step but the first sees its own earlier outputs.

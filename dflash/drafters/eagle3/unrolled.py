@@ -6,7 +6,6 @@ distribution of that token comes from its row i + 1 + s.
 Source: the training-time test of EAGLE-3, arXiv 2503.01840.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,25 +15,12 @@ import numpy as np
 
 from dflash import errors
 from dflash.config.loss_schema import LossConfig
+from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.layers import losses
 from dflash.layers.losses import Unembed
 from dflash.layers.train_batch import TrainBatch
 
 STEP_DECAY = 0.8  # a step's weight is that of the one before, times this
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """Which Q of the target's V tokens a drafter may draft.
-
-    Attributes:
-      target_ids: int32 [Q]; of each draft token.
-      draft_ids: int32 [V]; of each target token, Q where it cannot be drafted.
-    """
-
-    target_ids: jax.Array
-    draft_ids: jax.Array
 
 
 class StepScores(NamedTuple):
@@ -73,7 +59,7 @@ def counted_steps(batch: TrainBatch, steps: int) -> jax.Array:
 def score_steps(
     hidden: list[jax.Array],
     batch: TrainBatch,
-    vocabulary: Vocabulary,
+    vocabulary: DraftVocabulary,
     draft_logits: Callable[[jax.Array], jax.Array],
     unembed: Unembed,
     options: LossConfig,

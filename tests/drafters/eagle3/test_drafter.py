@@ -44,7 +44,7 @@ def create(hf=None, target=TARGET, **options):
 @functools.cache
 def make_drafter():
     model = create()
-    model.prepare_training(lambda: np.bincount(range(1, TARGET.vocab_size, 2), minlength=48))
+    model.prepare_training(lambda: np.bincount(range(1, TARGET.vocab_size, 2), minlength=48), None)
     parameters.initialize(model, jax.random.key(1))
     return model
 
@@ -113,7 +113,7 @@ def test_the_frequent_tokens_are_drafted_and_the_first_of_equals():
     counts = np.zeros(48, np.int64)
     counts[[40, 3, 17]] = 5, 9, 1
     model = create(architecture=Eagle3Architecture(draft_vocab_size=5))
-    model.prepare_training(lambda: counts)
+    model.prepare_training(lambda: counts, None)
     np.testing.assert_array_equal(model.vocabulary().target_ids, [0, 1, 3, 17, 40])
     np.testing.assert_array_equal(np.flatnonzero(model.t2d[...]), [0, 1, 3, 17, 40])
     drafts = np.full(48, 5)
@@ -123,7 +123,7 @@ def test_the_frequent_tokens_are_drafted_and_the_first_of_equals():
 
 def test_a_whole_vocabulary_counts_nothing():
     model = create(architecture=None)
-    model.prepare_training(lambda: pytest.fail("counted"))
+    model.prepare_training(lambda: pytest.fail("counted"), None)
     parameters.fill_buffers(model)
     np.testing.assert_array_equal(model.vocabulary().target_ids, np.arange(48))
     assert model.t2d[...].all()
@@ -174,7 +174,7 @@ def test_tables_travel_with_the_weights(tmp_path, save):
 )
 def test_a_table_that_names_other_tokens_is_refused(tmp_path, draft, offset, message):
     model = create()
-    model.prepare_training(lambda: np.bincount(range(1, TARGET.vocab_size, 2), minlength=48))
+    model.prepare_training(lambda: np.bincount(range(1, TARGET.vocab_size, 2), minlength=48), None)
     model.check_weights(tmp_path)
     model.d2t.set_value(model.d2t.get_value().at[draft].set(offset))
     with pytest.raises(errors.CheckpointError, match=message) as caught:

@@ -1,0 +1,214 @@
+"""Tests of DFlash with a draft vocabulary: fewer tokens to draft, and fewer columns to read."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.dflash_cases import FULL, cut, make_shape
+from support.engines import decode, engine, expected, random_prompts
+from support.models import ARCHITECTURE, make_sharding, make_target, target
+
+from dflash import errors
+from dflash.checkpoints import checkpoint
+from dflash.config.loss_schema import LossConfig
+from dflash.config.schema import DFlashArchitecture, DSparkArchitecture
+from dflash.drafters.dflash import shape as shapes
+from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dspark import shape as dspark_shapes
+from dflash.drafters.parts.blocks import sample_anchors, score_blocks
+from dflash.layers.train_batch import TrainBatch
+from dflash.parallel import parameters
+from dflash.training import state as states
+
+DRAFTED = np.arange(1, 40, 2)  # of 48 tokens
+
+
+def count_odd_ones():
+    return np.bincount(DRAFTED, minlength=48)
+
+
+@functools.cache
+def make_drafter():
+    """Shared, so never to be changed."""
+    shape = make_shape(FULL, draft_vocab_size=DRAFTED.size)
+    model = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(1))
+    model.prepare_training(count_odd_ones, make_target())
+    return model
+
+
+# --- what is drafted -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_the_target_s_columns_of_the_frequent_tokens(tied):
+    model, heads = make_drafter(), make_target(tie_word_embeddings=tied)
+    if tied:
+        columns = heads.head_columns(DRAFTED)
+        np.testing.assert_array_equal(columns, heads.embed_tokens.embedding[...][DRAFTED].T)
+        return
+    np.testing.assert_array_equal(model.lm_head.kernel[...], heads.lm_head.kernel[...][:, DRAFTED])
+    np.testing.assert_array_equal(np.flatnonzero(model.t2d[...]), DRAFTED)
+
+
+def test_other_tokens_are_never_drafted():
+    model, heads = make_drafter(), make_target()
+    hidden = jax.random.normal(jax.random.key(2), (1, 3, 32))
+    logits, whole = model._logits(hidden, heads), heads.unembed(hidden)
+    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits[0, 0])), DRAFTED)
+    np.testing.assert_allclose(logits[..., DRAFTED], whole[..., DRAFTED], rtol=1e-6)
+
+
+@functools.cache
+def decoding_engine(tree_budget, verify):
+    options = DFlashArchitecture(
+        num_hidden_layers=1, block_size=6, target_layer_ids=(0, 1), draft_vocab_size=9
+    )
+    shape = shapes.for_target(ARCHITECTURE, options)
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    model = DFlash(shape, tree_budget=tree_budget, **build)
+    parameters.initialize(model, jax.random.key(1))
+    # The tokens that the target prefers are among them, so that drafts hit.
+    model.prepare_training(lambda: np.arange(24)[::-1], target())
+    return engine(model, batch_size=3, sync_every=2, verify=verify, max_length=64)
+
+
+@pytest.mark.parametrize("tree_budget", [None, 7])
+def test_output_is_that_of_plain_decoding(tree_budget):
+    prompts, limits = random_prompts([5, 9, 16, 3]), [20, 31, 12, 25]
+    lengths = []
+    for how in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 3}):
+        done = decode(decoding_engine(tree_budget, "coupled"), prompts, limits, **how)
+        found = [(one.output_ids, one.finish_reason) for one in done]
+        assert found == expected(prompts, limits, **how)
+        lengths += [length for one in done for length in one.acceptance_lengths]
+    assert max(lengths) > 1, "no draft was ever accepted"
+    outputs = {token for one in done for token in one.output_ids}
+    assert max(outputs) >= 9, "only drafted tokens were ever wanted"
+
+
+def test_a_tree_is_no_larger_than_its_tokens_allow():
+    shape = make_shape(FULL, block_size=2, draft_vocab_size=5)
+    build = {"dtype": jnp.float32, "sharding": make_sharding()}
+    assert DFlash(shape, tree_budget=5, **build).num_draft_tokens == 5
+    with pytest.raises(errors.ConfigError, match="6"):
+        DFlash(shape, tree_budget=6, **build)
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    shape = (2, 18)
+    return TrainBatch(
+        tokens=jnp.asarray(rng.integers(0, 47, shape), jnp.int32),
+        positions=jnp.broadcast_to(jnp.arange(18), shape),
+        segment_ids=jnp.ones(shape, jnp.int32),
+        loss_mask=jnp.ones(shape),
+        features=jnp.asarray(rng.normal(size=(*shape, 64)), jnp.float32),
+        hidden=jnp.asarray(rng.normal(size=(*shape, 32)), jnp.float32),
+    )
+
+
+class MaskedHeads:
+    """The target's heads, with nothing but the drafted tokens."""
+
+    def __init__(self, heads):
+        self.embed = heads.embed
+        kept = np.isin(np.arange(48), DRAFTED)
+        self.unembed = lambda hidden: jnp.where(kept, heads.unembed(hidden), -1e9)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "kl", "dpace"])
+def test_the_loss_is_that_of_a_target_without_the_other_tokens(name):
+    model, batch, heads = make_drafter(), make_batch(), make_target()
+    options = dataclasses.replace(LossConfig(name=name), num_anchors=4)
+    anchors = sample_anchors(batch, options.num_anchors, jax.random.key(0))
+    blocks = cut(model, batch, anchors)
+    hidden = model.run_blocks(batch, blocks, heads)
+    known = np.isin(blocks.labels, DRAFTED)
+    assert known.any()
+    assert not known.all()
+    scores = model._score(hidden, blocks, batch, heads, options)
+    wanted = score_blocks(hidden, blocks, batch, MaskedHeads(heads).unembed, options)
+    np.testing.assert_allclose(scores.nll[known], wanted.nll[known], rtol=1e-5)
+    np.testing.assert_allclose(scores.objective[known], wanted.objective[known], rtol=1e-4)
+    np.testing.assert_array_equal(scores.correct[known], wanted.correct[known])
+    assert not scores.correct[~known].any()
+    assert not np.asarray(scores.objective)[~known].any()
+    loss, metrics = model.loss(batch, heads, jax.random.key(0), options)
+    assert np.isfinite(loss)
+    assert 1 <= metrics["acceptance_length"] <= model.block_size
+
+
+def test_the_head_is_never_trained():
+    model = make_drafter()
+    trained, kept = (
+        {".".join(map(str, path)) for path in dict(nnx.to_flat_state(state))}
+        for state in (states.split(model)[1], states.untrained(model))
+    )
+    assert kept == {"lm_head.kernel", "d2t", "t2d"}
+    assert not trained & kept
+    assert trained | kept == {path for path, _ in parameters.named_arrays(model)}
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [checkpoint.save_hf, checkpoint.save_orbax])
+def test_it_travels_with_the_weights(tmp_path, save):
+    model = make_drafter()
+    save(model, tmp_path / "out", DFlash.config_to_hf(model.shape))
+    shape = DFlash.architecture_from_hf(checkpoint.read_config(tmp_path / "out"))
+    assert shape == model.shape
+    again = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
+    checkpoint.load(again, tmp_path / "out")
+    for (path, one), (_, other) in zip(
+        parameters.named_arrays(model), parameters.named_arrays(again), strict=True
+    ):
+        np.testing.assert_array_equal(one.get_value(), other.get_value(), err_msg=path)
+
+
+def test_a_table_that_names_other_tokens_is_refused(tmp_path):
+    model = make_drafter()
+    shape = dataclasses.replace(model.shape)
+    broken = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
+    parameters.initialize(broken, jax.random.key(1))
+    broken.d2t.set_value(broken.d2t.get_value().at[3].set(45))
+    with pytest.raises(errors.CheckpointError, match=r"d2t\[3\]: draft token 3 becomes token 48"):
+        broken.check_weights(tmp_path)
+
+
+# --- its size ------------------------------------------------------------------------------------
+
+
+def test_a_whole_vocabulary_is_none():
+    options = DFlashArchitecture(num_hidden_layers=1, draft_vocab_size=24, target_layer_ids=(0,))
+    assert shapes.for_target(ARCHITECTURE, options).draft_vocab_size is None
+    config = DFlash.config_to_hf(make_shape(FULL)) | {"draft_vocab_size": 48}
+    assert shapes.read(config).draft_vocab_size is None
+    assert "draft_vocab_size" not in DFlash.config_to_hf(make_shape(FULL))
+
+
+def test_more_tokens_than_the_target_has_are_refused():
+    options = DFlashArchitecture(num_hidden_layers=1, draft_vocab_size=25, target_layer_ids=(0,))
+    with pytest.raises(errors.ConfigError, match=r"draft_vocab_size: 25 exceeds .* of 24"):
+        shapes.for_target(ARCHITECTURE, options)
+    config = DFlash.config_to_hf(make_shape(FULL)) | {"draft_vocab_size": 49}
+    with pytest.raises(errors.CheckpointError, match="draft_vocab_size: 49 exceeds"):
+        shapes.read(config)
+
+
+def test_a_drafter_whose_heads_score_all_tokens_has_none():
+    shape = dspark_shapes.for_target(
+        ARCHITECTURE, DSparkArchitecture(num_hidden_layers=1, target_layer_ids=(0,))
+    )
+    config = dspark_shapes.write(shape)
+    assert dspark_shapes.read(config | {"draft_vocab_size": 24}).draft_vocab_size is None
+    with pytest.raises(errors.CheckpointError, match="draft_vocab_size: 9 is not supported"):
+        dspark_shapes.read(config | {"draft_vocab_size": 9})
