@@ -293,6 +293,8 @@ def _configured(
     preflight.check(subcommand.configs(config), files=reads)
     if writes and not command.dry_run:
         preflight.check_writable(command.workdir, command.profile_dir)
+    if command.compilation_cache is not None:
+        preflight.check_local(command.compilation_cache)
     return command
 
 

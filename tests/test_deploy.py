@@ -1,4 +1,4 @@
-"""What is under deploy/: manifests against the schemas of Kubernetes and JobSet, scripts against the shell."""
+"""What is under deploy/: manifests against their schemas, scripts against the shell."""
 
 import pathlib
 import subprocess

@@ -157,7 +157,6 @@ def kill(root: pathlib.Path, kills: int, seed: int, overrides: list[str]) -> lis
     """Trains and kills; returns what is wrong."""
     prepare(root)
     forked.share_programs()
-    Run(root, "first", overrides).start()  # compiles
     whole = Run(root, "whole", overrides)
     start = whole.start()
     if start.problems:
@@ -174,7 +173,7 @@ def kill(root: pathlib.Path, kills: int, seed: int, overrides: list[str]) -> lis
             done, slowest = done + 1, max(slowest, start.left_after or SOON_S)
             print(
                 f"kill {done}: process {victim} at {start.moment:.2f} s, from step {start.found} "
-                f"on; all had left after {start.left_after:.1f} s"
+                f"on; all had left after {start.left_after or SOON_S:.1f} s"
             )
         else:
             result = run.result()

@@ -15,7 +15,7 @@ from support.models import BYTE_TARGET
 from dflash import benchmark, cli, decode, train
 from dflash.training.checkpoints import Checkpoints
 
-TIMEOUT_S = 400
+TIMEOUT_S = 500
 MODELS = f"""
 target: {BYTE_TARGET}
 drafter:
@@ -103,15 +103,11 @@ def outputs(path) -> dict[int, list[int]]:
 def test_decode(one, several):
     wanted = outputs(one / "decode" / "outputs.jsonl")
     assert len(wanted) == 6
-    assert outputs(several / "decode" / "outputs.jsonl") == wanted
-    parts = [outputs(several / "shards" / f"outputs.{i}-of-2.jsonl") for i in range(2)]
-    assert [sorted(part) for part in parts] == [[0, 2, 4], [1, 3, 5]]
-    assert parts[0] | parts[1] == wanted
-    assert json.loads((several / "shards" / "results.json").read_text())["prompts"] == 6
+    assert outputs(several / "decode" / "outputs.0-of-1.jsonl") == wanted
+    assert json.loads((several / "decode" / "results.json").read_text())["prompts"] == 6
 
 
 def test_benchmark(one, several):
-    """Each shard by all processes; the last one sums up, and so does a later command."""
     figures = ("task", "strategy", "prompts", "output_tokens", "tau", "identical_share")
     found, wanted = (
         [
