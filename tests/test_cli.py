@@ -290,7 +290,8 @@ def test_of_several_processes_the_first_alone_needs_a_place_to_write(run, one_of
 def test_a_bucket_is_no_directory(tmp_path, given):
     """It would be one of that name here."""
     config = tmp_path / "c.yml"
-    config.write_text(CONFIG + "task: target\n")
+    more = ("task: target", "train: {steps: 1}", f"data: {{files: [{config}]}}")
+    config.write_text(CONFIG + "\n".join(more))
     flags = given if isinstance(given, dict) else {}
     overrides = () if flags else (given,)
     with pytest.raises(errors.ConfigError, match="gs://b/w: not a path of a file system"):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
@@ -142,7 +143,7 @@ def test_another_number_of_devices_reads_their_checkpoints(several, tmp_path, de
 
     def watched(self, like, note):
         found = restore(self, like, note)
-        restored.append((found.step, len(jax_devices(found.state))))
+        restored.append((found.step, num_devices(found.state.params)))
         return found
 
     monkeypatch.setattr(Checkpoints, "restore", watched)
@@ -151,8 +152,9 @@ def test_another_number_of_devices_reads_their_checkpoints(several, tmp_path, de
     assert restored == [(4, devices)]
 
 
-def jax_devices(state) -> set:
-    return next(iter(state.params.values())).sharding.device_set
+def num_devices(tree) -> int:
+    """Over which its arrays are placed."""
+    return len(set().union(*(one.sharding.device_set for one in jax.tree.leaves(tree))))
 
 
 @pytest.mark.parametrize(
