@@ -6,6 +6,7 @@ All figures are per device.
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from dflash.compiler import loops as loops_lib
 from dflash.compiler import traffic
 from dflash.compiler.hlo import Instruction, Module
 
@@ -96,7 +97,8 @@ class _Walk:
             around = _scope(one, by_name, users) or scope
             scoped = dataclasses.replace(one, op_name=around)
             if one.opcode == "while":
-                turns = one.trip_count or self.trips(scoped) or 1
+                turns = one.trip_count or loops_lib.turns(self.module, one, by_name)
+                turns = turns or self.trips(scoped) or 1
                 yield from self.through(
                     one.called["body"][0], times * turns, (*loops, one.name), around
                 )

@@ -11,9 +11,9 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
-# Attributes that name the computations an instruction runs.
 # Metadata of a kernel is written on lines of its own, in the middle of its instruction.
 _CONTINUATIONS = ('"', "}}")
+# Attributes that name the computations an instruction runs.
 _CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
 
 
@@ -56,6 +56,7 @@ class Instruction:
       cycles: the compiler's estimate, or None.
       trip_count: of a loop, where the compiler knows it, or None.
       parameter: which of the computation's parameters it is, or None.
+      literal: value of a constant that is one whole number from 0 on, or None.
       attributes: the rest of the line, as it stands.
       is_root: its result is the computation's.
     """
@@ -69,6 +70,7 @@ class Instruction:
     cycles: int | None
     trip_count: int | None
     parameter: int | None
+    literal: int | None
     attributes: str
     is_root: bool
 
@@ -176,6 +178,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
         cycles=cycles,
         trip_count=_number(attributes, r'"known_trip_count":\{"n":"(\d+)"'),
         parameter=int(operands) if opcode == "parameter" else None,
+        literal=int(operands) if opcode == "constant" and operands.isdecimal() else None,
         attributes=attributes,
         is_root=is_root,
     )

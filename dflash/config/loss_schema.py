@@ -21,6 +21,8 @@ class LossConfig:
     # Weight of the divergence in kl; the rest is cross-entropy.
     kl_weight: float = option(1.0, minimum=0.0, maximum=1.0)
     num_anchors: int = option(512, minimum=1)  # blocks per sequence
+    # Positions of a sequence whose logits exist at once. Fewer read the output head more often.
+    chunk_tokens: int = option(128, minimum=1)
 
     @property
     def uses_target_hidden(self) -> bool:

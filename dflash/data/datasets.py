@@ -15,7 +15,6 @@ from dflash.config.data_schema import DataConfig
 from dflash.data import answers, chat, code, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
-from dflash.text.tokenizer import Tokenizer
 
 
 class Dataset(abc.ABC):
@@ -26,11 +25,13 @@ class Dataset(abc.ABC):
       version: raise it when the examples change.
       variant: whatever else the examples depend on, as part of a directory's name.
       has_answers: whether some examples have a final answer to compare with.
+      takes_long: whether there may be too many examples to go through them at every start.
     """
 
     name: ClassVar[str]
     version: ClassVar[str] = "1.0.0"
     has_answers: ClassVar[bool] = False
+    takes_long: ClassVar[bool] = False
 
     def __init__(self, config: DataConfig):
         self._config = config
@@ -128,6 +129,7 @@ class Jsonl(Dataset):
     """The user's own files; see `files`."""
 
     name = files.TASK
+    takes_long = True
 
     @functools.cached_property
     def variant(self) -> str:
@@ -157,6 +159,15 @@ def find(name: str, config: DataConfig) -> Dataset:
     return registry.load(registry.DATASETS[name])(config)
 
 
+def find_all(config: DataConfig) -> dict[str, Dataset]:
+    """Builds the data sets of a run, by name; build them once, since files may be long to hash.
+
+    Raises:
+      ConfigError: there is no such data set.
+    """
+    return {name: find(name, config) for name in config.shares}
+
+
 def task_examples(
     name: str, split: Split = "test", limit: int | None = None, *, raw_dir: str | None = None
 ) -> list[Example]:
@@ -175,28 +186,3 @@ def task_examples(
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}, only {', '.join(SPLITS)}")
     return find(name, DataConfig(raw_dir=raw_dir)).sample(split, limit)
-
-
-def mixed_prompts(
-    config: DataConfig, tokenizer: Tokenizer, split: Split = "validation", limit: int = 12
-) -> dict[str, list[tuple[int, ...]]]:
-    """Prompts of a run's own data sets as token ids, about `limit` in all, by data set.
-
-    Messages are encoded in the tokenizer's chat template; prompts that are token ids already, such
-    as those of decode's outputs.jsonl, are taken as they are.
-
-    Raises:
-      InputError: a data set has nothing in this split, or the chat template refuses its messages.
-    """
-    names = list(config.shares)
-    found = {}
-    for place, name in enumerate(names):
-        share = limit // len(names) + (place < limit % len(names))
-        dataset = find(name, config)
-        sample = dataset.sample(split, share) if share else []
-        if share and not sample:
-            raise dataset.empty(split)
-        found[name] = [
-            example.prompt_ids or tuple(tokenizer.encode_chat(example.prompt)) for example in sample
-        ]
-    return found

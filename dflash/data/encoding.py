@@ -4,59 +4,25 @@ A document is a uint32 array of ids. The highest bit marks a supervised token, w
 to predict: the tokens of answers, end token included. A corpus is documents, concatenated.
 """
 
-import dataclasses
 import hashlib
 import itertools
-import json
-import os
 import pathlib
-import shutil
 import sys
-import tempfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from dflash import errors
+from dflash.data import corpus as corpora
 from dflash.data import store
+from dflash.data.corpus import SUPERVISED, Corpus
 from dflash.data.datasets import Dataset
 from dflash.data.example import Example, Split
-from dflash.runs import files
 from dflash.text.chat_template import Messages
 from dflash.text.tokenizer import Tokenizer
 
-SUPERVISED = np.uint32(2**31)
-VERSION = 1  # raise it when the same examples yield other ids or marks
-_LAYOUT = 2  # raise it when the format of the files, or the ids of a text, change
-_CHUNK_DOCUMENTS = 4096
-_TOKENS, _OFFSETS, _FACTS = "tokens.npy", "offsets.npy", "facts.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Encoded documents.
-
-    Attributes:
-      name: name in error messages, such as "math/train".
-      fingerprint: equal for equal contents.
-      tokens: uint32 [total]; all documents, marks included; usually memory-mapped.
-      offsets: int64 [documents + 1]; where each document begins, and the end.
-      max_id: the largest token id.
-    """
-
-    name: str
-    fingerprint: str
-    tokens: np.ndarray
-    offsets: np.ndarray
-    max_id: int
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def document(self, index: int) -> np.ndarray:
-        """uint32 [length]: one document, marks included."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+VERSION = 1  # raise it when the same examples yield other ids, marks or rows
+_LAYOUT = 3  # raise it when the format of the files, or the ids of a text, change
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -114,110 +80,20 @@ def open_corpus(
     content = f"{dataset.name} {dataset.version} {dataset.variant} {split}"
     key = f"{content} {VERSION} {tokenizer.fingerprint}"
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
-    name = f"{dataset.name}/{split}"
-    path = directory / "encoded" / f"{dataset.name}-{split}-{fingerprint}-{_LAYOUT}"
-    if not (path / _FACTS).exists():
+    name, stem = f"{dataset.name}/{split}", f"{dataset.name}-{split}-{fingerprint}"
+    path = directory / "encoded" / f"{stem}-{_LAYOUT}"
+    if not corpora.is_whole(path):
+        for old in path.parent.glob(f"{stem}-*"):
+            print(f"data: {old}: of an earlier version, not read: delete it", file=sys.stderr)
         examples = store.open_split(dataset, split, directory)
         with store.locked(directory):
-            if not (path / _FACTS).exists():
+            if not corpora.is_whole(path):
                 print(f"data: encoding {name}: {len(examples)} examples, once", file=sys.stderr)
-                _write(path, (part for example in examples for part in encode(example, tokenizer)))
+                documents = (part for example in examples for part in encode(example, tokenizer))
+                corpora.write(path, documents)
                 size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
                 print(f"data: encoded {name}, {size:.1f} MB on disk", file=sys.stderr)
-    max_id = _check(path)
-    tokens, offsets = np.load(path / _TOKENS, mmap_mode="r"), np.load(path / _OFFSETS)
-    return Corpus(name, fingerprint, tokens, offsets, max_id)
-
-
-def join(name: str, documents: Sequence[np.ndarray]) -> Corpus:
-    """A corpus in memory."""
-    lengths = [len(document) for document in documents]
-    tokens = np.concatenate([np.zeros(0, np.uint32), *documents])
-    fingerprint = hashlib.sha256(tokens.tobytes() + repr(lengths).encode()).hexdigest()[:16]
-    offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    return Corpus(name, fingerprint, tokens, offsets, _max_id(tokens))
-
-
-def _max_id(tokens: np.ndarray) -> int:
-    return int((tokens & ~SUPERVISED).max(initial=0))
-
-
-def _write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
-    """Writes a corpus, which is whole once it holds its facts."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Its own, since where files cannot be locked another process may do the same.
-    partial = pathlib.Path(
-        tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-    )
-    try:
-        _write_files(partial, documents)
-        if not (path / _FACTS).exists():
-            files.publish(partial, path, _FACTS)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_files(partial: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
-    lengths, chunk, max_id = [], [], 0
-    with (partial / "tokens.raw").open("wb") as raw:
-
-        def flush() -> None:
-            nonlocal max_id
-            tokens = np.concatenate([np.zeros(0, np.uint32), *chunk])
-            max_id = max(max_id, _max_id(tokens))
-            raw.write(tokens.tobytes())
-            chunk.clear()
-
-        for document in documents:
-            lengths.append(len(document))
-            chunk.append(document)
-            if len(chunk) == _CHUNK_DOCUMENTS:
-                flush()
-        flush()
-    _add_header(partial, sum(lengths))
-    np.save(partial / _OFFSETS, np.cumsum([0, *lengths], dtype=np.int64))
-    sums = {name: _checksum(partial / name) for name in (_TOKENS, _OFFSETS)}
-    (partial / _FACTS).write_text(json.dumps({"max_id": max_id, "crc32": sums}))
-
-
-def _check(path: pathlib.Path) -> int:
-    """Compares a stored corpus with its checksums; returns its largest token id.
-
-    Raises:
-      InputError: a file is missing, or not as it was written.
-    """
-    file = path / _FACTS
-    try:
-        facts = json.loads(file.read_text())
-        max_id, sums = int(facts["max_id"]), facts["crc32"]
-        for name in (_TOKENS, _OFFSETS):
-            file = path / name
-            if _checksum(file) != sums[name]:
-                raise ValueError("not as it was written")
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise errors.InputError(f"{file}: damaged: delete {path} to encode it again") from error
-    return max_id
-
-
-def _checksum(file: pathlib.Path) -> int:
-    """CRC-32 of a file: a gigabyte a second, so that opening stays cheap."""
-    value = 0
-    with file.open("rb") as content:
-        while chunk := content.read(2**24):
-            value = zlib.crc32(chunk, value)
-    return value
-
-
-def _add_header(directory: pathlib.Path, total: int) -> None:
-    """Turns tokens.raw into tokens.npy, whose header needs the length first."""
-    raw, whole = directory / "tokens.raw", directory / _TOKENS
-    with whole.open("wb") as to, raw.open("rb") as content:
-        header = {"descr": "<u4", "fortran_order": False, "shape": (total,)}
-        np.lib.format.write_array_header_1_0(to, header)
-        shutil.copyfileobj(content, to)
-        to.flush()
-        os.fsync(to.fileno())
-    raw.unlink()
+    return corpora.open_stored(path, name, fingerprint)
 
 
 def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:

@@ -213,6 +213,24 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps)
 
 
+def gathered(head: nnx.Module) -> nnx.Module:
+    """A copy of an output head whose columns are whole on every device; columns may stay split.
+
+    For what multiplies by it in a loop: the loop would gather it in every turn.
+
+    Args:
+      head: a `Linear` [D, V], or an `Embedding` [V, D].
+    """
+    copy = nnx.merge(*nnx.split(head))
+    weights, names = (
+        (copy.embedding, ("vocab", None))
+        if isinstance(copy, Embedding)
+        else (copy.kernel, (None, "vocab"))
+    )
+    weights.set_value(head.sharding.constrain(weights[...], *names))
+    return copy
+
+
 def join(linears: Sequence[Linear]) -> Linear:
     """One linear map in place of several of the same rows, to all of their columns.
 

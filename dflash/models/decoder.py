@@ -17,7 +17,7 @@ from dflash.checkpoints import hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
 from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
-from dflash.layers.linear import Embedding, Linear, RMSNorm
+from dflash.layers.linear import Embedding, Linear, RMSNorm, gathered
 from dflash.layers.train_batch import TrainBatch
 from dflash.layers.transformer import TransformerLayer, run_layer
 from dflash.parallel.sharding import Sharding
@@ -176,6 +176,13 @@ class Decoder(nnx.Module):
             logits = (self.lm_head or self.embed_tokens).attend(hidden)
             batch, _ = kv.batch_axes(hidden.shape[0], self.sharding)
             return self.sharding.constrain(logits, batch, None, "vocab")
+
+    def gather_head(self) -> None:
+        """Makes the output head whole on every device, in place; see `linear.gathered`."""
+        if self.lm_head is None:
+            self.embed_tokens = gathered(self.embed_tokens)
+        else:
+            self.lm_head = gathered(self.lm_head)
 
     def head_columns(self, tokens: np.ndarray) -> jax.Array:
         """Columns [D, Q] of the output head: those of `tokens` int [Q]."""

@@ -12,12 +12,14 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed as _jax_distributed  # jax shows the store to nobody else
 
 from dflash import errors
+
+Done = TypeVar("Done")
 
 _ROOT = "dflash"
 _FAILURE = f"{_ROOT}/failure"
@@ -42,6 +44,19 @@ def from_all(name: str, value: Any) -> list[Any]:
 def wait_for_all(name: str) -> None:
     """Returns once every process has called it with this name; at once where there is only one."""
     from_all(name, None)
+
+
+def first_alone(name: str, do: Callable[[], Done]) -> Done:
+    """Does something on every process, on the first one before it begins on the others.
+
+    So the first one leaves files where others find them, if they see the same directory.
+    """
+    if jax.process_index() == 0:
+        done = do()
+        wait_for_all(name)
+        return done
+    wait_for_all(name)
+    return do()
 
 
 def check_same(what: str, value: Any) -> None:

@@ -81,6 +81,19 @@ def renames_directories(directory: pathlib.Path) -> bool:
     return True
 
 
+def check_random_access(key: str, given: str) -> None:
+    """Refuses a directory in a bucket, for files that are read at random places.
+
+    Raises:
+      InputError: it is a URL; the line names the key.
+    """
+    if "://" in given:
+        raise errors.InputError(
+            f"{key}: {given}: a bucket, but these files are read at random places: give a "
+            "directory on a disk or a shared file system, or the one where the bucket is mounted"
+        )
+
+
 def sync(path: pathlib.Path) -> None:
     """Makes a file, or the names in a directory, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

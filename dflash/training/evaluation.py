@@ -6,7 +6,6 @@ import optax
 
 from dflash import errors
 from dflash.config import loader
-from dflash.data import batches
 from dflash.training import outlook
 from dflash.training import state as states
 from dflash.training import step as steps_lib
@@ -72,7 +71,7 @@ def _held_out_batches(job: Job) -> tuple[int, list[dict[str, np.ndarray]]]:
     if not wanted:
         return 0, []
     least = job.sharding.size("batch")
-    held_out = batches.batches(config.data, job.tokenizer, split="validation", batch_size=1)
+    held_out = job.held_out_rows
     if held_out.num_rows < least:
         raise errors.InputError(
             f"data.held_out_percent: {config.data.held_out_percent:g} leaves "
@@ -81,5 +80,5 @@ def _held_out_batches(job: Job) -> tuple[int, list[dict[str, np.ndarray]]]:
         )
     wanted_rows = config.train.batch_size // config.optimizer.accumulate_steps
     rows = min(wanted_rows, held_out.num_rows) // least * least
-    source = job.batches("validation", batch_size=rows)
+    source = job.batches(held_out, batch_size=rows)
     return rows, [next(source) for _ in range(wanted)]

@@ -1,12 +1,15 @@
-"""The target's features: computed in one pass over the data, then streamed from disk.
+"""The target's features of the rows of a corpus: computed once, then read whenever a row comes.
 
-    DIR/process-0-of-1/part-00000/tokens.npy, features.bfloat16.npy, …    rows of some batches
-    DIR/process-0-of-1/part-00000/next.json                               position in the data
+    DIR/part-00000/process-0.features.bfloat16.npy, …     some rows, each in one process's file
+    DIR/part-00000/part.json                              which rows these are; written last
 
-next.json is written last and says that a part is whole, so a killed build continues after the last
-part that all processes have. Each process keeps the rows that its own devices need.
+The rows are in the order of the corpus's first pass, so that a run caches no more of them than it
+reads, and a longer run adds the next ones. part.json says that a part is whole: a killed build
+continues after the last whole part, also on another number of processes. Every process reads the
+files of all.
 """
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -24,85 +27,98 @@ import ml_dtypes
 import numpy as np
 
 from dflash import errors
+from dflash.data.batches import Batches
+from dflash.data.mixture import Mixture
 from dflash.parallel import agreement
 from dflash.runs import files
-from dflash.training.trainer import Batches
 
 Arrays = dict[str, np.ndarray]
 
-_PART_BYTES = 64 * 2**20
-_NEXT = "next.json"
+_PART_BYTES = 256 * 2**20  # of each process
+_OPEN_FILES = 256
+_FACTS = "part.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureCache:
-    """Rows with features of one process's share of the data, in memory-mapped files.
+class _Part:
+    """Rows `begin` to `end` of a cache, in batches that were computed together.
 
     Attributes:
-      directory: where the parts are.
-      parts: arrays [rows of the part, …] by name.
+      directory: where its files are.
+      begin: number of its first row.
+      end: number after its last row.
+      batch_size: rows per batch; the last batch may go on beyond `end`.
+      rows: rows of a batch that each process has written, by process.
+      sizes: bytes of the files, by name.
     """
 
     directory: pathlib.Path
-    parts: tuple[Mapping[str, np.ndarray], ...]
+    begin: int
+    end: int
+    batch_size: int
+    rows: Mapping[int, Sequence[int]]
+    sizes: Mapping[str, int]
+
+    def find(self, number: int) -> tuple[int, int]:
+        """(process, row of its files) of a row."""
+        batch, place = divmod(number - self.begin, self.batch_size)
+        process = next(one for one, rows in self.rows.items() if place in rows)
+        rows = self.rows[process]
+        return process, batch * len(rows) + rows.index(place)
+
+
+class FeatureCache:
+    """Features of a corpus's rows, by their number in the order of its first pass."""
+
+    def __init__(self, parts: Sequence[_Part]):
+        self._parts = parts
+        self._ends = [part.end for part in parts]
+        self._files = functools.lru_cache(maxsize=_OPEN_FILES)(self._open)
 
     @property
     def num_rows(self) -> int:
-        """Rows of all parts."""
-        return sum(len(next(iter(part.values()))) for part in self.parts)
+        """Number of the rows, which are the first ones of the order."""
+        return self._ends[-1] if self._ends else 0
 
-    def rows(self, numbers: Sequence[int]) -> Arrays:
-        """Reads the rows of these numbers."""
-        ends = np.cumsum([len(next(iter(part.values()))) for part in self.parts])
-        places = []
-        for number in numbers:
-            part = int(np.searchsorted(ends, number, side="right"))
-            places.append((self.parts[part], number - (ends[part - 1] if part else 0)))
-        return {name: np.stack([part[name][row] for part, row in places]) for name in self.parts[0]}
+    def __getitem__(self, number: int) -> Arrays:
+        """The arrays of a row, without an axis of rows.
+
+        Raises:
+          InputError: a file is damaged.
+        """
+        part = bisect.bisect_right(self._ends, number)
+        process, row = self._parts[part].find(number)
+        return {name: array[row] for name, array in self._files(part, process).items()}
+
+    def _open(self, part: int, process: int) -> dict[str, np.ndarray]:
+        found = self._parts[part]
+        names = [name for name in found.sizes if _writer(name) == process]
+        return dict(_load(found.directory / name) for name in names)
 
 
 class CachedBatches:
-    """Endless batches from a cache, each epoch in an order of its own.
+    """The batches of a mixture, with cached features."""
 
-    A row keeps its place in the batch, and each place has an order of its own. So all processes
-    together read the same batches, whatever their number.
-    """
-
-    def __init__(self, cache: FeatureCache, rows: Sequence[int], seed: int, state: Any = None):
-        """Begins where `state` says, else at the first batch.
+    def __init__(self, batches: Batches, mixture: Mixture, caches: Sequence[FeatureCache]):
+        """Begins where `batches` stands.
 
         Args:
-          cache: where rows are read.
-          rows: numbers of the rows of a batch that this process reads.
-          seed: seed of the orders.
-          state: `state()` of an earlier iterator over the same data, to continue there.
-        Raises:
-          InputError: the cache holds less than a batch.
+          batches: batches of the mixture.
+          mixture: where rows are read.
+          caches: features of every corpus; see `open_cache`.
         """
-        self._cache, self._size = cache, len(rows)
-        self._per_epoch = cache.num_rows // len(rows)
-        if not self._per_epoch:
-            raise errors.InputError(
-                f"{cache.directory}: {cache.num_rows} rows do not fill a batch of {len(rows)}"
-            )
-        self._number = 0 if state is None else int(state["batch"])
-
-        @functools.lru_cache(maxsize=1)  # it takes time in proportion to the rows
-        def order(epoch: int) -> np.ndarray:  # [rows, batches of an epoch]
-            generators = (np.random.default_rng((seed, epoch, row)) for row in rows)
-            return np.stack([one.permutation(self._per_epoch) for one in generators])
-
-        self._order = order
+        self._batches, self._mixture, self._caches = batches, mixture, caches
+        self._numbers = [_inverse(mixture.order(corpus, 0)) for corpus in range(len(caches))]
 
     def __next__(self) -> Arrays:
-        epoch, place = divmod(self._number, self._per_epoch)
-        self._number += 1
-        found = self._order(epoch)[:, place] * self._size + np.arange(self._size)
-        return self._cache.rows(found.tolist())
+        places = self._batches.draw()
+        rows = [self._caches[corpus][self._numbers[corpus][row]] for corpus, row in places]
+        features = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return self._mixture.read(places) | features
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Where the next batch begins."""
-        return {"batch": self._number}
+        return self._batches.state()
 
 
 def cache_key(*content: Any) -> str:
@@ -121,64 +137,116 @@ def fingerprint(directory: pathlib.Path) -> list[tuple[str, int, int]]:
 def open_cache(
     directory: pathlib.Path,
     *,
-    num_batches: int,
-    batches: Callable[[Any], Batches],
-    compute: Callable[[Arrays], Arrays],
+    order: np.ndarray,
+    num_rows: int,
+    rows: Mapping[int, Sequence[int]],
+    compute: Callable[[Sequence[int]], Arrays],
     progress: Callable[[int], None],
 ) -> FeatureCache:
-    """Opens a cache and computes the missing part of it; every process calls this.
+    """Opens the cache of a corpus and computes the missing part of it; every process calls this.
 
     Args:
-      directory: directory of this cache alone.
-      num_batches: batches of one pass over the data.
-      batches: (state or None) -> batches of this process's rows from there on.
-      compute: batch -> arrays to store beside it; the processes compute a batch together.
-      progress: called with the number of finished batches.
+      directory: directory of this cache alone, which every process sees.
+      order: int64; all rows of the corpus, in the order of its first pass.
+      num_rows: number of rows that are needed, the first ones of this order.
+      rows: numbers of the rows of a batch that each process computes, by process.
+      compute: (numbers of this process's rows of a batch) -> arrays [rows, …] to store; the
+        processes compute a batch together.
+      progress: called with the number of rows that are there.
     Raises:
       WorkdirError: the cache cannot be written.
-      InputError: it is damaged.
+      InputError: it is damaged, or not the same to all processes.
     """
-    mine = directory / f"process-{jax.process_index()}-of-{jax.process_count()}"
-    with files.explained(mine):
-        mine.mkdir(parents=True, exist_ok=True)
-        # A kill may leave one process further than another, and all must compute the same batches.
-        parts = min(agreement.from_all("parts of the feature cache", _count_whole(mine)))
-        parts = _build(mine, parts, num_batches, batches, compute, progress)
-    opened = tuple(_open_part(mine / _part_name(number)) for number in range(parts))
-    return FeatureCache(mine, opened)
+    with files.explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        parts = _whole_parts(directory)
+        _check_files(parts)
+        _check_shared(directory, len(parts))
+        _build(directory, parts, order, min(num_rows, len(order)), rows, compute, progress)
+        agreement.wait_for_all("feature cache")
+    return FeatureCache(parts)
 
 
-def _count_whole(mine: pathlib.Path) -> int:
-    """Number of parts from the first one on that are whole."""
-    return next(n for n in itertools.count() if not (mine / _part_name(n) / _NEXT).exists())
+def _whole_parts(directory: pathlib.Path) -> list[_Part]:
+    """All parts from the first one on that are whole."""
+    parts: list[_Part] = []
+    while (facts := _part_path(directory, len(parts)) / _FACTS).exists():
+        try:
+            read = json.loads(facts.read_text())
+            by_process = {int(process): rows for process, rows in read.pop("rows").items()}
+            parts.append(_Part(facts.parent, rows=by_process, **read))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise _damaged(facts) from error
+    return parts
 
 
-def _build(mine, part: int, num_batches: int, batches, compute, progress) -> int:
-    """Computes the parts from number `part` on; returns the number of all parts."""
-    finished, state = 0, None
-    if part:
-        facts = json.loads((mine / _part_name(part - 1) / _NEXT).read_text())
-        finished, state = facts["batches"], facts["state"]
-    if finished >= num_batches:
-        return part
-    source = batches(state)
-    for group in _groups(source, compute, num_batches - finished):
-        finished += len(group)
-        _write_part(mine / _part_name(part), group, {"batches": finished, "state": source.state()})
-        part += 1
-        progress(finished)
-    return part
+def _check_files(parts: Sequence[_Part]) -> None:
+    """Compares files with the sizes that they were written with; each process looks at some."""
+    for part in parts[jax.process_index() :: jax.process_count()]:
+        for name, size in part.sizes.items():
+            file = part.directory / name
+            if not file.exists() or file.stat().st_size != size:
+                raise _damaged(file)
 
 
-def _groups(source, compute, count: int) -> Iterator[list[Arrays]]:
-    """Yields computed batches in groups that fill a part, as large on every process."""
+def _check_shared(directory: pathlib.Path, seen: Any) -> None:
+    """Refuses a directory in which another process sees something else."""
+    if any(other != seen for other in agreement.from_all("feature cache", seen)):
+        raise errors.InputError(
+            f"{directory}: not the same directory for all processes: set train.feature_cache to "
+            "one that all of them see"
+        )
+
+
+def _build(
+    directory: pathlib.Path,
+    parts: list[_Part],
+    order: np.ndarray,
+    num_rows: int,
+    rows: Mapping[int, Sequence[int]],
+    compute: Callable[[Sequence[int]], Arrays],
+    progress: Callable[[int], None],
+) -> None:
+    """Computes rows up to `num_rows`, and adds their parts to `parts`."""
+    begin = parts[-1].end if parts else 0
+    mine = rows[jax.process_index()]
+    writers = _writers(rows)
+    batch_size = len(set().union(*rows.values()))
+    for group in _groups(order, begin, num_rows, batch_size, mine, compute):
+        path = _part_path(directory, len(parts))
+        _clear(path)
+        own = [mine.index(row) for row in writers.get(jax.process_index(), ())]
+        written = _write_files(path, [{k: x[own] for k, x in one.items()} for one in group])
+        sizes = agreement.from_all("files of the feature cache", written)
+        end = min(begin + len(group) * batch_size, len(order))
+        every_size = dict(itertools.chain.from_iterable(one.items() for one in sizes))
+        part = _Part(path, begin, end, batch_size, writers, every_size)
+        if jax.process_index() == 0:
+            facts = {k: v for k, v in dataclasses.asdict(part).items() if k != "directory"}
+            files.write_whole(path / _FACTS, json.dumps(facts))
+        parts.append(part)
+        begin = end
+        progress(end)
+
+
+def _groups(
+    order: np.ndarray,
+    begin: int,
+    end: int,
+    batch_size: int,
+    mine: Sequence[int],
+    compute: Callable[[Sequence[int]], Arrays],
+) -> Iterator[list[Arrays]]:
+    """Yields computed batches in groups that fill a part, as large on every process.
+
+    The batch that holds the corpus's last row goes on with its first ones.
+    """
     group: list[Arrays] = []
     size = None
-    for _ in range(count):
-        batch = next(source)
-        group.append({**batch, **compute(batch)})
+    for first in range(begin, end, batch_size):
+        group.append(compute([int(order[(first + row) % len(order)]) for row in mine]))
         if size is None:
-            num_bytes = sum(array.nbytes for array in group[0].values())
+            num_bytes = max(1, sum(array.nbytes for array in group[0].values()))
             wanted = agreement.from_all("batches of a part", math.ceil(_PART_BYTES / num_bytes))
             size = max(wanted)
         if len(group) == size:
@@ -188,35 +256,69 @@ def _groups(source, compute, count: int) -> Iterator[list[Arrays]]:
         yield group
 
 
-def _write_part(path: pathlib.Path, group: list[Arrays], facts: Mapping[str, Any]) -> None:
-    shutil.rmtree(path, ignore_errors=True)  # what a kill has left
-    path.mkdir()
+def _writers(rows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Rows of a batch that each process writes: of several that compute a row, the first."""
+    owner = {row: process for process in sorted(rows, reverse=True) for row in rows[process]}
+    return {
+        process: [row for row in mine if owner[row] == process]
+        for process, mine in sorted(rows.items())
+        if process in owner.values()
+    }
+
+
+def _clear(path: pathlib.Path) -> None:
+    """Makes a part's directory, without what a kill has left in it."""
+    if jax.process_index() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+    agreement.wait_for_all("part of the feature cache")
+    _check_shared(path.parent, path.is_dir())
+
+
+def _write_files(path: pathlib.Path, group: list[Arrays]) -> dict[str, int]:
+    """Writes this process's rows of a part; returns the files' sizes by name."""
+    sizes = {}
     for name in group[0]:
         array = np.concatenate([batch[name] for batch in group])
+        if not len(array):  # others write all of its rows
+            continue
         if array.dtype == ml_dtypes.bfloat16:  # which numpy's file format does not have
             name, array = f"{name}.bfloat16", array.view(np.uint16)
-        with (path / f"{name}.npy").open("wb") as file:
+        path_of = path / f"process-{jax.process_index()}.{name}.npy"
+        with path_of.open("wb") as file:
             np.save(file, array)
             file.flush()
             os.fsync(file.fileno())
-    files.write_whole(path / _NEXT, json.dumps(facts))
+            sizes[path_of.name] = file.tell()
+    return sizes
 
 
-def _open_part(path: pathlib.Path) -> dict[str, np.ndarray]:
-    arrays = {}
-    for file in sorted(path.glob("*.npy")):
-        try:
-            array = np.load(file, mmap_mode="r")
-        except (OSError, ValueError) as error:
-            raise errors.InputError(
-                f"{file}: damaged; delete {path.parent.parent} to compute it again"
-            ) from error
-        name, _, stored = file.name.removesuffix(".npy").partition(".")
-        arrays[name] = array.view(ml_dtypes.bfloat16) if stored else array
-    if not arrays:
-        raise errors.InputError(f"{path}: missing; delete {path.parent.parent} to start again")
-    return arrays
+def _writer(name: str) -> int:
+    """The process that has written a file of this name."""
+    return int(name.partition(".")[0].removeprefix("process-"))
 
 
-def _part_name(number: int) -> str:
-    return f"part-{number:05d}"
+def _load(file: pathlib.Path) -> tuple[str, np.ndarray]:
+    """The name and the rows of an array."""
+    try:
+        array = np.load(file, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise _damaged(file) from error
+    _, name, *stored = file.name.removesuffix(".npy").split(".")
+    return name, array.view(ml_dtypes.bfloat16) if stored else array
+
+
+def _damaged(file: pathlib.Path) -> errors.InputError:
+    cache = file.parent.parent
+    return errors.InputError(f"{file}: damaged; delete {cache} to compute it again")
+
+
+def _inverse(order: np.ndarray) -> np.ndarray:
+    """Where each number stands in a permutation."""
+    found = np.empty_like(order)
+    found[order] = np.arange(len(order))
+    return found
+
+
+def _part_path(directory: pathlib.Path, number: int) -> pathlib.Path:
+    return directory / f"part-{number:05d}"

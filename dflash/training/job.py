@@ -16,9 +16,11 @@ from dflash import errors
 from dflash.checkpoints import assembly
 from dflash.config.schema import PromptsConfig
 from dflash.config.train_schema import TrainRun
-from dflash.data import batches, datasets
+from dflash.data import datasets, held_out, mixture, store
 from dflash.data.batches import Batches
+from dflash.data.datasets import Dataset
 from dflash.data.example import Split
+from dflash.data.mixture import Mixture
 from dflash.parallel import agreement
 from dflash.parallel import sharding as shardings
 from dflash.parallel.sharding import Sharding
@@ -64,28 +66,57 @@ class Job:
         config = self.config.optimizer
         return make_optimizer(config, steps), make_schedule(config, steps)
 
+    @functools.cached_property
+    def _datasets(self) -> dict[str, Dataset]:
+        return datasets.find_all(self.config.data)
+
+    @functools.cached_property
+    def training_rows(self) -> Mixture:
+        """All rows to learn from.
+
+        Raises:
+          InputError: the data are malformed.
+        """
+        return self._open("train")
+
+    @functools.cached_property
+    def held_out_rows(self) -> Mixture:
+        """All rows for validation; see `training_rows`."""
+        return self._open("validation")
+
+    def _open(self, split: Split) -> Mixture:
+        return mixture.open_mixture(
+            self.config.data,
+            self._datasets,
+            self.tokenizer,
+            split=split,
+            vocab_size=self.task.target.arch.vocab_size,
+        )
+
     def batches(
-        self, split: Split = "train", state: Any = None, batch_size: int | None = None
+        self, rows: Mixture, *, batch_size: int | None = None, state: Any = None
     ) -> Batches:
         """Endless batches of this process's rows, from the position `state` on.
 
+        Args:
+          rows: the rows to read.
+          batch_size: rows per batch, over all processes; None for those of a training step.
+          state: position to resume from; None for the beginning.
         Raises:
-          InputError: the data are malformed, or do not fill a batch.
+          InputError: the data do not fill a batch, or `state` belongs to others.
         """
-        rows = batch_size or self.config.train.batch_size
-        return batches.batches(
-            self.config.data,
-            self.tokenizer,
-            split=split,
-            batch_size=rows,
-            vocab_size=self.task.target.arch.vocab_size,
-            mine=steps_lib.rows_of_process(self.sharding, rows),
-            state=state,
-        )
+        size = batch_size or self.config.train.batch_size
+        mine = steps_lib.rows_of_process(self.sharding, size)
+        return Batches(rows, batch_size=size, mine=mine, state=state)
 
     def batches_per_epoch(self) -> int:
-        """Number of batches in one pass over the training data."""
-        return self.batches().num_rows // self.config.train.batch_size
+        """Number of batches in one pass over the training data.
+
+        Raises:
+          InputError: they do not fill a batch.
+        """
+        self.batches(self.training_rows)
+        return self.training_rows.num_rows // self.config.train.batch_size
 
     def token_counts(self) -> np.ndarray:
         """How often each token is a label in the batches of the run, int64 [V].
@@ -93,9 +124,9 @@ class Job:
         Equal on every process. Of a long run only the beginning counts, which is enough to rank
         the tokens.
         """
-        source = batches.batches(self.config.data, self.tokenizer, batch_size=1)
+        source = Batches(self.training_rows, batch_size=1)
         seen = self.steps() * self.config.train.batch_size
-        rows = min(seen, source.num_rows, COUNTED_TOKENS // self.config.data.length)
+        rows = min(seen, self.training_rows.num_rows, COUNTED_TOKENS // self.config.data.length)
         counts = np.zeros(self.task.target.arch.vocab_size, np.int64)
         for row in itertools.islice(source, rows):
             counts += np.bincount(row["tokens"][row["loss_mask"] != 0], minlength=len(counts))
@@ -126,8 +157,12 @@ class Job:
             found = prompts.read_prompts(config, self.tokenizer, vocab_size=vocab_size, stdin=None)
             name = pathlib.Path(wanted.prompts_file).stem
             return {name: [prompt.ids for prompt in found[: wanted.prompts]]}
-        return datasets.mixed_prompts(
-            self.config.data, self.tokenizer, "validation", wanted.prompts
+        directory = store.data_directory(self.config.data.data_dir)
+        return agreement.first_alone(
+            "held-out prompts",
+            lambda: held_out.mixed_prompts(
+                self._datasets, self.tokenizer, directory, limit=wanted.prompts
+            ),
         )
 
     def drafting_test(self, kind: Callable[..., DraftingTest]) -> DraftingTest | None:
@@ -178,7 +213,8 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
 
 
 def _check(job: Job) -> None:
-    """Raises ConfigError if tokenizer or rows do not fit the target."""
+    """Raises UserError if tokenizer, rows or places of data do not fit."""
+    store.data_directory(job.config.data.data_dir)
     arch, length = job.task.target.arch, job.config.data.length
     if job.tokenizer.vocab_size > arch.vocab_size:
         raise errors.ConfigError(

@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -127,43 +128,60 @@ def _training_batches(
     job: Job, directory: RunDirectory, frozen: Params, state: Any, report: Report
 ) -> Batches:
     """The training batches; with `train.features=cached`, they include target features."""
-    config = job.config
-    if config.train.features == "online" or not job.task.drafts:
-        source = job.batches("train", state)
-        agreement.check_same("data", source.state())
+    source = job.batches(job.training_rows, state=state)
+    agreement.check_same("data", source.state())
+    if job.config.train.features == "online" or not job.task.drafts:
         return source
-    base = pathlib.Path(config.train.feature_cache or directory.path / rundir.FEATURES)
-    compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
-    total = job.batches_per_epoch()
+    given = job.config.train.feature_cache or str(directory.path / rundir.FEATURES)
+    files.check_random_access("train.feature_cache", given)
+    base = pathlib.Path(given).expanduser()
+    if any(base.glob("*/process-*-of-*")):
+        report.note(f"{base}: has features cached by an earlier version, not read: delete them")
+    rows = job.training_rows
+    caches = [
+        _feature_cache(job, corpus, base, frozen, report) for corpus in range(len(rows.corpora))
+    ]
+    return features.CachedBatches(source, rows, caches)
 
-    def features_of(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        placed = steps_lib.place(batch, job.sharding, config.train.batch_size)
+
+def _feature_cache(
+    job: Job, corpus: int, base: pathlib.Path, frozen: Params, report: Report
+) -> features.FeatureCache:
+    """Features of the rows of a corpus that the run reads."""
+    rows, batch_size = job.training_rows, job.config.train.batch_size
+    compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
+    name = rows.corpora[corpus].corpus.name
+    wanted = min(len(rows.corpora[corpus]), rows.most_drawn(corpus, job.steps() * batch_size))
+
+    def features_of(numbers: Sequence[int]) -> dict[str, np.ndarray]:
+        batch = rows.read([(corpus, number) for number in numbers])
+        placed = steps_lib.place(batch, job.sharding, batch_size)
         return {name: _local_rows(x) for name, x in compute(frozen, placed).items()}
 
-    cache = features.open_cache(
-        base / _cache_key(job),
-        num_batches=total,
-        batches=lambda state: job.batches("train", state),
+    return features.open_cache(
+        base / f"{name.replace('/', '-')}-{_cache_key(job, corpus)}",
+        order=rows.order(corpus, 0),
+        num_rows=wanted,
+        rows=steps_lib.rows_by_process(job.sharding, batch_size),
         compute=features_of,
-        progress=lambda done: report.note(f"features: {done}/{total} batches"),
+        progress=lambda done: report.note(f"features of {name}: {min(done, wanted)}/{wanted} rows"),
     )
-    return features.CachedBatches(cache, job.rows, config.data.seed, state)
 
 
-def _cache_key(job: Job) -> str:
-    """A hash of everything that the rows and their features depend on."""
+def _cache_key(job: Job, corpus: int) -> str:
+    """A hash of everything that the rows of a corpus, their order and features depend on."""
     source = job.task.target_source
     weights = features.fingerprint(source.directory) if source.directory else source.seed
+    rows = job.training_rows
     return features.cache_key(
         loader.non_defaults(job.config.target),
-        loader.non_defaults(job.config.data),
+        rows.corpora[corpus].corpus.fingerprint,
+        rows.length,
+        (rows.seed, corpus),
         job.config.train.dtype,
-        job.config.train.batch_size,
         job.task.working.feature_layers,
         job.config.loss.uses_target_hidden,
-        job.tokenizer.fingerprint,
         weights,
-        steps_lib.rows_by_process(job.sharding, job.config.train.batch_size),
     )
 
 

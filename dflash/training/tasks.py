@@ -130,6 +130,7 @@ class TargetTask(Task):
 
     def loss(self, params, frozen, batch, key):
         model = nnx.merge(nnx.graphdef(self.working), params)
+        model.gather_head()
         with jax.named_scope("target"):
             return model.loss(TrainBatch(**batch), remat=self.config.train.remat)
 
@@ -164,6 +165,7 @@ class DrafterTask(Task):
         target = nnx.merge(nnx.graphdef(self.target), frozen["target"])
         if "features" not in batch:
             batch = batch | self.features(frozen, batch)
+        target.gather_head()
         drafter = nnx.merge(nnx.graphdef(self.working), params, frozen["drafter"])
         with jax.named_scope("drafter"):
             return drafter.loss(

@@ -1,6 +1,7 @@
 """Tests of packing, and of the batches that come of it."""
 
 import collections
+import dataclasses
 import itertools
 import json
 
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
-from dflash.data import batches, encoding, packing
+from dflash.data import corpus as corpora
+from dflash.data import datasets, mixture, packing
+from dflash.data.batches import Batches
+from dflash.data.mixture import Mixture
 from dflash.text.tokenizer import ByteTokenizer
 
 LENGTH = 16
@@ -27,9 +31,9 @@ def make_corpus(shapes, first_id=1):
     documents = []
     for asked, answered in shapes:
         document = np.array([next(ids) for _ in range(asked + answered)], np.uint32)
-        document[asked:] |= encoding.SUPERVISED
+        document[asked:] |= corpora.SUPERVISED
         documents.append(document)
-    return encoding.join("toy", documents)
+    return corpora.join("toy", documents)
 
 
 def supervised_ids(rows):
@@ -45,7 +49,7 @@ def reachable(corpus):
     found = []
     for index in range(len(corpus)):
         document = corpus.document(index)[:LENGTH]
-        found += (document[document >= encoding.SUPERVISED] & ~encoding.SUPERVISED).tolist()
+        found += (document[document >= corpora.SUPERVISED] & ~corpora.SUPERVISED).tolist()
     return found
 
 
@@ -58,7 +62,7 @@ def test_rows_hold_every_document_once(shapes, seed):
     by_row = [rows[index] for index in range(len(rows))]
     assert sorted(supervised_ids(by_row)) == sorted(reachable(corpus))
     useful = [corpus.document(i) for i in packed.documents]
-    whole = collections.Counter(tuple((d & ~encoding.SUPERVISED)[:LENGTH]) for d in useful)
+    whole = collections.Counter(tuple((d & ~corpora.SUPERVISED)[:LENGTH]) for d in useful)
     seen = collections.Counter()
     for row in by_row:
         assert {name: (array.dtype, array.shape) for name, array in row.items()} == {
@@ -84,8 +88,8 @@ def test_rows_hold_every_document_once(shapes, seed):
 
 def test_a_token_of_id_0_is_learned_like_any_other():
     """Its mark alone tells it from no token at all."""
-    zero = encoding.SUPERVISED
-    corpus = encoding.join("toy", [np.array([5, zero], np.uint32), np.array([5, 6], np.uint32)])
+    zero = corpora.SUPERVISED
+    corpus = corpora.join("toy", [np.array([5, zero], np.uint32), np.array([5, 6], np.uint32)])
     packed = packing.pack(corpus, LENGTH)
     assert packed.documents.tolist() == [0]
     row = packing.Rows(corpus, packed)[0]
@@ -115,9 +119,14 @@ def test_a_document_goes_where_it_leaves_the_least_room():
     assert len(packing.pack(corpus, LENGTH)) == 2
 
 
-def open_batches(corpora, shares=None, **options):
-    values = {"length": LENGTH, "batch_size": 4, "seed": 3} | options
-    return batches.Batches(corpora, shares or [1.0] * len(corpora), **values)
+def mix(corpora, shares=None, length=LENGTH, seed=3):
+    rows = (packing.Rows(one, packing.pack(one, length, seed)) for one in corpora)
+    return Mixture(tuple(rows), tuple(shares or [1.0] * len(corpora)), seed)
+
+
+def open_batches(corpora, shares=None, *, mine=None, state=None, batch_size=4, **options):
+    mixed = mix(corpora, shares, **options)
+    return Batches(mixed, batch_size=batch_size, mine=mine, state=state)
 
 
 SMALL = make_corpus([(2, 3), (1, 9), (5, 5), (3, 4), (9, 7), (2, 14), (20, 4), (1, 13), (6, 9)] * 5)
@@ -144,7 +153,7 @@ def share(index, processes):
 def test_an_epoch_has_every_supervised_token_once(processes):
     sources = [open_batches([SMALL], mine=share(index, processes)) for index in range(processes)]
     rows = []
-    num_rows = sources[0].num_rows
+    num_rows = mix([SMALL]).num_rows
     while len(rows) < 2 * num_rows:  # batches go on from one epoch into the next
         for source in sources:
             rows += take_rows(source, 4 // processes)
@@ -194,6 +203,30 @@ def test_shares_are_kept():
     assert others == 100
 
 
+def test_mixtures_go_on_through_all_of_their_data():
+    """Each corpus at its own pace: 1,000 and 10 rows at 50/50 take 2,000 rows."""
+    large = make_corpus([(2, LENGTH - 2)] * 1000)
+    small = make_corpus([(2, LENGTH - 2)] * 10, first_id=100_000)
+    source = open_batches([large, small], batch_size=16)
+    drawn = [place for _ in range(125) for place in source.draw()]
+    assert {row for corpus, row in drawn if corpus == 0} == set(range(1000))
+    counts = collections.Counter(row for corpus, row in drawn if corpus == 1)
+    assert set(counts.values()) == {100}
+    assert source.state()["rows"] == [1000, 1000]
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_no_more_rows_are_drawn_than_the_bound(shares, batches):
+    source = open_batches([SMALL] * len(shares), shares)
+    for _ in range(batches):
+        source.draw()
+    bounds = [
+        mix([SMALL] * len(shares), shares).most_drawn(i, 4 * batches) for i in range(len(shares))
+    ]
+    assert all(n <= bound for n, bound in zip(source.state()["rows"], bounds, strict=True))
+
+
 def test_the_corpus_that_is_due_comes_first():
     """Not the first of the list: a run of few steps would see too much of that one."""
     (row,) = take_rows(open_batches([SMALL, OTHER], [1.0, 3.0]), 1)
@@ -234,12 +267,6 @@ def test_less_than_a_batch_is_one_line():
     )
 
 
-def test_nothing_to_learn_is_one_line():
-    with pytest.raises(errors.InputError) as caught:
-        open_batches([make_corpus([(16, 3), (5, 0)])])
-    assert str(caught.value) == "toy: nothing to learn within 16 tokens of any of its 2 documents"
-
-
 def test_a_process_reads_any_rows_of_a_batch():
     whole, some = open_batches([SMALL, OTHER]), open_batches([SMALL, OTHER], mine=(0, 3))
     for _ in range(9):
@@ -248,25 +275,41 @@ def test_a_process_reads_any_rows_of_a_batch():
             np.testing.assert_array_equal(part[name], array[[0, 3]])
 
 
+def open_rows(config, vocab_size=None, split="train"):
+    sets = datasets.find_all(config)
+    return mixture.open_mixture(config, sets, ByteTokenizer(), split=split, vocab_size=vocab_size)
+
+
 def test_from_a_config(tmp_path):
     config = DataConfig(
         mixture={"math": 1.0}, math_examples=40, length=256, data_dir=str(tmp_path / "data")
     )
-    source = batches.batches(config, ByteTokenizer(), batch_size=4, vocab_size=256)
-    batch = next(source)
+    batch = next(Batches(open_rows(config, vocab_size=256), batch_size=4))
     assert batch["tokens"].shape == (4, 256)
-    held_out = batches.batches(config, ByteTokenizer(), batch_size=4, split="validation")
+    held_out = Batches(open_rows(config, split="validation"), batch_size=4)
     assert not np.array_equal(next(held_out)["tokens"], batch["tokens"])
     with pytest.raises(errors.ConfigError, match="the tokenizer has 256 tokens"):
-        batches.batches(config, ByteTokenizer(), batch_size=4, vocab_size=255)
+        open_rows(config, vocab_size=255)
+
+
+def open_line(line, tmp_path, **options):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    config = DataConfig(files=(str(path),), data_dir=str(tmp_path / "data"), held_out_percent=0)
+    return open_rows(dataclasses.replace(config, **options), vocab_size=256)
 
 
 def test_ids_beyond_the_vocabulary_are_found(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt_ids": [1], "output_ids": [300]}\n')
-    config = DataConfig(files=(str(path),), data_dir=str(tmp_path / "data"), held_out_percent=0)
     with pytest.raises(errors.InputError) as caught:
-        batches.batches(config, ByteTokenizer(), batch_size=1, vocab_size=256)
+        open_line({"prompt_ids": [1], "output_ids": [300]}, tmp_path)
     assert str(caught.value) == (
         "jsonl/train: token id 300 is out of the model's vocabulary (size 256)"
+    )
+
+
+def test_nothing_to_learn_is_one_line(tmp_path):
+    with pytest.raises(errors.InputError) as caught:
+        open_line({"prompt_ids": [1] * 16, "output_ids": [2]}, tmp_path, length=16)
+    assert str(caught.value) == (
+        "jsonl/train: nothing to learn within 16 tokens of any of its 1 documents"
     )

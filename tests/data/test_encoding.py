@@ -7,7 +7,7 @@ from support.trained_tokenizers import train_sentencepiece
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
-from dflash.data import datasets, encoding
+from dflash.data import corpus, datasets, encoding
 from dflash.data.example import Example, pair
 from dflash.data.word_problems import problems
 from dflash.text import tokenizer
@@ -21,8 +21,8 @@ def make(*turns) -> Example:
 
 def parts(words, document):
     """A document as (text with control pieces, supervised) runs."""
-    marks = document >= encoding.SUPERVISED
-    ids = (document & ~encoding.SUPERVISED).tolist()
+    marks = document >= corpus.SUPERVISED
+    ids = (document & ~corpus.SUPERVISED).tolist()
     edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)]
 
     def spell(some):
@@ -48,8 +48,8 @@ def test_only_answers_and_their_ends_are_learned(words):
 def test_the_question_is_encoded_as_for_decoding(words):
     for example in problems.examples("train", 20):
         (document,) = encoding.encode(example, words)
-        marks = document >= encoding.SUPERVISED
-        ids = document & ~encoding.SUPERVISED
+        marks = document >= corpus.SUPERVISED
+        ids = document & ~corpus.SUPERVISED
         assert ids[~marks].tolist() == words.encode_chat(example.prompt)
         assert words.decode(ids[marks].tolist()) == example.response
         assert ids[-1] == 2
@@ -58,8 +58,8 @@ def test_the_question_is_encoded_as_for_decoding(words):
 def test_ids_are_taken_as_they_are(words):
     example = Example("t", "s", prompt_ids=(5, 6), output_ids=(7, 2))
     (document,) = encoding.encode(example, words)
-    assert (document & ~encoding.SUPERVISED).tolist() == [5, 6, 7, 2]
-    assert (document >= encoding.SUPERVISED).tolist() == [False, False, True, True]
+    assert (document & ~corpus.SUPERVISED).tolist() == [5, 6, 7, 2]
+    assert (document >= corpus.SUPERVISED).tolist() == [False, False, True, True]
 
 
 def with_template(words_directory, tmp_path, template):
@@ -112,38 +112,40 @@ def test_answers_that_follow_text_begin_without_a_space_of_their_own(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template + opened)
     words = tokenizer.load_tokenizer(tmp_path)
     (document,) = encoding.encode(make((USER, "Hello"), (BOT, "Hello"), (USER, "H")), words)
-    ids = (document & ~encoding.SUPERVISED).tolist()
+    ids = (document & ~corpus.SUPERVISED).tolist()
     assert words.decode(ids) == "user:Helloassistant:Hello"
 
 
 def test_the_first_token_is_never_learned():
     (document,) = encoding.encode(pair("t", "s", "", "ab"), tokenizer.ByteTokenizer())
-    assert (document >= encoding.SUPERVISED).tolist() == [False, True, True]
+    assert (document >= corpus.SUPERVISED).tolist() == [False, True, True]
     (document,) = encoding.encode(
         Example("t", "s", prompt_ids=(), output_ids=(4, 5)), tokenizer.ByteTokenizer()
     )
-    assert (document >= encoding.SUPERVISED).tolist() == [False, True]
+    assert (document >= corpus.SUPERVISED).tolist() == [False, True]
 
 
 def test_a_corpus_on_disk(words, tmp_path, capsys):
     dataset = datasets.find("math", DataConfig(math_examples=30))
-    corpus = encoding.open_corpus(dataset, "train", words, tmp_path)
-    assert len(corpus) == 30
+    opened = encoding.open_corpus(dataset, "train", words, tmp_path)
+    assert len(opened) == 30
     expected = sorted(
         document.tolist()
         for example in dataset.examples("train")
         for document in encoding.encode(example, words)
     )
-    assert sorted(corpus.document(i).tolist() for i in range(30)) == expected
+    assert sorted(opened.document(i).tolist() for i in range(30)) == expected
     largest = max(token & 0x7FFFFFFF for document in expected for token in document)
-    assert corpus.max_id == largest < 600
+    assert opened.max_id == largest < 600
     assert "encoding math/train" in capsys.readouterr().err
     again = encoding.open_corpus(dataset, "train", words, tmp_path)
     assert "encoding" not in capsys.readouterr().err
-    assert again.fingerprint == corpus.fingerprint
-    assert again.tokens.tolist() == corpus.tokens.tolist()
+    assert again.fingerprint == opened.fingerprint
+    assert [again.document(i).tolist() for i in range(30)] == [
+        opened.document(i).tolist() for i in range(30)
+    ]
     other = encoding.open_corpus(dataset, "train", tokenizer.ByteTokenizer(), tmp_path)
-    assert other.fingerprint != corpus.fingerprint
+    assert other.fingerprint != opened.fingerprint
 
 
 def open_small(directory):
@@ -164,27 +166,49 @@ def flip(file, place=-1):
     file.write_bytes(content)
 
 
+def damaged_copy(stored, tmp_path, name, damage):
+    """The directory of all data, and that of the corpus in it."""
+    shutil.copytree(stored, tmp_path / "data")
+    (path,) = (tmp_path / "data" / "encoded").iterdir()
+    damage(path / name)
+    return tmp_path / "data", path
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("tokens.npy", flip),
-        ("tokens.npy", lambda file: flip(file, 200)),
-        ("tokens.npy", lambda file: file.write_bytes(file.read_bytes()[:-4])),
-        ("tokens.npy", lambda file: file.unlink()),
+        ("tokens.bin", lambda file: file.write_bytes(file.read_bytes()[:-4])),
+        ("tokens.bin", lambda file: file.unlink()),
         ("offsets.npy", lambda file: flip(file, -8)),
+        ("learned.npy", flip),
+        ("crc32.npy", lambda file: file.write_bytes(b"")),
         ("facts.json", lambda file: file.write_text("{")),
         ("facts.json", lambda file: file.write_text("[]")),
         ("facts.json", lambda file: file.write_text('{"max_id": 5}')),
     ],
 )
 def test_damage_to_a_stored_corpus_is_found_when_it_is_opened(stored, tmp_path, name, damage):
-    shutil.copytree(stored, tmp_path / "data")
-    (path,) = (tmp_path / "data" / "encoded").iterdir()
-    damage(path / name)
+    data, path = damaged_copy(stored, tmp_path, name, damage)
     with pytest.raises(errors.InputError) as caught:
-        open_small(tmp_path / "data")
-    assert str(caught.value).endswith(f": damaged: delete {path} to encode it again")
-    assert str(caught.value).startswith(f"{path}/")
+        open_small(data)
+    assert str(caught.value) == f"{path / name}: damaged: delete {path} to encode it again"
+
+
+def test_damage_to_a_document_is_found_when_it_is_read(stored, tmp_path):
+    data, path = damaged_copy(stored, tmp_path, "tokens.bin", flip)
+    opened = open_small(data)
+    assert len(opened.document(0))
+    with pytest.raises(errors.InputError) as caught:
+        opened.document(len(opened) - 1)
+    assert str(caught.value) == f"{path / 'tokens.bin'}: damaged: delete {path} to encode it again"
+
+
+def test_a_corpus_of_an_earlier_version_is_named_and_not_read(stored, tmp_path, capsys):
+    data, path = damaged_copy(stored, tmp_path, "facts.json", lambda file: None)
+    old = path.rename(path.with_name(f"{path.name.rpartition('-')[0]}-2"))
+    open_small(data)
+    assert f"data: {old}: of an earlier version, not read: delete it" in capsys.readouterr().err
+    assert path.exists()
 
 
 def test_vocabularies_must_fit(words):

@@ -9,7 +9,7 @@ import pytest
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
-from dflash.data import datasets, files, store
+from dflash.data import datasets, files, held_out, store
 from dflash.data.example import SPLITS
 from dflash.text.tokenizer import ByteTokenizer, NoTokenizer
 
@@ -127,33 +127,39 @@ def test_tasks_are_samples_of_held_out_data():
     assert "train" in SPLITS
 
 
-def test_mixed_prompts_are_shared_out():
+def mixed_prompts(config, tokenizer, directory, limit=12):
+    return held_out.mixed_prompts(datasets.find_all(config), tokenizer, directory, limit=limit)
+
+
+def test_mixed_prompts_are_shared_out(tmp_path):
     config = DataConfig(mixture={"math": 3.0, "chat": 1.0, "code": 0.0})
     tokenizer = ByteTokenizer()
-    found = datasets.mixed_prompts(config, tokenizer, "validation", 5)
+    found = mixed_prompts(config, tokenizer, tmp_path, 5)
     assert {name: len(prompts) for name, prompts in found.items()} == {"math": 3, "chat": 2}
     asked = [example.prompt for example in datasets.task_examples("math", "validation", 3)]
     assert found["math"] == [tuple(tokenizer.encode_chat(messages)) for messages in asked]
-    assert {len(some) for some in datasets.mixed_prompts(config, tokenizer, limit=1).values()} == {
-        0,
-        1,
-    }
+    assert {len(some) for some in mixed_prompts(config, tokenizer, tmp_path, 1).values()} == {0, 1}
 
 
-def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path):
+def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path, monkeypatch):
     """Its outputs.jsonl has token ids, which need no tokenizer."""
     lines = [{"prompt_ids": [7, index], "output_ids": [1]} for index in range(40)]
     path = tmp_path / "outputs.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     config = DataConfig(files=(str(path),), held_out_percent=20.0)
-    held_out = list(files.examples([str(path)], "validation", 20.0))
-    assert held_out
-    found = datasets.mixed_prompts(config, NoTokenizer(tmp_path), "validation", 40)
-    assert sorted(found["jsonl"]) == sorted(example.prompt_ids for example in held_out)
+    kept = list(files.examples([str(path)], "validation", 20.0))
+    assert kept
+    tokenizer, data = NoTokenizer(tmp_path), tmp_path / "data"
+    found = mixed_prompts(config, tokenizer, data, 40)
+    assert sorted(found["jsonl"]) == sorted(example.prompt_ids for example in kept)
+    # The next start does not go through the files again.
+    monkeypatch.setattr(files, "examples", None)
+    assert mixed_prompts(config, tokenizer, data, 40) == found
+    monkeypatch.undo()
     few = dataclasses.replace(config, held_out_percent=0.0)
     for use in (
-        lambda: datasets.mixed_prompts(few, NoTokenizer(tmp_path)),
-        lambda: store.open_split(datasets.find("jsonl", few), "validation", tmp_path / "data"),
+        lambda: mixed_prompts(few, tokenizer, data),
+        lambda: store.open_split(datasets.find("jsonl", few), "validation", data),
     ):
         with pytest.raises(errors.InputError) as caught:
             use()

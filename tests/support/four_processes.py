@@ -31,6 +31,9 @@ from jax.sharding import AxisType, Mesh
 from dflash import cli, decode, together
 from dflash.checkpoints import files as checkpoint_files
 from dflash.config import loader, schema
+from dflash.config.data_schema import DataConfig
+from dflash.data import datasets, mixture
+from dflash.data.batches import Batches
 from dflash.offline import session
 from dflash.parallel import sharding as sharding_lib
 from dflash.runs import dates
@@ -117,27 +120,46 @@ def export(directory: pathlib.Path, process: int) -> None:
         multihost_utils.process_allgather(np.zeros(3))
 
 
-class Source:
-    """Endless batches."""
-
-    def __init__(self, state):
-        del state
-
-    def __next__(self):
-        return {"tokens": np.zeros((2, 3), np.int32)}
-
-    def state(self):
-        return {}
-
-
 def feature_cache(directory: pathlib.Path, process: int) -> None:
     if process == 1:
-        (directory / "process-1-of-4").write_text("in the way")
-    features.open_cache(
+        np.save = fail(28)
+    open_feature_cache(directory / "full", 2, lambda numbers: {"x": np.array(numbers)})
+
+
+def shared_features(directory: pathlib.Path, process: int) -> None:
+    """Each process computes rows of its own and reads those of all, in batches of any size."""
+
+    def compute(numbers):
+        everyone = multihost_utils.process_allgather(np.array(numbers))
+        return {"x": everyone[process] * 10}
+
+    open_feature_cache(directory / "shared", 2, compute)
+    cache = open_feature_cache(directory / "shared", 3, None)
+    print(f"features {[int(cache[row]['x']) for row in range(16)]}", file=sys.stderr)
+
+
+def lonely_features(directory: pathlib.Path, process: int) -> None:
+    """Each process writes to a disk of its own."""
+    own = directory / f"own-{process}"
+    own.mkdir()
+    open_feature_cache(own / "cache", 2, lambda numbers: {"x": np.array(numbers)})
+
+
+def data(directory: pathlib.Path, process: int) -> None:
+    """The first process encodes what all read."""
+    config = DataConfig(mixture={"math": 1.0}, math_examples=40, data_dir=str(directory / "data"))
+    rows = mixture.open_mixture(config, datasets.find_all(config), ByteTokenizer())
+    source = Batches(rows, batch_size=COUNT, mine=(process,))
+    print(f"row {next(source)['tokens'].sum()}", file=sys.stderr)
+
+
+def open_feature_cache(directory, rows_each, compute) -> features.FeatureCache:
+    return features.open_cache(
         directory,
-        num_batches=2,
-        batches=Source,
-        compute=lambda batch: {"x": multihost_utils.process_allgather(batch["tokens"])[0]},
+        order=np.arange(16)[::-1],
+        num_rows=16,
+        rows={one: range(rows_each * one, rows_each * (one + 1)) for one in range(COUNT)},
+        compute=compute,
         progress=lambda done: None,
     )
 
@@ -215,7 +237,8 @@ def run_decode(directory: pathlib.Path, *overrides: str, workdir=None) -> None:
 PLACES = {
     one.__name__: one
     for one in (
-        *(save, saved, restore, damaged, export, feature_cache, work_directory, standard_input),
+        *(save, saved, restore, damaged, export, work_directory, standard_input),
+        *(feature_cache, shared_features, lonely_features, data),
         *(prompts, date, tokenizer, surprise, terminated, killed, rows, nothing),
     )
 }

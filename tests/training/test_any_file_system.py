@@ -11,8 +11,7 @@ from support import toy
 
 from dflash.checkpoints import files as checkpoint_files
 from dflash.config import loader, schema
-from dflash.data import encoding
-from dflash.data.encoding import join
+from dflash.data import corpus
 from dflash.runs import directory as directories
 from dflash.runs import files
 from dflash.training import checkpoints as checkpoints_lib
@@ -113,9 +112,10 @@ def test_a_directory_is_replaced(poor, tmp_path):
 
 def test_corpora_are_stored(poor, tmp_path):
     documents = [np.arange(5, dtype=np.uint32), np.arange(3, dtype=np.uint32)]
-    encoding._write(tmp_path / "encoded" / "one", documents)
-    assert encoding._check(tmp_path / "encoded" / "one") == 4
-    assert join("x", documents).offsets.tolist() == [0, 5, 8]
+    corpus.write(tmp_path / "encoded" / "one", documents)
+    stored = corpus.open_stored(tmp_path / "encoded" / "one", "x", "y")
+    assert stored.max_id == 4
+    assert stored.document(1).tolist() == [0, 1, 2]
     assert [path.name for path in (tmp_path / "encoded").iterdir()] == ["one"]
 
 

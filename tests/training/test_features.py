@@ -1,46 +1,37 @@
-"""The feature cache: computed once, whole parts only, streamed in a new order every epoch."""
+"""The feature cache: rows computed once, whole parts only, read by whoever draws them."""
 
 import itertools
+import json
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from dflash import errors
+from dflash.data import corpus as corpora
+from dflash.data import packing
+from dflash.data.batches import Batches
+from dflash.data.mixture import Mixture
 from dflash.training import features
 from dflash.training.features import CachedBatches
 
-ROWS, BATCHES, LENGTH = 4, 6, 3
+ROWS, LENGTH, WIDTH = 4, 3, 2
+ORDER = np.random.default_rng(0).permutation(24)
 
 
-class Source:
-    """Batches of rows that carry their number."""
-
-    made = 0
-
-    def __init__(self, state):
-        self.number = 0 if state is None else state["next"]
-
-    def __next__(self):
-        start = self.number * ROWS
-        self.number += 1
-        Source.made += 1
-        rows = np.arange(start, start + ROWS, dtype=np.int32)
-        return {"tokens": np.repeat(rows[:, None], LENGTH, axis=1)}
-
-    def state(self):
-        return {"next": self.number}
-
-
-def compute(batch):
-    wide = batch["tokens"][..., None] * np.ones(2, np.float32)
+def compute(numbers):
+    """Features that tell the row they belong to."""
+    compute.calls.append(list(numbers))
+    wide = np.array(numbers, np.float32)[:, None, None] * np.ones((LENGTH, WIDTH), np.float32)
     return {"features": (wide / 2).astype(ml_dtypes.bfloat16)}
 
 
-def open_cache(directory, compute=compute, **options):
+def open_cache(directory, num_rows=24, compute=compute, order=ORDER, rows=None):
     return features.open_cache(
         directory,
-        **{"num_batches": BATCHES, "batches": Source} | options,
+        order=order,
+        num_rows=num_rows,
+        rows=rows or {0: range(ROWS)},
         compute=compute,
         progress=lambda done: None,
     )
@@ -49,99 +40,147 @@ def open_cache(directory, compute=compute, **options):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Two batches to a part."""
-    monkeypatch.setattr(features, "_PART_BYTES", 1.5 * ROWS * LENGTH * 8)
-    Source.made = 0
+    monkeypatch.setattr(features, "_PART_BYTES", 1.5 * ROWS * LENGTH * WIDTH * 2)
+    compute.calls = []
 
 
-def numbers(batch) -> list[int]:
-    return batch["tokens"][:, 0].tolist()
+def read(cache, numbers):
+    return [float(cache[number]["features"][0, 0]) * 2 for number in numbers]
 
 
-def test_rows_come_back_with_their_features(tmp_path):
+def test_rows_are_found_by_their_place_in_the_order(tmp_path):
     cache = open_cache(tmp_path)
-    assert (cache.num_rows, len(cache.parts)) == (ROWS * BATCHES, 3)
-    rows = cache.rows([23, 0, 9])
-    assert numbers(rows) == [23, 0, 9]
-    assert rows["features"].dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(rows["features"][:, 0, 0].astype(float), [11.5, 0, 4.5])
-
-
-def test_the_last_part_may_be_smaller(tmp_path):
-    cache = open_cache(tmp_path, num_batches=5)
-    assert (cache.num_rows, len(cache.parts)) == (5 * ROWS, 3)
-    assert numbers(cache.rows([19])) == [19]
+    assert read(cache, range(24)) == ORDER.tolist()
+    row = cache[7]["features"]
+    assert (row.shape, row.dtype) == ((LENGTH, WIDTH), ml_dtypes.bfloat16)
+    assert sorted(itertools.chain(*compute.calls)) == list(range(24))
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_finished_cache_computes_nothing(tmp_path):
     open_cache(tmp_path)
-    made = Source.made
-    open_cache(tmp_path, compute=None)
-    assert Source.made == made == BATCHES
+    assert read(open_cache(tmp_path, compute=None), [23, 0]) == ORDER[[23, 0]].tolist()
 
 
-@pytest.mark.parametrize("dies_at", range(1, BATCHES + 1))
+def test_only_rows_that_are_needed_are_computed_and_a_longer_run_adds_the_next(tmp_path):
+    assert open_cache(tmp_path, 5).num_rows == 8
+    assert len(compute.calls) == 2
+    open_cache(tmp_path, 8, compute=None)
+    cache = open_cache(tmp_path, 17)
+    assert cache.num_rows == 20
+    assert read(cache, range(20)) == ORDER[:20].tolist()
+    assert len(compute.calls) == 5
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 13])
+def test_a_corpus_need_not_fill_its_last_batch(tmp_path, size):
+    order = np.random.default_rng(1).permutation(size)
+    assert read(open_cache(tmp_path, 99, order=order), range(size)) == order.tolist()
+
+
+def test_a_cache_serves_batches_of_another_size(tmp_path):
+    open_cache(tmp_path, 9)
+    cache = open_cache(tmp_path, 24, rows={0: range(5)})
+    assert read(cache, range(24)) == ORDER.tolist()
+
+
+@pytest.mark.parametrize("dies_at", range(1, 7))
 def test_a_killed_build_continues_after_its_last_part(tmp_path, dies_at):
-    whole = open_cache(tmp_path / "whole")
     calls = itertools.count(1)
 
-    def dying(batch):
+    def dying(numbers):
         if next(calls) == dies_at:
             raise KeyboardInterrupt
-        return compute(batch)
+        return compute(numbers)
 
     with pytest.raises(KeyboardInterrupt):
-        open_cache(tmp_path / "killed", dying)
-    half = tmp_path / "killed" / "process-0-of-1" / f"part-{(dies_at - 1) // 2:05d}"
+        open_cache(tmp_path, compute=dying)
+    whole = (dies_at - 1) // 2
+    half = tmp_path / f"part-{whole:05d}"
     half.mkdir()
-    (half / "tokens.npy").write_bytes(b"half")
-    Source.made = 0
-    rest = open_cache(tmp_path / "killed")
-    assert Source.made == BATCHES - (dies_at - 1) // 2 * 2
-    everything = range(ROWS * BATCHES)
-    for name, array in whole.rows(everything).items():
-        np.testing.assert_array_equal(array, rest.rows(everything)[name])
-
-
-def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path):
-    source = CachedBatches(open_cache(tmp_path), range(ROWS), seed=0)
-    epochs = [[n for _ in range(BATCHES) for n in numbers(next(source))] for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(ROWS * BATCHES))
-    assert epochs[0] != epochs[1]
-    assert epochs[0] != sorted(epochs[0])
-
-
-def test_rows_are_shuffled_once_an_epoch(tmp_path, monkeypatch):
-    source = CachedBatches(open_cache(tmp_path), range(ROWS), seed=0)
-    seeds, generator = [], np.random.default_rng
-    monkeypatch.setattr(
-        np.random, "default_rng", lambda seed: seeds.append(seed) or generator(seed)
-    )
-    for _ in range(2 * BATCHES):
-        next(source)
-    assert seeds == [(0, epoch, row) for epoch in (0, 1) for row in range(ROWS)]
-
-
-def test_a_state_continues_the_order(tmp_path):
+    (half / "process-0.features.bfloat16.npy").write_bytes(b"half")
+    (half / "process-7.features.bfloat16.npy").write_bytes(b"of more processes")
+    compute.calls = []
     cache = open_cache(tmp_path)
-    source = CachedBatches(cache, range(ROWS), seed=0)
-    for _ in range(8):
-        next(source)
-    twin = CachedBatches(cache, range(ROWS), seed=0, state=source.state())
-    for _ in range(5):
-        assert numbers(next(source)) == numbers(next(twin))
+    assert len(compute.calls) == 6 - 2 * whole
+    assert read(cache, range(24)) == ORDER.tolist()
+    assert len(list(half.iterdir())) == 2
 
 
-def test_less_than_a_batch_is_an_error(tmp_path):
-    with pytest.raises(errors.InputError, match="24 rows do not fill a batch of 25"):
-        CachedBatches(open_cache(tmp_path), range(25), seed=0)
-
-
-def test_damage_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.write_bytes(file.read_bytes()[:-2]), lambda file: file.unlink()]
+)
+def test_damage_is_named(tmp_path, damage):
     open_cache(tmp_path)
-    file = tmp_path / "process-0-of-1" / "part-00001" / "features.bfloat16.npy"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(errors.InputError, match=r"features\.bfloat16\.npy: damaged"):
+    file = tmp_path / "part-00001" / "process-0.features.bfloat16.npy"
+    damage(file)
+    with pytest.raises(errors.InputError) as caught:
         open_cache(tmp_path)
+    assert str(caught.value) == f"{file}: damaged; delete {tmp_path} to compute it again"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"begin": 0}'])
+def test_damaged_facts_are_named(tmp_path, content):
+    open_cache(tmp_path)
+    (tmp_path / "part-00001" / "part.json").write_text(content)
+    with pytest.raises(errors.InputError, match=r"part-00001/part\.json: damaged; delete"):
+        open_cache(tmp_path)
+
+
+def make_mixture():
+    """Corpora of 40 and 3 rows; the first token of a row is its number."""
+
+    def corpus(size, first):
+        documents = [np.array([first + i, 2**31, 2**31 + 1], np.uint32) for i in range(size)]
+        return corpora.join("toy", documents)
+
+    opened = corpus(40, 0), corpus(3, 1000)
+    rows = tuple(packing.Rows(one, packing.pack(one, LENGTH)) for one in opened)
+    return Mixture(rows, (1.0, 1.0), seed=5)
+
+
+def cached_batches(directory, batches, mixture):
+    """Features are the tokens, so that a row shows whose they are."""
+
+    def features_of(corpus):
+        def compute(numbers):
+            batch = mixture.read([(corpus, number) for number in numbers])
+            return {"features": batch["tokens"][..., None].astype(np.float32)}
+
+        return compute
+
+    caches = [
+        open_cache(directory / str(corpus), 99, features_of(corpus), mixture.order(corpus, 0))
+        for corpus in range(2)
+    ]
+    return CachedBatches(batches, mixture, caches)
+
+
+def test_cached_batches_are_the_online_ones_with_features(tmp_path):
+    """Through all passes, and on from a position that either of them has saved."""
+    mixture = make_mixture()
+    online = Batches(mixture, batch_size=ROWS)
+    cached = cached_batches(tmp_path, Batches(mixture, batch_size=ROWS), mixture)
+    seen = set()
+    for step in range(60):
+        if step == 33:
+            state = json.loads(json.dumps(cached.state()))
+            assert state == online.state()
+            resumed = Batches(mixture, batch_size=ROWS, state=state)
+            cached = cached_batches(tmp_path, resumed, mixture)
+        batch, other = next(online), next(cached)
+        found = other.pop("features")
+        assert batch.keys() == other.keys()
+        for name, array in batch.items():
+            np.testing.assert_array_equal(array, other[name])
+        np.testing.assert_array_equal(found[..., 0], batch["tokens"])
+        seen |= set(batch["tokens"][:, 0].tolist())
+    assert seen == {*range(40), 1000, 1001, 1002}
+
+
+def test_the_position_of_an_earlier_version_is_one_line():
+    with pytest.raises(errors.InputError, match=r"earlier version with train\.features=cached"):
+        Batches(make_mixture(), batch_size=ROWS, state={"batch": 7})
 
 
 def test_the_key_depends_on_weights_and_config(tmp_path):

@@ -28,7 +28,7 @@ from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.linear import Linear, RMSNorm, gathered
 from dflash.layers.losses import TokenScores
 from dflash.layers.transformer import TransformerLayer
 from dflash.parallel import parameters
@@ -254,7 +254,8 @@ class DFlash(OnePassDrafter):
         vocabulary = self._vocabulary()
         labels = vocabulary.draft_ids[blocks.labels]
         blocks = dataclasses.replace(blocks, labels=labels)
-        scores = score_blocks(hidden, blocks, batch, self.lm_head.attend, options)
+        unembed = gathered(self.lm_head).attend
+        scores = score_blocks(hidden, blocks, batch, unembed, options)
         return vocabulary.without_unknown(scores, labels)
 
     def run_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:

@@ -25,7 +25,7 @@ from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.linear import Linear, RMSNorm
+from dflash.layers.linear import Linear, RMSNorm, gathered
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
@@ -244,8 +244,14 @@ class Eagle3(WeightedDrafter):
         See `Drafter.loss`; nothing is drawn from `key`.
         """
         hidden = self.unroll(batch, heads, remat=remat)
+        head = gathered(self.lm_head)
         scores = unrolled.score_steps(
-            hidden, batch, self.vocabulary(), self.draft_logits, heads.unembed, options
+            hidden,
+            batch,
+            self.vocabulary(),
+            lambda rows: head.attend(self.norm(rows)),
+            heads.unembed,
+            options,
         )
         counted = unrolled.counted_steps(batch, self.training_steps)
         return unrolled.unrolled_loss(scores, counted, options)

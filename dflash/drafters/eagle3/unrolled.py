@@ -95,7 +95,8 @@ def score_steps(
         logits = draft_logits(students)  # [B, m, S, Q]
         return _score_rows(logits, labels, teachers, vocabulary, unembed, soft)
 
-    scores = losses.in_chunks(score, (aligned, labels, batch.hidden if soft else None))
+    rows = (aligned, labels, batch.hidden if soft else None)
+    scores = losses.in_chunks(score, rows, options.chunk_tokens)
 
     def part(array):
         return jnp.stack([shift(array[..., s], s + 1) for s in range(len(hidden))], axis=-1)

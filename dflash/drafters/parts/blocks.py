@@ -138,6 +138,7 @@ def score_blocks(
         target_hidden=target_hidden,
         kl_weight=options.kl_weight if options.uses_target_hidden else 0.0,
         frozen_head=frozen_head,
+        chunk_tokens=options.chunk_tokens,
     )
     return jax.tree.map(lambda score: score.reshape(shape), scores)
 

@@ -1,0 +1,186 @@
+"""Corpora: encoded documents, in memory or on disk, read one by one.
+
+    DIR/tokens.bin                             uint32, document after document
+    DIR/offsets.npy, learned.npy, crc32.npy    the index: 16 bytes a document
+    DIR/facts.json                             written last: the corpus is whole
+
+A process holds the index. Tokens stay on disk: they are read when a row needs them, and are
+compared with their checksum then. So a corpus opens as fast as its index is read.
+"""
+
+import array
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dflash import errors
+from dflash.runs import files
+
+SUPERVISED = np.uint32(2**31)  # the mark of a token that a model learns to predict
+_TOKENS, _FACTS = "tokens.bin", "facts.json"
+_OFFSETS, _LEARNED, _CRC32 = _INDEX = "offsets.npy", "learned.npy", "crc32.npy"
+
+
+class TokenFile:
+    """A file of uint32 as an array of which slices are read; it is not mapped into memory."""
+
+    def __init__(self, path: pathlib.Path):
+        self._file = path.open("rb", buffering=0)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """uint32 [stop - start]; shorter where the file has been cut off."""
+        size = 4 * (int(part.stop) - int(part.start))
+        content = os.pread(self._file.fileno(), size, 4 * int(part.start))
+        return np.frombuffer(content[: len(content) // 4 * 4], "<u4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Encoded documents.
+
+    Attributes:
+      name: name in error messages, such as "math/train".
+      fingerprint: equal for equal contents.
+      tokens: uint32 [total]; all documents, marks included; an array or a file.
+      offsets: int64 [documents + 1]; where each document begins, and the end.
+      learned: int32 [documents]; place of the first supervised token; the length where none is.
+      max_id: the largest token id.
+      crc32: uint32 [documents]; checksums of documents on disk.
+      directory: where it is stored; None for a corpus in memory.
+    """
+
+    name: str
+    fingerprint: str
+    tokens: np.ndarray | TokenFile
+    offsets: np.ndarray
+    learned: np.ndarray
+    max_id: int
+    crc32: np.ndarray | None = None
+    directory: pathlib.Path | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def document(self, index: int) -> np.ndarray:
+        """uint32 [length]: one document, marks included.
+
+        Raises:
+          InputError: what is on disk is not what was written there.
+        """
+        try:
+            found = self.tokens[self.offsets[index] : self.offsets[index + 1]]
+        except OSError as error:
+            path = self.directory / _TOKENS
+            raise errors.InputError(f"{path}: cannot be read: {error.strerror}") from error
+        if self.crc32 is not None and zlib.crc32(found) != self.crc32[index]:
+            raise _damaged(self.directory / _TOKENS)
+        return found
+
+
+def join(name: str, documents: Sequence[np.ndarray]) -> Corpus:
+    """A corpus in memory."""
+    lengths = [len(document) for document in documents]
+    tokens = np.concatenate([np.zeros(0, np.uint32), *documents])
+    fingerprint = hashlib.sha256(tokens.tobytes() + repr(lengths).encode()).hexdigest()[:16]
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    learned = np.array([_first_supervised(document) for document in documents], np.int32)
+    return Corpus(name, fingerprint, tokens, offsets, learned, _max_id(tokens))
+
+
+def is_whole(path: pathlib.Path) -> bool:
+    """Whether a directory holds a corpus that was written to its end."""
+    return (path / _FACTS).exists()
+
+
+def write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
+    """Stores a corpus; `path` holds all of it or does not change.
+
+    Args:
+      path: the corpus's own directory.
+      documents: each uint32 [length], shorter than 2**31, marks included.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Its own, since where files cannot be locked another process may do the same.
+    partial = pathlib.Path(
+        tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    )
+    try:
+        _write_files(partial, documents)
+        if not is_whole(path):
+            files.publish(partial, path, _FACTS)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def open_stored(path: pathlib.Path, name: str, fingerprint: str) -> Corpus:
+    """Opens a stored corpus; reads its index.
+
+    Args:
+      path: the corpus's own directory.
+      name: name in error messages.
+      fingerprint: hash of what the contents depend on.
+    Raises:
+      InputError: a file is missing or damaged; damage within a document is found when that is read.
+    """
+    file = path / _FACTS
+    try:
+        facts = json.loads(file.read_text())
+        max_id, total, sums = int(facts["max_id"]), int(facts["tokens"]), facts["crc32"]
+        file = path / _TOKENS
+        if file.stat().st_size != 4 * total:
+            raise ValueError("cut off")
+        index = []
+        for part in _INDEX:
+            file = path / part
+            index.append(np.load(file))
+            if zlib.crc32(index[-1]) != sums[part]:
+                raise ValueError("not as it was written")
+        offsets, learned, crc32 = index
+        tokens = TokenFile(path / _TOKENS)
+    except (OSError, ValueError, TypeError, LookupError, EOFError) as error:
+        raise _damaged(file) from error
+    return Corpus(name, fingerprint, tokens, offsets, learned, max_id, crc32, path)
+
+
+def _damaged(file: pathlib.Path) -> errors.InputError:
+    return errors.InputError(f"{file}: damaged: delete {file.parent} to encode it again")
+
+
+def _write_files(partial: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
+    # Arrays of the standard library, since lists would take five times as much.
+    offsets, learned, sums = array.array("q", [0]), array.array("i"), array.array("I")
+    max_id = 0
+    with (partial / _TOKENS).open("wb", buffering=2**20) as tokens:
+        for document in documents:
+            content = document.astype("<u4", copy=False)
+            tokens.write(content)
+            offsets.append(offsets[-1] + len(document))
+            learned.append(_first_supervised(document))
+            sums.append(zlib.crc32(content))
+            max_id = max(max_id, _max_id(document))
+        tokens.flush()
+        os.fsync(tokens.fileno())
+    index = dict(zip(_INDEX, map(np.asarray, (offsets, learned, sums)), strict=True))
+    for name, values in index.items():
+        np.save(partial / name, values)
+        files.sync(partial / name)
+    crc32 = {name: zlib.crc32(values) for name, values in index.items()}
+    facts = {"max_id": max_id, "tokens": offsets[-1], "crc32": crc32}
+    (partial / _FACTS).write_text(json.dumps(facts))
+
+
+def _first_supervised(document: np.ndarray) -> int:
+    marked = document >= SUPERVISED
+    return int(marked.argmax()) if marked.any() else len(document)
+
+
+def _max_id(tokens: np.ndarray) -> int:
+    return int((tokens & ~SUPERVISED).max(initial=0))

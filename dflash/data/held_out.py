@@ -1,0 +1,69 @@
+"""Prompts of a run's own data sets that training does not see."""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from dflash.data.datasets import Dataset
+from dflash.data.example import Split
+from dflash.runs import files
+from dflash.text.tokenizer import Tokenizer
+
+Prompt = Mapping[str, Any]  # "prompt_ids" or "messages"
+
+
+def mixed_prompts(
+    sets: Mapping[str, Dataset],
+    tokenizer: Tokenizer,
+    directory: pathlib.Path,
+    split: Split = "validation",
+    limit: int = 12,
+) -> dict[str, list[tuple[int, ...]]]:
+    """Prompts of data sets as token ids, about `limit` in all, by data set.
+
+    Messages are encoded in the tokenizer's chat template; prompts that are token ids already, such
+    as those of decode's outputs.jsonl, are taken as they are.
+
+    Args:
+      sets: data sets by name.
+      tokenizer: tokenizer of the model that is asked.
+      directory: directory of all data sets; keeps what takes long to find.
+      split: split of every data set.
+      limit: number of prompts.
+    Raises:
+      InputError: a data set has nothing in this split, or the chat template refuses its messages.
+    """
+    found = {}
+    for place, (name, dataset) in enumerate(sets.items()):
+        share = limit // len(sets) + (place < limit % len(sets))
+        sample = _sample(dataset, split, share, directory) if share else []
+        if share and not sample:
+            raise dataset.empty(split)
+        found[name] = [
+            tuple(one.get("prompt_ids") or tokenizer.encode_chat(one["messages"])) for one in sample
+        ]
+    return found
+
+
+def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Prompt]:
+    """Up to `count` prompts from all over a split, always the same ones."""
+    if not dataset.takes_long:
+        return _find_sample(dataset, split, count)
+    name = f"{dataset.name}-{dataset.variant}-{dataset.version}-{split}-{count}.json"
+    path = directory / "prompts" / name
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    found = _find_sample(dataset, split, count)
+    with contextlib.suppress(OSError):  # others have prepared the data, and we may only read them
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_whole(path, json.dumps(found))
+    return found
+
+
+def _find_sample(dataset: Dataset, split: Split, count: int) -> list[Prompt]:
+    return [
+        {"prompt_ids": example.prompt_ids} if example.prompt_ids else {"messages": example.prompt}
+        for example in dataset.sample(split, count)
+    ]

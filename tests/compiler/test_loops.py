@@ -1,0 +1,68 @@
+"""Tests of how often loops turn."""
+
+import pytest
+
+from dflash.compiler import hlo, loops
+
+
+def turns(bound="constant(7)", begin="constant(1)", step="constant(2)", direction="LT", more=""):
+    """Of a loop whose counter is the second element of what it carries."""
+    module = hlo.parse(f"""HloModule small
+%condition (c: (f32[4], s32[])) -> pred[] {{
+  %c = (f32[4]{{0}}, s32[]) parameter(0)
+  %now = s32[] get-tuple-element(%c), index=1
+  %bound = s32[] {bound}
+  ROOT %goes_on = pred[] compare(%now, %bound), direction={direction}
+}}
+
+%body (b: (f32[4], s32[])) -> (f32[4], s32[]) {{
+  %b = (f32[4]{{0}}, s32[]) parameter(0)
+  %x = f32[4]{{0}} get-tuple-element(%b), index=0
+  %i = s32[] get-tuple-element(%b), index=1
+  %step = s32[] {step}
+  %next = s32[] add(%i, %step){more}
+  ROOT %carried = (f32[4]{{0}}, s32[]) tuple(%x, %next)
+}}
+
+ENTRY %main (x0: f32[4]) -> (f32[4], s32[]) {{
+  %x0 = f32[4]{{0}} parameter(0)
+  %unknown = s32[] iota()
+  %begin = s32[] {begin}
+  %start = s32[] copy(%begin)
+  %carry = (f32[4]{{0}}, s32[]) tuple(%x0, %start)
+  ROOT %loop = (f32[4]{{0}}, s32[]) while(%carry), condition=%condition, body=%body
+}}
+""")
+    by_name = module.entry.by_name()
+    return loops.turns(module, by_name["loop"], by_name)
+
+
+def test_a_loop_counts_in_its_own_steps():
+    assert turns() == 3  # at 1, 3 and 5
+    assert turns(bound="constant(8)") == 4
+    assert turns(step="constant(1)") == 6
+    assert turns(bound="constant(1)") == 0
+
+
+def test_a_counter_may_be_raised_more_than_once():
+    more = """
+  %again = s32[] add(%next, %step)
+  ROOT %carried = (f32[4]{0}, s32[]) tuple(%x, %again)
+}
+
+%unused (u: s32[]) -> s32[] {"""
+    assert turns(bound="constant(9)", more=more) == 2  # at 1 and 5
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bound": "iota()"},
+        {"begin": "iota()"},
+        {"step": "iota()"},
+        {"step": "constant(0)"},
+        {"direction": "GT"},
+    ],
+)
+def test_other_loops_are_unknown(changed):
+    assert turns(**changed) is None

@@ -1,0 +1,127 @@
+"""What a large corpus costs: its index and its rows, never its tokens."""
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash import errors
+from dflash.data import corpus as corpora
+from dflash.data import packing, store
+from dflash.data.batches import Batches
+from dflash.data.mixture import Mixture
+from dflash.runs import files
+
+LENGTH = 2048
+
+
+def sparse_corpus(path, tokens, mean_length):
+    """A corpus on disk whose tokens are all zero and take no room; only its index is real."""
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(1, 2 * mean_length, tokens // mean_length)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    with path.open("wb") as file:
+        file.truncate(4 * int(offsets[-1]))
+    learned = np.zeros(len(sizes), np.int32)
+    opened = corpora.TokenFile(path)
+    return corpora.Corpus("sparse", "", opened, offsets, learned, 0, directory=path.parent)
+
+
+@pytest.mark.parametrize("mean_length", [50, 500, 5000])
+def test_ten_million_tokens_cost_a_hundredth_of_what_a_host_may_spend_on_a_billion(
+    tmp_path, mean_length
+):
+    """2 GB for 1e9 tokens are 2 bytes a token; memory is in proportion to documents."""
+    corpus = sparse_corpus(tmp_path / "tokens.bin", 10**7, mean_length)
+    tracemalloc.start()
+    begin = time.process_time()
+    rows = packing.Rows(corpus, packing.open_packing(corpus, LENGTH))
+    next(Batches(Mixture((rows,), (1.0,)), batch_size=8))
+    seconds, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    index = corpus.offsets.nbytes + 2 * corpus.learned.nbytes
+    assert (index + peak) / 10**7 < 2
+    assert seconds < 30  # of a minute for a hundred times as many; half a second elsewhere
+
+
+def test_no_token_is_read_before_a_row_needs_it(tmp_path, monkeypatch):
+    corpora.write(tmp_path / "one", [np.full(7, 2**31, np.uint32) for _ in range(500)])
+    spans = []
+    read = corpora.TokenFile.__getitem__
+    monkeypatch.setattr(
+        corpora.TokenFile, "__getitem__", lambda self, part: spans.append(part) or read(self, part)
+    )
+    corpus = corpora.open_stored(tmp_path / "one", "x", "y")
+    rows = packing.Rows(corpus, packing.open_packing(corpus, 14))
+    source = Batches(Mixture((rows,), (1.0,)), batch_size=8, mine=(2, 5))
+    assert spans == []
+    next(source)
+    assert len(spans) == 4  # two documents in each row of this process
+
+
+def lengths(packed):
+    return packed.documents.tolist(), packed.offsets.tolist()
+
+
+def test_a_packing_is_stored_and_made_again_when_it_is_damaged(tmp_path, monkeypatch):
+    documents = [np.full(size, 2**31, np.uint32) for size in (3, 9, 5, 1, 8, 2)]
+    corpora.write(tmp_path / "one", documents)
+    corpus = corpora.open_stored(tmp_path / "one", "x", "y")
+    fresh = packing.pack(corpus, 10)
+    assert lengths(packing.open_packing(corpus, 10)) == lengths(fresh)
+    pack = packing.pack
+    monkeypatch.setattr(packing, "pack", None)
+    assert lengths(packing.open_packing(corpus, 10)) == lengths(fresh)
+    monkeypatch.setattr(packing, "pack", pack)
+    (stored,) = (tmp_path / "one").glob("rows-*")
+    whole = stored.read_bytes()
+    place = whole.index(fresh.documents.tobytes())
+    for damaged in (whole[:-9], b"", whole[:place] + b"\xff" + whole[place + 1 :]):
+        stored.write_bytes(damaged)
+        assert lengths(packing.open_packing(corpus, 10)) == lengths(fresh)
+        assert stored.read_bytes() == whole
+    assert len(packing.open_packing(corpus, 20)) == 2
+
+
+def test_a_directory_that_may_only_be_read_is_enough(tmp_path, monkeypatch):
+    corpora.write(tmp_path / "one", [np.full(5, 2**31, np.uint32)])
+
+    def refuse(*unused):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "write_whole", refuse)
+    corpus = corpora.open_stored(tmp_path / "one", "x", "y")
+    assert len(packing.open_packing(corpus, 10)) == 1
+
+
+def place_one_by_one(sizes, length):
+    """Best fit as its definition says; of rows with the same room, the last that was changed."""
+    rows = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [row for row in rows if sum(row) + size <= length]
+        row = max(reversed(fitting), key=sum) if fitting else []
+        rows = [one for one in rows if one is not row]
+        row.append(size)
+        rows.append(row)
+    return sorted(rows)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=120), st.integers(30, 60))
+@settings(max_examples=80, deadline=None)
+def test_documents_are_placed_as_they_would_be_one_by_one(sizes, length):
+    corpus = corpora.join("x", [np.full(size, 2**31, np.uint32) for size in sizes])
+    packed = packing.pack(corpus, length)
+    parts = np.split(np.array(sizes)[packed.documents], packed.offsets[1:-1])
+    assert sorted(part.tolist() for part in parts) == place_one_by_one(sizes, length)
+
+
+def test_a_bucket_is_refused_in_one_line():
+    with pytest.raises(errors.InputError) as caught:
+        store.data_directory("gs://bucket/data")
+    assert str(caught.value) == (
+        "data.data_dir: gs://bucket/data: a bucket, but these files are read at random places: "
+        "give a directory on a disk or a shared file system, or the one where the bucket is mounted"
+    )
