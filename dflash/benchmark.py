@@ -102,6 +102,7 @@ def _measure(command: cli.Command) -> dict[str, Any]:
 
     from dflash.measure import bench as benches
     from dflash.measure import division, results, session
+    from dflash.parallel import distributed
     from dflash.runs import shards
     from dflash.runs.display import Display
 
@@ -122,12 +123,15 @@ def _measure(command: cli.Command) -> dict[str, Any]:
     ):
         if config.study is not None:
             return session.study(config, directory, display, wide=wide)
-        if shard is None and division.is_divided(path):
+        divided = shard is None and distributed.made_by_first(
+            lambda: shards.is_divided(path, division.ROUNDS)
+        )
+        if divided:
             return session.sum_up(benches.prepare(config), directory, display, wide=wide)
         values = session.run(benches.prepare(config), directory, display, wide=wide, shard=shard)
-    if shard is None or path is None:
+    if shard is None or command.workdir is None:
         return values
-    missing = shards.missing(path, division.ROUNDS, shard.count)
+    missing = distributed.made_by_first(lambda: shards.missing(path, division.ROUNDS, shard.count))
     if missing:
         display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
         return values

@@ -181,7 +181,7 @@ def status_of(work: Callable[[], int | None]) -> int:
 
 def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
     values = subcommand.flag_values()
-    positional = _parse(values, argv)
+    positional = _parse(subcommand, values, argv)
     if values.help:
         print(_help(subcommand, values))
         return 0
@@ -225,7 +225,7 @@ def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **given: Any) -
     """
     values = subcommand.flag_values()
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    positional = _parse(values, [*words, "--", *map(os.fspath, arguments)])
+    positional = _parse(subcommand, values, [*words, "--", *map(os.fspath, arguments)])
     configured = _configured if subcommand.takes_config else _plain
     command = configured(subcommand, values, positional)
     _set_up(subcommand, command)
@@ -293,6 +293,8 @@ def _configured(
     preflight.check(subcommand.configs(config), files=reads)
     if writes and not command.dry_run:
         preflight.check_writable(command.workdir, command.profile_dir)
+    if command.compilation_cache is not None:
+        preflight.check_local(command.compilation_cache)
     return command
 
 
@@ -347,7 +349,7 @@ def _define_shared() -> flags.FlagValues:
     return values
 
 
-def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+def _parse(subcommand: Subcommand, values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     """Fills `values` and returns the positional arguments; flags may be anywhere.
 
     Raises:
@@ -361,12 +363,17 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     end = rest.index("--") if "--" in rest else len(rest)
     unknown = [argument for argument in rest[:end] if argument.startswith("-") and argument != "-"]
     if unknown:
-        raise errors.ConfigError(*(_unknown_flag(argument, values) for argument in unknown))
+        raise errors.ConfigError(
+            *(_unknown_flag(subcommand, argument, values) for argument in unknown)
+        )
     return rest[:end] + rest[end + 1 :]
 
 
-def _unknown_flag(argument: str, values: flags.FlagValues) -> str:
+def _unknown_flag(subcommand: Subcommand, argument: str, values: flags.FlagValues) -> str:
     flag, equals, value = argument.partition("=")
+    if flag.lstrip("-") in _JOIN_FLAGS:
+        divide = "; divide it with --shard" if "shard" in subcommand.shared else ""
+        return f"{flag}: dflash {subcommand.name} runs in one process{divide}"
     if "." in flag:
         key = flag.lstrip("-")
         return f"unknown flag {flag}; config keys take no dashes: {key}{equals or '='}{value}"

@@ -37,7 +37,8 @@ def _decode(command: cli.Command) -> None:
     # jax is imported here, after the config has been validated.
     from dflash.offline import division, session
     from dflash.offline import job as jobs
-    from dflash.runs import dates
+    from dflash.parallel import distributed
+    from dflash.runs import dates, records, shards
 
     # A dry run touches no device, so it asks no other process for the date.
     date = (
@@ -47,13 +48,16 @@ def _decode(command: cli.Command) -> None:
     if command.dry_run:
         print("\n".join(job.plan().lines()))
         return
+    divided = command.shard is None and distributed.made_by_first(
+        lambda: shards.is_divided(command.workdir, records.OUTPUTS)
+    )
     with contextlib.closing(session.open_display(stream=command.stream)) as display:
-        if command.shard is None and division.is_divided(command.workdir):
+        if divided:
             division.sum_up(job, command.workdir, display)
             return
         mine = job if command.shard is None else job.of_shard(command.shard)
-        with session.open_records(command.workdir, command.config, date, command.shard) as records:
-            session.run(mine, records, display, profile_dir=command.profile_dir)
+        with session.open_records(command.workdir, command.config, date, command.shard) as kept:
+            session.run(mine, kept, display, profile_dir=command.profile_dir)
         if command.shard is not None:
             division.sum_up(job, command.workdir, display, shard=command.shard)
 

@@ -21,6 +21,7 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
     found: dict[str, type[errors.UserError]] = {}
     for key, place, given in dict.fromkeys(one for c in configs for one in places.locations(c)):
         try:
+            check_local(given)
             if place == "checkpoint":
                 checkpoint.check(given, weights=files)
             elif place == "tokenizer":
@@ -40,16 +41,13 @@ def check_writable(*directories: str | None) -> None:
     """Refuses directories that cannot be made or written, as far as that can be told.
 
     Raises:
+      ConfigError: one of them is not on a file system.
       WorkdirError: one of them, with the reason.
     """
     for given in directories:
         if given is None:
             continue
-        if "://" in given:
-            raise errors.WorkdirError(
-                f"{given}: cannot be written: not a path of a file system; mount the bucket, such "
-                "as with gcsfuse, and give the path where it is mounted"
-            )
+        check_local(given)
         above = pathlib.Path(given).expanduser().absolute()
         try:
             while not os.path.lexists(above):
@@ -61,6 +59,19 @@ def check_writable(*directories: str | None) -> None:
             reason = getattr(error, "strerror", None) or str(error)
         if reason is not None:
             raise errors.WorkdirError(f"{given}: cannot be written: {reason}")
+
+
+def check_local(given: str) -> None:
+    """Refuses gs://… and its like, which would be taken for directories of such names.
+
+    Raises:
+      ConfigError: it is one.
+    """
+    if "://" in given:
+        raise errors.ConfigError(
+            f"{given}: not a path of a file system; mount the bucket, such as with gcsfuse, and "
+            "give the path where it is mounted"
+        )
 
 
 def check_file(given: str) -> None:

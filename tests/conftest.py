@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import importlib.metadata
 import os
 import pathlib
 import shutil
@@ -10,21 +9,13 @@ import signal
 import sys
 import tempfile
 
-FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    # The tests compile many tiny programs and run each a few times.
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    # With this and the next it takes less than half the time (7.0 against 3.0 s for an engine).
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # Later ones have no other way, and abort at a flag that they do not know.
-    FLAGS += ("--xla_cpu_use_fusion_emitters=false",)
+# Modules that several tests share lie beside this file.
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from support import xla_flags
 
 MOST_MAPPINGS = 30_000  # of memory, between modules; see `pytest_runtest_teardown`
 
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+os.environ["XLA_FLAGS"] = xla_flags.quick(devices=8)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A tenth of the time: no traceback for every operation, and fewer collections while tracing.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
@@ -37,8 +28,6 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["DFLASH_TESTS_PROGRAMS"]
 # A job in the background ignores ctrl-C, and so would every command that the tests start and stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Modules that several tests share lie beside this file.
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 def pytest_runtest_teardown(item, nextitem):

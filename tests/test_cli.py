@@ -8,7 +8,7 @@ import types
 import pytest
 from absl import flags
 
-from dflash import cli, errors, together
+from dflash import cli, errors, together, train
 from dflash.config import loader, schema
 
 USAGE = "usage: dflash decode CONFIG [key=value ...] [--flags]; see --help\n"
@@ -272,3 +272,27 @@ def test_of_several_processes_the_first_alone_needs_a_place_to_write(run, one_of
         1,
         "error: c.yml/w: cannot be written: Not a directory\n",
     )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"workdir": "gs://b/w"},
+        {"profile_dir": "gs://b/w"},
+        {"compilation_cache": "gs://b/w"},
+        "train.feature_cache=gs://b/w",
+        "data.data_dir=gs://b/w",
+        "data.files=[gs://b/w]",
+        "target.checkpoint=gs://b/w",
+        "tokenizer=gs://b/w",
+    ],
+)
+def test_a_bucket_is_no_directory(tmp_path, given):
+    """It would be one of that name here."""
+    config = tmp_path / "c.yml"
+    more = ("task: target", "train: {steps: 1}", f"data: {{files: [{config}]}}")
+    config.write_text(CONFIG + "\n".join(more))
+    flags = given if isinstance(given, dict) else {}
+    overrides = () if flags else (given,)
+    with pytest.raises(errors.ConfigError, match="gs://b/w: not a path of a file system"):
+        cli.parse(train.SUBCOMMAND, config, *overrides, **flags)

@@ -1,4 +1,4 @@
-"""What is under deploy/: manifests against Kubernetes' own schemas, scripts against the shell."""
+"""What is under deploy/: manifests against their schemas, scripts against the shell."""
 
 import pathlib
 import subprocess
@@ -6,6 +6,7 @@ import subprocess
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from dflash import benchmark, decode, serve, train
 from dflash.config import loader
@@ -57,6 +58,31 @@ def test_the_schemas_refuse_what_does_not_fit():
     job["spec"]["completionMode"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, VERSION, strict=True)
+
+
+def as_understood(one: dict) -> dict:
+    """A JobSet as JobSet's own API reads it, which drops what it does not know.
+
+    Raises:
+      ValueError: a value is of another kind than in that API.
+    """
+    return JobsetV1alpha2JobSet.from_dict(one).to_dict()
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_job_sets_fit_their_api(path):
+    for one in yaml.safe_load_all(path.read_text()):
+        if one["kind"] == "JobSet":
+            assert as_understood(one) == one
+
+
+def test_the_api_of_job_sets_refuses_what_does_not_fit():
+    one = yaml.safe_load((DEPLOY / "jobset.yaml").read_text())
+    one["spec"]["failurePolicy"]["maxRestart"] = 10
+    assert as_understood(one) != one
+    one["spec"]["replicatedJobs"][0]["replicas"] = "one"
+    with pytest.raises(ValueError, match="replicas"):
+        as_understood(one)
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)

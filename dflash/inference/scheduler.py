@@ -49,9 +49,9 @@ class Scheduler:
 
         Args:
           engine: decodes.
-          fill_at_once: prefill for all free slots before each dispatch, in the order of the queue.
-            That keeps the most slots busy, but sequences stand still meanwhile: for decoding where
-            nobody waits for the next token.
+          fill_at_once: prefill for all free slots before each dispatch. That keeps the most slots
+            busy, but sequences stand still meanwhile: for decoding where nobody waits for the next
+            token.
         """
         layout = engine.layout
         self._engine, self._layout, self._fill_at_once = engine, layout, fill_at_once
@@ -422,10 +422,13 @@ class Scheduler:
     def _overtakes(self, one: InFlight) -> bool:
         """Whether a prompt must wait, to enter its slot in the order of the queue.
 
-        Forced acceptance lengths are those of the sequences in this order.
+        That matters for forced acceptance lengths alone, which are those of sequences in this
+        order. Otherwise every lane takes its next prompt as soon as it is free.
         """
+        if not (self._fill_at_once and self._engine.rules.revise):
+            return False
         left = max((held.context - held.prefilled for held in self._entering.values()), default=0)
-        return self._fill_at_once and self._num_chunks(one.context) < self._num_chunks(left)
+        return self._num_chunks(one.context) < self._num_chunks(left)
 
     def _num_chunks(self, tokens: int) -> int:
         return -(-tokens // self._layout.longest_chunk)

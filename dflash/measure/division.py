@@ -6,7 +6,6 @@ rounds.i-of-n.json, written last.
 
 import dataclasses
 import json
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,13 +19,6 @@ from dflash.runs.directory import RunDirectory
 from dflash.runs.shards import Shard
 
 ROUNDS = "rounds.json"
-
-
-def is_divided(directory: str | os.PathLike | None) -> bool:
-    """Whether a work directory holds shards of a benchmark."""
-    return directory is not None and bool(
-        shards.shards_in(pathlib.Path(directory).expanduser(), ROUNDS)
-    )
 
 
 def save(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
@@ -47,12 +39,7 @@ def read(directory: pathlib.Path) -> list[TaskRound]:
     """
     count = shards.shards_in(directory, ROUNDS)[0].count
     shards.check_count(directory, ROUNDS, Shard(0, count))
-    missing = shards.missing(directory, ROUNDS, count)
-    if missing:
-        raise errors.WorkdirError(
-            f"{directory}: not all shards have finished: {shards.listed(missing)}: run each of "
-            "these with --shard"
-        )
+    shards.check_finished(directory, shards.missing(directory, ROUNDS, count))
     found = []
     for shard in Shard(0, count).all():
         path = directory / shard.file(ROUNDS)

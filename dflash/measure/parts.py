@@ -40,7 +40,7 @@ class Probe:
         """Args: state: with the context in every slot; taken over."""
         self._engine = engine
         self._state = state
-        self.context_tokens = int(jax.device_get(state.length).max()) - 1
+        self.context_tokens = int(jnp.max(state.length)) - 1
         names = ("length", "limit", "anchor", "active", "stop_ids", "sampling")
         self._small = _copy({name: getattr(self._state, name) for name in names})
         self._target_alone = engine.target_alone(engine.propose(self._state))

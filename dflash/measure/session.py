@@ -119,14 +119,16 @@ def sum_up(
 
     Args:
       bench: prepared, with the prompts of all shards; nothing is loaded.
-      directory: of the shards.
+      directory: of the shards; of several processes, the first one's.
       display: shows what runs.
       wide: print all figures, not only those that fit into 80 columns.
     Returns:
-      The content of results.json.
+      The content of results.json; nothing on other processes than the first.
     Raises:
       WorkdirError: some shards have not finished.
     """
+    if directory.path is None:
+        return {}
     done, meter = division.read(directory.path), LoadMeter()
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)

@@ -5,25 +5,15 @@ import pathlib
 
 import jax
 
-from dflash import errors
 from dflash.config import loader
 from dflash.offline import session
 from dflash.offline.job import Job
-from dflash.parallel import distributed
 from dflash.runs import records as records_lib
 from dflash.runs import shards
 from dflash.runs.directory import check_config
 from dflash.runs.display import Display
 from dflash.runs.records import Records
 from dflash.runs.shards import Shard
-
-
-def is_divided(directory: str | os.PathLike | None) -> bool:
-    """Whether a work directory holds shards; all processes get the same answer."""
-    found = directory is not None and bool(
-        shards.shards_in(pathlib.Path(directory).expanduser(), records_lib.OUTPUTS)
-    )
-    return distributed.from_first(found)
 
 
 def sum_up(
@@ -62,11 +52,7 @@ def sum_up(
             for one in shards.Shard(0, count).all()
             if any(p.index in left for p in one.of(job.prompts))
         ]
-        if unfinished:
-            raise errors.WorkdirError(
-                f"{path}: not all shards have finished: {shards.listed(unfinished)}: run each of "
-                "these with --shard"
-            )
+        shards.check_finished(path, unfinished)
         return records
 
     drafted = joined(records_lib.OUTPUTS)

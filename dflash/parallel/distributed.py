@@ -112,6 +112,9 @@ def _join(coordinator_address: str | None, num_processes, process_id) -> None:
     given_up = threading.Timer(_PATIENCE_S, _give_up, (coordinator_address or AUTO,))
     given_up.daemon = True
     given_up.start()
+    # On CPUs two programs without a common array may run in another order in another process, and
+    # each then waits in a collective for the other. So they run as they are called.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.distributed.initialize(
             coordinator_address,

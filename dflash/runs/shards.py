@@ -5,6 +5,7 @@ as outputs.2-of-8.jsonl; the one that says that it is done is written last.
 """
 
 import dataclasses
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -94,10 +95,28 @@ def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
         )
 
 
+def is_divided(directory: str | os.PathLike | None, name: str) -> bool:
+    """Whether a work directory holds files of this name that belong to shards."""
+    return directory is not None and bool(shards_in(pathlib.Path(directory).expanduser(), name))
+
+
 def missing(directory: pathlib.Path, name: str, count: int) -> list[Shard]:
     """The shards of `count` that have no file of this name yet."""
     present = set(shards_in(directory, name))
     return [one for one in Shard(0, count).all() if one not in present]
+
+
+def check_finished(directory: pathlib.Path, unfinished: Sequence[Shard]) -> None:
+    """Refuses to sum up a directory before all of its shards have finished.
+
+    Raises:
+      WorkdirError: some have not; it names them.
+    """
+    if unfinished:
+        raise errors.WorkdirError(
+            f"{directory}: not all shards have finished: {listed(unfinished)}: run each of these "
+            "with --shard"
+        )
 
 
 def listed(shards: Sequence[Shard], limit: int = 8) -> str:

@@ -6,19 +6,20 @@ Prints a line of JSON: by place, for each process its exit status, seconds and l
 The processes of a place are forked from this one, which has imported everything and has no device.
 """
 
+import dataclasses
+import functools
 import io
 import json
 import os
 import pathlib
 import signal
 import sys
-import time
-import warnings
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from support import forked, xla_flags
 
+os.environ["XLA_FLAGS"] = xla_flags.quick(devices=1)
+os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +42,6 @@ from dflash.training import features
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints
-from support import free_port
 from support.models import BYTE_TARGET, make_sharding
 
 COUNT = 4
@@ -244,52 +244,26 @@ PLACES = {
 }
 
 
-def start(place: str, directory: pathlib.Path, address: str, process: int) -> int:
-    """Forks a process that goes to a place; returns its id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 70
-    try:
-        errors = os.open(directory / f"{place}.{process}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(errors, 2)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        work = PLACES[place]
-        if work is rows:
-            os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-        given = (address, COUNT, process)
-        status = cli.status_of(
-            lambda: together.run(given, lambda company: work(directory, process) or 0)
-        )
-        jax.distributed.shutdown()  # which a fork does not do by itself at its end
-    finally:
-        os._exit(status)
+def go_to(place: str, directory: pathlib.Path, given: tuple[str, int, int]) -> int:
+    """What each process does at a place; returns its exit status."""
+    work = PLACES[place]
+    if work is rows:
+        os.environ["XLA_FLAGS"] = xla_flags.quick(devices=2)
+    return cli.status_of(
+        lambda: together.run(given, lambda company: work(directory, given[-1]) or 0)
+    )
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")  # of forks: nothing runs here yet
     directory, *places = sys.argv[1:]
     directory = pathlib.Path(directory)
     (directory / "c.yml").write_text(CONFIG)
     (directory / "prompts.jsonl").write_text('{"prompt": "x"}\n{"promt": "y"}\n')
     ends = {}
     for place in places or PLACES:
-        address = f"localhost:{free_port()}"
-        begin = time.monotonic()
-        running = {start(place, directory, address, i): i for i in range(COUNT)}
-        ends[place] = [None] * COUNT
-        while running and time.monotonic() - begin < PATIENCE_S:
-            child, status = os.waitpid(-1, os.WNOHANG)
-            if not child:
-                time.sleep(0.02)
-                continue
-            process = running.pop(child)
-            lines = (directory / f"{place}.{process}").read_text().splitlines()
-            seconds = time.monotonic() - begin
-            ends[place][process] = [os.waitstatus_to_exitcode(status), seconds, lines]
-        for child in running:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        with forked.Forked(functools.partial(go_to, place, directory), COUNT, directory) as all_:
+            all_.wait(PATIENCE_S)
+            ends[place] = [one and dataclasses.astuple(one) for one in all_.ends]
     print(json.dumps(ends))
 
 
