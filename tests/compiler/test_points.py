@@ -104,7 +104,7 @@ def test_sizes_chosen_by_acceptance_are_no_strategy():
 
 
 def operation(scope, *, name="fusion.1", opcode="fusion", flops=0.0, size=0, cycles=0, times=1):
-    instruction = Instruction(name, opcode, (), (), {}, scope, cycles, None, None, "", False)
+    instruction = Instruction(name, opcode, (), (), {}, scope, cycles, None, None, None, "", False)
     return Operation(instruction, scope, times, flops, size, 0, cycles, ())
 
 
