@@ -14,7 +14,15 @@ from support import TESTS
 from support.models import make_architecture, make_sharding
 
 from dflash import errors, registry
-from dflash.config import benchmark_schema, distill_schema, layers, loader, schema, train_schema
+from dflash.config import (
+    benchmark_schema,
+    distill_schema,
+    layers,
+    loader,
+    schema,
+    tpu_schema,
+    train_schema,
+)
 from dflash.drafters.autoregressive import shape as draft_model
 from dflash.drafters.parts import decoder_shape
 from dflash.drafters.parts.weighted import WeightedDrafter
@@ -108,6 +116,7 @@ def shipped() -> dict[str, tuple[schema.DrafterConfig, schema.TargetArchitecture
         "train": train_schema.TrainRun,
         "distill": distill_schema.DistillRun,
         "benchmark": benchmark_schema.BenchmarkRun,
+        "forecast": tpu_schema.CompileDecode,
     }
     found = {}
     for path in sorted(CONFIGS.rglob("*.yml")):
