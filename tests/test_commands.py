@@ -103,7 +103,7 @@ def test_the_examples_are_command_lines_that_parse(name, monkeypatch, tmp_path):
         at = words.index("dflash")
         assert words[at + 1] == name
         values = spec.flag_values()
-        positional = cli._parse(values, [word for word in words[at + 2 :] if word[0] != ">"])
+        positional = cli._parse(spec, values, [word for word in words[at + 2 :] if word[0] != ">"])
         if spec.takes_config:
             path, *overrides = positional + spec.overrides(values)
             load = spec.load or (lambda *given: loader.load(*given, spec.schema))

@@ -1,11 +1,12 @@
 """Trains with four processes over loopback and kills one of them, again and again.
 
-    python tools/kill_training.py [--kills=20] [--seed=0] [key=value ...]
+    python tools/kill_training.py [--kills=20] [--seed=0] [--soon_s=20] [key=value ...]
 
 Each start runs until a random moment at which a random process gets signal 9, and is followed by
 the same command. Every start but the first must say after which checkpoint it continues, the
-processes that are left must leave soon, and what a run has come to in the end must be, bit for bit,
-what it comes to undisturbed. A run that ends before all kills are done is followed by another one.
+processes that are left must leave within `soon_s` (a busy machine takes more), and what a run has
+come to in the end must be, bit for bit, what it comes to undisturbed. A run that ends before all
+kills are done is followed by another one.
 """
 
 import argparse
@@ -32,7 +33,6 @@ from dflash import train
 from dflash.training import job, rundir, session  # noqa: F401  # before processes are forked
 
 COUNT = 4
-SOON_S = 20  # within which all have left after a kill
 LONG_S = 600  # for a whole run, on a busy machine
 CONFIG = f"""
 task: target
@@ -53,6 +53,7 @@ class Start:
     Attributes:
       killed: the process that was killed; None where all ended by themselves.
       moment: seconds from the start to the kill.
+      soon_s: seconds from the kill within which all others must have left.
       left_after: seconds from the kill until all others had left; None if some had not.
       found: newest checkpoint at the start; None if there was none.
       ends: of all processes.
@@ -60,6 +61,7 @@ class Start:
 
     killed: int | None
     moment: float
+    soon_s: float
     left_after: float | None
     found: int | None
     ends: list[forked.End | None]
@@ -68,8 +70,8 @@ class Start:
     def problems(self) -> list[str]:
         """What is wrong with it."""
         found = []
-        if self.left_after is None or self.left_after > SOON_S:
-            found.append(f"not all have left within {SOON_S} s")
+        if self.left_after is None or self.left_after > self.soon_s:
+            found.append(f"not all have left within {self.soon_s:g} s")
         statuses = [one and one.status for one in self.ends]
         if self.killed is None and any(statuses):
             found.append(f"statuses {statuses} without a kill")
@@ -85,8 +87,8 @@ class Start:
 class Run:
     """A training run in a directory of its own."""
 
-    def __init__(self, root: pathlib.Path, name: str, overrides: list[str]):
-        self._root, self._overrides = root, overrides
+    def __init__(self, root: pathlib.Path, name: str, overrides: list[str], soon_s: float):
+        self._root, self._overrides, self._soon_s = root, overrides, soon_s
         self.directory = root / name
 
     def start(self, killed: int | None = None, moment: float = LONG_S) -> Start:
@@ -103,8 +105,9 @@ class Run:
             if all_.wait(moment) or killed is None or not all_.kill(killed):
                 killed, moment = None, 0.0
             begin = all_.seconds
-            left = all_.wait(SOON_S) and all_.seconds - begin
-            return Start(killed, moment, left if left is not False else None, found, all_.ends)
+            left = all_.wait(self._soon_s) and all_.seconds - begin
+            left = None if left is False else left
+            return Start(killed, moment, self._soon_s, left, found, all_.ends)
 
     def result(self) -> dict[str, str]:
         """Hashes of all that the run has come to."""
@@ -153,34 +156,36 @@ def prepare(root: pathlib.Path) -> None:
     (root / "text.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
-def kill(root: pathlib.Path, kills: int, seed: int, overrides: list[str]) -> list[str]:
+def kill(
+    root: pathlib.Path, kills: int, seed: int, soon_s: float, overrides: list[str]
+) -> list[str]:
     """Trains and kills; returns what is wrong."""
     prepare(root)
     forked.share_programs()
-    whole = Run(root, "whole", overrides)
+    whole = Run(root, "whole", overrides, soon_s)
     start = whole.start()
     if start.problems:
         return [*start.problems, *start.ends[0].lines]
     wanted, length = whole.result(), max(one.seconds for one in start.ends)
     print(f"undisturbed: {length:.1f} s")
     draw, done, slowest, problems, number = random.Random(seed), 0, 0.0, [], 0
-    run = Run(root, "run0", overrides)
+    run = Run(root, "run0", overrides, soon_s)
     while True:
         victim, moment = draw.randrange(COUNT), draw.uniform(0, length)
         start = run.start(victim, moment) if done < kills else run.start()
         wrong = start.problems
         if start.killed is not None:
-            done, slowest = done + 1, max(slowest, start.left_after or SOON_S)
+            done, slowest = done + 1, max(slowest, start.left_after or soon_s)
             print(
                 f"kill {done}: process {victim} at {start.moment:.2f} s, from step {start.found} "
-                f"on; all had left after {start.left_after or SOON_S:.1f} s"
+                f"on; all had left after {start.left_after or soon_s:.1f} s"
             )
         else:
             result = run.result()
             wrong += [f"{name} differs" for name in wanted if result.get(name) != wanted[name]]
             print(f"{run.directory.name}: ended")
             number += 1
-            run = Run(root, f"run{number}", overrides)
+            run = Run(root, f"run{number}", overrides, soon_s)
         if wrong:
             problems += wrong
             print(*wrong, *(line for one in start.ends if one for line in one.lines), sep="\n  ")
@@ -194,10 +199,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--soon_s", type=float, default=20)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        problems = kill(pathlib.Path(directory), given.kills, given.seed, given.overrides)
+        problems = kill(
+            pathlib.Path(directory), given.kills, given.seed, given.soon_s, given.overrides
+        )
     print("\n".join(problems) or "nothing wrong")
     sys.exit(bool(problems))
 
