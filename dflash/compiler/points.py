@@ -23,7 +23,7 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints import assembly
-from dflash.compiler import components, costs, forecast, hlo, topology
+from dflash.compiler import components, costs, forecast, hlo, programs, topology
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, UNEMBED
 from dflash.compiler.costs import Operation
 from dflash.compiler.forecast import PLAIN, Cost, Memory, Point
@@ -31,7 +31,7 @@ from dflash.compiler.report import Situation
 from dflash.compiler.topology import Rates, Topology
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
-from dflash.inference import controls, cycle, weights
+from dflash.inference import controls, cycle
 from dflash.inference.engine import Engine
 from dflash.inference.request import Request, Sampling
 from dflash.models.decoder import Decoder
@@ -188,10 +188,10 @@ def compile_point(job: Job, machine: Machine) -> Point:
     Raises:
       ConfigError: models that do not fit each other, or the mesh.
     """
-    target, drafter = _models(job, job.drafter, machine.sharding)
+    target, drafter = programs.decoding_models(job.config, job.drafter, machine.sharding)
     memory = _memory(target, drafter, job)
     depth, (shallow, draft_repeats) = len(target.layers), _shallow(job.drafter)
-    target, drafter = _models(job, shallow, machine.sharding)
+    target, drafter = programs.decoding_models(job.config, shallow, machine.sharding)
     _cut(target, drafter)
     engine = _engine(target, drafter, job)
     compiled = _compile_cycle(engine)
@@ -267,18 +267,6 @@ def _collectives(found: Iterable[Operation], repeats: Repeats) -> dict[str, tupl
             times, (so_far, bytes_so_far) = repeats.of(one.scope), sums.get(kind, (0, 0))
             sums[kind] = so_far + times * count, bytes_so_far + times * size
     return sums
-
-
-def _models(job: Job, config: DrafterConfig, sharding: Sharding) -> tuple[Decoder, Any]:
-    """The target, and the drafter of this config; abstract."""
-    build = {"dtype": job.config.dtype, "sharding": sharding}
-    source = assembly.find_target(job.config.target, download=False)
-    target = assembly.build_target(job.config.target, source, **build)
-    found = assembly.find_drafter(config, download=False)
-    drafter = assembly.build_drafter(config, found, target.arch, **build)
-    for model in (target, drafter):
-        weights.arrange(model, sharding)
-    return target, drafter
 
 
 def _shallow(config: DrafterConfig) -> tuple[DrafterConfig, float]:

@@ -11,8 +11,9 @@ from flax import nnx
 
 from dflash.checkpoints import assembly
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED, Ideal
-from dflash.config.schema import DecodeConfig, DecodeRun
+from dflash.config.schema import DecodeConfig, DecodeRun, DrafterConfig
 from dflash.config.tpu_schema import CompileTrain, TpuConfig
+from dflash.drafters.base import Drafter
 from dflash.inference import weights
 from dflash.inference.engine import Engine
 from dflash.layers import moe
@@ -75,15 +76,23 @@ def of_decoding(
     config: DecodeRun, tpu: TpuConfig, sharding: Sharding, starting: Starting
 ) -> Iterator[Program]:
     """The cycle and the largest prefill of a decoding run, each compiled on demand."""
+    target, drafter = decoding_models(config, config.drafter, sharding)
+    adaptive = config.drafter.adaptive
+    yield from _decoding(target, drafter, config.decode, tpu, starting, adaptive=adaptive)
+
+
+def decoding_models(
+    config: DecodeRun, drafting: DrafterConfig, sharding: Sharding
+) -> tuple[Decoder, Drafter]:
+    """A run's target and a drafter for it, abstract, with weights arranged as decoding has them."""
     build = {"dtype": config.dtype, "sharding": sharding}
     source = assembly.find_target(config.target, download=False)
     target = assembly.build_target(config.target, source, **build)
-    found = assembly.find_drafter(config.drafter, download=False)
-    drafter = assembly.build_drafter(config.drafter, found, target.arch, **build)
+    found = assembly.find_drafter(drafting, download=False)
+    drafter = assembly.build_drafter(drafting, found, target.arch, **build)
     for model in (target, drafter):
         weights.arrange(model, sharding)
-    adaptive = config.drafter.adaptive
-    yield from _decoding(target, drafter, config.decode, tpu, starting, adaptive=adaptive)
+    return target, drafter
 
 
 def of_training(config: CompileTrain, sharding: Sharding, starting: Starting) -> Iterator[Program]:

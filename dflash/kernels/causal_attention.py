@@ -46,6 +46,7 @@ def causal_attention(
       ValueError: shapes that do not fit each other, or not the kernels; the message names them.
     """
     _check(queries, keys, values, segment_ids)
+    unsupported = tpu.unsupported(queries)
 
     def reference(queries, keys, values, segment_ids):
         attend = functools.partial(_attend_chunk, scale=scale)
@@ -57,10 +58,10 @@ def causal_attention(
             *arrays,
             reference=reference,
             pallas=functools.partial(tpu.attend, scale=scale),
-            unsupported=tpu.unsupported(queries),
+            unsupported=unsupported,
         )
 
-    if implementation == "auto":
+    if implementation == "auto" and not unsupported:
         # What each implementation keeps for its backward pass would be kept for both.
         attend = jax.checkpoint(attend)
     return attend(queries, keys, values, segment_ids)

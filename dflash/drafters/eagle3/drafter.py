@@ -6,6 +6,7 @@ are no features of the target yet, the layer's own output takes their place.
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -215,9 +216,12 @@ class Eagle3(WeightedDrafter):
 
         return self.midlayer(features, embedded, cos_sin, attend)
 
-    def draft_logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] before the final norm -> float32 [..., Q] over the draft vocabulary."""
-        return self.lm_head.attend(self.norm(hidden))
+    def draft_logits(self, hidden: jax.Array, head: Linear | None = None) -> jax.Array:
+        """[..., D] before the final norm -> float32 [..., Q] over the draft vocabulary.
+
+        Args: head: the output head, if not as it lies on the devices; see `linear.gathered`.
+        """
+        return (head or self.lm_head).attend(self.norm(hidden))
 
     def check_weights(self, directory: pathlib.Path) -> None:
         """Checks the tables that were loaded from a checkpoint.
@@ -244,14 +248,9 @@ class Eagle3(WeightedDrafter):
         See `Drafter.loss`; nothing is drawn from `key`.
         """
         hidden = self.unroll(batch, heads, remat=remat)
-        head = gathered(self.lm_head)
+        logits = functools.partial(self.draft_logits, head=gathered(self.lm_head))
         scores = unrolled.score_steps(
-            hidden,
-            batch,
-            self.vocabulary(),
-            lambda rows: head.attend(self.norm(rows)),
-            heads.unembed,
-            options,
+            hidden, batch, self.vocabulary(), logits, heads.unembed, options
         )
         counted = unrolled.counted_steps(batch, self.training_steps)
         return unrolled.unrolled_loss(scores, counted, options)

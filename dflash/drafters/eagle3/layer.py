@@ -1,5 +1,6 @@
 """The one layer of an EAGLE-3 drafter, and the three ways in which its rows attend."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash.config.schema import TargetArchitecture
+from dflash.kernels import implementation
 from dflash.kernels.block_attention import block_attention, branch_attention
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.unrolled_attention import unrolled_attention
@@ -88,8 +90,11 @@ class EagleLayer(nnx.Module):
         """
         rows, kv_rows, _, batch = self._layouts(segment_ids.shape[0])
         if not pairs:
+            chosen = implementation.for_platform(self.sharding.platform)
             causal = self._sharded(
-                causal_attention, (rows, kv_rows, kv_rows, (batch, None)), (segment_ids,)
+                functools.partial(causal_attention, implementation=chosen),
+                (rows, kv_rows, kv_rows, (batch, None)),
+                (segment_ids,),
             )
             return lambda *own: (causal(*own), own[1:])
         later = (batch, None, None, "kv_heads", None)
