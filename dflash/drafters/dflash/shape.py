@@ -148,7 +148,7 @@ def read(hf: Mapping[str, Any]) -> DFlashShape:
     shape = DFlashShape(
         decoder=decoder,
         views=views,
-        draft_vocab_size=None if drafted == decoder.vocab_size else drafted,
+        draft_vocab_size=_fewer(drafted, decoder.vocab_size),
         **sizes,
         **heads,
     )
@@ -196,30 +196,38 @@ def write(shape: DFlashShape) -> dict[str, Any]:
     )
 
 
-def for_target(target: TargetArchitecture, options: BlockArchitecture | None) -> DFlashShape:
+def for_target(target: TargetArchitecture, options: DFlashArchitecture | None) -> DFlashShape:
     """The shape of a fresh drafter for a target.
+
+    Raises:
+      ConfigError: the options contradict one another, or the target.
+    """
+    options = options or DFlashArchitecture()
+    drafted = _fewer(options.draft_vocab_size, target.vocab_size)
+    shape = dataclasses.replace(of_blocks(target, options), draft_vocab_size=drafted)
+    compatibility.check_options(_problems(shape))
+    return shape
+
+
+def of_blocks(target: TargetArchitecture, options: BlockArchitecture) -> DFlashShape:
+    """The shape of a fresh drafter of this kind, which drafts from all of the target's tokens.
 
     Raises:
       ConfigError: the options contradict one another.
     """
-    options = options or DFlashArchitecture()
     taps = options.target_layer_ids or default_taps(
         target.num_hidden_layers, options.num_target_features
     )
     last_token = target.vocab_size - 1
     layers = options.num_hidden_layers
-    drafted = getattr(options, "draft_vocab_size", None)
-    shape = DFlashShape(
+    return DFlashShape(
         decoder=decoder_shape.for_target(target, options, num_hidden_layers=layers),
         block_size=options.block_size,
         mask_token_id=last_token if options.mask_token_id is None else options.mask_token_id,
         target_layer_ids=taps,
         num_target_layers=target.num_hidden_layers,
         views=(LayerView(causal=options.causal),) * layers,
-        draft_vocab_size=None if drafted == target.vocab_size else drafted,
     )
-    compatibility.check_options(_problems(shape))
-    return shape
 
 
 def fit(shape: DFlashShape, target: TargetArchitecture) -> DFlashShape:
@@ -257,6 +265,11 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
     span, last = num_target_layers - 4, num_target_layers - 1
     spread = (round(1 + i * span / (count - 1)) for i in range(count))
     return tuple(min(max(layer, 0), last) for layer in spread)  # toys are too shallow to spread
+
+
+def _fewer(drafted: int | None, vocab_size: int) -> int | None:
+    """A draft vocabulary's size; None where it is the whole vocabulary."""
+    return None if drafted == vocab_size else drafted
 
 
 def _problems(shape: DFlashShape) -> Iterator[compatibility.Problem]:

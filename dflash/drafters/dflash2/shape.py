@@ -88,7 +88,7 @@ def for_target(target: TargetArchitecture, options: DFlash2Architecture | None) 
       ConfigError: the options contradict one another.
     """
     options = options or DFlash2Architecture()
-    base = dflash_shape.for_target(target, options)
+    base = dflash_shape.of_blocks(target, options)
     own = {field.name: getattr(options, field.name) for field in dataclasses.fields(_Own)}
     shape = DFlash2Shape(**vars(base), **own)
     compatibility.check_options(_problems(shape))

@@ -68,7 +68,7 @@ def for_target(target: TargetArchitecture, options: DSparkArchitecture | None) -
     """
     options = options or DSparkArchitecture()
     return DSparkShape(
-        **vars(dflash_shape.for_target(target, options)),
+        **vars(dflash_shape.of_blocks(target, options)),
         markov_rank=options.markov_rank,
         markov_head_type=options.markov_head_type,
         enable_confidence_head=True,
