@@ -28,6 +28,21 @@ def loop_options(sharding: Sharding, dtype: jnp.dtype) -> dict[str, str]:
     return {}
 
 
+def known(options: dict[str, str], sharding: Sharding) -> dict[str, str]:
+    """The options if the compiler of these devices knows them all, and none otherwise.
+
+    For options that only affect speed, of which another version may lack some.
+    """
+    number = sharding.abstract((), (), jnp.float32)
+    try:
+        jax.jit(jnp.negative).lower(number).compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return {}
+    return options
+
+
 def zeros(abstract: Any) -> Any:
     """Zeros in place of abstract arrays, inside a program."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
