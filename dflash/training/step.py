@@ -24,15 +24,6 @@ LossFunction = Callable[[Params, Params, Batch, jax.Array], tuple[jax.Array, Met
 
 WEIGHT = "weight"
 
-# Weights are gathered while products of other ones run; see docs/results/tpu_compile.md.
-_TPU_OPTIONS = {
-    "xla_enable_async_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
-    "xla_tpu_overlap_compute_collective_tc": "true",
-}
-
 
 def make_train_step(
     loss: LossFunction,
@@ -72,7 +63,7 @@ def make_train_step(
         step,
         donate_argnums=0,
         out_shardings=(states.shardings(state), sharding.replicated()),
-        compiler_options=_options(sharding),
+        compiler_options=lowering.training_options(sharding) or None,
     )
 
 
@@ -137,13 +128,6 @@ def rows_by_process(sharding: Sharding, rows: int) -> dict[int, tuple[int, ...]]
     for device, index in layout.devices_indices_map((rows,)).items():
         found.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
     return {process: tuple(sorted(found[process])) for process in sorted(found)}
-
-
-def _options(sharding: Sharding) -> dict[str, str] | None:
-    """Compiler options of a train step; None for none."""
-    if sharding.platform != "tpu" or sharding.mesh.size == 1:
-        return None
-    return lowering.known(_TPU_OPTIONS, sharding) or None
 
 
 def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tuple[Any, Metrics]:
