@@ -9,7 +9,7 @@ import pathlib
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.checkpoints import files, foreign, hf_config, weight_formats
 from dflash.config import schema
 
@@ -38,7 +38,7 @@ def resolve(reference: str) -> pathlib.Path:
     """
     if reference.startswith(HUB_PREFIX):
         return _download(reference)
-    directory = pathlib.Path(reference).expanduser()
+    directory = paths.to_path(reference)
     shipped = pathlib.Path(__file__).resolve().parents[1] / reference
     try:
         for candidate in (directory, shipped):
