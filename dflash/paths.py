@@ -54,16 +54,12 @@ def check_scheme(url: str) -> None:
         raise errors.ConfigError(f"{url}: needs {library}; {advice}")
 
 
-def trouble(bucket: str | None) -> str | None:
-    """Looks a bucket up, for a few seconds; returns what is wrong with it.
+def trouble(bucket: str) -> str | None:
+    """Looks a bucket up, for a few seconds; returns what is wrong with it, None for nothing.
 
     Args:
       bucket: as `bucket_of` returns it.
-    Raises:
-      ConfigError: see `check_scheme`.
     """
-    if bucket is None:
-        return None
     try:
         to_path(bucket).check_bucket()
     except OSError as error:
@@ -76,10 +72,10 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
     return path if in_bucket(path) else pathlib.Path(os.path.abspath(path))
 
 
-def bucket_of(given: str) -> str | None:
-    """The bucket that a URL names, such as gs://bucket; None for a plain path."""
-    scheme, url, rest = given.partition(_URL)
-    return scheme + url + rest.partition("/")[0] if url else None
+def bucket_of(url: str) -> str:
+    """The bucket that a URL names, such as gs://bucket."""
+    scheme, _, rest = url.partition(_URL)
+    return f"{scheme}{_URL}{rest.partition('/')[0]}"
 
 
 def _is_installed(library: str) -> bool:

@@ -82,18 +82,19 @@ def check_local(given: str | None) -> None:
         )
 
 
-def check_bucket(
-    given: str | None, trouble: Callable[[str | None], str | None] = paths.trouble
-) -> None:
+def check_bucket(given: str | None, trouble: Callable[[str], str | None] = paths.trouble) -> None:
     """Refuses a URL whose bucket cannot be reached; anything else passes.
 
     Args:
       given: a path, a URL or None.
       trouble: says what is wrong with a bucket; see `paths.trouble`.
     Raises:
-      ConfigError: it is not there, or gives no answer.
+      ConfigError: it is not there, or gives no answer; or see `paths.check_scheme`.
     """
-    reason = None if given is None else trouble(paths.bucket_of(given))
+    if given is None or not paths.in_bucket(given):
+        return
+    paths.check_scheme(given)
+    reason = trouble(paths.bucket_of(given))
     if reason is not None:
         raise errors.ConfigError(f"{given}: {reason}")
 

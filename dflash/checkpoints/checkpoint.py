@@ -216,7 +216,7 @@ def _save(write, module, directory, config, dtype, companions) -> int:
 
     if dtype is None:
         dtype = next(parameters.named_parameters(module))[1].get_value().dtype
-    with files.staged(pathlib.Path(directory)) as staged:
+    with files.staged(paths.to_path(directory)) as staged:
         if jax.process_index() == 0:
             files.write_json(staged / files.CONFIG, _with_dtype(config, np.dtype(dtype).name))
             if companions is not None:
