@@ -1,6 +1,8 @@
 """Settings that must stand before jax is imported: eight CPU devices, and quick compilation."""
 
 import atexit
+import contextlib
+import ctypes
 import gc
 import os
 import pathlib
@@ -11,9 +13,12 @@ import tempfile
 
 # Modules that several tests share lie beside this file.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from support import xla_flags
+import pytest
+from support import tiers, xla_flags
 
-MOST_MAPPINGS = 30_000  # of memory, between modules; see `pytest_runtest_teardown`
+# What a worker may hold between modules; within one, twice as much. See `pytest_runtest_teardown`.
+MOST_MAPPINGS = 15_000
+MOST_MEMORY_KIB = 3 * 2**20
 
 os.environ["XLA_FLAGS"] = xla_flags.quick(devices=8)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,15 +35,38 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests of tests/slow.txt too")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k leaves out others
+def pytest_collection_modifyitems(config, items):
+    """Leaves out slow tests, unless they are asked for by --slow or by name."""
+    if config.args == config.getini("testpaths") and (stale := tiers.stale(map(_name, items))):
+        raise pytest.UsageError(f"{tiers.SLOW}: no such test: {stale[0]}")
+    if config.getoption("--slow") or any("::" in one for one in config.args):
+        return
+    slow = [item for item in items if tiers.is_slow(_name(item))]
+    if slow:
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=slow)
+
+
+def _name(item) -> str:
+    return item.nodeid
+
+
 def pytest_runtest_teardown(item, nextitem):
-    """Between modules, drops what is compiled if it takes too many memory mappings.
+    """Drops what is compiled if it takes too much memory, or too many mappings of it.
 
     Each kernel of a program has mappings of its own (jaxlib 0.12 makes far more than 0.10), and
-    the kernel of Linux allows 65,530 to a process: past them, loading a program crashes it.
+    the kernel of Linux allows 65,530 to a process: past them, loading a program crashes it. Its
+    code takes memory too, some GiB after a thousand tests.
     """
-    if nextitem is not None and nextitem.module is item.module:
+    if nextitem is None:
         return
-    if _num_mappings() < MOST_MAPPINGS:
+    share = max(_num_mappings() / MOST_MAPPINGS, _memory_kib() / MOST_MEMORY_KIB)
+    if share < (2 if nextitem.module is item.module else 1):
         return
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -48,6 +76,9 @@ def pytest_runtest_teardown(item, nextitem):
                     value.cache_clear()
     sys.modules["jax"].clear_caches()
     gc.collect()
+    if sys.platform == "linux":  # the C library keeps what was freed, some GiB of it
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _num_mappings() -> int:
@@ -56,4 +87,13 @@ def _num_mappings() -> int:
         with open("/proc/self/maps", "rb") as maps:
             return sum(1 for _ in maps)
     except OSError:
+        return 0
+
+
+def _memory_kib() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+    except (OSError, StopIteration):
         return 0

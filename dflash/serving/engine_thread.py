@@ -62,6 +62,10 @@ class Stop:
 Command = Submit | Cancel | Flush | Profile | Stop
 
 
+class _StoppedEarly(Exception):
+    """The server was asked to stop before it was ready."""
+
+
 class Listener(Protocol):
     """Hears of what happens, on the engine's thread: each call has to return at once."""
 
@@ -90,12 +94,15 @@ class EngineThread(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self._source, self._listener = tracks, listener
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._stopping = threading.Event()
         self._tracks: dict[str, Scheduler] = {}
 
     # --- from any thread ------------------------------------------------------------------------
 
     def put(self, command: Command) -> None:
         """Has a command carried out before the next step."""
+        if isinstance(command, Stop):
+            self._stopping.set()
         self._commands.put(command)
 
     # --- on the thread --------------------------------------------------------------------------
@@ -103,17 +110,24 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         """Serves until it is asked to stop, or until it fails."""
         try:
-            engines = self._source.start()
+            engines = self._source.start(self._go_on)
             self._tracks = {name: Scheduler(engine) for name, engine in engines.items()}
             self._listener.ready(engines)
             while self._obey(self._heard()):
                 self._step()
             for track in self._tracks.values():
                 track.close()
+        except _StoppedEarly:
+            self._listener.stopped(None)
         except BaseException as error:
             self._listener.stopped(error)
         else:
             self._listener.stopped(None)
+
+    def _go_on(self) -> None:
+        """Ends the start if it is no longer wanted; processes of a run all come to its end."""
+        if self._stopping.is_set() and jax.process_count() == 1:
+            raise _StoppedEarly
 
     def _step(self) -> None:
         begin = time.perf_counter()

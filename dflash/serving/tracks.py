@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dflash import errors
@@ -57,9 +57,11 @@ class Tracks:
         self.config = config
         self._job, self._display, self._loaded = job, display, loaded
 
-    def start(self) -> Mapping[str, Engine]:
+    def start(self, go_on: Callable[[], None]) -> Mapping[str, Engine]:
         """Loads weights, and compiles all programs that any request may need.
 
+        Args:
+          go_on: called between two programs; what it raises ends the start.
         Raises:
           CheckpointError: a checkpoint is damaged.
         """
@@ -77,7 +79,12 @@ class Tracks:
         for engine in engines.values():
             longest = engine.layout.max_length
             lengths = [1 << i for i in range(longest.bit_length())] + [longest]
-            with self._display.compiling() as progress:
+            with self._display.compiling() as show:
+
+                def progress(ready: int, wanted: int, show=show) -> None:
+                    show(ready, wanted)
+                    go_on()
+
                 engine.compile(lengths, progress, grammars=self._takes_grammars)
         return engines
 
