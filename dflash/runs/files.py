@@ -1,7 +1,6 @@
 """Files that outlive a crash: written whole or not at all; failures of the disk as one line.
 
-Here, and nowhere else, a path in a bucket (`buckets.BucketPath`) is treated otherwise than one of a
-file system.
+What is done otherwise in a bucket (`buckets.BucketPath`) than in a file system, is done here.
 """
 
 import concurrent.futures
@@ -18,11 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from dflash import errors, paths
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _COPIED_BYTES = 8 * 2**20  # at a time
 _AT_ONCE = 16  # requests to a bucket that wait for their answers
@@ -151,7 +151,7 @@ def move_tree(source: pathlib.Path, target: pathlib.Path) -> None:
         shutil.move(source, target)
 
 
-def view(path: pathlib.Path, begin: int, end: int) -> np.ndarray:
+def view(path: pathlib.Path, begin: int, end: int) -> "np.ndarray":
     """Bytes `begin` to `end` - 1 of a file: mapped into memory, or fetched from a bucket.
 
     Returns:
@@ -160,6 +160,8 @@ def view(path: pathlib.Path, begin: int, end: int) -> np.ndarray:
       OSError: it cannot be read.
       ValueError: the file is shorter.
     """
+    import numpy as np  # which --help can do without
+
     if begin == end:
         return np.empty(0, np.uint8)
     if not paths.in_bucket(path):

@@ -16,6 +16,7 @@ from dflash.runs import files
 
 INTERVAL_S = 10.0  # between two writings of an object
 _SHARE = 10  # an object is written for at most one part in so many of the time
+_PATIENCE_S = 300.0  # for which an object may fail to be written before its run ends
 
 
 class GrowingFile(abc.ABC):
@@ -30,7 +31,7 @@ class GrowingFile(abc.ABC):
         """Adds to the end.
 
         Raises:
-          OSError: it cannot be written; or, in a bucket, what was appended before could not.
+          OSError: it cannot be written; or, in a bucket, what was appended minutes ago could not.
         """
 
     @abc.abstractmethod
@@ -87,7 +88,7 @@ class _GrowingObject(GrowingFile):
             self._content = bytearray()
             path.write_bytes(b"")  # other runs see that this one has begun
         self._stored = len(self._content)  # bytes of the object
-        self._failure: OSError | None = None
+        self._failure: tuple[float, OSError] | None = None  # since when, and the last one
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_at_intervals, daemon=True)
@@ -98,8 +99,8 @@ class _GrowingObject(GrowingFile):
             del self._content[num_bytes:]
 
     def append(self, data: bytes) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self._failure is not None and time.monotonic() - self._failure[0] > _PATIENCE_S:
+            raise self._failure[1]
         with self._lock:
             self._content += data
 
@@ -118,8 +119,10 @@ class _GrowingObject(GrowingFile):
             begin = time.monotonic()
             try:
                 self._write()
+                self._failure = None
             except OSError as error:
-                self._failure = error  # the next call raises it
+                since = begin if self._failure is None else self._failure[0]
+                self._failure = since, error
             pause_s = max(INTERVAL_S, _SHARE * (time.monotonic() - begin))
 
     def _write(self) -> None:
