@@ -113,9 +113,9 @@ def collectives(operations: Iterable[Operation]) -> dict[str, tuple[int, int]]:
     for one in operations:
         if kind := one.collective:
             count, size = found.get(kind, (0, 0))
-            # An asynchronous one's result names its source as well.
+            # An asynchronous one's result names its source first.
             arrays = one.instruction.results
-            own = arrays[-1].num_bytes if one.is_async else one.instruction.num_bytes
+            own = arrays[:2][-1].num_bytes if one.is_async else one.instruction.num_bytes
             found[kind] = (count + one.times, size + own * one.times)
     return found
 

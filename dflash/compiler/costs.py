@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from dflash.compiler import loops as loops_lib
 from dflash.compiler import traffic
-from dflash.compiler.hlo import Instruction, Module
+from dflash.compiler.hlo import COLLECTIVES, Instruction, Module
 
 # Opcodes that move nothing and take no time of their own.
 _FREE = frozenset(
@@ -17,10 +17,8 @@ _FREE = frozenset(
     dynamic-slice-done all-gather-done all-reduce-done collective-permute-done send-done
     recv-done""".split()
 )
-COLLECTIVES = frozenset(
-    """all-gather all-reduce reduce-scatter all-to-all collective-permute collective-broadcast
-    ragged-all-to-all""".split()
-)
+# Fusions by which a collective that runs within others, mostly products, begins and ends.
+_BEGINS, _ENDS = "async-collective-start", "async-collective-done"
 
 # (a loop or a conditional, with its scope as op_name) -> turns of the loop, or index of the
 # branch; None where unknown.
@@ -40,6 +38,7 @@ class Operation:
       written_bytes: to main memory.
       cycles: the compiler's estimate; 0 without one.
       loops: names of the loops around it, outermost first.
+      collective: the kind of collective that it is, or that it begins; None: it is none.
     """
 
     instruction: Instruction
@@ -50,6 +49,7 @@ class Operation:
     written_bytes: int
     cycles: int
     loops: tuple[str, ...]
+    collective: str | None = None
 
     @property
     def hbm_bytes(self) -> int:
@@ -59,13 +59,8 @@ class Operation:
     @property
     def is_async(self) -> bool:
         """It runs beside other operations; the compiler gives it no cycles."""
-        return self.instruction.opcode.endswith("-start")
-
-    @property
-    def collective(self) -> str | None:
-        """The kind of collective that it is, if it is one."""
-        opcode = self.instruction.opcode.removesuffix("-start")
-        return opcode if opcode in COLLECTIVES else None
+        opcode, name = self.instruction.opcode, self.instruction.name
+        return opcode.endswith("-start") or name.startswith(_BEGINS)
 
 
 def operations(module: Module, *, trips: Rule, branch: Rule) -> list[Operation]:
@@ -92,7 +87,7 @@ class _Walk:
         computation = self.module.computations[name]
         by_name, users = computation.by_name(), computation.users()
         for one in computation.instructions:
-            if one.opcode in _FREE:
+            if one.opcode in _FREE or one.name.startswith(_ENDS):
                 continue
             around = _scope(one, by_name, users) or scope
             scoped = dataclasses.replace(one, op_name=around)
@@ -128,7 +123,17 @@ class _Walk:
             written_bytes=written,
             cycles=one.cycles or 0,
             loops=loops,
+            collective=_collective(self.module, one),
         )
+
+
+def _collective(module: Module, one: Instruction) -> str | None:
+    opcodes = [one.opcode.removesuffix("-start")]
+    if one.opcode == "fusion" and one.name.startswith(_BEGINS):
+        opcodes = [
+            inner.opcode for inner in module.computations[one.called["calls"][0]].instructions
+        ]
+    return next((opcode for opcode in opcodes if opcode in COLLECTIVES), None)
 
 
 def _scope(one: Instruction, by_name, users) -> str:

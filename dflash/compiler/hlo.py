@@ -16,6 +16,11 @@ _CONTINUATIONS = ('"', "}}")
 # Attributes that name the computations an instruction runs.
 _CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
 
+COLLECTIVES = frozenset(
+    """all-gather all-reduce reduce-scatter all-to-all collective-permute collective-broadcast
+    ragged-all-to-all""".split()
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:

@@ -50,10 +50,14 @@ def _element(
     """What makes an element of a tuple; None where that is not plain to see."""
     if one is None or one.opcode != "tuple" or place >= len(one.operands):
         return None
-    found = by_name.get(one.operands[place])
-    while found is not None and found.opcode in ("copy", "bitcast"):
-        found = by_name.get(found.operands[0])
-    return found
+    return _origin(by_name.get(one.operands[place]), by_name)
+
+
+def _origin(one: Instruction | None, by_name: Mapping[str, Instruction]) -> Instruction | None:
+    """The instruction, or what it is a copy of."""
+    while one is not None and one.opcode in ("copy", "bitcast"):
+        one = by_name.get(one.operands[0])
+    return one
 
 
 def _step(body: Computation, place: int) -> int | None:
@@ -67,5 +71,5 @@ def _step(body: Computation, place: int) -> int | None:
         if len(constants) != 1 or len(others) != 1:
             return None
         total += constants[0]
-        now = others[0]
+        now = _origin(others[0], by_name)
     return total if now is not None and _place(now) == place else None

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from dflash.compiler.hlo import Computation, Instruction, Module
+from dflash.compiler.hlo import COLLECTIVES, Computation, Instruction, Module
 
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
@@ -136,6 +136,8 @@ def _parameter_bytes(module: Module, body: Computation, index: int, whole: int) 
                 sizes.append(user.num_bytes)
             elif user.opcode in _UPDATES and user.operands[0] == now.name:
                 sizes.append(0)
+            elif user.opcode in COLLECTIVES or (user.opcode == "tuple" and user.is_root):
+                sizes.append(0)  # passed on, or moved by a collective that another operation began
             elif user.opcode == "fusion":
                 inner = module.computations[user.called["calls"][0]]
                 sizes.append(_parameter_bytes(module, inner, user.operands.index(now.name), whole))
@@ -159,7 +161,9 @@ def _written_bytes(module: Module, body: Computation, one: Instruction) -> int:
         while root.opcode in _VIEWS:
             root = by_name[root.operands[0]]
         size = result.num_bytes
-        if root.opcode in _UPDATES:
+        if root.opcode in COLLECTIVES or root.opcode == "parameter":
+            size = 0
+        elif root.opcode in _UPDATES:
             size = _update_bytes(root, by_name)
         elif root.opcode == "fusion":
             size = _written_bytes(module, module.computations[root.called["calls"][0]], root)

@@ -77,8 +77,7 @@ def anchored_attention(
         window,
         causal,
     )
-    attended = _attend(kernels, floats, masks)
-    return jnp.where(valid[:, :, None, None, None], attended, 0)
+    return _attend(kernels, floats, masks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +99,9 @@ class _Kernels:
     def forward(self, floats, masks):
         """Outputs, and the log2 of each row's sum, which the reference does without."""
         plan = tpu.Plan(floats[0], floats[1], floats[3], self.sizes)
-        shape = (plan.batch, plan.kv_heads, plan.tiles, 1, plan.rows)
 
         def reference(*arrays):
-            return self.reference(*arrays), jnp.zeros(shape, jnp.float32)
+            return self.reference(*arrays), jnp.zeros(plan.lanes, jnp.float32)
 
         def pallas(*arrays, interpret):
             bounds = plan.bounds(*arrays[5:], self.window)
@@ -111,7 +109,7 @@ class _Kernels:
                 plan, _split(plan, arrays[:5]), bounds,
                 scale=self.scale, causal=self.causal, interpret=interpret,
             )  # fmt: skip
-            return plan.join_queries(outputs), log_sum
+            return plan.join_blocks(outputs), log_sum
 
         return self._run(reference, pallas, *floats, *masks)
 
@@ -128,10 +126,10 @@ class _Kernels:
             outputs, log_sum, grad = arrays[8:]
             grads = tpu.backward(
                 plan, _split(plan, arrays[:5]), bounds,
-                plan.split_queries(outputs), log_sum, plan.split_queries(grad),
+                plan.split_blocks(outputs), log_sum, plan.split_blocks(grad),
                 scale=self.scale, causal=self.causal, interpret=interpret,
             )  # fmt: skip
-            joins = [plan.join_queries, *[plan.join_blocks] * 2, *[plan.join_context] * 2]
+            joins = [plan.join_blocks] * 3 + [plan.join_context] * 2
             return tuple(
                 join(found).astype(array.dtype)
                 for join, found, array in zip(joins, grads, arrays, strict=False)
@@ -150,7 +148,7 @@ class _Kernels:
 
 
 def _split(plan, floats):
-    splits = [plan.split_queries, *[plan.split_blocks] * 2, *[plan.split_context] * 2]
+    splits = [plan.split_blocks] * 3 + [plan.split_context] * 2
     return [split(array) for split, array in zip(splits, floats, strict=True)]
 
 

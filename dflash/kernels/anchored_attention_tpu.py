@@ -21,15 +21,17 @@ from dflash.kernels.tuning import BlockSizes
 
 OP = "anchored_attention"
 # Rows of the array of row bounds; as many as a tile of memory has.
-BEGIN, END, DOCUMENT, BLOCK, WITHIN, BOUNDS = 0, 1, 2, 3, 4, 8
+BEGIN, END, DOCUMENT, VALID, BLOCK, WITHIN, BOUNDS = 0, 1, 2, 3, 4, 5, 8
 
 
 class Plan:
     """Shapes of one call: how it is cut up.
 
-    Arrays of the kernels: queries [B, K, tiles, R, H] with R = blocks · N/K · rows of a block, in
-    that order; keys and values of blocks [B, K, tiles, blocks · rows, H]; context [B, K, context
-    tiles, S, H].
+    Arrays of the kernels: queries [B, 1, rows, N·H], keys and values of blocks, and the context,
+    [B, 1, rows, K·H]: as projections leave them, so that nothing is moved on the way. A step reads
+    its columns of them. Heads narrower than the lanes are cut apart before, [B, K, rows, …].
+
+    Rows of a step's scores are those of its first query head, then those of the second, and so on.
     """
 
     def __init__(self, queries, keys, context_keys, sizes: BlockSizes):
@@ -37,52 +39,50 @@ class Plan:
         self.kv_heads, self.length = keys.shape[3], context_keys.shape[1]
         self.dtype = jnp.dtype(queries.dtype)
         self.group = self.heads // self.kv_heads
+        # Whole tiles of memory.
+        least = math.lcm(self.block, flash_tpu.row_tile(self.dtype)) // self.block
         wanted = max(1, sizes.queries // (self.group * self.block))
-        self.step_blocks = min(wanted, self.blocks)
+        self.step_blocks = -(-min(wanted, self.blocks) // least) * least
         self.tiles = -(-self.blocks // self.step_blocks)
-        self.rows = self.step_blocks * self.group * self.block
         self.own = self.step_blocks * self.block
+        self.rows = self.group * self.own
         self.tile = flash_tpu.tile_rows(self.length, sizes.keys, self.dtype)
         self.context_tiles = -(-self.length // self.tile)
-
-    def split_queries(self, array):
-        """[B, A, R, N, H] -> [B, K, tiles, R', H]."""
-        tiled = self._pad_blocks(array).reshape(
-            self.batch, self.tiles, self.step_blocks, self.block, self.kv_heads, self.group, -1
-        )
-        return tiled.transpose(0, 4, 1, 2, 5, 3, 6).reshape(
-            self.batch, self.kv_heads, self.tiles, self.rows, self.width
-        )
-
-    def join_queries(self, array):
-        """The inverse of `split_queries`."""
-        tiled = array.reshape(
-            self.batch, self.kv_heads, self.tiles, self.step_blocks, self.group, self.block, -1
-        ).transpose(0, 2, 3, 5, 1, 4, 6)
-        shape = (self.batch, -1, self.block, self.heads, self.width)
-        return tiled.reshape(shape)[:, : self.blocks]
+        self.in_columns = self.width % flash_tpu.LANES == 0
 
     def split_blocks(self, array):
-        """[B, A, R, K, H] -> [B, K, tiles, blocks · R, H]."""
+        """[B, A, R, n, H] of queries, keys or values, as the kernels take them."""
         padded = self._pad_blocks(array)
-        tiled = padded.reshape(self.batch, self.tiles, self.own, self.kv_heads, self.width)
-        return tiled.transpose(0, 3, 1, 2, 4)
+        return self._split(padded.reshape(self.batch, -1, self.kv_heads, self._columns(array)))
 
     def join_blocks(self, array):
         """The inverse of `split_blocks`."""
-        shape = (self.batch, -1, self.block, self.kv_heads, self.width)
-        return array.transpose(0, 2, 3, 1, 4).reshape(shape)[:, : self.blocks]
+        shape = (self.batch, self.tiles * self.step_blocks, self.block, -1, self.width)
+        return self._join(array).reshape(shape)[:, : self.blocks]
 
     def split_context(self, array):
-        """[B, T, K, H] -> [B, K, context tiles, S, H]."""
+        """[B, T, K, H], as the kernels take it."""
         padding = self.context_tiles * self.tile - self.length
-        padded = jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
-        return padded.reshape(self.batch, self.kv_heads, -1, self.tile, self.width)
+        return self._split(jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0))))
 
     def join_context(self, array):
         """The inverse of `split_context`."""
-        joined = array.reshape(self.batch, self.kv_heads, -1, self.width).swapaxes(1, 2)
-        return joined[:, : self.length]
+        shape = (self.batch, -1, self.kv_heads, self.width)
+        return self._join(array).reshape(shape)[:, : self.length]
+
+    def _columns(self, array) -> int:
+        """Columns that belong to a kv head."""
+        return array.shape[3] // self.kv_heads * self.width
+
+    def _split(self, array):
+        """[B, rows, K, columns]."""
+        if self.in_columns:
+            return array.reshape(self.batch, 1, array.shape[1], -1)
+        return array.swapaxes(1, 2)
+
+    def _join(self, array):
+        """The inverse of `_split`, but for the shape: [B, rows, …]."""
+        return array[:, 0] if self.in_columns else array.swapaxes(1, 2)
 
     def _pad_blocks(self, array):
         """[B, A, ...] -> a whole number of tiles of blocks; those added see nothing but zeros."""
@@ -102,14 +102,14 @@ class Plan:
             begin = jnp.maximum(begin, anchors - window)
         end = jnp.where(valid, anchors, 0)
         begin = jnp.minimum(begin, end)
-        begin, end, document = (self._pad_blocks(x) for x in (begin, end, document))
+        per_block = [self._pad_blocks(x.astype(jnp.int32)) for x in (begin, end, document, valid)]
         shape = (self.batch, self.tiles, self.step_blocks)
-        tiled = jnp.stack([x.astype(jnp.int32).reshape(shape) for x in (begin, end, document)], 2)
-        per_row = jnp.repeat(tiled, self.group * self.block, axis=-1)
-        row = jnp.arange(self.rows, dtype=jnp.int32)
-        places = jnp.stack([row // (self.group * self.block), row % self.block])
+        tiled = jnp.stack([x.reshape(shape) for x in per_block], axis=2)
+        row = jnp.arange(self.own, dtype=jnp.int32)
+        places = jnp.stack([row // self.block, row % self.block])
         places = jnp.broadcast_to(places, (self.batch, self.tiles, *places.shape))
-        rest = jnp.zeros((self.batch, self.tiles, BOUNDS - 5, self.rows), jnp.int32)
+        rest = jnp.zeros((self.batch, self.tiles, BOUNDS - 6, self.own), jnp.int32)
+        per_row = jnp.concatenate([jnp.repeat(tiled, self.block, axis=-1), places, rest], axis=2)
         sees = tiled[:, :, END] > tiled[:, :, BEGIN]
         first = jnp.where(sees, tiled[:, :, BEGIN], self.length).min(axis=-1) // self.tile
         last = -(-jnp.where(sees, tiled[:, :, END], 0).max(axis=-1) // self.tile)
@@ -118,36 +118,49 @@ class Plan:
         return (
             first.reshape(-1),
             last.reshape(-1),
-            jnp.concatenate([per_row, places, rest], axis=2),
+            jnp.tile(per_row, self.group),
             segments.reshape(self.batch, self.context_tiles, self.tile, 1),
         )
 
     def specs(self):
-        """Block specs of queries, block keys, context, bounds, documents, and one per row."""
+        """Of queries, blocks' keys, context tiles, bounds, documents, one per row, all context."""
 
         def context_tile(b, a, t, first, end):
             # A tile that is not needed is not fetched: the one that is there stays.
             at = b * self.tiles + a
             return jnp.maximum(jnp.minimum(jnp.maximum(t, first[at]), end[at] - 1), 0)
 
-        def block(*shape):
-            return pl.BlockSpec((None, None, None, *shape), lambda b, k, a, t, *_: (b, k, a, 0, 0))
+        def place(b, k, row):
+            return (b, 0, row, k) if self.in_columns else (b, k, row, 0)
+
+        def block(columns):
+            return pl.BlockSpec(
+                (None, None, self.own, columns), lambda b, k, a, t, *_: place(b, k, a)
+            )
 
         context = pl.BlockSpec(
-            (None, None, None, self.tile, self.width),
-            lambda b, k, a, t, *s: (b, k, context_tile(b, a, t, *s), 0, 0),
+            (None, None, self.tile, self.width),
+            lambda b, k, a, t, *s: place(b, k, context_tile(b, a, t, *s)),
+        )
+        whole = pl.BlockSpec(
+            (None, None, self.context_tiles * self.tile, self.width),
+            lambda b, k, a, t, *_: place(b, k, 0),
+        )
+        per_row = pl.BlockSpec(
+            (None, None, None, 1, self.rows), lambda b, k, a, t, *_: (b, k, a, 0, 0)
         )
         bounds = pl.BlockSpec((None, None, BOUNDS, self.rows), lambda b, k, a, t, *_: (b, a, 0, 0))
         documents = pl.BlockSpec(
             (None, None, self.tile, 1),
             lambda b, k, a, t, *s: (b, context_tile(b, a, t, *s), 0, 0),
         )
-        queries, own, per_row = (
-            block(self.rows, self.width),
-            block(self.own, self.width),
-            block(1, self.rows),
-        )
-        return queries, own, context, bounds, documents, per_row
+        own = block(self.width)
+        return block(self.group * self.width), own, context, bounds, documents, per_row, whole
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Shape of what there is one of per row of scores."""
+        return self.batch, self.kv_heads, self.tiles, 1, self.rows
 
     def vmem(self, *, backward):
         """What a step keeps in VMEM; see `flash_tpu.check_vmem`."""
@@ -165,8 +178,13 @@ class Plan:
             arrays["gradient of the context"] = ((4, self.context_tiles, tile, width), jnp.float32)
         return arrays
 
-    def call(self, kernel, name, inputs, in_specs, out_shapes, out_specs, scratch, interpret):
-        """pl.pallas_call over (sequence, kv head, tile of blocks, tile of context)."""
+    def call(
+        self, kernel, name, inputs, in_specs, out_shapes, out_specs, scratch, interpret, *, products
+    ):
+        """pl.pallas_call over (sequence, kv head, tile of blocks, tile of context).
+
+        Args: products: matrix products of a pair of a row and a key.
+        """
         pairs = self.batch * self.heads * self.blocks * self.block * (self.length // 2)
         return pl.pallas_call(
             kernel,
@@ -182,7 +200,7 @@ class Plan:
                 "parallel", "parallel", "arbitrary", "arbitrary"
             ),
             cost_estimate=pl.CostEstimate(
-                flops=4 * pairs * self.width,
+                flops=2 * products * pairs * self.width,
                 transcendentals=pairs,
                 bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in inputs),
             ),
@@ -192,7 +210,7 @@ class Plan:
 
 
 def forward(plan: Plan, arrays, bounds, *, scale, causal, interpret):
-    """Outputs as `queries`, and log2 of each row's sum [B, K, tiles, 1, R], float32.
+    """Outputs as `queries`, and log2 of each row's sum, float32 `plan.lanes`.
 
     Args:
       plan: of the call.
@@ -200,9 +218,9 @@ def forward(plan: Plan, arrays, bounds, *, scale, causal, interpret):
       bounds: `plan.bounds`.
     """
     flash_tpu.check_vmem(OP, plan.vmem(backward=False))
-    queries, own, context, rows, documents, per_row = plan.specs()
+    queries, own, context, rows, documents, per_row, _ = plan.specs()
     first, end, row_bounds, segments = bounds
-    lanes = jax.ShapeDtypeStruct((*arrays[0].shape[:3], 1, plan.rows), jnp.float32)
+    lanes = jax.ShapeDtypeStruct(plan.lanes, jnp.float32)
     return plan.call(
         functools.partial(_forward, plan=plan, scale=scale, causal=causal),
         f"{OP}_forward",
@@ -216,30 +234,30 @@ def forward(plan: Plan, arrays, bounds, *, scale, causal, interpret):
             pltpu.VMEM((1, plan.rows), jnp.float32),
         ],
         interpret,
+        products=2,
     )
 
 
 def backward(plan: Plan, arrays, bounds, outputs, log_sum, grad, *, scale, causal, interpret):
     """Gradients of `arrays`; see `forward`. Those of the context are float32."""
     flash_tpu.check_vmem(OP, plan.vmem(backward=True))
-    queries, own, context, rows, documents, per_row = plan.specs()
+    queries, own, context, rows, documents, per_row, whole = plan.specs()
     first, end, row_bounds, segments = bounds
-    drop = (outputs.astype(jnp.float32) * grad.astype(jnp.float32)).sum(axis=-1)[..., None, :]
-    whole = pl.BlockSpec(
-        (None, None, plan.context_tiles, plan.tile, plan.width),
-        lambda b, k, a, t, *_: (b, k, 0, 0, 0),
-    )
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]
     shapes += [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays[3:]]
     return plan.call(
         functools.partial(_backward, plan=plan, scale=scale, causal=causal),
         f"{OP}_backward",
-        (first, end, *arrays, row_bounds, segments, grad.astype(plan.dtype), log_sum, drop),
-        [queries, own, own, context, context, rows, documents, queries, per_row, per_row],
+        (first, end, *arrays, row_bounds, segments, outputs, grad.astype(plan.dtype), log_sum),
+        [queries, own, own, context, context, rows, documents, queries, queries, per_row],
         shapes,
         [queries, own, own, whole, whole],
-        [pltpu.VMEM((plan.rows, plan.width), jnp.float32)],
+        [
+            pltpu.VMEM((plan.rows, plan.width), jnp.float32),
+            pltpu.VMEM((1, plan.rows), jnp.float32),
+        ],
         interpret,
+        products=5,
     )
 
 
@@ -267,6 +285,23 @@ def _needed(plan: Plan, first_ref, end_ref):
     return (tile >= first_ref[at]) & (tile < end_ref[at])
 
 
+def _query_heads(plan: Plan, ref):
+    """Columns [own, N/K·H] -> rows of scores [R, H]."""
+    heads = [ref[:, begin : begin + plan.width] for begin in _head_columns(plan)]
+    return jnp.concatenate(heads, axis=0)
+
+
+def _store_query_heads(plan: Plan, ref, heads):
+    """The inverse of `_query_heads`."""
+    for i, begin in enumerate(_head_columns(plan)):
+        own = heads[i * plan.own : (i + 1) * plan.own]
+        ref[:, begin : begin + plan.width] = own.astype(ref.dtype)
+
+
+def _head_columns(plan: Plan) -> range:
+    return range(0, plan.group * plan.width, plan.width)
+
+
 def _scores(keys, queries, visible, scale):
     """[S, R], in units of log2."""
     return jnp.where(visible, flash_tpu.scores(keys, queries, scale=scale), MASKED)
@@ -277,10 +312,12 @@ def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys
              weighted_ref, peak_ref, total_ref, *, plan: Plan, scale, causal):  # fmt: skip
     tile = pl.program_id(3)
 
+    def scores_of(keys_ref, visible):
+        return _scores(keys_ref[...], _query_heads(plan, queries_ref), visible, scale)
+
     @pl.when(tile == 0)
     def _():
-        visible = _own_visible(plan, bounds_ref, causal)
-        scores = _scores(keys_ref[...], queries_ref[...], visible, scale)
+        scores = scores_of(keys_ref, _own_visible(plan, bounds_ref, causal))
         peak = scores.max(axis=0, keepdims=True)
         weights = jnp.exp2(scores - peak)
         peak_ref[...] = peak
@@ -291,7 +328,7 @@ def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys
     @pl.when(_needed(plan, first_ref, end_ref))
     def _():
         visible = _context_visible(plan, bounds_ref, documents_ref, tile)
-        scores = _scores(context_keys_ref[...], queries_ref[...], visible, scale)
+        scores = scores_of(context_keys_ref, visible)
         before = peak_ref[...]
         peak = jnp.maximum(before, scores.max(axis=0, keepdims=True))
         keep, weights = jnp.exp2(before - peak), jnp.exp2(scores - peak)
@@ -303,25 +340,29 @@ def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys
 
     @pl.when(tile == plan.context_tiles - 1)
     def _():
-        outputs_ref[...] = (weighted_ref[...] / total_ref[...]).T.astype(outputs_ref.dtype)
-        log_sum_ref[...] = peak_ref[...] + jnp.log2(total_ref[...])
+        valid = bounds_ref[VALID : VALID + 1] != 0
+        attended = jnp.where(valid, weighted_ref[...] / total_ref[...], 0)
+        _store_query_heads(plan, outputs_ref, attended.T)
+        # So large a sum leaves the rows of an invalid block no weight in any gradient.
+        log_sum_ref[...] = jnp.where(valid, peak_ref[...] + jnp.log2(total_ref[...]), -MASKED)
 
 
 def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys_ref,
-              context_values_ref, bounds_ref, documents_ref, grad_ref, log_sum_ref, drop_ref,
+              context_values_ref, bounds_ref, documents_ref, outputs_ref, grad_ref, log_sum_ref,
               queries_grad_ref, keys_grad_ref, values_grad_ref, context_keys_grad_ref,
-              context_values_grad_ref, accumulated_ref, *, plan: Plan, scale, causal):  # fmt: skip
+              context_values_grad_ref, accumulated_ref, drop_ref, *,
+              plan: Plan, scale, causal):  # fmt: skip
     tile = pl.program_id(3)
 
     def differentiate(keys, values, visible):
         """Gradients of these keys, of their values, and what they add to that of the queries."""
-        scores = _scores(keys, queries_ref[...], visible, scale)
-        weights = jnp.exp2(scores - log_sum_ref[...])
-        weights_grad = flash_tpu.dot(values, grad_ref[...], transpose_b=True)
+        queries, grad = _query_heads(plan, queries_ref), _query_heads(plan, grad_ref)
+        weights = jnp.exp2(_scores(keys, queries, visible, scale) - log_sum_ref[...])
+        weights_grad = flash_tpu.dot(values, grad, transpose_b=True)
         scores_grad = (scale * weights * (weights_grad - drop_ref[...])).astype(keys.dtype)
         return (
-            flash_tpu.dot(scores_grad, queries_ref[...]),
-            flash_tpu.dot(weights.astype(keys.dtype), grad_ref[...]),
+            flash_tpu.dot(scores_grad, queries),
+            flash_tpu.dot(weights.astype(keys.dtype), grad),
             flash_tpu.dot_columns(scores_grad, keys),
         )
 
@@ -332,6 +373,9 @@ def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_key
 
     @pl.when(tile == 0)
     def _():
+        products = _query_heads(plan, outputs_ref).astype(jnp.float32)
+        products *= _query_heads(plan, grad_ref).astype(jnp.float32)
+        drop_ref[...] = products.T.sum(axis=0, keepdims=True)
         visible = _own_visible(plan, bounds_ref, causal)
         of_keys, of_values, of_queries = differentiate(keys_ref[...], values_ref[...], visible)
         keys_grad_ref[...] = of_keys.astype(keys_grad_ref.dtype)
@@ -344,13 +388,14 @@ def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_key
         of_keys, of_values, of_queries = differentiate(
             context_keys_ref[...], context_values_ref[...], visible
         )
-        context_keys_grad_ref[tile] += of_keys
-        context_values_grad_ref[tile] += of_values
+        here = pl.ds(pl.multiple_of(tile * plan.tile, plan.tile), plan.tile)
+        context_keys_grad_ref[here] += of_keys
+        context_values_grad_ref[here] += of_values
         accumulated_ref[...] += of_queries
 
     @pl.when(tile == plan.context_tiles - 1)
     def _():
-        queries_grad_ref[...] = accumulated_ref[...].astype(queries_grad_ref.dtype)
+        _store_query_heads(plan, queries_grad_ref, accumulated_ref[...])
 
 
 def unsupported(queries) -> str | None:

@@ -56,6 +56,6 @@ def attend(
     def one(queries, keys, values, segment_ids):
         return kernel(queries, keys, values, splash.SegmentIds(segment_ids, segment_ids))
 
-    # Heads before rows. The kernels know no factor on the scores.
-    rows = (x.swapaxes(1, 2) for x in ((queries * scale).astype(queries.dtype), keys, values))
+    # Heads before rows. The kernels know no factor on the scores, and there are fewer keys.
+    rows = (x.swapaxes(1, 2) for x in (queries, (keys * scale).astype(keys.dtype), values))
     return jax.vmap(one)(*rows, segment_ids).swapaxes(1, 2)

@@ -50,7 +50,7 @@ def split_heads(
       parts: what the columns are, in their order.
       width: H; None: twice the angles'.
       eps: of the norms.
-      implementation: see `implementation.run`. Gradients are those of the reference.
+      implementation: see `implementation.run`. Angles get no gradient but by the reference.
     Returns:
       [B, T, n, H] for each part; rotated ones in the dtype of `rows` times that of their scale.
     Raises:
@@ -67,19 +67,52 @@ def split_heads(
     arrays = (rows, *cos_sin, *scales)
     options = {"parts": tuple(parts), "eps": eps}
     reference = functools.partial(_reference, width=width, **options)
-    run = functools.partial(
-        implementations.run,
-        implementation,
-        reference=reference,
-        pallas=functools.partial(tpu.split_heads_tpu, **options),
-        unsupported=tpu.unsupported(*arrays, parts=parts, width=width),
+    unsupported = tpu.unsupported(*arrays, parts=parts, width=width)
+    run = functools.partial(implementations.run, implementation, unsupported=unsupported)
+    plain = functools.partial(
+        run, reference=reference, pallas=functools.partial(tpu.split_heads_tpu, **options)
     )
     if implementation == "reference":
-        return run(*arrays)
-    with_gradient = jax.custom_vjp(run)
-    with_gradient.defvjp(
-        lambda *arrays: jax.vjp(reference, *arrays), lambda vjp, cotangents: vjp(cotangents)
-    )
+        return plain(*arrays)
+    in_place = len(parts) == 1 and parts[0].rotated
+
+    def forward(*arrays):
+        """Heads stay in their columns, for attention in training."""
+
+        def columns(*arrays, interpret):
+            return tpu.turn_columns(*arrays, eps=eps, interpret=interpret)
+
+        def rows_of(*arrays):
+            return reference(*arrays)[0].reshape(arrays[0].shape)
+
+        if not in_place:
+            return reference(*arrays), arrays
+        turned = run(*arrays, reference=rows_of, pallas=columns)
+        return (turned.reshape(*turned.shape[:2], -1, width),), arrays
+
+    def backward(arrays, cotangents):
+        rows, cos, sin, *scales = arrays
+
+        def by_reference(rows, grad, cos, sin, *scales):
+            heads = grad.reshape(*grad.shape[:2], -1, width)
+            return gradients(rows, (heads,), cos, sin, *scales)
+
+        def gradients(rows, grads, cos, sin, *scales):
+            pull = jax.vjp(lambda rows, *scales: reference(rows, cos, sin, *scales), rows, *scales)
+            return pull[1](grads)
+
+        def columns(*arrays, interpret):
+            return tpu.turn_columns_gradients(*arrays, eps=eps, interpret=interpret)
+
+        if in_place:
+            grad = cotangents[0].reshape(rows.shape)
+            found = run(rows, grad, cos, sin, *scales, reference=by_reference, pallas=columns)
+        else:
+            found = gradients(rows, cotangents, cos, sin, *scales)
+        return found[0], None, None, *found[1:]
+
+    with_gradient = jax.custom_vjp(plain)
+    with_gradient.defvjp(forward, backward)
     return with_gradient(*arrays)
 
 

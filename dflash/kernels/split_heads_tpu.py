@@ -1,8 +1,11 @@
-"""The Pallas kernel of split_heads; see split_heads.py for what it computes.
+"""The Pallas kernels of split_heads; see split_heads.py for what they compute.
 
-One step serves a tile of rows, and half of the heads of every part where their numbers are even: a
-chip with two cores gives one half to each. A head is as wide as the lanes, so taking it out of its
-row moves nothing.
+The one for decoding gives heads before rows. A step of it serves a tile of rows, and half of the
+heads of every part where their numbers are even: a chip with two cores gives one half to each. A
+head is as wide as the lanes, so taking it out of its row moves nothing.
+
+Those for training, forward and backward, leave the columns of a head where they are, as the
+attention of training reads them.
 """
 
 import functools
@@ -23,8 +26,7 @@ def split_heads_tpu(rows, cos, sin, *scales, parts, eps: float, interpret):
     width = 2 * cos.shape[-1]
     heads, steps = _heads(columns // width, parts)
     tile = min(length, TILE_ROWS)
-    # A half turn of the lanes and these stand for the two halves of a rotation.
-    turns = [jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)]
+    turns = _turns(cos, sin)
     # Each part has a view of its own on the same rows.
     columns_of_step, heads_of_step, before = [], [], 0
     for count in heads:
@@ -52,8 +54,94 @@ def split_heads_tpu(rows, cos, sin, *scales, parts, eps: float, interpret):
         ),
         interpret=interpret,
         name=OP,
-    )(*(rows for _ in parts), *(turn[:, :, 0] for turn in turns), *(each[None] for each in scales))
+    )(*(rows for _ in parts), *turns, *(each[None] for each in scales))
     return tuple(each.swapaxes(1, 2) for each in outputs)
+
+
+def turn_columns(rows, cos, sin, *scales, eps: float, interpret):
+    """Rows [B, T, n·H] of one part with every head normed and rotated."""
+    kernel = functools.partial(_columns_kernel, eps=eps)
+    return _over_columns(
+        kernel, f"{OP}_columns", [rows], cos, sin, scales, [rows.dtype], interpret
+    )[0]
+
+
+def turn_columns_gradients(rows, grad, cos, sin, *scales, eps: float, interpret):
+    """Gradients of the rows and the scales of `turn_columns`, from those of its result."""
+    kernel = functools.partial(_columns_gradient_kernel, eps=eps)
+    found, *sums = _over_columns(
+        kernel, f"{OP}_columns_gradients", [rows, grad], cos, sin, scales,
+        [rows.dtype, *(jnp.float32 for _ in scales)], interpret,
+    )  # fmt: skip
+    return found, *(
+        each.sum(axis=(0, 1, 2)).astype(scale.dtype)
+        for each, scale in zip(sums, scales, strict=True)
+    )
+
+
+def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
+    """Calls a kernel on tiles of rows: its first result is as they are, the others [1, H] each."""
+    batch, length, columns = arrays[0].shape
+    width, tile = 2 * cos.shape[-1], min(length, TILE_ROWS)
+    whole = pl.BlockSpec((None, tile, columns), lambda b, i: (b, i, 0))
+    angles = pl.BlockSpec((None, tile, width), lambda b, i: (b, i, 0))
+    scale = pl.BlockSpec((1, width), lambda b, i: (0, 0))
+    sums = pl.BlockSpec((None, None, 1, width), lambda b, i: (b, i, 0, 0))
+    shapes = [arrays[0].shape] + [(batch, length // tile, 1, width)] * (len(dtypes) - 1)
+    size = arrays[0].size
+    return pl.pallas_call(
+        kernel,
+        grid=(batch, length // tile),
+        in_specs=[*(whole for _ in arrays), angles, angles, *(scale for _ in scales)],
+        out_specs=[whole, *(sums for _ in dtypes[1:])],
+        out_shape=[jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)],
+        compiler_params=flash_tpu.compiler_params("parallel", "parallel"),
+        cost_estimate=pl.CostEstimate(
+            flops=0,  # of the matrix unit
+            transcendentals=size // width,
+            bytes_accessed=(len(arrays) + 1) * size * arrays[0].dtype.itemsize,
+        ),
+        interpret=interpret,
+        name=name,
+    )(*arrays, *_turns(cos, sin), *(each[None] for each in scales))
+
+
+def _turns(cos, sin) -> list[jax.Array]:
+    """[B, T, H] each: with a half turn of the lanes they stand for both halves of a rotation."""
+    turns = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    return [turn[:, :, 0] for turn in turns]
+
+
+def _columns_kernel(rows_ref, cos_ref, sin_ref, *rest, eps):
+    *scales, outputs_ref = rest
+    cos, sin = cos_ref[...], sin_ref[...]
+    scale = scales[0][...].astype(jnp.float32) if scales else None
+    for begin in range(0, rows_ref.shape[1], cos.shape[1]):
+        columns = slice(begin, begin + cos.shape[1])
+        turned = _turn(_norm(rows_ref[:, columns], scale, eps), cos, sin)
+        outputs_ref[:, columns] = turned.astype(outputs_ref.dtype)
+
+
+def _columns_gradient_kernel(rows_ref, grad_ref, cos_ref, sin_ref, *rest, eps):
+    cos, sin = cos_ref[...], sin_ref[...]
+    normed = len(rest) == 3
+    scale_ref, found_ref, sums_ref = rest if normed else (None, *rest, None)
+    total = jnp.zeros((1, cos.shape[1]), jnp.float32)
+    for begin in range(0, rows_ref.shape[1], cos.shape[1]):
+        columns = slice(begin, begin + cos.shape[1])
+        grad = grad_ref[:, columns].astype(jnp.float32)
+        # A half turn is its own inverse.
+        grad = grad * cos + _half_turn(grad * sin)
+        if normed:
+            x = rows_ref[:, columns].astype(jnp.float32)
+            factor = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+            x *= factor
+            total += jnp.sum(grad * x, axis=0, keepdims=True)
+            grad *= scale_ref[...].astype(jnp.float32)
+            grad = factor * (grad - x * jnp.mean(grad * x, axis=-1, keepdims=True))
+        found_ref[:, columns] = grad.astype(found_ref.dtype)
+    if normed:
+        sums_ref[...] = total
 
 
 def _heads(count, parts) -> tuple[list[int], int]:
@@ -89,8 +177,12 @@ def _norm(x, scale, eps):
 
 
 def _turn(x, cos, sin):
+    return x * cos + _half_turn(x) * sin
+
+
+def _half_turn(x):
     half = x.shape[-1] // 2
-    return x * cos + jnp.concatenate([x[:, half:], x[:, :half]], axis=-1) * sin
+    return jnp.concatenate([x[:, half:], x[:, :half]], axis=-1)
 
 
 def unsupported(rows, cos, sin, *scales, parts, width) -> str | None:

@@ -213,20 +213,6 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps)
 
 
-def gathered(head: nnx.Module) -> nnx.Module:
-    """A copy of an output head whose columns are whole on every device; columns may stay split.
-
-    For what multiplies by it in a loop: the loop would gather it in every turn.
-
-    Args:
-      head: a `Linear` [D, V], or an `Embedding` [V, D].
-    """
-    names = ("vocab", None) if isinstance(head, Embedding) else (None, "vocab")
-    graph, weights = nnx.split(head)
-    whole = jax.tree.map(lambda array: head.sharding.constrain(array, *names), weights)
-    return nnx.merge(graph, whole)
-
-
 def join(linears: Sequence[Linear]) -> Linear:
     """One linear map in place of several of the same rows, to all of their columns.
 

@@ -74,12 +74,7 @@ def score_tokens(
     if frozen_head:
         pulled = jax.lax.map(lambda arrays: _score_and_pull(score, *arrays), _split(rows, chunks))
         scores, gradients = _join(pulled, length)
-        # Zero, but with the precomputed gradients as its gradient.
-        wide = hidden.astype(jnp.float32)
-        zero = jnp.sum(
-            gradients.astype(jnp.float32) * (wide - jax.lax.stop_gradient(wide)), axis=-1
-        )
-        return scores._replace(objective=scores.objective + zero)
+        return scores._replace(objective=_with_gradients(scores.objective, hidden, gradients))
     return in_chunks(score, rows, chunk_tokens)
 
 
@@ -182,7 +177,9 @@ def _score_chunk(hidden, labels, target_hidden, unembed, kl_weight) -> TokenScor
     nll = jnp.log(total) + peak[..., 0] - of_label
     # An argmax along a split vocabulary would gather it.
     rivals = (logits == peak) & (vocab < labels)
-    correct = (of_label == peak[..., 0]) & ~rivals.any(axis=-1)
+    # Summed as what is beside it is: a TPU then reads the logits once for all.
+    num_rivals = jnp.sum(rivals.astype(jnp.float32), axis=-1)
+    correct = (of_label == peak[..., 0]) & (num_rivals == 0)
     objective = nll
     if kl_weight:
         target = jax.nn.log_softmax(jax.lax.stop_gradient(unembed(target_hidden)))
@@ -205,6 +202,24 @@ def _score_and_pull(score, hidden, *rest):
     value, pull, scores = jax.vjp(objective, hidden, has_aux=True)
     (gradients,) = pull(jnp.ones_like(value))
     return jax.lax.stop_gradient((scores, gradients))
+
+
+@jax.custom_vjp
+def _with_gradients(objective, hidden, gradients):
+    """Objectives [B, M] with `gradients` [B, M, D], known before, as those by `hidden`."""
+    return objective
+
+
+def _attach(objective, hidden, gradients):
+    return objective, gradients
+
+
+def _pull(gradients, cotangents):
+    by_hidden = gradients.astype(jnp.float32) * cotangents[..., None]
+    return None, by_hidden.astype(gradients.dtype), None
+
+
+_with_gradients.defvjp(_attach, _pull)
 
 
 def _split(arrays, chunks: int):

@@ -13,6 +13,7 @@ from dflash.layers.attention import Attend, Attention
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import RMSNorm
 from dflash.layers.mlp import Mlp
+from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
 
@@ -112,6 +113,7 @@ def run_layer(
     angles: Any,
     attention_of: Callable[..., Attend],
     *seen: Any,
+    gather: bool = False,
     remat: bool = False,
 ) -> tuple[jax.Array, Any]:
     """`layer(x, angles, attend)`, traced once for all layers that are built alike.
@@ -124,16 +126,19 @@ def run_layer(
       angles: the model's `rotary_angles`.
       attention_of: (layer, *seen) -> its `attend`; the same function for all layers.
       *seen: arrays, or pytrees of them.
+      gather: make the layer's weights whole first; see `parameters.gathered`.
       remat: recompute what the layer does for the backward pass.
     """
     graph, params = nnx.split(layer)
-    run = functools.partial(_run_split, graph, attention_of)
+    run = functools.partial(_run_split, graph, attention_of, gather)
     return (jax.checkpoint(run) if remat else run)(params, x, angles, *seen)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_split(graph, attention_of, params, x, angles, *seen):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run_split(graph, attention_of, gather, params, x, angles, *seen):
     layer = nnx.merge(graph, params)
+    if gather:
+        layer = parameters.gathered(layer, layer.sharding)
     return layer(x, angles, attention_of(layer, *seen))
 
 

@@ -17,9 +17,10 @@ from dflash.checkpoints import hf_config
 from dflash.config.schema import AUTO, TargetArchitecture
 from dflash.layers import cache as kv
 from dflash.layers import losses, rotary
-from dflash.layers.linear import Embedding, Linear, RMSNorm, gathered
+from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.layers.train_batch import TrainBatch
 from dflash.layers.transformer import TransformerLayer, run_layer
+from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
 
@@ -58,8 +59,11 @@ class Decoder(nnx.Module):
         self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size, **build)
         self.layers = nnx.List(self.make_layer(i, **build) for i in range(arch.num_hidden_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
-        head = (arch.hidden_size, arch.vocab_size, ("embed", "vocab"))
-        self.lm_head = None if arch.tie_word_embeddings else Linear(*head, **build)
+        self.lm_head = None if arch.tie_word_embeddings else self._make_head()
+
+    def _make_head(self) -> Linear:
+        sizes = self.arch.hidden_size, self.arch.vocab_size
+        return Linear(*sizes, ("embed", "vocab"), dtype=self.dtype, sharding=self.sharding)
 
     def make_layer(self, i: int, *, dtype: jnp.dtype, sharding: Sharding) -> TransformerLayer:
         """Layer i; a family whose layers differ, in attention or in mlp, overrides this."""
@@ -117,7 +121,7 @@ class Decoder(nnx.Module):
         """
         seen = [(segment_ids,)] * len(self.layers)
         hidden, features, _ = self._run_layers(
-            tokens, positions, _attend_packed, seen, feature_layers, remat=remat
+            tokens, positions, _attend_packed, seen, feature_layers, gather=True, remat=remat
         )
         return hidden, features
 
@@ -150,14 +154,14 @@ class Decoder(nnx.Module):
         }
         return loss, metrics
 
-    def _run_layers(self, tokens, positions, attention_of, seen, feature_layers, *, remat=False):
+    def _run_layers(self, tokens, positions, attention_of, seen, feature_layers, **how):
         """Hidden states [B, T, D], features [B, T, C·D], and what each layer's attend gave back."""
         angles = self.rotary_angles(positions)
         x = self.embed(tokens)
         tapped = {}
         kept = []
         for i, (layer, arrays) in enumerate(zip(self.layers, seen, strict=True)):
-            x, layer_kept = run_layer(layer, x, angles, attention_of, *arrays, remat=remat)
+            x, layer_kept = run_layer(layer, x, angles, attention_of, *arrays, **how)
             kept.append(layer_kept)
             if i in feature_layers:
                 tapped[i] = x
@@ -178,11 +182,16 @@ class Decoder(nnx.Module):
             return self.sharding.constrain(logits, batch, None, "vocab")
 
     def gather_head(self) -> None:
-        """Makes the output head whole on every device, in place; see `linear.gathered`."""
+        """Gathers the output head once for all that use it, in place; see `parameters.gathered`.
+
+        Of a tied embedding, it gathers a copy that lies as products read it.
+        """
+        if self.sharding.mesh.size == 1:
+            return
         if self.lm_head is None:
-            self.embed_tokens = gathered(self.embed_tokens)
-        else:
-            self.lm_head = gathered(self.lm_head)
+            self.lm_head = nnx.data(self._make_head())
+            self.lm_head.kernel.set_value(self.embed_tokens.embedding[...].T)
+        self.lm_head = parameters.gathered(self.lm_head, self.sharding)
 
     def head_columns(self, tokens: np.ndarray) -> jax.Array:
         """Columns [D, Q] of the output head: those of `tokens` int [Q]."""

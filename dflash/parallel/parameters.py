@@ -71,7 +71,9 @@ def declare(
       is_made: the maker of another parameter makes this one too; checkpoints do not have it.
     """
     abstract = sharding.abstract(shape, axes, dtype)
-    return nnx.Param(abstract, stddev=stddev, offset=offset, maker=maker, is_made=is_made)
+    return nnx.Param(
+        abstract, axes=axes, stddev=stddev, offset=offset, maker=maker, is_made=is_made
+    )
 
 
 def declare_buffer(
@@ -91,6 +93,48 @@ def declare_buffer(
 def frozen(param: nnx.Param) -> Frozen:
     """The same parameter, never to be trained."""
     return Frozen(param.get_value(), **param.get_metadata())
+
+
+def gathered(module: nnx.Module, sharding: Sharding) -> nnx.Module:
+    """A copy of a module whose weights are whole on every device that has rows of its own.
+
+    Inside a jitted program, for products with many rows: weights travel instead of rows. Splits
+    over mesh axes that do not split the batch stay. Gradients of the copies are summed into the
+    split originals: no device holds a sum whole.
+
+    Args:
+      module: its weights are arrays of the program.
+      sharding: that they are declared with.
+    """
+    split = set(sharding.axes("batch"))
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def gather(param: nnx.Variable) -> nnx.Variable:
+        names = param.get_metadata()["axes"]
+        whole = tuple(None if split & set(sharding.axes(name)) else name for name in names)
+        if whole == names or sharding.mesh.size == 1:
+            return param
+        return param.replace(_gather(sharding, names, whole, param.get_value()))
+
+    whole = jax.tree.map(gather, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.merge(graph, whole, rest)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather(sharding, names, whole, array):
+    """The array, whole where `whole` says so; its gradient is split as `names` say."""
+    return sharding.constrain(array, *whole)
+
+
+def _gather_forward(sharding, names, whole, array):
+    return sharding.constrain(array, *whole), None
+
+
+def _gather_backward(sharding, names, whole, _, gradient):
+    return (sharding.constrain(gradient, *names),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def named_arrays(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:

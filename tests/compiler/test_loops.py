@@ -54,6 +54,20 @@ def test_a_counter_may_be_raised_more_than_once():
     assert turns(bound="constant(9)", more=more) == 2  # at 1 and 5
 
 
+def test_a_counter_may_be_copied_before_it_is_raised():
+    copied = """s32[] iota()
+  %mine = s32[] copy(%i)
+  %one = s32[] constant(2)
+  %raised = s32[] add(%mine, %one)
+  ROOT %carried = (f32[4]{0}, s32[]) tuple(%x, %raised)
+}
+
+%unused (u: s32[]) -> s32[] {
+  %i = s32[] parameter(0)
+  %step = s32[] constant(2)"""
+    assert turns(step=copied) == 3
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -9,7 +9,7 @@ from dflash import errors
 from dflash.compiler import points
 from dflash.compiler.costs import Operation
 from dflash.compiler.forecast import LIMITS, PLAIN, Cost, Memory, Point
-from dflash.compiler.hlo import Instruction
+from dflash.compiler.hlo import COLLECTIVES, Instruction
 from dflash.compiler.points import Repeats
 from dflash.compiler.topology import Rates
 from dflash.config import loader, tpu_schema
@@ -105,7 +105,8 @@ def test_sizes_chosen_by_acceptance_are_no_strategy():
 
 def operation(scope, *, name="fusion.1", opcode="fusion", flops=0.0, size=0, cycles=0, times=1):
     instruction = Instruction(name, opcode, (), (), {}, scope, cycles, None, None, None, "", False)
-    return Operation(instruction, scope, times, flops, size, 0, cycles, ())
+    collective = opcode if opcode in COLLECTIVES else None
+    return Operation(instruction, scope, times, flops, size, 0, cycles, (), collective)
 
 
 def test_operations_are_added_up_by_what_limits_them():

@@ -185,3 +185,50 @@ def test_an_asynchronous_collective_counts_what_arrives():
         "%d = f32[256,32]{1,0} all-gather-done(%s)",
     )
     assert components.collectives(found.values()) == {"all-gather": (1, 4 * X)}
+
+
+def test_a_collective_that_runs_within_a_product_counts_where_it_begins():
+    share, whole, product = "bf16[320,9728]{1,0}", "bf16[2560,9728]{1,0}", "bf16[64,2560]{1,0}"
+    both = f"({product}, {share}, {whole}, {whole})"
+    module = hlo.parse(f"""HloModule small
+%begin (p0: bf16[320,9728]) -> (bf16[320,9728], bf16[2560,9728], u32[]) {{
+  %p0 = {share} parameter(0)
+  %gathered = {whole} all-gather(%p0), dimensions={{0}}
+  ROOT %all = ({share}, {whole}, u32[]) custom-call(%p0, %gathered)
+}}
+
+%middle (a: bf16[64,9728]) -> (bf16[64,2560]) {{
+  %a = bf16[64,9728]{{1,0}} parameter(0)
+  %b = bf16[9728,2560]{{1,0}} parameter(1)
+  %p0 = {share} parameter(2)
+  %p1 = {whole} parameter(3)
+  %gathered = {whole} all-gather(%p0), dimensions={{0}}
+  %product = {product} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %all = {both} tuple(%product, %p0, %p1, %gathered)
+}}
+
+%end (p0: bf16[2560,9728]) -> bf16[2560,9728] {{
+  %p0 = {whole} parameter(0)
+  ROOT %all = {whole} custom-call(%p0)
+}}
+
+ENTRY %main (a: bf16[64,9728], b: bf16[9728,2560], w: bf16[320,9728]) -> bf16[2560,9728] {{
+  %a = bf16[64,9728]{{1,0}} parameter(0)
+  %b = bf16[9728,2560]{{1,0}} parameter(1)
+  %w = {share} parameter(2)
+  %async-collective-start.1 = ({share}, {whole}, u32[]) fusion(%w), kind=kCustom, calls=%begin
+  %g0 = {share} get-tuple-element(%async-collective-start.1), index=0
+  %g1 = {whole} get-tuple-element(%async-collective-start.1), index=1
+  %both = {both} fusion(%a, %b, %g0, %g1), kind=kOutput, calls=%middle
+  %g2 = {whole} get-tuple-element(%both), index=3
+  ROOT %async-collective-done.1 = {whole} fusion(%g2), kind=kCustom, calls=%end
+}}
+""")
+    rules = {"trips": lambda loop: None, "branch": lambda conditional: None}
+    begin, product = costs.operations(module, **rules)
+    assert components.collectives([begin, product]) == {"all-gather": (1, 2560 * 9728 * 2)}
+    assert begin.is_async
+    assert not product.is_async
+    assert product.read_bytes == 2 * 9728 * (64 + 2560)
+    assert product.written_bytes == 2 * 64 * 2560
+    assert product.flops == 2 * 64 * 9728 * 2560

@@ -209,6 +209,18 @@ def test_shapes_of_split_heads(length, kv_heads, group, width, dtype):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("norms", [0, 1])
+def test_split_heads_and_its_gradients(chip, norms):
+    def call(rows, cos, sin, *scales):
+        heads, pull = jax.vjp(lambda *x: split_heads(x[0], (cos, sin), x[1:])[0], rows, *scales)
+        return pull(heads)
+
+    shapes = split_shapes(1024, 1, 4, 128, BF16)[: 3 + norms]
+    text = compile_for(chip, call, shapes).as_text()
+    assert "split_heads_columns_gradients" in text
+
+
+@pytest.mark.parametrize("chip", CHIPS)
 def test_causal_attention_and_its_gradients(chip):
     def call(*arrays):
         *rows, segment_ids = arrays

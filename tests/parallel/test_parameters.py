@@ -110,3 +110,34 @@ def test_an_offset_is_added_to_what_is_drawn(fill):
     FILLS[fill](module)
     means = np.asarray(values(module)["rows"]).mean(axis=1)
     np.testing.assert_allclose(means, [0, 3], atol=0.05)
+
+
+def test_gathered_weights_are_whole_and_their_gradients_split():
+    sharding = make_sharding(**EIGHT)
+    module = Pair(sharding)
+    parameters.initialize(module, jax.random.key(0))
+    graph, params = nnx.split(module)
+    rows = jax.device_put(jnp.ones((8, 64)), sharding.named((8, 64), ("batch", None)))
+
+    def total(params, gather):
+        module = nnx.merge(graph, params)
+        module = parameters.gathered(module, sharding) if gather else module
+        hidden = jnp.sin(rows * module.scale[...]) @ module.more[0][...]
+        return jnp.sum(jnp.cos(hidden) @ module.table[...])
+
+    program = jax.jit(jax.value_and_grad(total), static_argnums=1)
+    for ours, plain in zip(
+        jax.tree.leaves(program(params, True)), jax.tree.leaves(program(params, False)), strict=True
+    ):
+        np.testing.assert_allclose(ours, plain, rtol=1e-3, atol=1e-3)
+    for grad, param in zip(
+        jax.tree.leaves(program(params, True)[1]), jax.tree.leaves(params), strict=True
+    ):
+        assert grad.ndim == 1 or grad.sharding.is_equivalent_to(param.sharding, 2)
+    whole = jax.jit(lambda params: _gathered_arrays(graph, params, sharding))(params)
+    shards = {path: x.addressable_shards[0].data.shape for path, x in whole.items()}
+    assert shards == {"more.0": (64, 64), "scale": (64,), "table": (64, 64)}
+
+
+def _gathered_arrays(graph, params, sharding):
+    return values(parameters.gathered(nnx.merge(graph, params), sharding))

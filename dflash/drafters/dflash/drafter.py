@@ -28,7 +28,7 @@ from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.linear import Linear, RMSNorm, gathered
+from dflash.layers.linear import Linear, RMSNorm
 from dflash.layers.losses import TokenScores
 from dflash.layers.transformer import TransformerLayer
 from dflash.parallel import parameters
@@ -255,7 +255,7 @@ class DFlash(OnePassDrafter):
         vocabulary = self._vocabulary()
         labels = vocabulary.draft_ids[blocks.labels]
         blocks = dataclasses.replace(blocks, labels=labels)
-        unembed = gathered(self.lm_head).attend
+        unembed = parameters.gathered(self.lm_head, self.sharding).attend
         scores = score_blocks(hidden, blocks, batch, unembed, options)
         return vocabulary.without_unknown(scores, labels)
 
@@ -265,7 +265,8 @@ class DFlash(OnePassDrafter):
         Computes in the dtype of this module's weights, whatever that of features and embeddings.
         """
         dtype = self.fc.kernel.dtype
-        context = self.hidden_norm(self.fc(batch.features.astype(dtype)))
+        fc = parameters.gathered(self.fc, self.sharding)
+        context = self.hidden_norm(fc(batch.features.astype(dtype)))
         shape = blocks.tokens.shape
         of_context = rotary.angles(batch.positions, self.shape.rotary)
         of_blocks = rotary.angles(blocks.positions.reshape(shape[0], -1), self.shape.rotary)
@@ -273,6 +274,7 @@ class DFlash(OnePassDrafter):
         for i, layer in enumerate(self.layers):
 
             def run(x, context, i=i, layer=layer):
+                layer = parameters.gathered(layer, self.sharding)
                 seen = layer.self_attn.keys_values(context, of_context)
                 return layer(x, of_blocks, self._attend_anchored(i, seen, batch, blocks))[0]
 

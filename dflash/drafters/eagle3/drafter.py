@@ -26,7 +26,7 @@ from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.layers import cache as kv
 from dflash.layers import rotary
-from dflash.layers.linear import Linear, RMSNorm, gathered
+from dflash.layers.linear import Linear, RMSNorm
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
@@ -219,7 +219,7 @@ class Eagle3(WeightedDrafter):
     def draft_logits(self, hidden: jax.Array, head: Linear | None = None) -> jax.Array:
         """[..., D] before the final norm -> float32 [..., Q] over the draft vocabulary.
 
-        Args: head: the output head, if not as it lies on the devices; see `linear.gathered`.
+        Args: head: the output head, if not as it lies on the devices; see `parameters.gathered`.
         """
         return (head or self.lm_head).attend(self.norm(hidden))
 
@@ -248,7 +248,8 @@ class Eagle3(WeightedDrafter):
         See `Drafter.loss`; nothing is drawn from `key`.
         """
         hidden = self.unroll(batch, heads, remat=remat)
-        logits = functools.partial(self.draft_logits, head=gathered(self.lm_head))
+        head = parameters.gathered(self.lm_head, self.sharding)
+        logits = functools.partial(self.draft_logits, head=head)
         scores = unrolled.score_steps(
             hidden, batch, self.vocabulary(), logits, heads.unembed, options
         )
