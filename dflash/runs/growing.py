@@ -87,7 +87,7 @@ class _GrowingObject(GrowingFile):
         except FileNotFoundError:
             self._content = bytearray()
             path.write_bytes(b"")  # other runs see that this one has begun
-        self._stored = len(self._content)  # bytes of the object
+        self._changed = False  # since the object was written
         self._failure: tuple[float, OSError] | None = None  # since when, and the last one
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -96,12 +96,14 @@ class _GrowingObject(GrowingFile):
 
     def cut(self, num_bytes: int) -> None:
         with self._lock:
+            self._changed |= num_bytes < len(self._content)
             del self._content[num_bytes:]
 
     def append(self, data: bytes) -> None:
         if self._failure is not None and time.monotonic() - self._failure[0] > _PATIENCE_S:
             raise self._failure[1]
         with self._lock:
+            self._changed = True
             self._content += data
 
     def sync(self) -> None:
@@ -127,7 +129,11 @@ class _GrowingObject(GrowingFile):
 
     def _write(self) -> None:
         with self._lock:
-            content = bytes(self._content)
-        if len(content) != self._stored:
+            if not self._changed:
+                return
+            content, self._changed = bytes(self._content), False
+        try:
             self._path.write_bytes(content)
-            self._stored = len(content)
+        except OSError:
+            self._changed = True
+            raise

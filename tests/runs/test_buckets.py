@@ -1,5 +1,6 @@
 """Buckets: what works on a disk works in one, against a server that speaks Google's protocol."""
 
+import contextlib
 import functools
 import json
 import os
@@ -189,6 +190,15 @@ def test_a_file_that_grows_is_written_at_the_end_and_now_and_then(bucket, monkey
         file.cut(len(path.read_bytes()) - 1)
         file.close()
     assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_file_that_is_cut_and_grows_to_its_old_length_is_written(bucket):
+    path = bucket / "cut"
+    path.write_bytes(b"one\ntw")
+    with contextlib.closing(growing.open_file(path)) as file:
+        file.cut(4)
+        file.append(b"2\n")
+    assert path.read_bytes() == b"one\n2\n"
 
 
 def test_sigterm_ends_a_run_in_a_bucket_as_an_error_does(bucket):
