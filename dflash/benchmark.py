@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors
+from dflash import cli, errors, paths
 from dflash.config import benchmark_schema
 
 
@@ -113,7 +112,7 @@ def _measure(command: cli.Command) -> dict[str, Any]:
     shard, config = command.shard, command.config
     if shard is not None and config.study is not None:
         raise errors.ConfigError("--shard, study.name: a study cannot be divided")
-    path = where and pathlib.Path(where).expanduser()
+    path = where and paths.to_path(where)
     if path is not None and shard is not None:
         shards.check_count(path, division.ROUNDS, shard)
         shards.check_count(path, results.RESULTS, shard)

@@ -292,9 +292,9 @@ def _configured(
     reads = "dry_run" in subcommand.shared and not command.dry_run
     preflight.check(subcommand.configs(config), files=reads)
     if writes and not command.dry_run:
+        preflight.check_local(command.profile_dir)
         preflight.check_writable(command.workdir, command.profile_dir)
-    if command.compilation_cache is not None:
-        preflight.check_local(command.compilation_cache)
+    preflight.check_bucket(command.compilation_cache)
     return command
 
 

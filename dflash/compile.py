@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors
+from dflash import cli, errors, paths
 from dflash.compiler.forecast import PLAIN, Forecast
 from dflash.config import loader, tpu_schema
 from dflash.runs import files
@@ -176,7 +176,7 @@ def _forecast(command: cli.Command) -> Forecast:
         raise errors.ConfigError("--forecast: excludes --rows and --kernels")
     known, jobs = acceptance.read(config.forecast.acceptance), points.jobs(config)
     topology.prepare_environment()
-    directory = pathlib.Path(command.workdir).expanduser() if command.workdir else None
+    directory = paths.to_path(command.workdir) if command.workdir else None
     with Display().progress("compiling", every_s=0) as progress, files.explained(directory):
         machine = points.machine_of(config)
         measured = points.measure(jobs, machine, directory, progress)
@@ -294,7 +294,7 @@ def _write(command: cli.Command, found: dict[str, Any], points, kernels, complet
             name: [dataclasses.asdict(part) for part in parts] for name, parts in kernels.items()
         },
     }
-    directory = pathlib.Path(command.workdir).expanduser()
+    directory = paths.to_path(command.workdir)
     with files.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
         files.write_whole(directory / "compile.json", json.dumps(content, indent=2))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, preflight, registry
+from dflash import cli, errors, paths, preflight, registry
 from dflash.checkpoints import checkpoint, files
 from dflash.config import schema
 
@@ -71,16 +71,18 @@ def run(
       UserError: what the command would end with.
     """
     _convert(cli.parse(SUBCOMMAND, source, destination, to=to, dtype=dtype))
-    return pathlib.Path(destination)
+    return paths.to_path(destination)
 
 
 def _convert(command: cli.Command) -> None:
     source, destination = command.arguments
     if command.flags["to"] is None:
         raise errors.ConfigError(f"--to is missing; usage: {SUBCOMMAND.usage}; see --help")
-    files.check_vacant(pathlib.Path(destination))
+    for place in (source, destination):
+        preflight.check_bucket(place)
+    files.check_vacant(paths.to_path(destination))
     preflight.check_writable(destination)
-    print(convert(source, pathlib.Path(destination), **command.flags))
+    print(convert(source, paths.to_path(destination), **command.flags))
 
 
 def convert(

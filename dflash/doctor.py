@@ -33,6 +33,7 @@ EXTRAS = (
         ("starlette", "uvicorn", "prometheus-client", "httptools", "httpx2"),
         "dflash serve; dflash benchmark study.name=serve",
     ),
+    ("gcs", ("gcsfs",), "paths in buckets: gs://bucket/name"),
     ("grammar", ("llguidance",), "structured output: JSON schemas, regular expressions"),
     ("tpu", ("libtpu",), "TPUs; dflash compile, on any Linux host"),
     ("parity", ("torch", "transformers"), "tests against reference implementations"),

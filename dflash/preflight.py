@@ -1,10 +1,11 @@
 """What can be found wrong before any work begins, and before jax is imported: places on disk."""
 
+import functools
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from dflash import errors, registry
+from dflash import errors, paths, registry
 from dflash.checkpoints import checkpoint
 from dflash.config import locations as places
 
@@ -19,14 +20,17 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
       UserError: something is missing or of another kind; a line for each, with its key.
     """
     found: dict[str, type[errors.UserError]] = {}
+    trouble = functools.cache(paths.trouble)  # each bucket is looked up once
     for key, place, given in dict.fromkeys(one for c in configs for one in places.locations(c)):
         try:
-            check_local(given)
+            if place == "disk":
+                check_local(given)
+            check_bucket(given, trouble)
             if place == "checkpoint":
                 checkpoint.check(given, weights=files)
             elif place == "tokenizer":
                 checkpoint.check_reference(given)
-            elif place == "directory":
+            elif place in ("directory", "disk"):
                 _check_directory(given)
             elif files:
                 check_file(given)
@@ -40,15 +44,19 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
 def check_writable(*directories: str | None) -> None:
     """Refuses directories that cannot be made or written, as far as that can be told.
 
+    A bucket is asked whether it is there; whether it may be written, the first file tells.
+
     Raises:
-      ConfigError: one of them is not on a file system.
+      ConfigError: the bucket of one cannot be reached.
       WorkdirError: one of them, with the reason.
     """
     for given in directories:
         if given is None:
             continue
-        check_local(given)
-        above = pathlib.Path(given).expanduser().absolute()
+        check_bucket(given)
+        if paths.in_bucket(given):
+            continue
+        above = paths.to_path(given).absolute()
         try:
             while not os.path.lexists(above):
                 above = above.parent
@@ -61,17 +69,34 @@ def check_writable(*directories: str | None) -> None:
             raise errors.WorkdirError(f"{given}: cannot be written: {reason}")
 
 
-def check_local(given: str) -> None:
-    """Refuses gs://… and its like, which would be taken for directories of such names.
+def check_local(given: str | None) -> None:
+    """Refuses the URL of a bucket for what only a file system can hold.
 
     Raises:
       ConfigError: it is one.
     """
-    if "://" in given:
+    if given is not None and paths.in_bucket(given):
         raise errors.ConfigError(
-            f"{given}: not a path of a file system; mount the bucket, such as with gcsfuse, and "
-            "give the path where it is mounted"
+            f"{given}: must be on a file system, not in a bucket: give a directory on a disk, or "
+            "the one where the bucket is mounted"
         )
+
+
+def check_bucket(given: str | None, trouble: Callable[[str], str | None] = paths.trouble) -> None:
+    """Refuses a URL whose bucket cannot be reached; anything else passes.
+
+    Args:
+      given: a path, a URL or None.
+      trouble: says what is wrong with a bucket; see `paths.trouble`.
+    Raises:
+      ConfigError: it is not there, or gives no answer; or see `paths.check_scheme`.
+    """
+    if given is None or not paths.in_bucket(given):
+        return
+    paths.check_scheme(given)
+    reason = trouble(paths.bucket_of(given))
+    if reason is not None:
+        raise errors.ConfigError(f"{given}: {reason}")
 
 
 def check_file(given: str) -> None:
@@ -80,11 +105,11 @@ def check_file(given: str) -> None:
     Raises:
       InputError: it is missing, a directory, or not readable; the message offers a near name.
     """
-    path = pathlib.Path(given).expanduser()
+    path = paths.to_path(given)
     try:
         path.stat()
         reason = "Is a directory" if path.is_dir() else None
-        if reason is None and not os.access(path, os.R_OK):
+        if reason is None and not paths.in_bucket(given) and not os.access(path, os.R_OK):
             reason = "Permission denied"
     except (OSError, ValueError) as error:
         reason = f"{getattr(error, 'strerror', None) or error}{_namesake(path)}"
@@ -102,7 +127,7 @@ def _namesake(path: pathlib.Path) -> str:
 
 
 def _check_directory(given: str) -> None:
-    path = pathlib.Path(given).expanduser()
+    path = paths.to_path(given)
     try:
         taken = path.exists() and not path.is_dir()
     except (OSError, ValueError) as error:

@@ -5,13 +5,12 @@ same directory continues where the last one ended.
 """
 
 import contextlib
-import pathlib
 from collections.abc import Sequence
 from typing import NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, registry
+from dflash import cli, errors, paths, registry
 from dflash.config import sweep as sweeps
 
 
@@ -65,7 +64,7 @@ def _sweep(command: cli.Command) -> int:
     from dflash.runs.display import Display
 
     kind = registry.load(registry.RUNS[sweep.run].implementation)
-    directory = pathlib.Path(command.workdir).expanduser()
+    directory = paths.to_path(command.workdir)
     with contextlib.closing(Display(stream=False)) as display:
         runner = kind(display)
         outcome = driver.run(

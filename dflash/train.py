@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dflash import cli, errors
+from dflash import cli, errors, paths
 from dflash.config import train_schema
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def run(
     )
     outcome = _outcome(command)
     return Trained(
-        weights=pathlib.Path(workdir).expanduser() / rundir.EXPORT,
+        weights=paths.to_path(workdir) / rundir.EXPORT,
         step=outcome.step,
         best=outcome.best,
         finished=outcome.exit_status == 0,

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, preflight
+from dflash import cli, errors, paths, preflight
 from dflash.checkpoints.files import check_vacant
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, tokenizer_training
@@ -47,11 +47,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _train_tokenizer(command: cli.Command) -> None:
     given = dict(command.flags)
     names, (destination,) = given.pop("datasets"), command.arguments
-    check_vacant(pathlib.Path(destination))
+    preflight.check_bucket(destination)
+    check_vacant(paths.to_path(destination))
     preflight.check_writable(destination)
     for file in given["files"]:
         preflight.check_file(file)
-    print(train_tokenizer(pathlib.Path(destination), names=names, **given))
+    print(train_tokenizer(paths.to_path(destination), names=names, **given))
 
 
 def train_tokenizer(

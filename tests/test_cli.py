@@ -277,22 +277,24 @@ def test_of_several_processes_the_first_alone_needs_a_place_to_write(run, one_of
 @pytest.mark.parametrize(
     "given",
     [
-        {"workdir": "gs://b/w"},
+        {"workdir": "foo://b/w"},
+        {"compilation_cache": "foo://b/w"},
+        "train.feature_cache=foo://b/w",
+        "data.files=[foo://b/w]",
+        "target.checkpoint=foo://b/w",
+        "tokenizer=foo://b/w",
         {"profile_dir": "gs://b/w"},
-        {"compilation_cache": "gs://b/w"},
-        "train.feature_cache=gs://b/w",
         "data.data_dir=gs://b/w",
-        "data.files=[gs://b/w]",
-        "target.checkpoint=gs://b/w",
-        "tokenizer=gs://b/w",
+        "data.raw_dir=gs://b/w",
     ],
 )
-def test_a_bucket_is_no_directory(tmp_path, given):
-    """It would be one of that name here."""
+def test_a_url_is_no_directory(tmp_path, given):
+    """Of an unknown kind, or where only a disk will do: it would be one of that name here."""
     config = tmp_path / "c.yml"
     more = ("task: target", "train: {steps: 1}", f"data: {{files: [{config}]}}")
     config.write_text(CONFIG + "\n".join(more))
     flags = given if isinstance(given, dict) else {}
     overrides = () if flags else (given,)
-    with pytest.raises(errors.ConfigError, match="gs://b/w: not a path of a file system"):
+    refused = "foo://b/w: no such kind of path|gs://b/w: must be on a file system"
+    with pytest.raises(errors.ConfigError, match=refused):
         cli.parse(train.SUBCOMMAND, config, *overrides, **flags)

@@ -1,11 +1,13 @@
 """`python -m dflash.distill`: from a small random target to its drafter, killed here and there."""
 
+import functools
 import json
 import pathlib
 
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
+from support import tiny_distillation
 
 from dflash import distill
 from dflash.checkpoints import checkpoint
@@ -14,46 +16,11 @@ from dflash.distillation import card, stages
 from dflash.inference.scheduler import Scheduler
 from dflash.training.checkpoints import Checkpoints
 
-CONFIG = """
-target:
-  name: qwen3
-  checkpoint: random
-  architecture: {{vocab_size: 256, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1,
-    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 512}}
-drafter:
-  name: dflash
-  checkpoint: random
-  architecture: {{num_hidden_layers: 1, block_size: 4, num_attention_heads: 4,
-    num_key_value_heads: 2, head_dim: 16, intermediate_size: 48, target_layer_ids: [0]}}
-answers:
-  files: [{questions}]
-  decode: {{max_new_tokens: 12, batch_size: 4, page_size: 16, prefill_chunk: 64}}
-data: {{length: 64, held_out_percent: 0, data_dir: {data_dir}}}
-loss: {{num_anchors: 4}}
-train: {{steps: 4, batch_size: 2, dtype: float32, checkpoint_every: 2, export_dtype: float32}}
-evaluation: {{every: 2, batches: 0, prompts: 0}}
-test:
-  tasks: [math]
-  prompts: 2
-  decode: {{max_new_tokens: 8, page_size: 16, prefill_chunk: 64}}
-plan: {{chip: v5p}}
-"""
-
-
-class Killed(BaseException):
-    """In place of a signal that no code can catch."""
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """A config file, and questions beside it."""
-    directory = tmp_path_factory.mktemp("distill")
-    questions = directory / "questions.jsonl"
-    lines = [{"prompt": f"Question {number}?"} for number in range(14)]
-    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path = directory / "config.yml"
-    path.write_text(CONFIG.format(questions=questions, data_dir=directory / "data"))
-    return path
+    return tiny_distillation.write_config(tmp_path_factory.mktemp("distill"))
 
 
 def run(*arguments) -> int:
@@ -103,23 +70,11 @@ def test_a_second_start_does_nothing(config, whole, capsys):
     assert changed <= {"config.yml", "date.txt"}
 
 
-def test_killed_anywhere_it_ends_the_same(config, whole, monkeypatch):
+def test_killed_anywhere_it_ends_the_same(config, whole):
     """Inside answers, inside training, after a stage: every kill costs only what was in flight."""
     workdir = config.parent / "killed"
-
-    def kill(owner, name, when):
-        """Runs until the `when`-th call of a function, which is never made."""
-        calls, real = iter(range(1, when)), getattr(owner, name)
-
-        def counted(*arguments, **options):
-            if next(calls, None) is None:
-                raise Killed
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, counted)
-        with pytest.raises(Killed):
-            distill.main([str(config), "test.tasks=[]", "--workdir", str(workdir)])
-        monkeypatch.undo()
+    command = [str(config), "test.tasks=[]", "--workdir", str(workdir)]
+    kill = functools.partial(tiny_distillation.kill_at, main=lambda: distill.main(command))
 
     kill(Scheduler, "step", 12)
     finished = (workdir / "answers/0-questions/outputs.jsonl").read_text().splitlines()

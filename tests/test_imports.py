@@ -1,10 +1,10 @@
 """Tests of the structure: who may import whom, and what an import may do.
 
-Imports go one way: errors, registry, config → {parallel, text} → runs → {kernels, checkpoints} →
-{layers, data} → {models, drafters} → inference → {offline, serving, training} → {compiler,
-measure} → distillation → entry points. A package may import whatever stands left of it, and itself;
-packages in braces never import each other. dflash/__init__.py stands leftmost; what it hands out on
-demand, it imports for type checkers alone.
+Imports go one way: errors, paths, registry, config → {parallel, text} → runs → {kernels,
+checkpoints} → {layers, data} → {models, drafters} → inference → {offline, serving, training} →
+{compiler, measure} → distillation → entry points. A package may import whatever stands left of it,
+and itself; packages in braces never import each other. dflash/__init__.py stands leftmost; what it
+hands out on demand, it imports for type checkers alone.
 """
 
 import ast
@@ -23,7 +23,7 @@ from dflash import registry
 ROOT = "dflash"
 PACKAGE = pathlib.Path(dflash.__file__).parent
 LEVELS = (
-    {"", "errors", "registry", "config", "assets"},  # "" is dflash/__init__.py
+    {"", "errors", "paths", "buckets", "registry", "config", "assets"},  # "" is dflash/__init__.py
     {"parallel", "text"},
     {"runs"},
     {"kernels", "checkpoints"},

@@ -9,7 +9,7 @@ import pathlib
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.checkpoints import files, foreign, hf_config, weight_formats
 from dflash.config import schema
 
@@ -38,7 +38,7 @@ def resolve(reference: str) -> pathlib.Path:
     """
     if reference.startswith(HUB_PREFIX):
         return _download(reference)
-    directory = pathlib.Path(reference).expanduser()
+    directory = paths.to_path(reference)
     shipped = pathlib.Path(__file__).resolve().parents[1] / reference
     try:
         for candidate in (directory, shipped):
@@ -216,7 +216,7 @@ def _save(write, module, directory, config, dtype, companions) -> int:
 
     if dtype is None:
         dtype = next(parameters.named_parameters(module))[1].get_value().dtype
-    with files.staged(pathlib.Path(directory)) as staged:
+    with files.staged(paths.to_path(directory)) as staged:
         if jax.process_index() == 0:
             files.write_json(staged / files.CONFIG, _with_dtype(config, np.dtype(dtype).name))
             if companions is not None:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 from dflash import errors
 from dflash.config import encoding
-from dflash.runs.files import publish, sync
+from dflash.runs.files import copy_file, publish, remove_tree, sync
 
 CONFIG = "config.json"
 # Copied unchanged along with the weights. Python files are the code that `auto_map` in config.json
@@ -73,7 +72,7 @@ def copy_companions(source: pathlib.Path, directory: pathlib.Path) -> None:
     for pattern in COMPANIONS:
         for path in source.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, directory / path.name)
+                copy_file(path, directory / path.name)
 
 
 @contextlib.contextmanager
@@ -94,7 +93,7 @@ def staged(destination: pathlib.Path, marker: str = CONFIG) -> Iterator[pathlib.
     try:
         if first:
             destination.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)  # what an earlier, killed run left
+            remove_tree(partial)  # what an earlier, killed run left
             partial.mkdir()
         _barrier(f"{partial} made")
         yield partial
@@ -105,7 +104,8 @@ def staged(destination: pathlib.Path, marker: str = CONFIG) -> Iterator[pathlib.
         _barrier(f"{partial} published")
     except BaseException as error:
         if first:
-            shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(partial)
         if isinstance(error, OSError):
             reason = error.strerror or error
             if isinstance(error, FileExistsError):

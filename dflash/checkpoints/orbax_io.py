@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import logging as std_logging
 import math
@@ -97,12 +98,19 @@ def save(module: nnx.Module, directory: pathlib.Path) -> int:
 
     Returns:
       Number of arrays written.
+    Raises:
+      OSError: they cannot be written.
     """
     values = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     largest = max(value.nbytes for value in values.values())
     handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + math.ceil(largest / 1e9))
+    params = (directory / PARAMS).absolute()
     with ocp.Checkpointer(handler) as checkpointer, _quiet():
-        checkpointer.save((directory / PARAMS).absolute(), args=ocp.args.PyTreeSave(_nest(values)))
+        try:
+            checkpointer.save(params, args=ocp.args.PyTreeSave(_nest(values)))
+        except ValueError as error:  # tensorstore's, of a disk or of a bucket
+            reason = " ".join(str(error).split())
+            raise OSError(errno.EIO, errors.shorten(reason, 200), str(params)) from error
     return len(values)
 
 
@@ -184,7 +192,7 @@ def _restore(checkpointer: ocp.Checkpointer, params: pathlib.Path, args: Any) ->
 def _quiet() -> Iterator[None]:
     """Keeps Orbax's own error logs off stderr: the user gets our one line."""
     verbosity, loop = logging.get_verbosity(), std_logging.getLogger("asyncio")
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.FATAL)
     was_disabled, loop.disabled = loop.disabled, True
     if not isinstance(sys.unraisablehook, _Filter):
         sys.unraisablehook = _Filter(sys.unraisablehook)

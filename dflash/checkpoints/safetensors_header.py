@@ -1,15 +1,18 @@
 """What a checkpoint of safetensors holds, by the headers of its files: no tensor is read."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import safetensors
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.checkpoints import files
+from dflash.runs.files import view
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,8 +26,8 @@ class StoredTensor:
     name: str
     code: str  # dtype as safetensors spells it: "BF16"
     shape: tuple[int, ...]
-    begin: int  # bytes after the header
-    end: int
+    begin: int  # place of its first byte in the file
+    end: int  # and after its last one
 
 
 def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
@@ -72,28 +75,27 @@ def _read_header(file: pathlib.Path) -> list[StoredTensor]:
     again = "copy or download the file again"
     try:
         size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise errors.CheckpointError(
-                    f"{file}: truncated or corrupt: {size:,} bytes do not hold its header; {again}"
-                )
-            header = json.loads(stream.read(length))
+        length = int.from_bytes(view(file, 0, min(size, 8)).tobytes(), "little")
+        if size < 8 or length > size - 8:
+            raise errors.CheckpointError(
+                f"{file}: truncated or corrupt: {size:,} bytes do not hold its header; {again}"
+            )
+        head = view(file, 0, 8 + length).tobytes()
+        header = json.loads(head[8:])
         header.pop("__metadata__", None)
-        tensors = [_stored_tensor(file, name, entry) for name, entry in header.items()]
+        tensors = [_stored_tensor(file, name, len(head), entry) for name, entry in header.items()]
     except OSError as error:
         raise errors.CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise errors.CheckpointError(f"{file}: corrupt header; {again}") from error
     for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
-        needed = 8 + length + tensor.end
-        if needed > size:
+        if tensor.end > size:
             raise errors.CheckpointError(
                 f"{file}: truncated: {size:,} bytes, but tensor {tensor.name!r} ends at "
-                f"{needed:,}; {again}"
+                f"{tensor.end:,}; {again}"
             )
     try:
-        with safetensors.safe_open(file, framework="np"):
+        with _local(file, head, size) as found, safetensors.safe_open(found, framework="np"):
             pass
     except safetensors.SafetensorError as error:
         reason = str(error).rpartition("deserializing header: ")[2]
@@ -101,13 +103,28 @@ def _read_header(file: pathlib.Path) -> list[StoredTensor]:
     return tensors
 
 
-def _stored_tensor(file: pathlib.Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+@contextlib.contextmanager
+def _local(file: pathlib.Path, head: bytes, size: int) -> Iterator[pathlib.Path]:
+    """A file for the library: this one; of one in a bucket the header, and a hole for the rest."""
+    if not paths.in_bucket(file):
+        yield file
+        return
+    with tempfile.NamedTemporaryFile() as holed:
+        holed.write(head)
+        holed.truncate(size)
+        holed.flush()
+        yield pathlib.Path(holed.name)
+
+
+def _stored_tensor(
+    file: pathlib.Path, name: str, start: int, entry: Mapping[str, Any]
+) -> StoredTensor:
     """One entry of a header; raises what a malformed one leads to."""
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not all(type(number) is int for number in (begin, end, *shape)):
         raise ValueError("shape and data_offsets are integers")
-    return StoredTensor(file, name, entry["dtype"], shape, begin, end)
+    return StoredTensor(file, name, entry["dtype"], shape, start + begin, start + end)
 
 
 def _is_file(path: pathlib.Path) -> bool:

@@ -10,13 +10,12 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from flax import nnx
 
 from dflash import errors
@@ -24,6 +23,7 @@ from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import INDEX, WEIGHTS, StoredTensor, read_headers
 from dflash.checkpoints.tensor_map import Piece
 from dflash.parallel import parameters
+from dflash.runs import files as run_files
 
 MAX_SHARD_BYTES = 5 * 2**30
 # Computed from the config here, but stored as a buffer by some older checkpoints.
@@ -35,6 +35,7 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # of wei
 _PER_WORD = 8  # values of four bits in an int32; source: compressed-tensors, pack-quantized
 _NARROW_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # of weights that have scales
 _BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
+_STORED = _DTYPES | _BUFFER_DTYPES | {"I8": np.int8, "F8_E4M3": jnp.float8_e4m3fn}
 _CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _BUFFER_DTYPES).items()}
 
 
@@ -227,69 +228,65 @@ def _read_box(parts, bounds, dtype, transposed: bool) -> np.ndarray:
     as_stored, box = out, list(bounds)
     if transposed:
         as_stored, box = out.swapaxes(-1, -2), [*box[:-2], box[-1], box[-2]]
-    with _Reader() as reader:
-        for tensor, piece in parts:
-            lead = list(zip(piece.lead, box, strict=False))
-            if not all(start <= i < stop for i, (start, stop) in lead):
-                continue
-            part = as_stored[(*(i - start for i, (start, _) in lead), ...)]
-            if piece.count is None:
-                part[...] = reader.read(tensor, ())
-                continue
-            (low, high), *rest = box[len(lead) :]
-            first, last = max(low, piece.at), min(high, piece.at + piece.count)
-            columns = tuple(slice(start, stop) for start, stop in rest)
-            shift = piece.first - piece.at
-            for start, stop in reader.steps(tensor, first, last):
-                rows = slice(start + shift, stop + shift)
-                part[start - low : stop - low] = reader.read(tensor, (rows, *columns))
+    run_files.call_all(parts[0][0].file, _readings(parts, as_stored, box))
     return out
 
 
-class _Reader(contextlib.ExitStack):
-    """Reads slices of tensors, and opens their files anew every `_PIECE_BYTES`.
+def _readings(parts, as_stored: np.ndarray, box) -> Iterator[Callable[[], None]]:
+    """Calls that together fill an array, oriented as files do, with what lies within `box`."""
+    for tensor, piece in parts:
+        lead = list(zip(piece.lead, box, strict=False))
+        if not all(start <= i < stop for i, (start, stop) in lead):
+            continue
+        part = as_stored[(*(i - start for i, (start, _) in lead), ...)]
+        if piece.count is None:
+            yield functools.partial(_fill, part, tensor, ())
+            continue
+        (low, high), *rest = box[len(lead) :]
+        first, last = max(low, piece.at), min(high, piece.at + piece.count)
+        columns = tuple(slice(start, stop) for start, stop in rest)
+        shift = piece.first - piece.at
+        for start, stop in _steps(tensor, first, last):
+            index = (slice(start + shift, stop + shift), *columns)
+            yield functools.partial(_fill, part[start - low : stop - low], tensor, index)
 
-    Pages of a memory-mapped file that were touched count as this process's memory for as long as
-    the file stays mapped.
+
+def _fill(out: np.ndarray, tensor: StoredTensor, index: tuple[slice, ...]) -> None:
+    out[...] = _unpacked(tensor, index)
+
+
+def _steps(tensor: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Splits rows first … last - 1 into runs that are read in one go."""
+    step = max(1, _PIECE_BYTES // _row_bytes(tensor))
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
+
+
+def _unpacked(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+    """The values at `index`; () for a tensor without dimensions."""
+    if not _is_packed(tensor):
+        return _stored(tensor, index)
+    rows, columns = index
+    words = slice(columns.start // _PER_WORD, -(-columns.stop // _PER_WORD))
+    packed = np.ascontiguousarray(_stored(tensor, (rows, words))).view(np.uint32)
+    values = (packed[..., None] >> (4 * np.arange(_PER_WORD, dtype=np.uint32))) & 0xF
+    values = values.astype(np.int8).reshape(len(packed), -1) - 8
+    begin = columns.start - words.start * _PER_WORD
+    return values[:, begin : begin + columns.stop - columns.start]
+
+
+def _stored(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+    """The values at `index` as they are stored: of whole rows, however few columns are wanted.
+
+    A file is mapped for this reading alone: pages that were touched count as this process's memory
+    for as long as they are mapped.
     """
-
-    _path, _touched = None, 0
-
-    def steps(self, tensor: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Splits rows first … last - 1 into runs that are read in one go."""
-        step = max(1, _PIECE_BYTES // _row_bytes(tensor))
-        for start in range(first, last, step):
-            yield start, min(start + step, last)
-
-    def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-        """The values at `index`, unpacked; () for a tensor without dimensions."""
-        if not _is_packed(tensor):
-            return self._read(tensor, index)
-        rows, columns = index
-        words = slice(columns.start // _PER_WORD, -(-columns.stop // _PER_WORD))
-        packed = self._read(tensor, (rows, words)).view(np.uint32)
-        values = (packed[..., None] >> (4 * np.arange(_PER_WORD, dtype=np.uint32))) & 0xF
-        values = values.astype(np.int8).reshape(len(packed), -1) - 8
-        begin = columns.start - words.start * _PER_WORD
-        return values[:, begin : begin + columns.stop - columns.start]
-
-    def _read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-        """The values at `index` as they are stored."""
-        # The bytes mapped are those of whole stored rows, however few columns are wanted.
-        num_bytes = _row_bytes(tensor) * (index[0].stop - index[0].start if index else 1)
-        if tensor.file != self._path or self._touched + num_bytes > _PIECE_BYTES:
-            self.close()
-            self._file = self.enter_context(safetensors.safe_open(tensor.file, framework="np"))
-            self._path, self._touched = tensor.file, 0
-        self._touched += num_bytes
-        if tensor.code == _NARROW_DTYPES["float8_e4m3fn"]:  # the library knows no such array
-            with tensor.file.open("rb") as stream:
-                begin = 8 + int.from_bytes(stream.read(8), "little") + tensor.begin
-            mapped = np.memmap(tensor.file, np.uint8, "r", begin, tensor.shape)
-            return mapped[index].view(jnp.float8_e4m3fn)
-        if not index:
-            return self._file.get_tensor(tensor.name)
-        return self._file.get_slice(tensor.name)[index]
+    rows, columns = index[:1], index[1:]
+    first, last = (rows[0].start, rows[0].stop) if rows else (0, 1)
+    size = _row_bytes(tensor)
+    data = run_files.view(tensor.file, tensor.begin + first * size, tensor.begin + last * size)
+    shape = (last - first, *tensor.shape[1:]) if rows else ()
+    return data.view(_STORED[tensor.code]).reshape(shape)[(slice(None), *columns) if rows else ()]
 
 
 def _row_bytes(tensor: StoredTensor) -> int:

@@ -37,7 +37,7 @@ class BenchmarkRun:
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
     strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
     tasks: tuple[str, ...] = ()  # data sets; ignored if acceptance lengths are given
-    raw_dir: str | None = location("directory")  # as prompts.raw_dir
+    raw_dir: str | None = location("disk")  # as prompts.raw_dir
     split: Literal["train", "validation", "test"] = "test"  # of the tasks' data sets
     prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)
     # Rounds; each decodes every prompt with every strategy.

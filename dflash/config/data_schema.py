@@ -21,8 +21,8 @@ class DataConfig:
     )  # tokens in a row; longer conversations are cut
     seed: int = option(0, minimum=0, maximum=2**31 - 1)  # of the order
     thinking: bool = False  # as prompts.thinking: the chat template asks for reasoning first
-    data_dir: str | None = location("directory")  # None: ~/.cache/dflash/datasets
-    raw_dir: str | None = location("directory")  # files of published sets; None: raw/ in data_dir
+    data_dir: str | None = location("disk")  # None: ~/.cache/dflash/datasets
+    raw_dir: str | None = location("disk")  # files of published sets; None: raw/ in data_dir
 
     @property
     def shares(self) -> dict[str, float]:

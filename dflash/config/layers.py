@@ -9,6 +9,7 @@ import ml_collections
 from dflash import errors, registry
 from dflash.config import encoding, strict_yaml
 from dflash.config.strict_yaml import Node
+from dflash.paths import in_bucket, to_path
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yml", ".yaml")
@@ -58,7 +59,7 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     Raises:
       ConfigError: there is no such file; the message offers the nearest shipped one.
     """
-    given = pathlib.Path(path)
+    given = to_path(path) if in_bucket(path) else pathlib.Path(path)
     if _exists(given):
         if given.is_dir():
             raise errors.ConfigError(f"{path}: a directory, expected a config{_inside(given)}")

@@ -18,7 +18,8 @@ MAX_LAYERS = 1024  # each is built before anything else can be said about a mode
 DType = Literal["float32", "bfloat16"]
 # What a key names: a file to read, a directory that is made if missing, or the directory of a
 # checkpoint (or of a tokenizer) as `checkpoint.resolve` takes it.
-Place = Literal["file", "directory", "checkpoint", "tokenizer"]
+# A disk is a directory that must be on a file system, not in a bucket.
+Place = Literal["file", "directory", "disk", "checkpoint", "tokenizer"]
 PLACE = "place"  # in a field's metadata
 
 
@@ -433,7 +434,7 @@ class PromptsConfig:
     special_tokens: bool = False  # read those that text prompts spell, such as <|im_end|>, as such
     dataset: str | None = None  # name of a data set, such as math or gsm8k
     # Files of published sets; None: ~/.cache/dflash/datasets/raw
-    raw_dir: str | None = location("directory")
+    raw_dir: str | None = location("disk")
     split: Literal["train", "validation", "test"] = "test"  # of the data set
     limit: int | None = option(None, minimum=1)  # prompts of the data set; None: all
 

@@ -10,11 +10,10 @@ one question are always in the same split.
 
 import hashlib
 import json
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.data.example import Example, Split, pair, split_of
 from dflash.text import jsonl
 
@@ -58,7 +57,7 @@ def content_hash(file: str) -> bytes:
       InputError: it cannot be read.
     """
     try:
-        with pathlib.Path(file).expanduser().open("rb") as content:
+        with paths.to_path(file).open("rb") as content:
             return hashlib.file_digest(content, "sha256").digest()
     except OSError as error:
         raise errors.InputError(f"{file}: cannot be read: {error.strerror or error}") from error

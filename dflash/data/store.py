@@ -20,13 +20,8 @@ from dflash.runs import files
 
 
 def data_directory(data_dir: str | None) -> pathlib.Path:
-    """The directory of data sets: as given, or in the user's cache directory.
-
-    Raises:
-      InputError: it is the URL of a bucket.
-    """
+    """The directory of data sets: as given, or in the user's cache directory."""
     if data_dir is not None:
-        files.check_random_access("data.data_dir", data_dir)
         return pathlib.Path(data_dir).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return pathlib.Path(cache).expanduser() / "dflash" / "datasets"

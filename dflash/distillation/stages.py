@@ -19,7 +19,6 @@ import io
 import json
 import os
 import pathlib
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash import paths
 from dflash.checkpoints import files as checkpoint_files
 from dflash.config import distill_schema
 from dflash.config.distill_schema import DistillRun
@@ -124,7 +124,7 @@ def run(config: DistillRun, directory: RunDirectory, date: datetime.date) -> int
     Raises:
       UserError: questions, checkpoints, numbers or files are unusable.
     """
-    path = pathlib.Path(os.path.abspath(directory.path))
+    path = paths.absolute(directory.path)
     work = Work(config, path, date, decoding.open_display(stream=False))
     if not _agreed(is_used(path)):
         for line in plan.make(config, answers=str(path / ANSWERS), dry=False):
@@ -199,7 +199,7 @@ def _export(work: Work) -> int:
     text = card.write(work.config, facts)
     with checkpoint_files.staged(work.path / DRAFTER) as directory:
         if jax.process_index() == 0:
-            shutil.copytree(work.weights, directory, dirs_exist_ok=True)
+            files.copy_tree(work.weights, directory, checkpoint_files.CONFIG)
             (directory / "README.md").write_text(text, encoding="utf-8")
     return 0
 

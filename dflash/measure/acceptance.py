@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.measure import published, workload
 
 # Share of cycles that committed 1, 2, … tokens, or their number, by task.
@@ -138,7 +138,7 @@ def read(file: str | None) -> list[Known]:
 
 def _content(file: str) -> Any:
     try:
-        return json.loads(pathlib.Path(file).expanduser().read_text(encoding="utf-8"))
+        return json.loads(paths.to_path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise errors.InputError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

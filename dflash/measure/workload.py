@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash import errors, registry
+from dflash import errors, paths, registry
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import PromptsConfig
 from dflash.measure import published
@@ -185,7 +184,7 @@ def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording
       InputError: it cannot be read, is no such list, or lacks a task.
     """
     try:
-        rows = json.loads(pathlib.Path(file).expanduser().read_text(encoding="utf-8"))
+        rows = json.loads(paths.to_path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise errors.InputError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -1,10 +1,10 @@
 """A list of prompts that several runs have divided among themselves, and the summary of all."""
 
 import os
-import pathlib
 
 import jax
 
+from dflash import paths
 from dflash.config import loader
 from dflash.offline import session
 from dflash.offline.job import Job
@@ -32,7 +32,7 @@ def sum_up(
     """
     if jax.process_index() > 0:
         return
-    path = pathlib.Path(directory).expanduser()
+    path = paths.to_path(directory)
     check_config(path, job.config)
     found = shards.shards_in(path, records_lib.OUTPUTS)
     shards.check_count(path, records_lib.OUTPUTS, shard or found[0])

@@ -8,13 +8,13 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from dflash import paths
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Tokens, max_length
@@ -62,7 +62,7 @@ def open_records(
     file = str if shard is None else shard.file
     with contextlib.ExitStack() as stack:
         if shard is not None and path is not None:
-            records_lib.check_division(pathlib.Path(path).expanduser(), shard)
+            records_lib.check_division(paths.to_path(path), shard)
         held = stack.enter_context(
             RunDirectory(path, config, is_used=records_lib.has_outputs, shard=shard)
         )

@@ -20,6 +20,8 @@ import warnings
 import zlib
 from collections.abc import Iterator
 
+from dflash import paths
+
 OFF = "off"
 MAX_BYTES = 2 * 2**30  # of all programs that are kept
 _PROGRAMS = "*/*-cache"  # below the root; jax ends the names of its files so
@@ -53,20 +55,23 @@ def enable(where: str | None = None) -> pathlib.Path | None:
         return None
     given = jax.config.jax_compilation_cache_dir
     if where is not None or given is None:
-        root = default_root() if where is None else pathlib.Path(where).expanduser()
+        root = default_root() if where is None else paths.to_path(where)
         directory = root / machine()
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError:
             return None
-        trim(root)
+        if not paths.in_bucket(
+            root
+        ):  # where jax's own programs read and write, and none is deleted
+            trim(root)
         given = str(directory)
         jax.config.update("jax_compilation_cache_dir", given)
     # Most programs of a run compile in less than jax's default of a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # A program that cannot be read is compiled, one that cannot be written is compiled again.
     warnings.filterwarnings("ignore", message=_TROUBLE)
-    return pathlib.Path(given)
+    return paths.to_path(given)
 
 
 def machine() -> str:

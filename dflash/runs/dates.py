@@ -4,7 +4,6 @@ Chat templates may print the date, so it decides prompts: a run that is resumed 
 whose hosts start around midnight, must not see another one.
 """
 
-import contextlib
 import datetime
 import os
 import pathlib
@@ -13,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.runs import files
 
 FILE = "date.txt"
@@ -30,9 +29,10 @@ def find(directory: str | os.PathLike | None, *, shared: bool = False) -> dateti
     """
     date = datetime.date.today()
     if directory is not None and jax.process_index() == 0:
-        path = pathlib.Path(directory).expanduser() / FILE
+        path = paths.to_path(directory) / FILE
         if shared:
-            _write_first(path, date)
+            with files.explained(path):
+                files.create(path, f"{date}\n")
         date = _read(path) or date
     if jax.process_count() > 1:
         ordinal = multihost_utils.broadcast_one_to_all(np.int32(date.toordinal()))
@@ -49,11 +49,3 @@ def _read(path: pathlib.Path) -> datetime.date | None:
         raise errors.WorkdirError(
             f"{path}: not a date such as 2026-01-31: mend it, or delete it for today's"
         ) from error
-
-
-def _write_first(path: pathlib.Path, date: datetime.date) -> None:
-    """Writes the date unless it is there."""
-    with files.explained(path), contextlib.suppress(FileExistsError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(f"{date}\n")

@@ -1,21 +1,20 @@
 """The work directory of a run: one run at a time, one config, whole files, clear failures.
 
 config.yml      the resolved config of the latest run
-.lock           held while a run has the directory
+.lock           held while a run has the directory, unless it is in a bucket
 
 Everything else belongs to the command: records of prompts, checkpoints, tables.
 """
 
+import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import pathlib
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.config import loader, strict_yaml
 from dflash.runs import files
 from dflash.runs.shards import Shard
@@ -61,17 +60,17 @@ class RunDirectory:
           WorkdirError: it cannot be written, is in use by another run, or belongs to another
             config.
         """
-        self.path = None if path is None else pathlib.Path(path).expanduser()
+        self.path = None if path is None else paths.to_path(path)
         self.config_hash = loader.config_hash(config)
-        self._descriptor = -1
+        self._held = contextlib.ExitStack()
         if self.path is None or not take:
             return
         with files.explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = _LOCK if shard is None else f"{_LOCK}.{shard.index}-of-{shard.count}"
-            self._descriptor = os.open(self.path / lock, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                _lock(self.path, self._descriptor)
+                self._held.enter_context(_locked(self.path, lock))
+                self._held.enter_context(files.ended_in_order(self.path))
                 _check(self.path, config, is_used(self.path), may_change)
                 self.write(CONFIG, loader.to_yaml(config))
             except BaseException:
@@ -98,9 +97,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Releases the directory for the next run."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)  # releases the lock too
-            self._descriptor = -1
+        self._held.close()
 
     def __enter__(self):
         return self
@@ -193,22 +190,21 @@ def _show(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key], default=str) if key in values else "unset"
 
 
-def _lock(directory: pathlib.Path, descriptor: int) -> None:
-    """Keeps other runs out of `directory` while `descriptor`, one of its files, is open.
+@contextlib.contextmanager
+def _locked(directory: pathlib.Path, name: str) -> Iterator[None]:
+    """Keeps other runs out of a directory by a file of it.
 
     Raises:
       WorkdirError: another run has the directory.
     """
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise errors.WorkdirError(
-                    f"{directory}: in use by another run: wait for it, or use another --workdir"
-                ) from error
-        except OSError:
-            return  # some network file systems have no locks; the run can do without
-        time.sleep(_PATIENCE_S / 20)
+    try:
+        descriptor = files.lock(directory / name, _PATIENCE_S)
+    except BlockingIOError as error:
+        raise errors.WorkdirError(
+            f"{directory}: in use by another run: wait for it, or use another --workdir"
+        ) from error
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # releases the lock too

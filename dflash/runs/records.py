@@ -1,17 +1,17 @@
 """The finished prompts of a decode run: in memory, or in a file of its directory.
 
 outputs.jsonl (and baseline.jsonl beside it) grows by one line as each prompt finishes, so a killed
-run loses only the prompts that it was working on; the next run on the directory does the rest.
+run loses only the prompts that it was working on, and in a bucket those of the last seconds; the
+next run on the directory does the rest.
 """
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.runs import files, outputs, shards
+from dflash.runs import files, growing, outputs, shards
 from dflash.runs.directory import RunDirectory
 from dflash.text import prompts as prompts_lib
 
@@ -162,12 +162,11 @@ class _StoredRecords(Records):
         self._directory, self._results = directory, results
         self._path = directory.path / name
         with files.explained(self._path):
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            self._file = growing.open_file(self._path)
             try:
-                with open(self._descriptor, "rb", closefd=False) as lines:
+                with self._path.open("rb") as lines:
                     records, complete_bytes = _read_records(self._path, lines)
-                os.ftruncate(self._descriptor, complete_bytes)
-                files.sync(directory.path)  # the file's name is there after a crash
+                self._file.cut(complete_bytes)
             except BaseException:
                 self.close()
                 raise
@@ -178,20 +177,16 @@ class _StoredRecords(Records):
         self._directory.write_json(self._results, values | facts)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with files.explained(self._path):
+            self._file.close()
 
     def _name(self) -> str:
         return str(self._path)
 
     def _write(self, record: outputs.Record) -> None:
         with files.explained(self._path):
-            line = outputs.encode(record)
-            written = os.write(self._descriptor, line)
-            if written < len(line):  # a full disk; the next run drops the incomplete line
-                raise OSError(f"only {written} of {len(line)} bytes fitted")
-            os.fsync(self._descriptor)
+            self._file.append(outputs.encode(record))
+            self._file.sync()
 
 
 class _JoinedRecords(Records):

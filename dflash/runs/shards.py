@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from dflash import errors
+from dflash import errors, paths
 
 AUTO = "auto"
 _NAME = re.compile(r"\.(\d+)-of-(\d+)(?=\.)")
@@ -97,7 +97,7 @@ def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
 
 def is_divided(directory: str | os.PathLike | None, name: str) -> bool:
     """Whether a work directory holds files of this name that belong to shards."""
-    return directory is not None and bool(shards_in(pathlib.Path(directory).expanduser(), name))
+    return directory is not None and bool(shards_in(paths.to_path(directory), name))
 
 
 def missing(directory: pathlib.Path, name: str, count: int) -> list[Shard]:

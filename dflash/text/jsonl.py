@@ -4,11 +4,10 @@ import codecs
 import itertools
 import json
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.config import encoding, schema
 
 MAX_DEPTH = 100  # of nested values
@@ -27,7 +26,7 @@ def entries(file: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
       InputError: the file cannot be read; or by the call: the line is no JSON object.
     """
     try:
-        with pathlib.Path(file).expanduser().open("rb") as lines:
+        with paths.to_path(file).open("rb") as lines:
             for place, line in placed_lines(lines, file):
                 yield place, lambda line=line: parse_json(decode(line))
     except (OSError, ValueError) as error:  # no file has a name with a null character

@@ -47,7 +47,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
                 f"{file}: needs tokenizers; pip install 'dflash[hf]', or give prompts as prompt_ids"
             ) from error
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
         except Exception as error:  # the library raises nothing narrower
             raise errors.InputError(
                 f"{file}: damaged ({chat_template.first_line(error)})"
@@ -156,7 +156,7 @@ class SentencePieceTokenizer(TemplateTokenizer):
 
         file = directory / SENTENCEPIECE_MODEL
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
             self.vocab_size = self._model.vocab_size()
             pieces = [self._model.id_to_piece(one) for one in range(self.vocab_size)]
         except (OSError, RuntimeError, UnicodeDecodeError) as error:

@@ -8,11 +8,9 @@ such as too little memory.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import pathlib
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -270,16 +268,16 @@ class Checkpoints:
         unfinished = list(self._directory.glob(f"{self._in_flight}.orbax-checkpoint-tmp*"))
         path = unfinished[0] if unfinished else self._directory / str(self._in_flight)
         written = [file for item in (_STATE, _METADATA) for file in (path / item).rglob("*")]
-        sums = {str(x.relative_to(path)): _file_sum(x) for x in written if x.is_file()}
+        sums = {str(x.relative_to(path)): files.checksum(x) for x in written if x.is_file()}
         files.write_whole(path / _FILE_SUMS, json.dumps(sums))
 
     def _set_aside(self, step: int) -> None:
         """Moves a checkpoint to damaged/, so that its step can be saved again."""
         if jax.process_index() == 0:
             aside = self._directory.parent / DAMAGED / str(step)
-            shutil.rmtree(aside, ignore_errors=True)
+            files.remove_tree(aside)
             aside.parent.mkdir(exist_ok=True)
-            shutil.move(self._directory / str(step), aside)
+            files.move_tree(self._directory / str(step), aside)
         agreement.wait_for_all(f"checkpoint {step} set aside")
         self._manager.reload()
 
@@ -305,7 +303,7 @@ def _find_damage(path: pathlib.Path) -> str | None:
     try:
         sums = json.loads((path / _FILE_SUMS).read_text())
         for name in sorted(sums)[jax.process_index() :: jax.process_count()]:
-            if _file_sum(path / name) != sums[name]:
+            if not files.same_checksum(files.checksum(path / name), sums[name]):
                 return f"the checksum of {name} is wrong"
     except ValueError:
         return f"{_FILE_SUMS} is not JSON"
@@ -314,11 +312,6 @@ def _find_damage(path: pathlib.Path) -> str | None:
     except OSError:
         return None  # what cannot be read cannot be judged
     return None
-
-
-def _file_sum(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _reason(error: BaseException) -> str:

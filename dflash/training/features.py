@@ -13,12 +13,11 @@ import bisect
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
-import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ Arrays = dict[str, np.ndarray]
 
 _PART_BYTES = 256 * 2**20  # of each process
 _OPEN_FILES = 256
+_HEAD_BYTES = 4096  # of a file, within which its rows begin
 _FACTS = "part.json"
 
 
@@ -67,10 +67,42 @@ class _Part:
         return process, batch * len(rows) + rows.index(place)
 
 
-class FeatureCache:
-    """Features of a corpus's rows, by their number in the order of its first pass."""
+@dataclasses.dataclass(frozen=True)
+class _StoredArray:
+    """Rows in a file.
 
-    def __init__(self, parts: Sequence[_Part]):
+    Attributes:
+      file: where.
+      begin: place of the first row in the file, in bytes.
+      shape: of a row.
+      dtype: of its values.
+    """
+
+    file: pathlib.Path
+    begin: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def row(self, number: int) -> np.ndarray:
+        """A row; from a file system, it is mapped into memory and read as it is used."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        begin = self.begin + number * size
+        try:
+            data = files.view(self.file, begin, begin + size)
+        except (OSError, ValueError) as error:
+            raise _damaged(self.file) from error
+        return data.view(self.dtype).reshape(self.shape)
+
+
+class FeatureCache:
+    """Features of a corpus's rows, by their number in the order of its first pass.
+
+    Attributes:
+      directory: where they are.
+    """
+
+    def __init__(self, directory: pathlib.Path, parts: Sequence[_Part]):
+        self.directory = directory
         self._parts = parts
         self._ends = [part.end for part in parts]
         self._files = functools.lru_cache(maxsize=_OPEN_FILES)(self._open)
@@ -88,12 +120,12 @@ class FeatureCache:
         """
         part = bisect.bisect_right(self._ends, number)
         process, row = self._parts[part].find(number)
-        return {name: array[row] for name, array in self._files(part, process).items()}
+        return {name: stored.row(row) for name, stored in self._files(part, process).items()}
 
-    def _open(self, part: int, process: int) -> dict[str, np.ndarray]:
+    def _open(self, part: int, process: int) -> dict[str, _StoredArray]:
         found = self._parts[part]
         names = [name for name in found.sizes if _writer(name) == process]
-        return dict(_load(found.directory / name) for name in names)
+        return dict(_load(found.directory / name, found.sizes[name]) for name in names)
 
 
 class CachedBatches:
@@ -112,8 +144,15 @@ class CachedBatches:
 
     def __next__(self) -> Arrays:
         places = self._batches.draw()
-        rows = [self._caches[corpus][self._numbers[corpus][row]] for corpus, row in places]
-        features = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        rows: dict[int, Arrays] = {}
+
+        def read(place: int) -> None:
+            corpus, row = places[place]
+            rows[place] = self._caches[corpus][self._numbers[corpus][row]]
+
+        calls = [functools.partial(read, place) for place in range(len(places))]
+        files.call_all(self._caches[0].directory, calls)
+        features = {name: np.stack([rows[i][name] for i in range(len(rows))]) for name in rows[0]}
         return self._mixture.read(places) | features
 
     def state(self) -> dict[str, Any]:
@@ -164,7 +203,7 @@ def open_cache(
         _check_shared(directory, len(parts))
         _build(directory, parts, order, min(num_rows, len(order)), rows, compute, progress)
         agreement.wait_for_all("feature cache")
-    return FeatureCache(parts)
+    return FeatureCache(directory, parts)
 
 
 def _whole_parts(directory: pathlib.Path) -> list[_Part]:
@@ -269,7 +308,7 @@ def _writers(rows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
 def _clear(path: pathlib.Path) -> None:
     """Makes a part's directory, without what a kill has left in it."""
     if jax.process_index() == 0:
-        shutil.rmtree(path, ignore_errors=True)
+        files.remove_tree(path)
         path.mkdir()
     agreement.wait_for_all("part of the feature cache")
     _check_shared(path.parent, path.is_dir())
@@ -286,10 +325,9 @@ def _write_files(path: pathlib.Path, group: list[Arrays]) -> dict[str, int]:
             name, array = f"{name}.bfloat16", array.view(np.uint16)
         path_of = path / f"process-{jax.process_index()}.{name}.npy"
         with path_of.open("wb") as file:
-            np.save(file, array)
-            file.flush()
-            os.fsync(file.fileno())
+            np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
             sizes[path_of.name] = file.tell()
+        files.sync(path_of)
     return sizes
 
 
@@ -298,14 +336,25 @@ def _writer(name: str) -> int:
     return int(name.partition(".")[0].removeprefix("process-"))
 
 
-def _load(file: pathlib.Path) -> tuple[str, np.ndarray]:
-    """The name and the rows of an array."""
+def _load(file: pathlib.Path, size: int) -> tuple[str, _StoredArray]:
+    """The name of an array, and where its rows are.
+
+    Args:
+      file: in numpy's format.
+      size: of the file, in bytes.
+    """
     try:
-        array = np.load(file, mmap_mode="r")
+        head = io.BytesIO(files.view(file, 0, min(size, _HEAD_BYTES)).tobytes())
+        version = np.lib.format.read_magic(head)
+        read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
+            version, np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read(head)
     except (OSError, ValueError) as error:
         raise _damaged(file) from error
     _, name, *stored = file.name.removesuffix(".npy").split(".")
-    return name, array.view(ml_dtypes.bfloat16) if stored else array
+    dtype = np.dtype(ml_dtypes.bfloat16) if stored else dtype
+    return name, _StoredArray(file, head.tell(), tuple(shape[1:]), dtype)
 
 
 def _damaged(file: pathlib.Path) -> errors.InputError:

@@ -213,8 +213,7 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
 
 
 def _check(job: Job) -> None:
-    """Raises UserError if tokenizer, rows or places of data do not fit."""
-    store.data_directory(job.config.data.data_dir)
+    """Raises UserError if tokenizer or rows do not fit."""
     arch, length = job.task.target.arch, job.config.data.length
     if job.tokenizer.vocab_size > arch.vocab_size:
         raise errors.ConfigError(

@@ -15,7 +15,8 @@ import rich.progress
 import rich.table
 import rich.text
 
-from dflash.runs import files
+from dflash import paths
+from dflash.runs import files, growing
 from dflash.training import rundir
 
 Metrics = Mapping[str, float]
@@ -57,6 +58,7 @@ class Report:
             self._path = directory / rundir.METRICS
             with files.explained(self._path):
                 _cut(self._path, first_step)
+                self._metrics = growing.open_file(self._path)
             self._board = _tensorboard(directory / rundir.TENSORBOARD, first_step)
             if self._console.is_terminal:
                 self._bar = _make_bar(self._console)
@@ -122,7 +124,11 @@ class Report:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if not self._silent and self._board is not None:
+        if self._silent:
+            return
+        with files.explained(self._path):
+            self._metrics.close()
+        if self._board is not None:
             self._board.close()
 
     def __enter__(self):
@@ -135,8 +141,9 @@ class Report:
         if self._silent:
             return
         values = {name: _finite(value) for name, value in metrics.items()}
-        with files.explained(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        with files.explained(self._path):
+            line = json.dumps({"kind": kind, "step": step, **values}) + "\n"
+            self._metrics.append(line.encode())
         if self._board is not None:
             with files.explained(self._path.parent / rundir.TENSORBOARD):
                 for name, value in metrics.items():
@@ -189,9 +196,34 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
 def _tensorboard(directory: pathlib.Path, first_step: int):
     """A writer of TensorBoard events; TensorBoard then ignores earlier events of later steps."""
     import tensorboardX
+    from tensorboardX import record_writer
 
     with files.explained(directory):
+        if paths.in_bucket(directory):
+            scheme, _, _ = str(directory).partition(":")
+            record_writer.register_writer_factory(scheme, _BucketEvents())
         return tensorboardX.SummaryWriter(str(directory), purge_step=first_step + 1)
+
+
+class _BucketEvents:
+    """How tensorboardX opens its files in a bucket: its own ways need a library for each store."""
+
+    def directory_check(self, path: str) -> None:
+        """Nothing to do: a bucket has no directories."""
+
+    def open(self, path: str) -> "_Events":
+        return _Events(paths.to_path(path))
+
+
+class _Events:
+    """A file of events."""
+
+    def __init__(self, path: pathlib.Path):
+        self._file = growing.open_file(path)
+        self.write, self.close = self._file.append, self._file.close
+
+    def flush(self) -> None:
+        """Nothing to do: the object is written at intervals."""
 
 
 def _finite(value: float) -> float | None:

@@ -2,14 +2,13 @@
 
 import functools
 import pathlib
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from dflash import errors
+from dflash import errors, paths
 from dflash.checkpoints import files as checkpoint_files
 from dflash.config import loader
 from dflash.parallel import agreement
@@ -133,8 +132,7 @@ def _training_batches(
     if job.config.train.features == "online" or not job.task.drafts:
         return source
     given = job.config.train.feature_cache or str(directory.path / rundir.FEATURES)
-    files.check_random_access("train.feature_cache", given)
-    base = pathlib.Path(given).expanduser()
+    base = paths.to_path(given)
     if any(base.glob("*/process-*-of-*")):
         report.note(f"{base}: has features cached by an earlier version, not read: delete them")
     rows = job.training_rows
@@ -195,7 +193,7 @@ def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> Non
     """Writes the weights to hf/; at any time it or the directory that replaces it is whole."""
     fresh = _fresh_export(directory)
     if jax.process_index() == 0:
-        shutil.rmtree(fresh, ignore_errors=True)
+        files.remove_tree(fresh)
     job.task.export(params, fresh, job.tokenizer_directory)
     _publish_export(directory)
 

@@ -11,6 +11,7 @@ from dflash import errors
 from dflash.checkpoints import checkpoint, safetensors_io, tensor_map
 from dflash.checkpoints.tensor_map import Rows, Stack
 from dflash.parallel import parameters
+from dflash.runs import files
 
 HEADS, KEY, VALUE, WIDTH, INNER, EXPERTS = 3, 2, 4, 8, 6, 4
 BOTH = "kv_b.weight"
@@ -99,25 +100,24 @@ def test_reads_what_each_device_holds(stored, mesh):
     assert not wanted
 
 
-def test_reads_in_pieces_and_opens_a_file_anew(stored, monkeypatch):
-    opened = []
-    original = safetensors_io.safetensors.safe_open
+def test_reads_in_pieces_and_maps_each_for_itself(stored, monkeypatch):
+    mapped = []
+    original = files.view
 
-    def record(file, **options):
-        opened.append(file)
-        return original(file, **options)
+    def record(file, begin, end):
+        mapped.append(end - begin)
+        return original(file, begin, end)
 
-    monkeypatch.setattr(safetensors_io.safetensors, "safe_open", record)
+    monkeypatch.setattr(files, "view", record)
     monkeypatch.setattr(safetensors_io, "_PIECE_BYTES", 5 * WIDTH * 4)
     module = Mapped()
     checkpoint.load(module, stored)
     wanted = expected(make_tensors())
     for path, param in parameters.named_parameters(module):
         np.testing.assert_array_equal(param.get_value(), wanted[path], err_msg=path)
-    # Rows of 32 bytes, at most 5 to an opening: a piece of 6 takes one of 5 and one of 1, which
-    # leaves room for none of the next. One opening is that of the header.
-    keys, values = 2, 3  # openings of 3 pieces of 2 rows, of 3 pieces of 4
-    assert len(opened) == 1 + keys + values + 2 * EXPERTS * 2 + 1 + 1
+    # Rows of 32 bytes, at most 5 of them at a time; the weights are read once.
+    assert max(mapped) == 5 * WIDTH * 4
+    assert sum(mapped) == sum(value.nbytes for value in wanted.values())
 
 
 @pytest.mark.parametrize("mesh", MESHES)

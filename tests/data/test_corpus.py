@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash import errors
 from dflash.data import corpus as corpora
-from dflash.data import packing, store
+from dflash.data import packing
 from dflash.data.batches import Batches
 from dflash.data.mixture import Mixture
 from dflash.runs import files
@@ -116,12 +115,3 @@ def test_documents_are_placed_as_they_would_be_one_by_one(sizes, length):
     packed = packing.pack(corpus, length)
     parts = np.split(np.array(sizes)[packed.documents], packed.offsets[1:-1])
     assert sorted(part.tolist() for part in parts) == place_one_by_one(sizes, length)
-
-
-def test_a_bucket_is_refused_in_one_line():
-    with pytest.raises(errors.InputError) as caught:
-        store.data_directory("gs://bucket/data")
-    assert str(caught.value) == (
-        "data.data_dir: gs://bucket/data: a bucket, but these files are read at random places: "
-        "give a directory on a disk or a shared file system, or the one where the bucket is mounted"
-    )

@@ -9,7 +9,7 @@ import pytest
 
 from dflash import errors
 from dflash.config import loader, schema
-from dflash.runs import directory, files
+from dflash.runs import files
 from dflash.runs.directory import RunDirectory
 
 CONFIG = schema.DecodeRun(target=schema.TargetConfig(checkpoint="weights"))
@@ -197,7 +197,7 @@ def test_a_refused_run_holds_no_lock(tmp_path):
 def test_a_lock_that_is_released_in_time(tmp_path, monkeypatch):
     """A run that was killed a moment ago may hold its lock a little longer."""
     first = take(tmp_path)
-    monkeypatch.setattr(directory.time, "sleep", lambda seconds: first.close())
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: first.close())
     take(tmp_path).close()
 
 
@@ -205,7 +205,7 @@ def test_file_systems_without_locks(tmp_path, monkeypatch):
     def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(directory.fcntl, "flock", flock)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
     take(tmp_path).close()
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 import tensorboardX
@@ -139,8 +140,10 @@ def test_other_processes_have_no_output(tmp_path):
 
 def test_a_full_disk_is_one_line(tmp_path):
     with open_report(tmp_path, io.StringIO()) as report:
-        report._path = tmp_path / "gone" / "metrics.jsonl"
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, report._metrics._descriptor)
+        os.close(full)
         with pytest.raises(
-            errors.WorkdirError, match=r"metrics\.jsonl: cannot be written: No such"
+            errors.WorkdirError, match=r"metrics\.jsonl: cannot be written: No space left"
         ):
             report.log(10, METRICS)
