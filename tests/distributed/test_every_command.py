@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
-from support import SUPPORT
+from support import SUPPORT, tiny_distillation
 from support.models import BYTE_TARGET
 
-from dflash import benchmark, cli, decode, train
+from dflash import benchmark, cli, decode, distill, train
+from dflash.distillation import stages
 from dflash.training.checkpoints import Checkpoints
 
 TIMEOUT_S = 500
@@ -59,6 +60,7 @@ def prepare(directory) -> None:
     write(questions, [{"turns": [f"Which of the two is larger, {i} or 5?"]} for i in range(4)])
     lines = [{"prompt": f"{i} and {i + 1}", "response": f"is {2 * i + 1}"} for i in range(80)]
     write(directory / "text.jsonl", lines)
+    tiny_distillation.write_config(directory)
 
 
 def write(path, lines) -> None:
@@ -81,10 +83,17 @@ def one(tmp_path_factory):
     )
     benchmark.run(directory / "b.yml", workdir=directory / "benchmark")
     train.run(directory / "t.yml", workdir=directory / "train")
+    distilled = cli.parse(
+        distill.SUBCOMMAND,
+        directory / "config.yml",
+        *tiny_distillation.ROWS_FOR_FOUR,
+        workdir=directory / "distill",
+    )
+    assert distill._distill(distilled) == 0
     return directory
 
 
-@pytest.fixture(scope="module", params=[4])
+@pytest.fixture(scope="module", params=[2, 4])
 def several(request, tmp_path_factory):
     """What several processes make of them."""
     directory = tmp_path_factory.mktemp(f"of_{request.param}")
@@ -129,6 +138,23 @@ def test_train(one, several):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     found, wanted = (
         safetensors.load_file(place / "train" / "hf" / "model.safetensors")
+        for place in (several, one)
+    )
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, atol=2e-5, err_msg=name)
+
+
+def test_distill(one, several):
+    for name in (stages.ANSWERS, stages.TRAINED):
+        assert (several / "distill" / name).read_text() == (one / "distill" / name).read_text()
+    found, wanted = (
+        json.loads((place / "distill" / stages.TESTED).read_text())["math"]
+        for place in (several, one)
+    )
+    assert (found["tau"], found["prompts"]) == (wanted["tau"], 2)
+    assert found["baseline"]["identical"] == 2
+    found, wanted = (
+        safetensors.load_file(place / "distill" / stages.DRAFTER / "model.safetensors")
         for place in (several, one)
     )
     for name, array in wanted.items():

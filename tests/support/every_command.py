@@ -1,8 +1,9 @@
 """Every command that several processes can run, on some, one after the other in the same ones.
 
 Usage: every_command.py DIRECTORY COUNT
-DIRECTORY holds c.yml for decoding, b.yml for a benchmark, t.yml for training. Each process writes
-what it says to process.I, and the first one's work directories are decode, benchmark and train.
+DIRECTORY holds c.yml for decoding, b.yml for a benchmark, t.yml for training, config.yml for a
+distillation. Each process writes what it says to process.I, and the first one's work directories
+are decode, benchmark, train and distill.
 """
 
 import functools
@@ -12,15 +13,16 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from support import forked, xla_flags
+from support import forked, tiny_distillation, xla_flags
 
 os.environ["XLA_FLAGS"] = xla_flags.quick(devices=1)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from dflash import benchmark, cli, decode, together, train
-from dflash.measure import session  # noqa: F401  # before processes are forked
+from dflash import benchmark, cli, decode, distill, together, train
+from dflash.distillation import stages  # noqa: F401  # before processes are forked
+from dflash.measure import session  # noqa: F401
 from dflash.training import job  # noqa: F401
 
 PATIENCE_S = 400
@@ -39,6 +41,11 @@ def commands(directory: pathlib.Path, count: int) -> None:
     where = {"workdir": directory / "benchmark", "shard": "0/1"}
     benchmark._benchmark(parse(benchmark, "b.yml", **where))
     train._train(parse(train, "t.yml", workdir=directory / "train"))
+    distill._distill(
+        parse(
+            distill, "config.yml", *tiny_distillation.ROWS_FOR_FOUR, workdir=directory / "distill"
+        )
+    )
 
 
 def work(directory: pathlib.Path, given: tuple[str, int, int]) -> int:

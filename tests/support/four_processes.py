@@ -122,7 +122,7 @@ def export(directory: pathlib.Path, process: int) -> None:
 
 def feature_cache(directory: pathlib.Path, process: int) -> None:
     if process == 1:
-        np.save = fail(28)
+        np.lib.format.write_array = fail(28)
     open_feature_cache(directory / "full", 2, lambda numbers: {"x": np.array(numbers)})
 
 

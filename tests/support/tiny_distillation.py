@@ -33,6 +33,9 @@ plan: {{chip: v5p}}
 """
 
 
+ROWS_FOR_FOUR = ("train.batch_size=4",)  # processes
+
+
 class Killed(BaseException):
     """In place of a signal that no code can catch."""
 
