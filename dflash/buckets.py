@@ -19,17 +19,18 @@ import fsspec
 import fsspec.asyn
 from etils.epath import gpath
 
+from dflash import errors
+
 CHECK_SECONDS = 8.0  # for the first answer of a bucket
 
 _PIECE_BYTES = 8 * 2**20
 _SUMS = ("crc32c", "md5Hash", "ETag", "etag")  # the first that a store has of an object
 
 _DENIED = ("401", "403")
-_CREDENTIALS = ("credentials", "RefreshError", "TransportError")
 
 
 class Status(NamedTuple):
-    """What is known of an object: the fields of os.stat_result that are used, and epath's.
+    """Size and time of an object, by the names of os.stat_result and by those of epath.
 
     Attributes:
       st_size: bytes.
@@ -319,7 +320,7 @@ def _explained(path: BucketPath) -> Iterator[None]:
 
 def _as_os_error(error: Exception, path: BucketPath) -> OSError:
     text = " ".join(str(error).split()) or type(error).__name__
-    number, reason = errno.EIO, text if len(text) <= 160 else f"{text[:160]}…"
+    number, reason = errno.EIO, errors.shorten(text, 160)
     if isinstance(error, FileNotFoundError):
         number, reason = errno.ENOENT, os.strerror(errno.ENOENT)
     elif isinstance(error, FileExistsError):

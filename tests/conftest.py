@@ -42,18 +42,16 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before -k leaves out others
 def pytest_collection_modifyitems(config, items):
     """Leaves out slow tests, unless they are asked for by --slow or by name."""
-    if config.args == config.getini("testpaths") and (stale := tiers.stale(map(_name, items))):
+    if config.args == config.getini("testpaths") and (
+        stale := tiers.stale(item.nodeid for item in items)
+    ):
         raise pytest.UsageError(f"{tiers.SLOW}: no such test: {stale[0]}")
     if config.getoption("--slow") or any("::" in one for one in config.args):
         return
-    slow = [item for item in items if tiers.is_slow(_name(item))]
+    slow = [item for item in items if tiers.is_slow(item.nodeid)]
     if slow:
         items[:] = [item for item in items if item not in slow]
         config.hook.pytest_deselected(items=slow)
-
-
-def _name(item) -> str:
-    return item.nodeid
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -61,9 +61,7 @@ def enable(where: str | None = None) -> pathlib.Path | None:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError:
             return None
-        if not paths.in_bucket(
-            root
-        ):  # where jax's own programs read and write, and none is deleted
+        if not paths.in_bucket(root):  # there, nothing is deleted
             trim(root)
         given = str(directory)
         jax.config.update("jax_compilation_cache_dir", given)

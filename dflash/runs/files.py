@@ -232,19 +232,16 @@ def explained(path: pathlib.Path) -> Iterator[None]:
         raise errors.WorkdirError(f"{where}: cannot be written: {reason or error}") from error
 
 
-def create(path: pathlib.Path, content: str) -> bool:
-    """Writes a file unless it is there; returns whether it was not.
+def create(path: pathlib.Path, content: str) -> None:
+    """Writes a file unless it is there.
 
     Raises:
       OSError: it cannot be written.
     """
-    try:
+    with contextlib.suppress(FileExistsError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as file:
             file.write(content.encode())
-    except FileExistsError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -6,10 +6,12 @@ appended since the last writing.
 """
 
 import abc
+import io
 import os
 import pathlib
 import threading
 import time
+from collections.abc import Iterator
 
 from dflash import paths
 from dflash.runs import files
@@ -21,6 +23,10 @@ _PATIENCE_S = 300.0  # for which an object may fail to be written before its run
 
 class GrowingFile(abc.ABC):
     """A file that is appended to."""
+
+    @abc.abstractmethod
+    def lines(self) -> Iterator[bytes]:
+        """What is in the file, line by line, with the ends of lines."""
 
     @abc.abstractmethod
     def cut(self, num_bytes: int) -> None:
@@ -61,6 +67,10 @@ class _LocalFile(GrowingFile):
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
 
+    def lines(self) -> Iterator[bytes]:
+        with self._path.open("rb") as lines:
+            yield from lines
+
     def cut(self, num_bytes: int) -> None:
         os.ftruncate(self._descriptor, num_bytes)
         files.sync(self._path.parent)  # the file's name is there after a crash
@@ -93,6 +103,9 @@ class _GrowingObject(GrowingFile):
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_at_intervals, daemon=True)
         self._writer.start()
+
+    def lines(self) -> Iterator[bytes]:
+        return io.BytesIO(self._content)
 
     def cut(self, num_bytes: int) -> None:
         with self._lock:

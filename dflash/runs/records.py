@@ -164,8 +164,7 @@ class _StoredRecords(Records):
         with files.explained(self._path):
             self._file = growing.open_file(self._path)
             try:
-                with self._path.open("rb") as lines:
-                    records, complete_bytes = _read_records(self._path, lines)
+                records, complete_bytes = _read_records(self._path, self._file.lines())
                 self._file.cut(complete_bytes)
             except BaseException:
                 self.close()

@@ -320,6 +320,4 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
     known = _REASON.search(text)
-    if known:
-        return known.group()
-    return text if len(text) <= 120 else f"{text[:120]}…"
+    return known.group() if known else errors.shorten(text, 120)

@@ -346,9 +346,8 @@ def _load(file: pathlib.Path, size: int) -> tuple[str, _StoredArray]:
     try:
         head = io.BytesIO(files.view(file, 0, min(size, _HEAD_BYTES)).tobytes())
         version = np.lib.format.read_magic(head)
-        read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
-            version, np.lib.format.read_array_header_2_0
-        )
+        old = version == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if old else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(head)
     except (OSError, ValueError) as error:
         raise _damaged(file) from error
