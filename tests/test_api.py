@@ -48,13 +48,18 @@ def test_importing_dflash_imports_no_array_library():
         import sys, time
         begin = time.process_time()
         import dflash
-        seconds = time.process_time() - begin
+        print(time.process_time() - begin)
         assert dflash.errors.ConfigError and "LLM" in dir(dflash)
         heavy = {"jax", "numpy", "flax", "absl", "yaml"} & set(sys.modules)
         assert not heavy, heavy
-        assert seconds < 0.1, seconds
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    # The least of three: others may use this machine, and none of them makes the import faster.
+    took = [
+        float(subprocess.run(command, check=True, capture_output=True, timeout=300).stdout)
+        for _ in range(3)
+    ]
+    assert min(took) < 0.1, took
 
 
 def test_names_of_the_package():

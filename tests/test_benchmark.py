@@ -359,7 +359,7 @@ def test_an_interrupted_run_leaves_the_rounds_that_are_done(tmp_path):
     while not path.exists() and time.monotonic() < deadline and done.poll() is None:
         time.sleep(0.1)
     done.send_signal(signal.SIGINT)
-    _, err = done.communicate(timeout=120)
+    _, err = done.communicate(timeout=300)
     assert done.returncode == 130, err
     results = json.loads(path.read_text())
     assert not results["complete"]

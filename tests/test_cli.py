@@ -207,7 +207,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
 
 
 def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
@@ -232,7 +232,7 @@ def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
     (tmp_path / "closed").touch()
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
 
 
 def test_importing_defines_no_flag_and_needs_no_jax(tmp_path):
@@ -244,7 +244,7 @@ def test_importing_defines_no_flag_and_needs_no_jax(tmp_path):
     import dflash.cli
     print(set(flags.FLAGS) - before, "jax" in sys.modules)
     """
-    out, err = in_process(code, tmp_path).communicate(timeout=60)
+    out, err = in_process(code, tmp_path).communicate(timeout=300)
     assert (out, err) == ("set() False\n", "")
 
 

@@ -336,7 +336,7 @@ def test_kill_loses_no_finished_prompt(run):
     assert run("--workdir=whole")[0] == 0
     command = [sys.executable, "-m", "dflash.decode", "c.yml", "--workdir=killed"]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
-    deadline = time.time() + 120
+    deadline = time.time() + 300
     path = "killed/outputs.jsonl"
     while time.time() < deadline and not (os.path.exists(path) and os.path.getsize(path)):
         assert process.poll() in (None, 0), process.stderr.read().decode()

@@ -103,7 +103,7 @@ def test_two_processes_make_the_data_once_and_need_no_tensorflow(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(code)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in running]
+    outputs = [process.communicate(timeout=300) for process in running]
     assert [out.split() for out, _ in outputs] == [["200", "False"]] * 2, outputs
     # What is said is that, and what it takes; how tfds goes about it is not.
     (said,) = [err.splitlines() for _, err in outputs if err]

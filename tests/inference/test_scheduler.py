@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import time
 
 import jax
 import numpy as np
@@ -289,22 +288,35 @@ def test_a_pool_too_small_for_one_sequence_is_refused():
 # --- clocks -------------------------------------------------------------------------------------
 
 
+class Clock:
+    """The scheduler's clock, which stands still but while something is waited for."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 class Slow:
     """An engine on a device that takes a known time for a chunk and for a dispatch of cycles.
 
     It takes one after the other, and gives results when it is done.
     """
 
-    def __init__(self, inner: Engine, prefill_s: float = 0.0, generate_s: float = 0.0):
-        self._inner, self._prefill_s, self._generate_s = inner, prefill_s, generate_s
+    def __init__(
+        self, inner: Engine, clock: Clock, prefill_s: float = 0.0, generate_s: float = 0.0
+    ):
+        self._inner, self._clock = inner, clock
+        self._prefill_s, self._generate_s = prefill_s, generate_s
         self._free_at = 0.0
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
     def _later(self, array, seconds):
-        self._free_at = max(self._free_at, time.perf_counter()) + seconds
-        return Later(array, self._free_at)
+        self._free_at = max(self._free_at, self._clock.now) + seconds
+        return Later(array, self._free_at, self._clock)
 
     def prefill(self, *args):
         state, lanes, anchors, logprobs = self._inner.prefill(*args)
@@ -325,31 +337,39 @@ class Later:
 
     array: jax.Array
     ready_at: float
+    clock: Clock
 
     def __array__(self, *args, **options):
-        time.sleep(max(0.0, self.ready_at - time.perf_counter()))
+        self.clock.now = max(self.clock.now, self.ready_at)
         return np.asarray(self.array)
 
 
-def test_a_prefill_counts_as_prefill_and_not_as_decoding():
-    list(decode(run(), requests([5], [3])))  # compiled
-    (one,) = completions(decode(Slow(run(), prefill_s=0.3), requests([5], [3])))
-    assert one.prefill_ms >= 300
-    assert one.decode_ms < 300
-    assert one.decode_clock_s < 0.3
+@pytest.fixture
+def clock(monkeypatch):
+    """One that the test sets: how long this machine takes for the rest does not matter."""
+    made = Clock()
+    monkeypatch.setattr(scheduler, "time", made)
+    return made
 
 
-def test_dispatches_count_as_decoding_and_a_share_of_the_last_one():
+def test_a_prefill_counts_as_prefill_and_not_as_decoding(clock):
+    (one,) = completions(decode(Slow(run(), clock, prefill_s=0.3), requests([5], [3])))
+    assert one.prefill_ms == pytest.approx(300)
+    assert one.decode_ms == one.decode_clock_s == 0
+
+
+def test_dispatches_count_as_decoding_and_a_share_of_the_last_one(clock):
     """A sequence ends with the cycle that ended it, not with its dispatch."""
-    slow = Slow(run(8), generate_s=0.4)
-    list(decode(run(8), requests([5, 9], [2, 32])))  # compiled
+    slow = Slow(run(8), clock, generate_s=0.4)
     short, long = completions(decode(slow, make_requests(random_prompts([5, 9]), [2, 32])))
     assert len(short.acceptance_lengths) == 1
-    assert 0.9 * 400 / 8 <= short.decode_ms < 400, "one cycle of eight; its clock starts late"
+    assert short.decode_ms == pytest.approx(400 / 8), "one cycle of eight"
     dispatches = math.ceil(len(long.acceptance_lengths) / 8)
-    assert long.decode_clock_s >= 0.4 * dispatches
-    assert short.decode_clock_s < long.decode_clock_s
-    assert short.finished_at < long.finished_at
+    assert dispatches > 2
+    assert long.decode_ms == pytest.approx(400 * dispatches), "the last ends when all are done"
+    assert long.decode_clock_s == pytest.approx(0.4 * dispatches)
+    assert short.decode_clock_s == pytest.approx(0.4)
+    assert long.finished_at - short.finished_at == pytest.approx(0.4 * (dispatches - 1 / 8))
 
 
 # --- requests -----------------------------------------------------------------------------------

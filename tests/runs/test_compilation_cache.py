@@ -44,7 +44,7 @@ def run(code, tmp_path, **environment):
         env=clean | {"XDG_CACHE_HOME": str(tmp_path / "xdg")} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

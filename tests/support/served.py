@@ -65,7 +65,7 @@ class Server:
         given = {"Content-Type": "application/json"} | headers
         request = urllib.request.Request(self.url + path, data, given, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 return answer.status, answer.headers, _content(answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -109,13 +109,13 @@ def serving(
         process.wait()
 
 
-def ended(process: subprocess.Popen, number: signal.Signals, patience_s: float = 60) -> int:
+def ended(process: subprocess.Popen, number: signal.Signals, patience_s: float = 300) -> int:
     """The exit status after a signal."""
     process.send_signal(number)
     return process.wait(patience_s)
 
 
-def wait_until(holds, what: str, patience_s: float = 60.0) -> None:
+def wait_until(holds, what: str, patience_s: float = 300.0) -> None:
     """Returns once `holds()` is true."""
     begin = time.monotonic()
     while not holds():
