@@ -17,6 +17,7 @@ from flax import nnx
 
 from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import DrafterConfig, TargetArchitecture
+from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.layers.train_batch import TrainBatch
 from dflash.parallel.sharding import Sharding
 
@@ -88,6 +89,12 @@ class Sampler(Protocol):
         """The `count` best tokens at `positions` int32 [B, T], for a tree; see `Candidates`.
 
         Args: logits: float32 [B, T, V], of which count is at most V.
+        """
+
+    def among(self, vocabulary: DraftVocabulary) -> "Sampler":
+        """This sampler for logits [B, T, Q] of a draft vocabulary; it draws the target's tokens.
+
+        It draws what it would draw from logits over all V tokens that are -inf elsewhere.
         """
 
 

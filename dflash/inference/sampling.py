@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Candidates
+from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.inference import cutoff
 
 # Rejection verification needs noise that is independent between its three uses; coupled
@@ -65,15 +66,22 @@ class SequenceSampler:
       params: of the sequences.
       with_probs: drafts are drawn with independent noise, and their probabilities are returned, as
         rejection verification requires.
+      vocabulary: that the logits are of, [B, T, Q] instead of [B, T, V]; None: all tokens. Tokens
+        and probabilities are of all V tokens either way.
     """
 
     params: SamplingParams
     with_probs: bool = False
+    vocabulary: DraftVocabulary | None = None
+
+    def among(self, vocabulary: DraftVocabulary) -> "SequenceSampler":
+        """See `drafters.base.Sampler`."""
+        return dataclasses.replace(self, vocabulary=vocabulary)
 
     def sample(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
         """The target's own tokens, int32 [B, T], from logits float32 [B, T, V]."""
         with jax.named_scope("sample"):
-            return sample(logits, positions, self.params, COUPLED)
+            return sample(logits, positions, self.params, COUPLED, self.vocabulary)
 
     def propose(
         self, logits: jax.Array, positions: jax.Array
@@ -81,8 +89,8 @@ class SequenceSampler:
         """A drafter's tokens int32 [B, T], and their probabilities [B, T, V] where wanted."""
         if not self.with_probs:
             return self.sample(logits, positions), None
-        tokens = sample(logits, positions, self.params, DRAFT)
-        return tokens, probabilities(logits, self.params)
+        tokens = sample(logits, positions, self.params, DRAFT, self.vocabulary)
+        return tokens, self._probabilities(logits)
 
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
         """The likeliest tokens of each position; see `drafters.base.Sampler`.
@@ -97,56 +105,82 @@ class SequenceSampler:
         """
         samples = self.params.temperature[:, None, None] > 0
         if not self.with_probs:
-            sums = perturbed(logits, positions, self.params, COUPLED)
+            sums = perturbed(logits, positions, self.params, COUPLED, self.vocabulary)
             sums = sums * jnp.where(samples, self.params.temperature[:, None, None], 1.0)
             values, tokens = jax.lax.top_k(sums, count)
-            return Candidates(tokens, _log_share(values, sums), None)
-        _, tokens = jax.lax.top_k(perturbed(logits, positions, self.params, DRAFT), count)
+            return Candidates(_name(tokens, self.vocabulary), _log_share(values, sums), None)
+        noisy = perturbed(logits, positions, self.params, DRAFT, self.vocabulary)
+        tokens = _name(jax.lax.top_k(noisy, count)[1], self.vocabulary)
         likely = jnp.where(samples, filter_logits(logits, self.params), logits)
         scores = _log_share(jax.lax.top_k(likely, count)[0], likely)
-        return Candidates(tokens, scores, probabilities(logits, self.params))
+        return Candidates(tokens, scores, self._probabilities(logits))
+
+    def _probabilities(self, logits: jax.Array) -> jax.Array:
+        """What drafts are drawn from, [B, T, V]."""
+        probs = probabilities(logits, self.params)
+        return probs if self.vocabulary is None else self.vocabulary.spread(probs, 0.0)
 
 
 def sample(
-    logits: jax.Array, positions: jax.Array, params: SamplingParams, stream: int
+    logits: jax.Array,
+    positions: jax.Array,
+    params: SamplingParams,
+    stream: int,
+    vocabulary: DraftVocabulary | None = None,
 ) -> jax.Array:
     """Draws one token per row by the Gumbel-max trick; greedy rows take the largest logit.
 
     Args:
-      logits: float32 [B, T, V].
+      logits: float32 [B, T, V]; [B, T, Q] of a draft vocabulary.
       positions: int32 [B, T]; of the tokens to be drawn.
       params: of the B sequences.
       stream: which of the independent noises to use.
+      vocabulary: that the logits are of; None: all tokens.
     Returns:
-      int32 [B, T].
+      int32 [B, T]; the target's tokens.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw():
-        drawn = jnp.argmax(_add_noise(logits, positions, params, stream), axis=-1)
-        return jnp.where(params.temperature[:, None] > 0, drawn.astype(jnp.int32), greedy)
+        noisy = _add_noise(logits, positions, params, stream, vocabulary)
+        drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+        return jnp.where(params.temperature[:, None] > 0, drawn, greedy)
 
     # Noise over a large vocabulary costs more than the argmax; an all-greedy batch skips it.
     with jax.named_scope("if_sampled"):
-        return jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy)
+        drawn = jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy)
+    return _name(drawn, vocabulary)
 
 
 def perturbed(
-    logits: jax.Array, positions: jax.Array, params: SamplingParams, stream: int
+    logits: jax.Array,
+    positions: jax.Array,
+    params: SamplingParams,
+    stream: int,
+    vocabulary: DraftVocabulary | None = None,
 ) -> jax.Array:
-    """The values [B, T, V] whose argmax `sample` returns; for greedy sequences the logits."""
+    """The values, of the logits' shape, that `sample` takes the largest of; greedy: the logits."""
 
     def perturb():
-        noisy = _add_noise(logits, positions, params, stream)
+        noisy = _add_noise(logits, positions, params, stream, vocabulary)
         return jnp.where(params.temperature[:, None, None] > 0, noisy, logits)
 
     return jax.lax.cond(jnp.any(params.temperature > 0), perturb, lambda: logits)
 
 
-def _add_noise(logits, positions, params, stream) -> jax.Array:
+def _add_noise(logits, positions, params, stream, vocabulary) -> jax.Array:
+    """The noise is the token's, whatever tokens the logits are of."""
     keys = position_keys(params.seed, positions, stream)
-    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:])))(keys)
+    size = logits.shape[-1] if vocabulary is None else vocabulary.draft_ids.shape[0]
+    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (size,))))(keys)
+    if vocabulary is not None:
+        noise = noise[..., vocabulary.target_ids]
     return filter_logits(logits, params) + noise
+
+
+def _name(tokens: jax.Array, vocabulary: DraftVocabulary | None) -> jax.Array:
+    """The target's tokens for `tokens` of a vocabulary; None: these are the target's."""
+    return tokens if vocabulary is None else vocabulary.target_ids[tokens]
 
 
 def _log_share(values: jax.Array, logits: jax.Array) -> jax.Array:

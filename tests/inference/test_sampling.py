@@ -10,6 +10,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.inference import sampling
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 
@@ -258,3 +259,35 @@ def test_a_draft_comes_with_the_probabilities_it_was_drawn_with():
     coupled, nothing = SequenceSampler(params).propose(logits, positions)
     assert nothing is None
     np.testing.assert_array_equal(coupled, sample(logits, positions, params, sampling.COUPLED))
+
+
+@pytest.mark.parametrize("with_probs", [False, True])
+@pytest.mark.parametrize("target_ids", [(1, 2, 4, 7, 8, 10), (7, 1, 10, 2, 8, 4)])
+def test_a_draft_vocabulary_is_as_if_no_other_token_were_likely(target_ids, with_probs):
+    """The same tokens, scores and probabilities as from logits of all tokens, -inf elsewhere."""
+    vocabulary = DraftVocabulary.of(jnp.array(target_ids) - jnp.arange(6), VOCAB)
+    logits = 2 * jax.random.normal(jax.random.key(0), (4, 40, 6))
+    positions = jnp.tile(jnp.arange(40), (4, 1))
+    params = make_params((0.0, 0, 1.0), (0.8, 0, 1.0), (1.7, 4, 0.9), (1.0, 0, 1.0, 0.2))
+
+    @jax.jit
+    def draw(logits):
+        sampler = SequenceSampler(params, with_probs)
+        if logits.shape[-1] < VOCAB:
+            sampler = sampler.among(vocabulary)
+        return sampler.propose(logits, positions), sampler.candidates(logits, positions, 4)
+
+    found, wanted = draw(logits), draw(vocabulary.spread(logits, -jnp.inf))
+    assert set(np.unique(found[0][0])) == set(target_ids)
+    # Candidates that a filter took are never accepted; which of them come last has no meaning.
+    likely = np.asarray(wanted[1].scores) > -jnp.inf
+    np.testing.assert_array_equal(found[0][0], wanted[0][0])
+    np.testing.assert_array_equal(
+        np.asarray(found[1].tokens)[likely], np.asarray(wanted[1].tokens)[likely]
+    )
+    np.testing.assert_allclose(found[1].scores, wanted[1].scores, atol=1e-6)
+    for mine, whole in ((found[0][1], wanted[0][1]), (found[1].probs, wanted[1].probs)):
+        assert (mine is None) is (whole is None) is not with_probs
+        if with_probs:
+            assert mine.shape == (4, 40, VOCAB)
+            np.testing.assert_allclose(mine, whole, atol=1e-6)

@@ -141,14 +141,12 @@ class DFlash(OnePassDrafter):
         last = count if shapes.is_causal(self.shape) else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
         first = slice(1, count + 1)
-        logits = self._logits(hidden[:, first], heads)
-        return self.propose(logits, positions[:, first], sampler), state
-
-    def _logits(self, hidden: jax.Array, heads: Heads) -> jax.Array:
-        """[B, G, D] -> float32 [B, G, V]; -inf for tokens that cannot be drafted."""
         if self.lm_head is None:
-            return heads.unembed(hidden)
-        return self._vocabulary().spread(self.lm_head.attend(hidden))
+            logits = heads.unembed(hidden[:, first])
+        else:
+            logits = self.lm_head.attend(hidden[:, first])
+            sampler = sampler.among(self._vocabulary())
+        return self.propose(logits, positions[:, first], sampler), state
 
     def _vocabulary(self) -> DraftVocabulary:
         return DraftVocabulary.of(self.d2t[...], self.shape.decoder.vocab_size)

@@ -131,7 +131,7 @@ class Eagle3(WeightedDrafter):
 
     def _draft_chain(self, state, position, sampler, heads):
         """Keys and values of drafts go past the committed ones, where `observe` overwrites them."""
-        vocabulary = self.vocabulary()
+        sampler = sampler.among(self.vocabulary())
 
         def extend(hidden, tokens, cache, step):
             return self.run(hidden, heads.embed(tokens), cache, position + step)
@@ -141,7 +141,7 @@ class Eagle3(WeightedDrafter):
             state.cache,
             position,
             num_draft_tokens=self.num_draft_tokens,
-            logits=lambda hidden: vocabulary.spread(self.draft_logits(hidden)),
+            logits=self.draft_logits,
             extend=extend,
             sampler=sampler,
         )
@@ -149,14 +149,13 @@ class Eagle3(WeightedDrafter):
 
     def _draft_tree(self, state, position, sampler, heads):
         """Rows of all levels share a table of keys and values; each row sees its own ancestors."""
-        vocabulary, options = self.vocabulary(), self.tree
+        options, sampler = self.tree, sampler.among(self.vocabulary())
         width, batch = options.top_k, position.shape[0]
         over_branches = self.midlayer.attend_branches(state.cache, position)
         size = (options.depth - 1) * width  # rows that are extended, of all levels
 
         def candidates(hidden, positions):
-            logits = vocabulary.spread(self.draft_logits(hidden))
-            return sampler.candidates(logits, positions, width)
+            return sampler.candidates(self.draft_logits(hidden), positions, width)
 
         def extend(carried, beam, level):
             hidden, visible, keys, values = carried

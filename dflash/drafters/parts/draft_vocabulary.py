@@ -47,12 +47,10 @@ class DraftVocabulary:
         """Q."""
         return self.target_ids.shape[0]
 
-    def spread(self, logits: jax.Array) -> jax.Array:
-        """Draft logits [..., Q] -> [..., V] over the target's tokens; -inf where not drafted."""
-        if self.size == self.draft_ids.shape[0]:
-            return logits
-        wide = jnp.take(logits, self.draft_ids, axis=-1, mode="clip")
-        return jnp.where(self.draft_ids < self.size, wide, -jnp.inf)
+    def spread(self, values: jax.Array, fill: float) -> jax.Array:
+        """Of draft tokens [..., Q] -> of the target's [..., V]; `fill` where not drafted."""
+        wide = jnp.take(values, self.draft_ids, axis=-1, mode="clip")
+        return jnp.where(self.draft_ids < self.size, wide, fill)
 
     def without_unknown(self, scores: TokenScores, labels: jax.Array) -> TokenScores:
         """Scores of draft labels, where labels that cannot be drafted cost nothing and are wrong.

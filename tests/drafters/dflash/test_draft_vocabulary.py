@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from support.dflash_cases import FULL, cut, make_shape
 from support.engines import decode, engine, expected, random_prompts
-from support.models import ARCHITECTURE, make_sharding, make_target, target
+from support.models import ARCHITECTURE, make_sharding, make_target, target, zeros
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
@@ -56,12 +56,25 @@ def test_columns_of_a_tied_head_are_rows_of_the_embedding():
     np.testing.assert_array_equal(columns, heads.embed_tokens.embedding[...][DRAFTED].T)
 
 
-def test_other_tokens_are_never_drafted():
+def test_drafts_are_drawn_among_them_by_the_target_s_logits():
     model, heads = make_drafter(), make_target()
-    hidden = jax.random.normal(jax.random.key(2), (1, 3, 32))
-    logits, whole = model._logits(hidden, heads), heads.unembed(hidden)
-    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits[0, 0])), DRAFTED)
-    np.testing.assert_allclose(logits[..., DRAFTED], whole[..., DRAFTED], rtol=1e-6)
+    given = {}
+
+    class Sampler:
+        def among(self, vocabulary):
+            given["tokens"] = vocabulary.target_ids
+            return self
+
+        def propose(self, logits, positions):
+            given["logits"] = logits
+            return positions, None
+
+    state, ones = zeros(model.init_state(1, 16)), jnp.ones(1, jnp.int32)
+    model.draft(state, ones, ones, Sampler(), heads)
+    hidden, _ = model.run_block(state, ones, ones, heads)
+    np.testing.assert_array_equal(given["tokens"], DRAFTED)
+    wanted = heads.unembed(hidden[:, 1:])[..., DRAFTED]
+    np.testing.assert_allclose(given["logits"], wanted, rtol=1e-5, atol=1e-6)
 
 
 @functools.cache

@@ -129,22 +129,28 @@ def test_a_whole_vocabulary_counts_nothing():
     assert model.t2d[...].all()
 
 
-def test_tokens_outside_the_draft_vocabulary_are_never_drafted():
+def test_a_draft_is_drawn_among_the_draft_vocabulary():
     model = make_drafter()
 
     class Drawn(Exception):
-        """Holds the logits that the first draft is drawn from."""
+        """Holds the tokens, and their logits, that the first draft is drawn from."""
 
-    def propose(logits, positions):
-        raise Drawn(logits)
+    class Sampler:
+        def among(self, vocabulary):
+            self.tokens = vocabulary.target_ids
+            return self
+
+        def propose(self, logits, positions):
+            raise Drawn(self.tokens, logits)
 
     state = zeros(model.init_state(1, 16))
     state = dataclasses.replace(state, hidden=jnp.ones_like(state.hidden))
-    anchor, sampler = jnp.zeros(1, jnp.int32), types.SimpleNamespace(propose=propose)
+    anchor = jnp.zeros(1, jnp.int32)
     with pytest.raises(Drawn) as caught:
-        model.draft(state, anchor, anchor, sampler, make_target())
-    logits = np.asarray(caught.value.args[0])[0, 0]
-    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits)), np.arange(1, 40, 2))
+        model.draft(state, anchor, anchor, Sampler(), make_target())
+    tokens, logits = caught.value.args
+    np.testing.assert_array_equal(tokens, np.arange(1, 40, 2))
+    assert logits.shape == (1, 1, tokens.size)
 
 
 @pytest.mark.parametrize("save", [checkpoint.save_hf, checkpoint.save_orbax])
