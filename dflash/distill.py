@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _distill(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
     from dflash.distillation import plan, stages
+    from dflash.offline import session
     from dflash.runs import dates
 
     if command.dry_run:
@@ -43,7 +44,7 @@ def _distill(command: cli.Command) -> int:
         raise errors.ConfigError("--workdir: required: where answers, checkpoints and weights go")
     date = dates.find(command.workdir)
     with stages.open_directory(command.workdir, command.config, date) as directory:
-        return stages.run(command.config, directory, date)
+        return stages.run(command.config, directory, date, session.open_display(stream=False))
 
 
 if __name__ == "__main__":

@@ -192,6 +192,9 @@ RUNS: Mapping[str, Entry] = {
     "benchmark": Entry(
         "dflash.measure.points:BenchmarkPoints", "dflash.config.benchmark_schema:BenchmarkRun"
     ),
+    "distill": Entry(
+        "dflash.distillation.points:DistillPoints", "dflash.config.distill_schema:DistillRun"
+    ),
 }
 
 # The schemas of each command's configs, by which a config that is given to another one is known.

@@ -59,7 +59,7 @@ def _sweep(command: cli.Command) -> int:
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where points and their table go")
     # jax is imported here, after all points have been validated.
-    from dflash.runs import files, heat_map, shards
+    from dflash.runs import files, shards
     from dflash.runs import sweeps as driver
     from dflash.runs.display import Display
 
@@ -79,8 +79,7 @@ def _sweep(command: cli.Command) -> int:
         if outcome.rows:
             display.table(driver.table(sweep, columns, outcome.rows))
         with files.explained(directory):
-            for metric in columns:
-                heat_map.draw(sweep, metric, outcome.rows, directory / f"{metric}.png")
+            runner.draw(sweep, outcome.rows, directory)
         left = [name for name in sweep.points if name not in outcome.rows]
         if command.shard is not None and left:
             display.note(

@@ -9,11 +9,12 @@ import pytest
 from safetensors import numpy as safetensors
 from support import tiny_distillation
 
-from dflash import distill
+from dflash import distill, sweep
 from dflash.checkpoints import checkpoint
 from dflash.config import distill_schema, loader
-from dflash.distillation import card, stages
+from dflash.distillation import card, points, stages
 from dflash.inference.scheduler import Scheduler
+from dflash.runs import sweeps
 from dflash.training.checkpoints import Checkpoints
 
 
@@ -59,6 +60,58 @@ def test_everything_is_there_in_the_end(whole):
     assert "14 answers of the target itself, 168 tokens" in card
     assert "4 steps of 2 × 64 tokens" in card
     assert "states no licence" in card
+
+
+def test_a_race_of_recipes_is_a_sweep_on_the_same_answers(config, whole, capsys):
+    """Figures of every recipe in a row, trees too; a second start has nothing left to do."""
+    workdir = config.parent / "race"
+    command = [str(config), f"answers.made={whole / stages.ANSWERS}", "test.trees=[5]"]
+    command += ["sweep.run=distill", "sweep.product.train.seed=[0]", "train.log_every=1"]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as caught:
+            sweep.main([*command, "--workdir", str(workdir)])
+        assert caught.value.code == 0, capsys.readouterr().err
+    assert "1 of 1 points were finished before" in capsys.readouterr().err
+    (point,) = (workdir / "points").iterdir()
+    assert not (point / "answers").exists()
+    assert (point / stages.ANSWERS).read_bytes() == (whole / stages.ANSWERS).read_bytes()
+    tested = json.loads((point / stages.TESTED).read_text())
+    assert tested["math"]["tau"] == json.loads((whole / stages.TESTED).read_text())["math"]["tau"]
+    assert tested["math-tree5"]["baseline"]["identical"] == 2
+    card = (point / "drafter" / "README.md").read_text()
+    assert "168 tokens, which an earlier distillation made." in card
+    assert "| math-tree5 |" in card
+    (row,) = sweeps.read_rows(workdir / "sweep.csv")
+    assert float(row["math.tau"]) == tested["math"]["tau"]
+    assert float(row["math-tree5.speed_up"]) == tested["math-tree5"]["baseline"]["speed_up"]
+    cycle_s = tested["math"]["tau"] / tested["math"]["tokens_per_second"]
+    assert float(row["math.cycle_ms"]) == pytest.approx(1e3 * cycle_s)
+    assert float(row["training.hours"]) > 0
+    assert row["training.steps"] == "4"
+    assert (workdir / points.PLOT).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_of_a_race_needs_a_finished_point(tmp_path):
+    axes = (("drafter.name",), ("train.seed",))
+    row = {"drafter.name": "dflash", "train.seed": 0, "math.tau": 3.0, "training.hours": None}
+    assert not points.draw_race(axes, {"a": row}, tmp_path / "race.png")
+    rows = {"a": row | {"training.hours": 0.5}, "b": row | {"training.hours": 0.7, "train.seed": 1}}
+    assert points.draw_race(axes, rows, tmp_path / "race.png")
+    assert (tmp_path / "race.png").stat().st_size > 10_000
+
+
+def test_recipes_are_named_by_what_tells_them_apart():
+    keys = ("drafter", "loss.name", "test.trees", "train.seed")
+    rows = [
+        {"drafter": {"name": "dflash", "layers": 2}, "loss.name": "kl"},
+        {"drafter": {"name": "dflash", "layers": 2, "causal_head": True}, "loss.name": "kl"},
+        {"drafter": {"name": "dflash", "layers": 2}, "loss.name": "dpace"},
+        {"drafter": {"name": "medusa", "heads": 15}, "loss.name": "kl"},
+    ]
+    rows = [row | {"test.trees": [n], "train.seed": n} for n, row in enumerate(rows)]
+    assert points.recipe_names(keys, [*rows, rows[0] | {"train.seed": 9}]) == [
+        "dflash, kl", "dflash, kl, causal_head", "dflash, dpace", "medusa, kl", "dflash, kl",
+    ]  # fmt: skip
 
 
 def test_a_second_start_does_nothing(config, whole, capsys):
@@ -155,11 +208,18 @@ def test_a_dry_run_plans_time_and_disk(capsys):
         ("test.decode.max_length=4", "test.decode.max_length: 4 leaves no room for a prompt"),
         ("train.steps=null", "train.steps: give one of train.steps and train.epochs"),
         ("plan.chip=v55", "unknown chip 'v55'"),
+        ("test.trees=[0]", "test.trees[0]: expected an integer in [1, 1024], got 0"),
+        (
+            ["test.trees=[4]", "drafter={name: dspark, checkpoint: random}"],
+            "'dspark' drafts no trees",
+        ),
+        ("answers.made=none.jsonl", "none.jsonl: cannot be read: No such file or directory"),
         ("drafter.name=ngram", "drafter.name: 'ngram' has no weights to train"),
     ],
 )
 def test_problems_are_one_line_each(config, override, problem, capsys):
-    status = run(config, override, "--dry_run")
+    overrides = [override] if isinstance(override, str) else override
+    status = run(config, *overrides, "--dry_run")
     err = capsys.readouterr().err
     assert status == 2
     assert problem in err
@@ -174,7 +234,7 @@ def test_no_workdir_is_one_line(config, capsys):
 def test_shipped_configs_load(name):
     path = f"configs/distill/{name}.yml"
     found = loader.load(path, schema=distill_schema.DistillRun)
-    assert found.answer_runs()
+    assert bool(found.answer_runs()) is (found.answers.made is None)
     header = loader.find_config(path).read_text(encoding="utf-8")
     assert f"python -m dflash.distill {path}" in header
     assert "Needs:" in header

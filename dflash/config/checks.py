@@ -233,9 +233,11 @@ def _data(config: Any) -> Iterator[Problem]:
 
 def _distillation(config: Any) -> Iterator[Problem]:
     """Questions to answer, data sets to test on, and how both are decoded."""
-    if not config.answers.tasks and not config.answers.files:
+    if not config.answers.tasks and not config.answers.files and config.answers.made is None:
         example = "questions of data sets, such as {math: 3000}; or answers.files"
         yield ("answers.tasks", "answers.files"), f"required: {example}"
+    if config.test.trees and config.drafter.tree_group is None:
+        yield ("test.trees", "drafter.name"), f"{config.drafter.name!r} drafts no trees"
     for key in ("answers", "test"):
         for name in getattr(config, key).tasks:
             if name == _FILES or name not in registry.DATASETS:

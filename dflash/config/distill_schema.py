@@ -15,6 +15,7 @@ from dflash.config.schema import location, option
 class AnswersConfig:
     """The questions that the target answers, and how it answers them."""
 
+    made: str | None = location("file")  # another distillation's answers.jsonl; nothing is asked
     tasks: Mapping[str, int] = option({}, minimum=1)  # questions of a data set's training split
     files: tuple[str, ...] = location("file", ())  # further questions: JSONL, as prompts.file
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
@@ -25,6 +26,8 @@ class HeldOutConfig:
     """The measurement of the finished drafter, against decoding without it."""
 
     tasks: tuple[str, ...] = ()  # data sets; none: no measurement
+    # Drafts in further trees to measure, beside what `drafter` says.
+    trees: tuple[int, ...] = option((), minimum=1, maximum=1024)
     split: Literal["validation", "test"] = "test"
     prompts: int = option(40, minimum=1, maximum=schema.MAX_BATCH)  # of each data set
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
@@ -63,17 +66,19 @@ class DistillRun:
 
     def answer_runs(self) -> dict[str, schema.DecodeRun]:
         """The decode runs that make the answers, by the name of their questions."""
+        if self.answers.made is not None:
+            return {}
         sources = {
             name: schema.PromptsConfig(dataset=name, split="train", limit=count)
             for name, count in self.answers.tasks.items()
         }
         for number, file in enumerate(self.answers.files):
             sources[f"{number}-{pathlib.Path(file).stem}"] = schema.PromptsConfig(file=file)
-        none = schema.DrafterConfig()
-        return {
-            name: self._decode_run(self.answers.decode, none, source)
-            for name, source in sources.items()
-        }
+        return {name: self.answer_run(source) for name, source in sources.items()}
+
+    def answer_run(self, questions: schema.PromptsConfig) -> schema.DecodeRun:
+        """The decode run that answers some questions."""
+        return self._decode_run(self.answers.decode, schema.DrafterConfig(), questions)
 
     def train_run(self, answers: str) -> train_schema.TrainRun:
         """The training run on a file of answers."""
@@ -83,16 +88,25 @@ class DistillRun:
         return train_schema.TrainRun(**{**shared, "data": data})
 
     def test_runs(self, drafter: str) -> dict[str, schema.DecodeRun]:
-        """The decode runs that measure the drafter in a directory, by data set."""
+        """The decode runs that measure the drafter in a directory.
+
+        Returns:
+          Each by its data set, such as math, or by data set and tree, such as math-tree32.
+        """
         trained = dataclasses.replace(self.drafter, checkpoint=drafter, architecture=None)
+        ways = {"": trained}
+        for budget in self.test.trees:
+            tree = trained.tree_group(budget=budget)
+            ways[f"-tree{budget}"] = dataclasses.replace(trained, tree=tree)
         decode = dataclasses.replace(self.test.decode, baseline=True)
         return {
-            task: self._decode_run(
+            task + way: self._decode_run(
                 decode,
-                trained,
+                drafter,
                 schema.PromptsConfig(dataset=task, split=self.test.split, limit=self.test.prompts),
             )
             for task in self.test.tasks
+            for way, drafter in ways.items()
         }
 
     def _decode_run(

@@ -153,15 +153,16 @@ def _results(config: DistillRun, facts: Facts) -> Iterator[str]:
 
 
 def _data(config: DistillRun, facts: Facts) -> Iterator[str]:
-    yield (
-        f"{facts.answers:,} answers of the target itself, {facts.answer_tokens:,} tokens, to "
-        "questions of these sources:"
-    )
-    yield ""
-    for task, count in config.answers.tasks.items():
-        yield f"- {task}: {count:,} questions of its training split"
-    for file in config.answers.files:
-        yield f"- {pathlib.Path(file).name}"
+    amount = f"{facts.answers:,} answers of the target itself, {facts.answer_tokens:,} tokens"
+    if config.answers.made is not None:
+        yield f"{amount}, which an earlier distillation made."
+    else:
+        yield f"{amount}, to questions of these sources:"
+        yield ""
+        for task, count in config.answers.tasks.items():
+            yield f"- {task}: {count:,} questions of its training split"
+        for file in config.answers.files:
+            yield f"- {pathlib.Path(file).name}"
     others = {name: share for name, share in config.data.shares.items() if name != "jsonl"}
     if others:
         total = sum(config.data.shares.values())

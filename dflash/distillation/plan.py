@@ -8,8 +8,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from dflash import paths
 from dflash.config.distill_schema import DistillRun
-from dflash.config.schema import DecodeRun
+from dflash.config.schema import DecodeRun, PromptsConfig
 from dflash.config.train_schema import TrainRun
 from dflash.measure import roofline
 from dflash.measure.roofline import Machine, Work
@@ -55,12 +56,11 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
     Raises:
       UserError: the models or the config do not fit.
     """
-    runs = list(config.answer_runs().values())
-    decoding = _decode_job(runs[0], dry)
+    decoding = _decode_job(config.answer_run(PromptsConfig()), dry)
     training = training_jobs.prepare(config.train_run(answers), dry=True)
     machine = _machine(config, None if dry else decoding)
     stages = [
-        _answers(config, runs, decoding, machine),
+        _answers(config, decoding, machine),
         _training(config, training, machine),
         _test(config, decoding, training, machine),
         _export(training),
@@ -91,10 +91,11 @@ def _machine(config: DistillRun, job: DecodeJob | None) -> Machine | None:
     return None if job is None else roofline.machine_of(job.target.sharding)
 
 
-def _answers(
-    config: DistillRun, runs: Sequence[DecodeRun], job: DecodeJob, machine: Machine | None
-) -> StagePlan:
-    decode, questions = runs[0].decode, _num_questions(config)
+def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> StagePlan:
+    decode, questions = job.config.decode, _num_questions(config)
+    if config.answers.made is not None:
+        size = paths.to_path(config.answers.made).stat().st_size
+        return StagePlan("answers", f"{questions:,} that were made before", 0.0, size)
     tokens = questions * decode.max_new_tokens
     context = config.plan.prompt_tokens + decode.max_new_tokens // 2
     forward = roofline.target_work(
@@ -107,11 +108,13 @@ def _answers(
 
 
 def _num_questions(config: DistillRun) -> int:
-    """Questions of all data sets and files.
+    """Questions of all data sets and files, or answers that were made before.
 
     Raises:
       InputError: a file cannot be read.
     """
+    if config.answers.made is not None:
+        return sum(1 for _ in jsonl.entries(config.answers.made))
     in_files = sum(1 for file in config.answers.files for _ in jsonl.entries(file))
     return sum(config.answers.tasks.values()) + in_files
 
@@ -147,7 +150,7 @@ def _test(
     config: DistillRun, decoding: DecodeJob, training: TrainJob, machine: Machine | None
 ) -> StagePlan:
     test = config.test
-    prompts = len(test.tasks) * test.prompts
+    prompts = len(test.tasks) * (1 + len(test.trees)) * test.prompts
     if not prompts:
         return StagePlan("test", "none: test.tasks is empty", 0.0, 0)
     slots = next(iter(config.test_runs("").values())).decode.batch_size

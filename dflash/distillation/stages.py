@@ -4,7 +4,8 @@ WORKDIR/answers/NAME/    a decode run for each source of questions
 WORKDIR/answers.jsonl    the answers of all of them, in the order of the questions
 WORKDIR/training/        a training run on them
 WORKDIR/trained.json     what it ended with
-WORKDIR/test/TASK/       a decode run with the drafter, and without, on held-out prompts
+WORKDIR/test/TASK/       a decode run with the drafter, and without, on held-out prompts;
+                         TASK-treeN/ with a tree of N drafts
 WORKDIR/test.json        τ and speed-up by data set
 WORKDIR/drafter/         the weights in the Hugging Face layout, and a model card
 
@@ -19,6 +20,7 @@ import io
 import json
 import os
 import pathlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +39,7 @@ from dflash.offline import job as decode_jobs
 from dflash.offline import session as decoding
 from dflash.offline.evaluation import DraftingTest
 from dflash.offline.points import Weights
-from dflash.parallel import agreement
+from dflash.parallel import agreement, parameters
 from dflash.runs import dates, files, outputs, records
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
@@ -112,20 +114,21 @@ class Stage:
     run: Callable[[Work], int]
 
 
-def run(config: DistillRun, directory: RunDirectory, date: datetime.date) -> int:
+def run(config: DistillRun, directory: RunDirectory, date: datetime.date, display: Display) -> int:
     """Runs the stages that are not done yet.
 
     Args:
       config: the run's config.
       directory: its work directory, held by this run.
       date: the run's date.
+      display: takes a line now and then.
     Returns:
       The exit status: 0 if all is done, 128 + the number of a signal that stopped training.
     Raises:
       UserError: questions, checkpoints, numbers or files are unusable.
     """
     path = paths.absolute(directory.path)
-    work = Work(config, path, date, decoding.open_display(stream=False))
+    work = Work(config, path, date, display)
     if not _agreed(is_used(path)):
         for line in plan.make(config, answers=str(path / ANSWERS), dry=False):
             work.display.note(line)
@@ -166,8 +169,9 @@ def _answer(work: Work) -> int:
     for name, one in runs.items():
         work.decode(one, f"answers/{name}", load)
     if jax.process_index() == 0:
-        with files.explained(work.path / ANSWERS):
-            lines = _all_answers(work.path / "answers", list(runs))
+        made = work.config.answers.made
+        with files.explained(made or work.path / ANSWERS):
+            lines = _all_answers(work.path / "answers", list(runs)) if runs else _lines(made)
             files.write_whole(work.path / ANSWERS, lines)
     agreement.wait_for_all(f"{ANSWERS} written")
     return 0
@@ -179,18 +183,19 @@ def _train(work: Work) -> int:
         outcome = training.run(job, held, job.drafting_test(DraftingTest))
     if outcome.exit_status:
         return outcome.exit_status
-    work.finish(TRAINED, {"steps": outcome.step, "best": outcome.best})
+    ended = {"steps": outcome.step, "best": outcome.best}
+    weights, step_s = parameters.count(job.task.learner), _step_seconds(work)
+    work.finish(TRAINED, {**ended, "weights": weights, "step_seconds": step_s})
     return 0
 
 
 def _test(work: Work) -> int:
     load = Weights(Display.silent())
-    found = {
-        task: work.decode(one, f"test/{task}", load)
-        for task, one in work.config.test_runs(str(work.weights)).items()
-    }
-    kept = ("tau", "tokens_per_second", "prompts", "answers", "baseline", "devices")
-    work.finish(TESTED, {task: {key: one[key] for key in kept} for task, one in found.items()})
+    kept, tested = ("tau", "tokens_per_second", "prompts", "answers", "baseline", "devices"), {}
+    for name, one in work.config.test_runs(str(work.weights)).items():
+        found = work.decode(one, f"test/{name}", load)
+        tested[name] = {key: found[key] for key in kept} | {"slots": one.decode.batch_size}
+    work.finish(TESTED, tested)
     return 0
 
 
@@ -226,6 +231,20 @@ def _all_answers(directory: pathlib.Path, names: list[str]) -> Iterator[bytes]:
                 lines[record.index] = json.dumps(ids, separators=(",", ":")).encode()
         for index in sorted(lines):
             yield lines[index] + b"\n"
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    with paths.to_path(path).open("rb") as lines:
+        yield from lines
+
+
+def _step_seconds(work: Work) -> float | None:
+    """What a step took, by the median of the pace that was logged; None if none was."""
+    tokens = work.config.train.batch_size * work.config.data.length
+    lines = (work.path / "training" / rundir.METRICS).read_text(encoding="utf-8").splitlines()
+    rates = [json.loads(line).get("tokens_per_second") for line in lines]
+    rates = [rate for rate in rates if rate]
+    return tokens / statistics.median(rates) if rates else None
 
 
 def _agreed(value: bool) -> bool:

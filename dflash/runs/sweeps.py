@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from dflash import errors
 from dflash.config import loader
 from dflash.config.sweep import Point, Sweep, label
-from dflash.runs import files, shards
+from dflash.runs import files, heat_map, shards
 from dflash.runs.directory import another_config, check_config
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
@@ -57,6 +57,17 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def run(self, config: Any, directory: pathlib.Path) -> Mapping[str, Any]:
         """Runs a config, or continues it, in its work directory; returns its metrics."""
+
+    def draw(
+        self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
+    ) -> None:
+        """Draws the finished points, by name, into files of a directory: a heat map a figure.
+
+        Raises:
+          OSError: a file cannot be written.
+        """
+        for metric in columns(self, rows.values()):
+            heat_map.draw(sweep, metric, rows, directory / f"{metric}.png")
 
 
 @dataclasses.dataclass(frozen=True)

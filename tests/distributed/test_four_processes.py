@@ -8,7 +8,7 @@ import sys
 import pytest
 from support import SUPPORT
 
-SOON_S = 20
+SOON_S = 20  # beyond what processes without a fault take, which is more on a busy machine
 # Exit status, and the line of every process; a gap stands for what differs from machine to machine.
 ENDS = {
     "save": (1, "process 3: …/save/checkpoints: checkpoint of step 1 cannot be written: No space "
@@ -34,31 +34,37 @@ ENDS = {
 def ends(tmp_path_factory):
     """How the processes of every place end: status, seconds, lines on stderr."""
     command = [sys.executable, SUPPORT / "four_processes.py", tmp_path_factory.mktemp("faults")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def soon(ends):
+    """Seconds within which processes with a fault have left."""
+    return SOON_S + max(end[1] for end in ends["nothing"])
+
+
 @pytest.mark.parametrize("place", ENDS)
-def test_all_leave_together(ends, place):
+def test_all_leave_together(ends, soon, place):
     status, line = ENDS[place]
     pattern = ".*".join(map(re.escape, f"error: {line}".split("…")))
     said = set()
     for end in ends[place]:
         assert end is not None, "a process is still there"
-        assert (end[0], end[1] < SOON_S) == (status, True), end
+        assert (end[0], end[1] < soon) == (status, True), end
         said.add(end[2][-1])
         assert sum(one.startswith("error") for one in end[2]) == 1
     (one,) = said
     assert re.fullmatch(pattern, one), one
 
 
-def test_a_process_that_is_killed_takes_the_others_with_it(ends):
+def test_a_process_that_is_killed_takes_the_others_with_it(ends, soon):
     """They are left without its word, so each tells what it sees."""
     statuses = [end[0] for end in ends["killed"]]
     assert statuses[2] == -9
     assert 0 not in statuses
-    assert max(end[1] for end in ends["killed"]) < SOON_S
+    assert max(end[1] for end in ends["killed"]) < soon
 
 
 def test_damage_that_one_process_finds_is_known_to_all(ends):

@@ -45,7 +45,7 @@ from dflash.training.checkpoints import Checkpoints
 from support.models import BYTE_TARGET, make_sharding
 
 COUNT = 4
-PATIENCE_S = 60
+PATIENCE_S = 120
 CONFIG = f"""
 target: {BYTE_TARGET}
 mesh: {{data: {COUNT}}}

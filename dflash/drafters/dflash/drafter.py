@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 
 from dflash.config.schema import DFlashConfig
-from dflash.drafters.base import Heads
 from dflash.drafters.dflash import shape as shapes
 from dflash.drafters.dflash.shape import DFlashShape
 from dflash.drafters.parts import draft_vocabulary
