@@ -13,6 +13,7 @@ import tempfile
 
 # Modules that several tests share lie beside this file.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import hypothesis
 import pytest
 from support import tiers, xla_flags
 
@@ -30,6 +31,15 @@ if "DFLASH_TESTS_PROGRAMS" not in os.environ:
     os.environ["DFLASH_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="dflash_tests_")
     atexit.register(shutil.rmtree, os.environ["DFLASH_TESTS_PROGRAMS"], ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["DFLASH_TESTS_PROGRAMS"]
+# The same examples in every run, for as long as they take: a busy machine finds no other faults.
+hypothesis.settings.register_profile(
+    "same",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("same")
 # A job in the background ignores ctrl-C, and so would every command that the tests start and stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

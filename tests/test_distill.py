@@ -66,6 +66,7 @@ def test_a_race_of_recipes_is_a_sweep_on_the_same_answers(config, whole, capsys)
     """Figures of every recipe in a row, trees too; a second start has nothing left to do."""
     workdir = config.parent / "race"
     command = [str(config), f"answers.made={whole / stages.ANSWERS}", "test.trees=[5]"]
+    command += ["test.block_sizes=[2]"]
     command += ["sweep.run=distill", "sweep.product.train.seed=[0]", "train.log_every=1"]
     for _ in range(2):
         with pytest.raises(SystemExit) as caught:
@@ -78,6 +79,7 @@ def test_a_race_of_recipes_is_a_sweep_on_the_same_answers(config, whole, capsys)
     tested = json.loads((point / stages.TESTED).read_text())
     assert tested["math"]["tau"] == json.loads((whole / stages.TESTED).read_text())["math"]["tau"]
     assert tested["math-tree5"]["baseline"]["identical"] == 2
+    assert list(tested["math-block2"]["acceptance_histogram"]) == ["1", "2"]
     card = (point / "drafter" / "README.md").read_text()
     assert "168 tokens, which an earlier distillation made." in card
     assert "| math-tree5 |" in card
@@ -213,6 +215,8 @@ def test_a_dry_run_plans_time_and_disk(capsys):
             ["test.trees=[4]", "drafter={name: dspark, checkpoint: random}"],
             "'dspark' drafts no trees",
         ),
+        ("test.block_sizes=[5]", "drafter.block_size: 5 is larger than the block size 4"),
+        (["test.block_sizes=[5]", "drafter={name: eagle3, checkpoint: random}"], "no block size"),
         ("answers.made=none.jsonl", "none.jsonl: cannot be read: No such file or directory"),
         ("drafter.name=ngram", "drafter.name: 'ngram' has no weights to train"),
     ],

@@ -238,6 +238,9 @@ def _distillation(config: Any) -> Iterator[Problem]:
         yield ("answers.tasks", "answers.files"), f"required: {example}"
     if config.test.trees and config.drafter.tree_group is None:
         yield ("test.trees", "drafter.name"), f"{config.drafter.name!r} drafts no trees"
+    if config.test.block_sizes and not hasattr(config.drafter, "block_size"):
+        message = f"{config.drafter.name!r} has no block size"
+        yield ("test.block_sizes", "drafter.name"), message
     for key in ("answers", "test"):
         for name in getattr(config, key).tasks:
             if name == _FILES or name not in registry.DATASETS:

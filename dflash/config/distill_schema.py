@@ -26,7 +26,8 @@ class HeldOutConfig:
     """The measurement of the finished drafter, against decoding without it."""
 
     tasks: tuple[str, ...] = ()  # data sets; none: no measurement
-    # Drafts in further trees to measure, beside what `drafter` says.
+    # Also measured, beside what `drafter` says: smaller blocks, and trees of so many drafts.
+    block_sizes: tuple[int, ...] = option((), minimum=2, maximum=schema.MAX_BLOCK_SIZE)
     trees: tuple[int, ...] = option((), minimum=1, maximum=1024)
     split: Literal["validation", "test"] = "test"
     prompts: int = option(40, minimum=1, maximum=schema.MAX_BATCH)  # of each data set
@@ -87,14 +88,21 @@ class DistillRun:
         shared = {name: value for name, value in vars(self).items() if name in names}
         return train_schema.TrainRun(**{**shared, "data": data})
 
-    def test_runs(self, drafter: str) -> dict[str, schema.DecodeRun]:
-        """The decode runs that measure the drafter in a directory.
+    def test_runs(self, checkpoint: str | None) -> dict[str, schema.DecodeRun]:
+        """The decode runs that measure the drafter.
 
+        Args:
+          checkpoint: a directory with its weights; None: those that training begins with.
         Returns:
-          Each by its data set, such as math, or by data set and tree, such as math-tree32.
+          Each by its data set, such as math, or by data set and what is drafted, such as
+          math-block8 and math-tree32.
         """
-        trained = dataclasses.replace(self.drafter, checkpoint=drafter, architecture=None)
+        trained = self.drafter
+        if checkpoint is not None:
+            trained = dataclasses.replace(trained, checkpoint=checkpoint, architecture=None)
         ways = {"": trained}
+        for size in self.test.block_sizes:
+            ways[f"-block{size}"] = dataclasses.replace(trained, block_size=size)
         for budget in self.test.trees:
             tree = trained.tree_group(budget=budget)
             ways[f"-tree{budget}"] = dataclasses.replace(trained, tree=tree)

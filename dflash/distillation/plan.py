@@ -150,10 +150,13 @@ def _test(
     config: DistillRun, decoding: DecodeJob, training: TrainJob, machine: Machine | None
 ) -> StagePlan:
     test = config.test
-    prompts = len(test.tasks) * (1 + len(test.trees)) * test.prompts
+    runs = list(config.test_runs(None).values())
+    prompts = len(runs) * test.prompts
     if not prompts:
         return StagePlan("test", "none: test.tasks is empty", 0.0, 0)
-    slots = next(iter(config.test_runs("").values())).decode.batch_size
+    for run in runs[: len(runs) // len(test.tasks)]:  # of the first data set
+        decode_jobs.prepare_models(run, dry=True)  # sizes that do not fit are errors
+    slots = runs[0].decode.batch_size
     forward = roofline.target_work(
         decoding.target, batch=slots, rows=1, context=config.plan.prompt_tokens
     )

@@ -3,6 +3,7 @@
 import io
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,14 @@ from dflash.runs.sweeps import Runner
 
 PLOT = "tau_by_training_time.png"
 _TRAINING = "training"  # the cell of what training took
+_FURTHER = re.compile(r"-(block|tree)\d+\.")  # cells of other than what `drafter` says
 
 
 class DistillPoints(Runner):
     """Makes drafters; a point's directory is a work directory of `dflash.distill`.
 
-    The cells of a point are its tests: a data set, or a data set and a tree, such as math-tree32.
+    The cells of a point are its tests: a data set, or a data set and what is drafted, such as
+    math-block8 and math-tree32.
     One more, `training`, has what the training took.
     """
 
@@ -49,7 +52,7 @@ class DistillPoints(Runner):
     def draw(
         self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
     ) -> None:
-        """Heat maps, and the mean τ of the chains against the time of training."""
+        """Heat maps, and the mean τ over data sets against the time of training."""
         super().draw(sweep, rows, directory)
         draw_race(sweep.axes, rows, directory / PLOT)
 
@@ -130,7 +133,7 @@ def draw_race(
         taus = [
             value
             for key, value in row.items()
-            if key.endswith(".tau") and "-tree" not in key and value is not None
+            if key.endswith(".tau") and not _FURTHER.search(key) and value is not None
         ]
         hours = row.get(f"{_TRAINING}.hours")
         if taus and hours is not None:

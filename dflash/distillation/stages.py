@@ -5,7 +5,7 @@ WORKDIR/answers.jsonl    the answers of all of them, in the order of the questio
 WORKDIR/training/        a training run on them
 WORKDIR/trained.json     what it ended with
 WORKDIR/test/TASK/       a decode run with the drafter, and without, on held-out prompts;
-                         TASK-treeN/ with a tree of N drafts
+                         TASK-blockN/ with blocks of N rows, TASK-treeN/ with a tree of N drafts
 WORKDIR/test.json        τ and speed-up by data set
 WORKDIR/drafter/         the weights in the Hugging Face layout, and a model card
 
@@ -191,7 +191,8 @@ def _train(work: Work) -> int:
 
 def _test(work: Work) -> int:
     load = Weights(Display.silent())
-    kept, tested = ("tau", "tokens_per_second", "prompts", "answers", "baseline", "devices"), {}
+    kept = ("tau", "acceptance_histogram", "tokens_per_second", "prompts", "answers")
+    kept, tested = (*kept, "baseline", "devices"), {}
     for name, one in work.config.test_runs(str(work.weights)).items():
         found = work.decode(one, f"test/{name}", load)
         tested[name] = {key: found[key] for key in kept} | {"slots": one.decode.batch_size}

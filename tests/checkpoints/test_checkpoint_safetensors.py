@@ -275,7 +275,7 @@ def test_corrupt_header(tmp_path, header):
     check_corrupt(tmp_path, header)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(["dtype", "shape", "data_offsets"]),
     st.recursive(

@@ -54,7 +54,7 @@ def reachable(corpus):
 
 
 @given(DOCUMENTS, st.integers(0, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_rows_hold_every_document_once(shapes, seed):
     corpus = make_corpus(shapes)
     packed = packing.pack(corpus, LENGTH, seed)
@@ -98,7 +98,7 @@ def test_a_token_of_id_0_is_learned_like_any_other():
 
 
 @given(DOCUMENTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_rows_are_filled_well(shapes):
     """Best fit, longest first, never needs more than 11/9 of the best possible, and one row."""
     corpus = make_corpus(shapes)
@@ -177,7 +177,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(processes):
 
 
 @given(st.integers(0, 60), st.integers(0, 3), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_resuming_continues_identically(steps, seed, before, after):
     """Even on another number of processes."""
     first = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, mine=share(0, before))
@@ -216,7 +216,7 @@ def test_mixtures_go_on_through_all_of_their_data():
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_more_rows_are_drawn_than_the_bound(shares, batches):
     source = open_batches([SMALL] * len(shares), shares)
     for _ in range(batches):

@@ -109,7 +109,7 @@ def place_one_by_one(sizes, length):
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=120), st.integers(30, 60))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_documents_are_placed_as_they_would_be_one_by_one(sizes, length):
     corpus = corpora.join("x", [np.full(size, 2**31, np.uint32) for size in sizes])
     packed = packing.pack(corpus, length)

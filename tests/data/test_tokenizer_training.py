@@ -21,7 +21,7 @@ INDENTED = st.lists(
 ).map(lambda lines: "".join(" " * indent + text + end for indent, text, end in lines))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.one_of(st.text(), INDENTED))
 @example("def f(x):\n    if x:\n        return 1000\n\n\n\tpass  \n")
 @example(" ")

@@ -106,7 +106,7 @@ def test_no_problem_of_training_is_held_out():
 
 
 @given(st.sampled_from(SPLITS), st.integers(0, 10**9), st.integers(0, 100))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_an_example_follows_from_its_index(split, index, seed):
     one = problems.example(split, index, seed)
     assert one == problems.example(split, index, seed)

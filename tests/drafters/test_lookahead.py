@@ -19,7 +19,7 @@ from dflash.parallel.sharding import Sharding
 WINDOW, NGRAM, CANDIDATES, POOL = 3, 3, 2, 6
 LEVELS, VOCAB = NGRAM - 1, ARCHITECTURE.vocab_size
 LENGTH = 64
-few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=25)
 
 
 def one_device() -> Sharding:

@@ -29,7 +29,7 @@ def lookup(text, count, longest=LONGEST):
     return [text[source + 1 + i % (end - source)] for i in range(count)]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=3, max_size=3),
     longest=st.integers(1, 4),

@@ -19,7 +19,7 @@ DRAFTS = SIZES[-1] - 1
 BATCH = 3
 FAR = jnp.full(BATCH, 1000)
 EVERYONE = jnp.ones(BATCH, bool)
-few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=25)
 
 
 def blank(batch: int, sizes: tuple[int, ...], seconds) -> BlockChoice:

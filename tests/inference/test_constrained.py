@@ -18,7 +18,7 @@ from dflash.inference.scheduler import Scheduler
 from dflash.offline import decoding
 from dflash.text.grammar import Grammar
 
-few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=8)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from dflash.inference import tree as trees
 from dflash.inference.request import MAX_BIASED, Request, Sampling, check_request
 
 VOCAB, LENGTH, DRAFTS = 40, 12, 4
-few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=60)
 tokens = st.integers(0, VOCAB - 1)
 texts = st.lists(tokens, min_size=1, max_size=5)
 requests = st.builds(

@@ -11,7 +11,6 @@ from support.models import make_sharding
 from dflash.inference import cutoff
 
 VOCAB = 23
-few = settings(deadline=None, derandomize=True, database=None)
 # Powers of two sum without rounding, so a nucleus has one right answer; few values, so many tie.
 exponents = st.lists(st.integers(-6, 2), min_size=VOCAB, max_size=VOCAB)
 wanted_k = st.integers(0, VOCAB + 2)
@@ -43,7 +42,7 @@ def arrays(top_k, top_p):
     return jnp.array(top_k, jnp.int32), jnp.array(top_p, jnp.float32)
 
 
-@settings(few, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(exponents, min_size=4, max_size=4),
     st.tuples(wanted_k, wanted_k),
@@ -57,7 +56,7 @@ def test_what_stays_is_what_a_sort_leaves(rows, top_k, top_p):
     np.testing.assert_array_equal(by_bits(logits, *limits), by_sort(logits, *limits))
 
 
-@settings(few, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), wanted_k)
 def test_any_floats_are_ranked(seed, top_k):
     """Of both signs and every size, zeros of both signs, and masked tokens."""

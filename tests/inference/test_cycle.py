@@ -24,7 +24,7 @@ LENGTH = 96  # positions that a script covers
 PROMPTS = random_prompts([1, 16, 9, 17, 5, 2])
 LIMITS = [20, 9, 1, 18, 2, 23]
 indices = st.integers(0, 2**31 - 100)
-few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=15)
 
 
 @functools.cache

@@ -4,12 +4,11 @@ import collections
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash.inference.pages import MIN_CHUNK, Layout, PagePool
 
-steady = settings(deadline=None, derandomize=True, database=None)
 powers = st.integers(3, 10).map(lambda n: 1 << n)
 layouts = st.builds(
     Layout,
@@ -48,7 +47,6 @@ class Model:
                 assert count == 1 or page in published, "only published pages have several holders"
 
 
-@steady
 @given(st.data())
 def test_pages_are_neither_lost_nor_used_twice(data):
     model = Model(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)))
@@ -115,7 +113,6 @@ def test_pages_that_were_not_used_for_longest_go_first_and_the_end_of_a_text_bef
     assert gone == [b"xy", b"x", b"ab", b"a"]
 
 
-@steady
 @given(layouts, st.booleans(), st.data())
 def test_chunks_cover_a_prompt_within_the_capacity(layout, cached, data):
     layout = dataclasses.replace(layout, prefix_cache=cached)
@@ -135,7 +132,6 @@ def test_chunks_cover_a_prompt_within_the_capacity(layout, cached, data):
         start += min(rows, length - start)
 
 
-@steady
 @given(layouts)
 def test_chunks_are_of_few_sizes(layout):
     sizes = {layout.chunk(length) for length in range(1, layout.max_length + 1)}
@@ -156,7 +152,6 @@ def test_a_sequence_that_may_come_back_needs_all_sizes():
     assert dataclasses.replace(wide, prefix_cache=True).chunks([300]) == [32, 64, 128, 256, 512]
 
 
-@steady
 @given(layouts, st.data())
 def test_a_sequence_has_room_for_a_block_past_its_end(layout, data):
     length = data.draw(st.integers(1, layout.max_length))
@@ -165,7 +160,6 @@ def test_a_sequence_has_room_for_a_block_past_its_end(layout, data):
     assert layout.pages_for(length) <= layout.pages_per_sequence
 
 
-@steady
 @given(layouts)
 def test_every_slot_of_a_share_can_be_full_at_once(layout):
     pool = PagePool(layout.num_shares, layout.pages_per_share)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
@@ -15,7 +15,6 @@ from dflash.inference import sampling
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 
 VOCAB = 11
-few = settings(deadline=None, derandomize=True, database=None)
 logit_rows = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB, unique=True)
 options = st.tuples(
     st.sampled_from([0.0, 0.3, 0.8, 1.0, 2.5]),
@@ -60,7 +59,6 @@ def reference_probabilities(
     return probs
 
 
-@few
 @given(st.lists(logit_rows, min_size=4, max_size=4), st.tuples(options, options))
 def test_filters_against_numpy(rows, chosen):
     logits = np.array(rows, np.float32).reshape(2, 2, VOCAB) / 20
@@ -119,7 +117,6 @@ def test_neighbours_do_not_change_what_a_sequence_may_draw():
     assert np.isfinite(beside[1]).sum() == 5
 
 
-@few
 @given(logit_rows, st.integers(0, 10_000), st.integers(0, 100))
 def test_greedy_takes_the_largest_logit(row, position, seed):
     logits = np.array(row, np.float32).reshape(1, 1, VOCAB)

@@ -2,14 +2,13 @@
 
 import jax
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash.inference import tree as trees
 from dflash.inference import verify
 
 BATCH, DRAFTS = 4, 9  # fixed, so that everything compiles once
-few = settings(deadline=None, derandomize=True, database=None)
 
 parent_lists = st.tuples(*(st.integers(0, g) for g in range(DRAFTS)))
 batches = st.lists(parent_lists, min_size=BATCH, max_size=BATCH)
@@ -28,7 +27,6 @@ def ancestors(parents, row: int) -> list[int]:
     return chain
 
 
-@few
 @given(batches)
 def test_ancestry_and_depth(parents):
     tree = from_parents(np.array(parents, np.int32))
@@ -39,7 +37,6 @@ def test_ancestry_and_depth(parents):
             assert tree.depth[b, row] == len(line) - 1
 
 
-@few
 @given(batches, token_batches, token_batches)
 def test_the_longest_matching_path_is_accepted(parents, draft, sampled):
     draft, sampled = np.array(draft, np.int32)[:, :DRAFTS], np.array(sampled, np.int32)
@@ -61,7 +58,6 @@ def test_the_longest_matching_path_is_accepted(parents, draft, sampled):
         assert set(verdict.path[b]) <= set(range(DRAFTS + 1)), "rows past the path are rows too"
 
 
-@few
 @given(token_batches, token_batches)
 def test_a_chain_is_a_tree(draft, sampled):
     draft, sampled = np.array(draft, np.int32)[:, :DRAFTS], np.array(sampled, np.int32)

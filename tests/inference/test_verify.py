@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.rejection import (
     VOCAB,
@@ -24,11 +24,9 @@ from dflash.inference import sampling, verify
 from dflash.inference import tree as trees
 from dflash.inference.sampling import SequenceSampler
 
-few = settings(deadline=None, derandomize=True, database=None)
 coupled_chain = jax.jit(verify.coupled_chain)
 
 
-@few
 @given(
     st.lists(st.integers(0, 2), min_size=4, max_size=4),
     st.lists(st.integers(0, 2), min_size=5, max_size=5),

@@ -204,7 +204,7 @@ def gradients(case, window, causal, kind="ours"):
     return _gradient(kind, window, causal)(floats, rest)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     padding=st.integers(0, 8),

@@ -131,7 +131,7 @@ def compiled(window, causal):
     )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(0, 21), min_size=3, max_size=3),
     window=st.sampled_from([None, 7]),

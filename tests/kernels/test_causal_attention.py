@@ -106,7 +106,7 @@ def gradients(function):
 chunked = functools.partial(causal_attention, scale=SCALE, chunk_tokens=6)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     padding=st.integers(0, 8),

@@ -32,7 +32,7 @@ def draw(rng, count, groups, total):
     return rows, rng.normal(size=(groups, 6, 10)).astype(np.float32), sizes
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(st.sampled_from(SHAPES), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_tiles_are_the_products_of_each_group(shape, filled, seed):
     count, groups = shape

@@ -73,7 +73,7 @@ def check_kernel(case, sizes=LATENT_ATTENTION):
         np.testing.assert_array_equal(found[:, kept], wanted[:, kept])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_the_reference_is_dense_attention(data):
     """Shapes compile anew: two of them for every kind of pages, filled in many ways."""

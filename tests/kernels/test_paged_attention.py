@@ -99,7 +99,7 @@ def test_rows_overwritten_leave_no_trace():
 compiled = jax.jit(functools.partial(paged.paged_attention, scale=SCALE))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_lengths_and_trees(data):
     starts = data.draw(st.lists(st.integers(0, 19), min_size=3, max_size=3))

@@ -212,7 +212,7 @@ def test_decay_weights():
 BLOCKS = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(rng=BLOCKS, alpha=st.sampled_from([0.0, 0.5, 1.0]))
 def test_dpace_weights_by_loops(rng, alpha):
     nll, counted = rng.exponential(size=(3, 5)), rng.random((3, 5)) < 0.7
@@ -234,7 +234,7 @@ def test_dpace_weights_carry_no_gradient():
     assert not grad(jnp.ones((2, 3))).any()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(rng=BLOCKS)
 def test_acceptance_lengths_by_loops(rng):
     correct, counted = rng.random((4, 6)) < 0.8, rng.random((4, 6)) < 0.8

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from support.models import (
@@ -189,7 +189,6 @@ scalings = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, database=None)
 @given(
     name=st.sampled_from(sorted(FAMILIES)),
     scaling=st.none() | scalings,

@@ -121,7 +121,7 @@ def loss_by_loops(target, batch):
     return (np.mean(nll), np.mean(correct), len(nll)) if nll else (0.0, 0.0, 0)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=12)
 @given(
     lengths=st.lists(st.integers(1, 8), min_size=1, max_size=3),
     share=st.sampled_from([0.0, 0.5, 1.0]),

@@ -113,7 +113,7 @@ def test_resuming(tmp_path):
         assert summary.tokens_per_second == 6 / 3.5
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=4), st.data())
 def test_a_kill_at_any_byte_loses_no_complete_record(tmp_path_factory, texts, data):
     path = tmp_path_factory.mktemp("kill")

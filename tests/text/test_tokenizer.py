@@ -66,7 +66,7 @@ def test_streaming_shows_text_as_soon_as_it_is_certain(any_tokenizer):
     assert shown[-2].endswith("你")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(text=st.text(alphabet="aé你🦜 \n", min_size=0, max_size=12))
 @example(text="你好好")
 def test_streaming_any_text(any_tokenizer, text):
@@ -74,7 +74,7 @@ def test_streaming_any_text(any_tokenizer, text):
     assert "".join(stream(any_tokenizer, ids)) == any_tokenizer.decode(ids)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ids=st.lists(st.integers(0, 299), max_size=40))
 def test_streaming_any_ids_of_a_byte_tokenizer(ids):
     """Whatever a model emits, broken bytes included, the stream ends up with the same text."""
@@ -82,7 +82,7 @@ def test_streaming_any_ids_of_a_byte_tokenizer(ids):
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ids=st.lists(st.integers(0, 255), max_size=40))
 def test_streaming_any_ids(any_tokenizer, ids):
     """Broken bytes show as some number of U+FFFD, and never hold up or garble what follows."""

@@ -69,7 +69,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(rows=ROWS, seed=st.integers(0, 999))
 def test_blocks_by_loops(rows, seed):
     batch = make_batch(rows, seed=seed)
@@ -102,7 +102,7 @@ def eligible(batch):
     }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25)
 @given(rows=ROWS, count=st.sampled_from([1, 4, 40]), seed=st.integers(0, 999))
 def test_anchors_are_drawn_among_supervised_positions(rows, count, seed):
     batch = make_batch(rows, seed=seed)
@@ -235,7 +235,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["decay", "plain", "dpace", "kl"])
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6)
 @given(rows=ROWS, share=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 999))
 def test_loss_by_loops(options, rows, share, seed):
     drafter = make_drafter(FULL, NEAR)

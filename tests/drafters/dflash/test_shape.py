@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.dflash_cases import BLOCK, FULL, SLIDE, VIEWS, WHOLE, make_config, make_shape
 from support.models import make_architecture, make_sharding
@@ -119,7 +119,6 @@ def shapes(draw):
     )
 
 
-@settings(deadline=None, derandomize=True, database=None)
 @given(shapes())
 def test_config_round_trip(shape):
     assert DFlash.architecture_from_hf(DFlash.config_to_hf(shape)) == shape

@@ -15,7 +15,7 @@ from dflash import errors
 from dflash.drafters.base import Candidates
 from dflash.drafters.parts import token_tree
 
-few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=40)
 # Draft positions, vocabulary, budget: deep and broad trees, budgets under and over both.
 SHAPES = [(4, 5, 16), (1, 7, 7), (3, 2, 14), (5, 3, 1), (2, 40, 64), (15, 9, 32), (6, 2, 4)]
 shapes = st.sampled_from(SHAPES)
