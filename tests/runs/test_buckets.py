@@ -32,14 +32,17 @@ prompts: {{file: {prompts}}}
 dtype: float32
 """
 PROMPTS = [[1, 2, 3], [5], [6, 7] * 9, [7, 7], [4, 3, 2, 1]]
-# Decodes in a process of its own: an object is written at once, and steps take a while.
-SLOW = """
-import sys, time
+# Decodes in a process of its own: an object is written at once, and never gets a third record.
+STUCK = """
+import itertools, sys, time
 from dflash import decode
-from dflash.inference.scheduler import Scheduler
 from dflash.runs import growing
-growing.INTERVAL_S, growing._SHARE, step = 0.02, 0, Scheduler.step
-Scheduler.step = lambda self: time.sleep(0.2) or step(self)
+growing.INTERVAL_S, growing._SHARE = 0.02, 0
+append, before = growing._GrowingObject.append, itertools.count()
+def wait_or_append(self, data):
+    time.sleep(600 if next(before) == 2 else 0)
+    append(self, data)
+growing._GrowingObject.append = wait_or_append
 decode.main(sys.argv[1:])
 """
 
@@ -93,7 +96,7 @@ def whole(config, tmp_path_factory):
 def test_a_killed_run_goes_on_in_a_bucket(config, whole, bucket, capsys):
     """SIGKILL amid a run, then the same command: every prompt once, the same ids."""
     workdir = bucket / "killed"
-    command = [sys.executable, "-c", SLOW, config, "--workdir", str(workdir)]
+    command = [sys.executable, "-c", STUCK, config, "--workdir", str(workdir)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     deadline, path = time.time() + 300, workdir / "outputs.jsonl"
     while time.time() < deadline and not (path.exists() and path.stat().st_size):
