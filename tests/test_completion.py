@@ -34,7 +34,7 @@ def test_configs_are_the_shipped_ones_of_the_command_and_files_here(offered):
     assert {"configs/tiny_dflash.yml ", "mine.yml ", "runs/"} <= set(found)
     assert not [one for one in found if "train/" in one or "notes" in one]
     assert offered("dflash train configs/train/tiny_t") == ["configs/train/tiny_target.yml "]
-    assert offered("dflash sweep configs/sweeps/b") == ["configs/sweeps/block_size.yml "]
+    assert offered("dflash sweep configs/sweeps/q") == ["configs/sweeps/qwen3_4b_gsm8k.yml "]
     assert "configs/train/tiny_target.yml " in offered("dflash compile ")
 
 
@@ -94,7 +94,9 @@ def test_values(offered, word, expected):
 def test_keys_within_a_sweep(offered):
     line = "dflash sweep configs/sweeps/block_size.yml sweep."
     assert offered(line) == ["sweep.product.", "sweep.run=", "sweep.zip."]
-    assert offered(line + "run=") == ["sweep.run=benchmark ", "sweep.run=decode "]
+    assert offered(line + "run=") == [
+        f"sweep.run={run} " for run in ("benchmark", "decode", "distill")
+    ]
     assert offered(line + "product.decode.se") == ["sweep.product.decode.seed="]
     assert offered(line + "product.dtype=f") == ["sweep.product.dtype=float32 "]
 
