@@ -94,13 +94,16 @@ def resolve(
     return config, problems
 
 
-def check_command(files: Sequence[Node], origin: str, schemas: Sequence[type]) -> None:
+def check_command(
+    files: Sequence[Node], origin: str, schemas: Sequence[type], of: str = "this command"
+) -> None:
     """Refuses files that another command's config consists of.
 
     Args:
       files: mappings of the main file and its bases.
       origin: the name of the main file.
       schemas: those of the command at hand.
+      of: what has these schemas, for the message.
     Raises:
       ConfigError: another command knows more of the files' groups.
     """
@@ -115,7 +118,7 @@ def check_command(files: Sequence[Node], origin: str, schemas: Sequence[type]) -
     }
     best = min(others, key=others.get)
     if others[best] < strange(schemas):
-        raise errors.ConfigError(f"{origin}: a config of dflash {best}, not of this command")
+        raise errors.ConfigError(f"{origin}: a config of dflash {best}, not of {of}")
 
 
 def without_sweep(node: Node | None) -> Node | None:

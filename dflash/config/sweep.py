@@ -83,10 +83,10 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
     problems: list[str] = []
     files, origin = layers.read(path, problems)
     command_line = layers.parse_overrides(overrides, problems)
-    if None not in files:
-        kinds = [registry.load(entry.schema) for entry in registry.RUNS.values()]
-        loader.check_command(files, origin, kinds)
     run, axes = _read_blocks([*files, *command_line], origin, problems)
+    if None not in files and run in registry.RUNS:
+        kind = registry.load(registry.RUNS[run].schema)
+        loader.check_command(files, origin, [kind], of=f"{loader.SWEEP}.run={run}")
     count = math.prod(len(axis.steps) for axis in axes)
     if count > MAX_POINTS:
         problems.append(f"{origin}: {loader.SWEEP}: {count} points, at most {MAX_POINTS}")
