@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dflash import registry
-from dflash.config import schema
+from dflash.config import distill_schema, schema
 
 Problem = tuple[tuple[str, ...], str]
 
@@ -236,7 +236,7 @@ def _distillation(config: Any) -> Iterator[Problem]:
     if not config.answers.tasks and not config.answers.files and config.answers.made is None:
         example = "questions of data sets, such as {math: 3000}; or answers.files"
         yield ("answers.tasks", "answers.files"), f"required: {example}"
-    if config.test.trees and config.drafter.tree_group is None:
+    if config.test.trees and distill_schema.tree_group(config.drafter) is None:
         yield ("test.trees", "drafter.name"), f"{config.drafter.name!r} drafts no trees"
     if config.test.block_sizes and not hasattr(config.drafter, "block_size"):
         message = f"{config.drafter.name!r} has no block size"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import typing
 from collections.abc import Mapping
 from typing import Literal
 
@@ -104,7 +105,7 @@ class DistillRun:
         for size in self.test.block_sizes:
             ways[f"-block{size}"] = dataclasses.replace(trained, block_size=size)
         for budget in self.test.trees:
-            tree = trained.tree_group(budget=budget)
+            tree = tree_group(trained)(budget=budget)
             ways[f"-tree{budget}"] = dataclasses.replace(trained, tree=tree)
         decode = dataclasses.replace(self.test.decode, baseline=True)
         return {
@@ -134,6 +135,12 @@ class DistillRun:
             sharding_rules=self.sharding_rules,
             dtype=self.train.dtype,
         )
+
+
+def tree_group(drafter: schema.DrafterConfig) -> type | None:
+    """The class of a strategy's key `tree`; None if it drafts no trees."""
+    kinds = typing.get_args(typing.get_type_hints(type(drafter)).get("tree"))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
 
 
 def is_free(key: str) -> bool:

@@ -6,7 +6,7 @@ Architecture fields have the names of Hugging Face's config.json.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 AUTO = "auto"
 RANDOM = "random"  # a checkpoint: weights are drawn
@@ -251,8 +251,6 @@ class DeepseekV3Config(TargetConfig):
 class DrafterConfig:
     """The drafting strategy; strategies with keys of their own extend this."""
 
-    tree_group: ClassVar[type | None] = None  # of the key `tree`, where there is one
-
     name: str = "none"
 
     @property
@@ -279,8 +277,6 @@ class MarginalTree:
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig(LayeredDrafterConfig):
     """A DFlash drafter."""
-
-    tree_group = MarginalTree
 
     name: str = "dflash"
     checkpoint: str | None = location("checkpoint")
@@ -340,8 +336,6 @@ class DSparkConfig(LayeredDrafterConfig):
 class MedusaConfig(DrafterConfig):
     """Medusa heads."""
 
-    tree_group = MarginalTree
-
     name: str = "medusa"
     checkpoint: str | None = location("checkpoint")
     # None: as trained.
@@ -378,8 +372,6 @@ class BeamTree:
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config(LayeredDrafterConfig):
     """An EAGLE-3 drafter."""
-
-    tree_group = BeamTree
 
     name: str = "eagle3"
     checkpoint: str | None = location("checkpoint")

@@ -13,6 +13,7 @@ depends on the grammar and the tokens so far alone, so all processes of a run ha
 import dataclasses
 import functools
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,8 @@ from dflash.text.tokenizer import Tokenizer
 Kind = Literal["json_object", "json_schema", "regex", "lark"]
 
 MAX_SOURCE_BYTES = 2**16
-COMPILE_SECONDS = 3.0
+COMPILE_SECONDS = 3  # of processor time
+_MOST_PATIENCE = 10  # of these, by the clock, until a process counts as stuck
 _COMPILE_BYTES = 2**30
 # Far above what real schemas take; a grammar that needs more is refused.
 _LIMITS = {
@@ -331,24 +333,30 @@ def _compiles_alone(kind: Kind, source: str) -> str:
 
     The library bounds most of what it does, but not all: some short schemas take minutes.
     """
+    too_long = f"takes more than {COMPILE_SECONDS} s to compile; make it simpler"
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _ALONE],
-            input=json.dumps([_serialized(kind, source), _LIMITS, _COMPILE_BYTES]),
+            input=json.dumps([_serialized(kind, source), _LIMITS, COMPILE_SECONDS, _COMPILE_BYTES]),
             capture_output=True,
             text=True,
-            timeout=COMPILE_SECONDS,
+            timeout=_MOST_PATIENCE * COMPILE_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return f"takes more than {COMPILE_SECONDS:g} s to compile; make it simpler"
+        return too_long
+    if done.returncode == _SPENT:
+        return too_long
     if done.returncode:
         return f"takes more than {_COMPILE_BYTES >> 20} MiB to compile; make it simpler"
     return done.stdout
 
 
-# Takes the first steps of an output too, at which large automata are built.
+# The status of a process that has spent its time; None where there is no limit but the clock.
+_SPENT = -signal.SIGXCPU if hasattr(signal, "SIGXCPU") else None
+# Takes the first steps of an output too, at which large automata are built. How long that takes by
+# the clock depends on what else the machine does, so processor time is what counts.
 _ALONE = """
-import json, sys
+import json, math, sys, time
 import llguidance
 
 class Bytes:
@@ -357,10 +365,12 @@ class Bytes:
     def __call__(self, text):
         return list(text)
 
-grammar, limits, most_bytes = json.load(sys.stdin)
+grammar, limits, seconds, most_bytes = json.load(sys.stdin)
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    end = math.ceil(time.process_time()) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 1))
 except ImportError:  # only Unix has it
     pass
 matcher = llguidance.LLMatcher(

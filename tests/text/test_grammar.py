@@ -208,3 +208,14 @@ def test_the_library_may_be_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(errors.InputError, match=r"pip install 'dflash\[grammar\]'"):
         grammar.regex("a", VOCABULARY)
+
+
+def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch):
+    """On a busy machine a small grammar takes long by the clock."""
+    begin, _, rest = grammar._ALONE.partition("matcher =")
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 1)
+    monkeypatch.setattr(grammar, "_ALONE", f"{begin}time.sleep(2.5)\nmatcher ={rest}")
+    assert grammar.regex("1{2,7}", VOCABULARY).source == "1{2,7}"
+    monkeypatch.setattr(grammar, "_ALONE", f"{begin}\nwhile True: pass")
+    with pytest.raises(errors.InputError, match="regex: takes more than 1 s to compile"):
+        grammar.regex("1{2,9}", VOCABULARY)
