@@ -1,6 +1,5 @@
 """Points of a sweep that are distillations: a race of recipes for the same target."""
 
-import io
 import json
 import pathlib
 import re
@@ -144,6 +143,8 @@ def draw_race(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from dflash.measure import plots
+
     figure = Figure((8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     plot = figure.subplots()
@@ -155,7 +156,5 @@ def draw_race(
     plot.set_ylim(bottom=1)
     plot.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small")
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    files.write_whole(path, image.getvalue())
+    files.write_whole(path, plots.png(figure))
     return True
