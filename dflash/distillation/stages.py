@@ -48,6 +48,7 @@ from dflash.training import rundir
 from dflash.training import session as training
 
 ANSWERS, TRAINED, TESTED, DRAFTER = "answers.jsonl", "trained.json", "test.json", "drafter"
+_TRAINING = "training"  # directory of the training run
 _REPORT_SECONDS = 30.0  # between two lines about the prompts that are done
 
 
@@ -73,9 +74,14 @@ class Work:
         return self.config.train_run(str(self.path / ANSWERS))
 
     @property
+    def training(self) -> pathlib.Path:
+        """The directory of the training run."""
+        return self.path / _TRAINING
+
+    @property
     def weights(self) -> pathlib.Path:
         """Where training leaves the best weights."""
-        return self.path / "training" / rundir.EXPORT
+        return self.training / rundir.EXPORT
 
     def decode(self, run: DecodeRun, name: str, load: Weights) -> dict[str, Any]:
         """Decodes the prompts of a run that are not done yet; returns its results."""
@@ -161,7 +167,7 @@ def open_directory(
 
 def is_used(directory: pathlib.Path) -> bool:
     """Whether a distillation has begun in a directory; answers alone may be another one's."""
-    return any((directory / name).exists() for name in ("answers", "training", DRAFTER))
+    return any((directory / name).exists() for name in ("answers", _TRAINING, DRAFTER))
 
 
 def _answer(work: Work) -> int:
@@ -179,7 +185,7 @@ def _answer(work: Work) -> int:
 
 def _train(work: Work) -> int:
     job = training_jobs.prepare(work.train_run, date=work.date)
-    with rundir.open_directory(work.path / "training", work.train_run, work.date) as held:
+    with rundir.open_directory(work.training, work.train_run, work.date) as held:
         outcome = training.run(job, held, job.drafting_test(DraftingTest))
     if outcome.exit_status:
         return outcome.exit_status
@@ -242,7 +248,7 @@ def _lines(path: str) -> Iterator[bytes]:
 def _step_seconds(work: Work) -> float | None:
     """What a step took, by the median of the pace that was logged; None if none was."""
     tokens = work.config.train.batch_size * work.config.data.length
-    lines = (work.path / "training" / rundir.METRICS).read_text(encoding="utf-8").splitlines()
+    lines = (work.training / rundir.METRICS).read_text(encoding="utf-8").splitlines()
     rates = [json.loads(line).get("tokens_per_second") for line in lines]
     rates = [rate for rate in rates if rate]
     return tokens / statistics.median(rates) if rates else None
