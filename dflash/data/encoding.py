@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import pathlib
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from dflash.text.tokenizer import Tokenizer
 
 VERSION = 1  # raise it when the same examples yield other ids, marks or rows
 _LAYOUT = 3  # raise it when the format of the files, or the ids of a text, change
+_REPORT_SECONDS = 30.0  # between two lines about the examples that are encoded
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -89,11 +91,22 @@ def open_corpus(
         with store.locked(directory):
             if not corpora.is_whole(path):
                 print(f"data: encoding {name}: {len(examples)} examples, once", file=sys.stderr)
-                documents = (part for example in examples for part in encode(example, tokenizer))
+                reported = _reported(examples, name)
+                documents = (part for example in reported for part in encode(example, tokenizer))
                 corpora.write(path, documents)
                 size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
                 print(f"data: encoded {name}, {size:.1f} MB on disk", file=sys.stderr)
     return corpora.open_stored(path, name, fingerprint)
+
+
+def _reported(examples: Sequence[Example], name: str) -> Iterator[Example]:
+    """Yields the examples, and says now and then how many are done."""
+    next_report = time.monotonic() + _REPORT_SECONDS
+    for done, example in enumerate(examples):
+        if time.monotonic() >= next_report:
+            print(f"data: encoding {name}: {done} of {len(examples)}", file=sys.stderr)
+            next_report = time.monotonic() + _REPORT_SECONDS
+        yield example
 
 
 def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:

@@ -148,6 +148,15 @@ def test_a_corpus_on_disk(words, tmp_path, capsys):
     assert other.fingerprint != opened.fingerprint
 
 
+def test_encoding_says_how_far_it_is(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(encoding, "_REPORT_SECONDS", 0.0)
+    dataset = datasets.find("math", DataConfig(math_examples=30))
+    encoding.open_corpus(dataset, "train", words, tmp_path)
+    said = capsys.readouterr().err
+    assert "encoding math/train: 1 of 30\n" in said
+    assert "encoding math/train: 29 of 30\n" in said
+
+
 def open_small(directory):
     dataset = datasets.find("math", DataConfig(math_examples=5))
     return encoding.open_corpus(dataset, "train", tokenizer.ByteTokenizer(), directory)
