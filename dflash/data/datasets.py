@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from dflash import errors, registry
 from dflash.config.data_schema import DataConfig
-from dflash.data import answers, chat, code, files
+from dflash.data import answers, arithmetic, chat, code, copying, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
 
@@ -90,17 +90,45 @@ class Math(Dataset):
         return self._config.math_examples if split == "train" else problems.HELD_OUT_EXAMPLES
 
 
-class _Library(Dataset):
-    """Examples from the running Python's standard library; they differ between versions.
+class _Literal(Dataset):
+    """The prompt determines the answer, so a text is right if it is the answer to the letter."""
 
-    The prompt determines the answer, so a text is right if it is the answer to the letter.
-    """
-
-    version = "2.0.0"
     has_answers = True
 
     def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
         return finished and text.strip() == example.response.strip()
+
+
+class Arithmetic(_Literal):
+    """Small calculations; see `arithmetic`."""
+
+    name = arithmetic.TASK
+
+    @property
+    def variant(self) -> str:
+        return "all"
+
+    def examples(self, split: Split) -> Iterator[Example]:
+        return arithmetic.examples(split)
+
+
+class Copying(_Literal):
+    """Made-up words to repeat and to find; see `copying`."""
+
+    name = copying.TASK
+
+    @property
+    def variant(self) -> str:
+        return "all"
+
+    def examples(self, split: Split) -> Iterator[Example]:
+        return copying.examples(split)
+
+
+class _Library(_Literal):
+    """Examples from the running Python's standard library; they differ between versions."""
+
+    version = "2.0.0"
 
     @property
     def variant(self) -> str:

@@ -29,7 +29,7 @@ EAGLE3 = (
     "drafter.num_draft_tokens=2",
 )
 # Of a mixture, what is not of this run takes longer to make than to learn.
-MIXTURE = "data.mixture={jsonl: 0.7, math: 0.3, code: 0, chat: 0}"
+MIXTURE = "data.mixture={jsonl: 0.7, math: 0.3, arithmetic: 0, copying: 0, code: 0, chat: 0}"
 REDUCED = {
     "qwen3_4b_dflash": (*DRAFTER, *BLOCK, "drafter.architecture.target_layer_ids=[0]"),
     "qwen3_4b_eagle3": EAGLE3,

@@ -31,7 +31,7 @@ def test_the_held_out_loss_is_a_mean_over_tokens_not_over_batches(tmp_path):
         job = make_job(
             "tiny_target",
             "tokenizer=null",
-            "data.mixture={jsonl: 1, math: 0, code: 0, chat: 0}",
+            "data.mixture={jsonl: 1, math: 0, arithmetic: 0, copying: 0, code: 0, chat: 0}",
             f"data.files={tmp_path / 'data.jsonl'}",
             f"data.data_dir={tmp_path}",
             "data.held_out_percent=30",
