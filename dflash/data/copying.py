@@ -6,12 +6,8 @@ words several times over, which is learned first: nearly every token of theirs i
 """
 
 import random
-from collections.abc import Iterator
-
-from dflash.data.example import Example, Split, pair, split_of
 
 TASK = "copying"
-TRAINING_EXAMPLES, HELD_OUT_EXAMPLES = 20_000, 1000
 _TIMES, _FEW = 4, (3, 12)  # repetitions of so few words
 _LINES, _WORDS = (2, 6), (2, 6)  # of a text to repeat
 _ENTRIES, _ASKED = (4, 10), 6  # of a list, and of these at most
@@ -24,20 +20,10 @@ _SIGNS = "abcdefghijklmnopqrstuvwxyz0123456789"
 _CONSONANTS, _VOWELS = "bcdfghjklmnprstvwxz", "aeiou"
 
 
-def examples(split: Split) -> Iterator[Example]:
-    """Yields the examples of a split."""
-    for index in range(TRAINING_EXAMPLES if split == "train" else HELD_OUT_EXAMPLES):
-        yield example(split, index)
-
-
-def example(split: Split, index: int) -> Example:
-    """Makes one example; equal arguments give equal examples, and none is in two splits."""
-    rng = random.Random(f"{split}/{index}")
+def draw(rng: random.Random, index: int) -> tuple[str, str]:
+    """Draws a question, of a kind by its number, and its answer."""
     ask = (_repeat_words, _repeat_text, _repeat_words, _find)[index % 4]
-    while True:
-        question, answer = ask(rng)
-        if split_of(question) == split:
-            return pair(TASK, f"{split}/{index}", question, answer)
+    return ask(rng)
 
 
 def _repeat_words(rng: random.Random) -> tuple[str, str]:

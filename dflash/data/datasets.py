@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from dflash import errors, registry
 from dflash.config.data_schema import DataConfig
-from dflash.data import answers, arithmetic, chat, code, copying, files
+from dflash.data import answers, arithmetic, chat, code, copying, files, generated
 from dflash.data.example import SPLITS, Example, Split, shuffled
 from dflash.data.word_problems import problems
 
@@ -99,30 +99,31 @@ class _Literal(Dataset):
         return finished and text.strip() == example.response.strip()
 
 
-class Arithmetic(_Literal):
+class _Generated(_Literal):
+    """Examples that depend on nothing but their numbers; see `generated`."""
+
+    draw: ClassVar[generated.Draw]
+
+    @property
+    def variant(self) -> str:
+        return "all"
+
+    def examples(self, split: Split) -> Iterator[Example]:
+        return generated.examples(self.name, split, self.draw)
+
+
+class Arithmetic(_Generated):
     """Small calculations; see `arithmetic`."""
 
     name = arithmetic.TASK
-
-    @property
-    def variant(self) -> str:
-        return "all"
-
-    def examples(self, split: Split) -> Iterator[Example]:
-        return arithmetic.examples(split)
+    draw = staticmethod(arithmetic.draw)
 
 
-class Copying(_Literal):
+class Copying(_Generated):
     """Made-up words to repeat and to find; see `copying`."""
 
     name = copying.TASK
-
-    @property
-    def variant(self) -> str:
-        return "all"
-
-    def examples(self, split: Split) -> Iterator[Example]:
-        return copying.examples(split)
+    draw = staticmethod(copying.draw)
 
 
 class _Library(_Literal):

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from dflash.config.data_schema import DataConfig
-from dflash.data import arithmetic, datasets
+from dflash.data import arithmetic, datasets, generated
 from dflash.data.example import SPLITS
 
 LINE = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
@@ -15,8 +15,8 @@ LINE = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_calculation_holds(split):
     for index in range(200):
-        one = arithmetic.example(split, index)
-        assert one == arithmetic.example(split, index)
+        one = example(split, index)
+        assert one == example(split, index)
         asked = one.prompt[0]["content"].splitlines()[1:]
         given = one.response.splitlines()
         assert len(asked) == len(given) == arithmetic.CALCULATIONS
@@ -30,7 +30,7 @@ def test_every_calculation_holds(split):
 
 def test_lists_belong_to_one_split_each():
     asked = {
-        split: {arithmetic.example(split, index).prompt[0]["content"] for index in range(1000)}
+        split: {example(split, index).prompt[0]["content"] for index in range(1000)}
         for split in SPLITS
     }
     assert all(len(some) == 1000 for some in asked.values())
@@ -53,4 +53,8 @@ def test_an_answer_is_right_to_the_letter():
 
 
 def one_list(index: int) -> list[str]:
-    return arithmetic.example("train", index).response.splitlines()
+    return example("train", index).response.splitlines()
+
+
+def example(split, index):
+    return generated.example(arithmetic.TASK, split, index, arithmetic.draw)

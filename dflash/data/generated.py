@@ -1,0 +1,24 @@
+"""Data sets whose examples are drawn one by one, each by its number."""
+
+import random
+from collections.abc import Callable, Iterator
+
+from dflash.data.example import Example, Split, pair, split_of
+
+TRAINING_EXAMPLES, HELD_OUT_EXAMPLES = 20_000, 1000
+Draw = Callable[[random.Random, int], tuple[str, str]]  # number to question and answer
+
+
+def examples(task: str, split: Split, draw: Draw) -> Iterator[Example]:
+    """Yields the examples of a split."""
+    for index in range(TRAINING_EXAMPLES if split == "train" else HELD_OUT_EXAMPLES):
+        yield example(task, split, index, draw)
+
+
+def example(task: str, split: Split, index: int, draw: Draw) -> Example:
+    """Makes one example; equal arguments give equal examples, and no question is in two splits."""
+    rng = random.Random(f"{split}/{index}")
+    while True:
+        question, answer = draw(rng, index)
+        if split_of(question) == split:
+            return pair(task, f"{split}/{index}", question, answer)
