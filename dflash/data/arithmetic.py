@@ -12,9 +12,8 @@ CALCULATIONS = 16  # in a list
 LARGEST = 100  # of all numbers
 
 
-def draw(rng: random.Random, index: int) -> tuple[str, str]:
+def draw(rng: random.Random) -> tuple[str, str]:
     """Draws a question and its answer."""
-    del index  # all are of one kind
     lines = [rng.choice(_KINDS)(rng) for _ in range(CALCULATIONS)]
     question = "\n".join(["Calculate:", *(left for left, _ in lines)])
     return question, "\n".join(f"{left} = {result}" for left, result in lines)

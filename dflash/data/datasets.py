@@ -99,47 +99,41 @@ class _Literal(Dataset):
         return finished and text.strip() == example.response.strip()
 
 
-class _Generated(_Literal):
-    """Examples that depend on nothing but their numbers; see `generated`."""
+class Arithmetic(_Literal):
+    """Small calculations; see `arithmetic`."""
 
-    draw: ClassVar[generated.Draw]
+    name = arithmetic.TASK
 
     @property
     def variant(self) -> str:
         return "all"
 
     def examples(self, split: Split) -> Iterator[Example]:
-        return generated.examples(self.name, split, self.draw)
-
-
-class Arithmetic(_Generated):
-    """Small calculations; see `arithmetic`."""
-
-    name = arithmetic.TASK
-    draw = staticmethod(arithmetic.draw)
-
-
-class Copying(_Generated):
-    """Made-up words to repeat and to find; see `copying`."""
-
-    name = copying.TASK
-    draw = staticmethod(copying.draw)
+        return generated.examples(self.name, split, arithmetic.draw)
 
 
 class _Library(_Literal):
     """Examples from the running Python's standard library; they differ between versions."""
-
-    version = "2.0.0"
 
     @property
     def variant(self) -> str:
         return f"python{platform.python_version()}"
 
 
+class Copying(_Library):
+    """Words to repeat, names of modules among them; see `copying`."""
+
+    name = copying.TASK
+
+    def examples(self, split: Split) -> Iterator[Example]:
+        return generated.examples(self.name, split, copying.draw)
+
+
 class Code(_Library):
     """Functions to change; see `code`."""
 
     name = code.TASK
+    version = "2.0.0"
 
     def examples(self, split: Split) -> Iterator[Example]:
         return code.examples(split)
@@ -149,6 +143,7 @@ class Chat(_Library):
     """Questions whose answer stands in the prompt; see `chat`."""
 
     name = chat.TASK
+    version = "2.0.0"
 
     def examples(self, split: Split) -> Iterator[Example]:
         return chat.examples(split)

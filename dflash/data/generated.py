@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dflash.data.example import Example, Split, pair, split_of
 
 TRAINING_EXAMPLES, HELD_OUT_EXAMPLES = 20_000, 1000
-Draw = Callable[[random.Random, int], tuple[str, str]]  # number to question and answer
+Draw = Callable[[random.Random], tuple[str, str]]  # a question and its answer
 
 
 def examples(task: str, split: Split, draw: Draw) -> Iterator[Example]:
@@ -19,6 +19,6 @@ def example(task: str, split: Split, index: int, draw: Draw) -> Example:
     """Makes one example; equal arguments give equal examples, and no question is in two splits."""
     rng = random.Random(f"{split}/{index}")
     while True:
-        question, answer = draw(rng, index)
+        question, answer = draw(rng)
         if split_of(question) == split:
             return pair(task, f"{split}/{index}", question, answer)
