@@ -5,8 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from dflash.config.data_schema import DataConfig
-from dflash.data import arithmetic, datasets, generated
+from dflash.data import arithmetic, generated
 from dflash.data.example import SPLITS
 
 LINE = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
@@ -16,7 +15,6 @@ LINE = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 def test_every_calculation_holds(split):
     for index in range(200):
         one = example(split, index)
-        assert one == example(split, index)
         asked = one.prompt[0]["content"].splitlines()[1:]
         given = one.response.splitlines()
         assert len(asked) == len(given) == arithmetic.CALCULATIONS
@@ -28,28 +26,10 @@ def test_every_calculation_holds(split):
             assert 0 < int(first) <= arithmetic.LARGEST
 
 
-def test_lists_belong_to_one_split_each():
-    asked = {
-        split: {example(split, index).prompt[0]["content"] for index in range(1000)}
-        for split in SPLITS
-    }
-    assert all(len(some) == 1000 for some in asked.values())
-    assert not asked["train"] & (asked["validation"] | asked["test"])
-    assert not asked["validation"] & asked["test"]
-
-
 def test_every_kind_of_calculation_occurs():
     lines = [line for one in map(one_list, range(300)) for line in one]
     signs = [LINE.fullmatch(line)[2] for line in lines]
     assert all(signs.count(sign) > len(lines) / 10 for sign in "+-*/")
-
-
-def test_an_answer_is_right_to_the_letter():
-    dataset = datasets.find("arithmetic", DataConfig())
-    (one,) = dataset.sample("test", 1)
-    assert dataset.is_correct(one, one.response)
-    assert not dataset.is_correct(one, one.response, finished=False)
-    assert not dataset.is_correct(one, one.response[:-1])
 
 
 def one_list(index: int) -> list[str]:

@@ -1,0 +1,33 @@
+"""Data sets that are drawn by number: always the same, and no question in two splits."""
+
+import pytest
+
+from dflash.config.data_schema import DataConfig
+from dflash.data import arithmetic, copying, datasets, generated
+from dflash.data.example import SPLITS
+
+KINDS = pytest.mark.parametrize("kind", [arithmetic, copying], ids=["arithmetic", "copying"])
+
+
+@KINDS
+def test_examples_belong_to_one_split_each(kind):
+    examples = {
+        split: [generated.example(kind.TASK, split, index, kind.draw) for index in range(1000)]
+        for split in SPLITS
+    }
+    for split, made in examples.items():
+        again = (generated.example(kind.TASK, split, index, kind.draw) for index in range(1000))
+        assert made == list(again)
+    asked = {split: {one.prompt[0]["content"] for one in made} for split, made in examples.items()}
+    assert all(len(some) == 1000 for some in asked.values())
+    assert not asked["train"] & (asked["validation"] | asked["test"])
+    assert not asked["validation"] & asked["test"]
+
+
+@KINDS
+def test_an_answer_is_right_to_the_letter(kind):
+    dataset = datasets.find(kind.TASK, DataConfig())
+    (one,) = dataset.sample("test", 1)
+    assert dataset.is_correct(one, one.response)
+    assert not dataset.is_correct(one, one.response, finished=False)
+    assert not dataset.is_correct(one, one.response[:-1])
