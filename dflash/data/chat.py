@@ -1,14 +1,14 @@
-"""The data set `chat`: questions whose answer stands in the prompt.
+"""The data set `chat`: questions whose answer stands in the prompt, and letters to write.
 
-About the standard library, whose documentation or signatures are given along, and about made-up
-people and things; see `facts`.
+The questions are about the standard library, whose documentation or signatures are given along, and
+about made-up people and things; see `facts` and `letters`.
 """
 
 import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from dflash.data import facts, stdlib
+from dflash.data import facts, generated, letters, stdlib
 from dflash.data.example import Example, Split, pair, stable_hash
 
 TASK = "chat"
@@ -24,13 +24,14 @@ _RETURNS = re.compile(r"^(?:It )?(?:[Rr]eturns?) (.+)$", re.DOTALL)
 
 
 def examples(split: Split) -> Iterator[Example]:
-    """Yields the examples of a split: the library's in the order of the modules' names, then facts.
+    """Yields the examples of a split: the library by the modules' names, facts, letters.
 
     No question occurs twice, and training has nothing whose docstring begins with the paragraph
     that one of another split begins with.
     """
     yield from library_examples(split)
     yield from facts.examples(TASK, split)
+    yield from generated.examples(TASK, split, letters.draw, letters.COUNT)
 
 
 def library_examples(split: Split) -> Iterator[Example]:

@@ -1,8 +1,8 @@
-"""The data set `code`: small changes to functions of the standard library.
+"""The data set `code`: small changes to functions of the standard library, and functions to write.
 
 A change repeats nearly all of what the prompt holds, so even a small model can be right, and there
 is one right answer: a function with an argument renamed or added, without its docstring and the
-like, or a class with given fields.
+like, or a class with given fields. Functions to write are in `functions`.
 """
 
 import ast
@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from dflash.data import stdlib
+from dflash.data import functions, generated, stdlib
 from dflash.data.example import Example, Split, pair, stable_hash
 
 TASK = "code"
@@ -47,10 +47,16 @@ Task = tuple[str, str]  # question and answer
 
 
 def examples(split: Split) -> Iterator[Example]:
-    """Yields the examples of a split, in the order of the modules' names.
+    """Yields the examples of a split: changes by the modules' names, functions to write.
 
     Training has nothing about a function, or a class, that is in another split too.
     """
+    yield from changes(split)
+    yield from generated.examples(TASK, split, functions.draw, functions.COUNT)
+
+
+def changes(split: Split) -> Iterator[Example]:
+    """Yields the changes to functions of the library, and its classes to write."""
     seen = set()
     if split == "train":
         held_out = (name for name in ("validation", "test") for name in _subjects(name))

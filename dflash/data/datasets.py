@@ -130,20 +130,20 @@ class Copying(_Library):
 
 
 class Code(_Library):
-    """Functions to change; see `code`."""
+    """Functions to change or to write; see `code`."""
 
     name = code.TASK
-    version = "2.0.0"
+    version = "3.0.0"
 
     def examples(self, split: Split) -> Iterator[Example]:
         return code.examples(split)
 
 
 class Chat(_Library):
-    """Questions whose answer stands in the prompt; see `chat`."""
+    """Questions whose answer stands in the prompt, and letters; see `chat`."""
 
     name = chat.TASK
-    version = "2.0.0"
+    version = "3.0.0"
 
     def examples(self, split: Split) -> Iterator[Example]:
         return chat.examples(split)

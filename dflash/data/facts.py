@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dflash.data.example import Example, Split, split_of
 from dflash.data.word_problems import words
 
-COUNT = {"train": 60_000, "validation": 600, "test": 600}
+COUNT = {"train": 30_000, "validation": 600, "test": 600}
 MAX_TURNS = 3
 SEVERAL_TURNS = 0.25  # share of the texts that are asked more than once
 NUM_SUBJECTS, NUM_KINDS = (2, 3, 3, 4), (2, 3, 4)  # of a text, one of these

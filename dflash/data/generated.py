@@ -1,17 +1,19 @@
 """Data sets whose examples are drawn one by one, each by its number."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from dflash.data.example import Example, Split, pair, split_of
 
-TRAINING_EXAMPLES, HELD_OUT_EXAMPLES = 20_000, 1000
+COUNT: Mapping[Split, int] = {"train": 20_000, "validation": 1000, "test": 1000}
 Draw = Callable[[random.Random], tuple[str, str]]  # a question and its answer
 
 
-def examples(task: str, split: Split, draw: Draw) -> Iterator[Example]:
-    """Yields the examples of a split."""
-    for index in range(TRAINING_EXAMPLES if split == "train" else HELD_OUT_EXAMPLES):
+def examples(
+    task: str, split: Split, draw: Draw, count: Mapping[Split, int] = COUNT
+) -> Iterator[Example]:
+    """Yields the examples of a split, `count[split]` of them."""
+    for index in range(count[split]):
         yield example(task, split, index, draw)
 
 

@@ -10,7 +10,7 @@ from dflash.config.data_schema import DataConfig
 from dflash.data import chat, code, datasets, facts, stdlib
 from dflash.data.example import SPLITS
 
-MAKERS = {"code": code.examples, "chat": chat.library_examples}
+MAKERS = {"code": code.changes, "chat": chat.library_examples}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -64,7 +64,7 @@ def test_twins_share_a_source():
 
 
 def test_changed_code_is_python_and_repeats_the_prompt():
-    for example in code.examples("validation"):
+    for example in code.changes("validation"):
         ast.parse(example.response)
         question = example.prompt[0]["content"]
         given = {*re.findall(r"\w+", question)} | {"class", "def", "self", "__init__"}
@@ -143,7 +143,7 @@ def words_after(start: str, text: str) -> str:
 
 
 def test_what_is_asked_of_code(shapes):
-    pairs = [(one.prompt[0]["content"], one.response) for one in code.examples("train")]
+    pairs = [(one.prompt[0]["content"], one.response) for one in code.changes("train")]
     of_area = [(question, answer) for question, answer in pairs if "* height" in answer]
     renamed, called, bare, documented, extended, method = of_area
     new = words_after("(?:to|argument) ", renamed[0])
@@ -162,7 +162,7 @@ def test_what_is_asked_of_code(shapes):
 
 
 def test_classes_are_written_from_their_fields(shapes):
-    pairs = [(one.prompt[0]["content"], one.response) for one in code.examples("train")]
+    pairs = [(one.prompt[0]["content"], one.response) for one in code.changes("train")]
     (square,) = [pair for pair in pairs if "`Square`" in pair[0]]
     assert square[0].endswith("fields `side`, `color='red'`.")
     assert square[1] == (
