@@ -23,7 +23,7 @@ from dflash.inference import (
     widths,
 )
 from dflash.inference.context_programs import ContextPrograms
-from dflash.inference.lowering import loop_options, lower, zeros
+from dflash.inference.lowering import lower, zeros
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import Chunk, prefill_chunk
 from dflash.inference.request import Sampling
@@ -31,6 +31,7 @@ from dflash.inference.sampling import SamplingParams, sequence_params
 from dflash.inference.state import DecodeState
 from dflash.layers.linear import matmul_precision
 from dflash.models.decoder import Decoder
+from dflash.parallel.compiler_options import loop_options
 
 
 class Programs(ContextPrograms):

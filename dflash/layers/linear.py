@@ -13,10 +13,9 @@ from dflash.checkpoints.weight_formats import WeightFormat
 from dflash.kernels import quantised
 from dflash.kernels.split_heads import rms_norm
 from dflash.parallel import parameters
+from dflash.parallel.compiler_options import NARROW_IN_LOOPS
 from dflash.parallel.sharding import Sharding
 
-# By these options a CPU does not widen all that a loop reads ahead of it; see `widen_late`.
-NARROW_IN_LOOPS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 # Behind the path of a kernel that is kept in eight bits.
 SCALE_SUFFIX = "_scale"
 

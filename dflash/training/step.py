@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflash.inference import lowering
 from dflash.layers.linear import matmul_precision
+from dflash.parallel import compiler_options
 from dflash.parallel.sharding import Sharding
 from dflash.training import state as states
 from dflash.training.state import Params, TrainState
@@ -63,7 +63,7 @@ def make_train_step(
         step,
         donate_argnums=0,
         out_shardings=(states.shardings(state), sharding.replicated()),
-        compiler_options=lowering.training_options(sharding) or None,
+        compiler_options=compiler_options.training_options(sharding) or None,
     )
 
 

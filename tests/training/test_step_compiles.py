@@ -12,9 +12,8 @@ from jax.experimental import topologies
 from support.models import make_sharding
 from support.tpu_compiler import needs_compiler
 
-from dflash.inference import lowering
 from dflash.layers.linear import Linear
-from dflash.parallel import parameters
+from dflash.parallel import compiler_options, parameters
 from dflash.parallel.sharding import Sharding
 
 pytestmark = needs_compiler
@@ -54,13 +53,13 @@ def test_weights_are_gathered_while_products_run(sharding):
         return parameters.gathered(nnx.merge(graph, params), sharding)(x)
 
     rows = sharding.abstract((4, WIDTH, WIDTH), ("batch", None, None), jnp.bfloat16)
-    options = lowering.training_options(sharding)
+    options = compiler_options.training_options(sharding)
     text = jax.jit(call).lower(params, rows).compile(compiler_options=options).as_text()
     # Nothing runs yet beside the first gathers.
     assert re.search(r"%async-collective-start\S* = ", text)
 
 
 def test_options_that_a_compiler_does_not_know_are_left_out(sharding):
-    assert lowering.training_options(sharding)
-    assert lowering._known((("xla_no_such_option", "true"),), sharding) == {}
-    assert lowering.training_options(make_sharding(fsdp=2)) == {}
+    assert compiler_options.training_options(sharding)
+    assert compiler_options._known((("xla_no_such_option", "true"),), sharding) == {}
+    assert compiler_options.training_options(make_sharding(fsdp=2)) == {}
