@@ -2,7 +2,7 @@
 
 >>> import dflash
 >>> llm = dflash.LLM("configs/tiny_dflash.yml", "decode.max_new_tokens=24")
->>> completion, = llm.generate("Tom has 3 coins and finds 4. How many coins has he?")
+>>> completion, = llm.generate("Tom has 4 boxes with 6 pens each. How many pens does Tom have?")
 >>> completion.finish_reason, len(completion.token_ids)
 ('length', 24)
 >>> sum(completion.acceptance_lengths) == 23  # the first token comes from the prompt's own pass

@@ -19,7 +19,7 @@ from dflash.config import schema
 from dflash.models.decoder import Decoder
 
 CONFIG = "configs/tiny_dflash.yml"
-QUESTION = "Tom has 3 coins and finds 4. How many coins has he?"
+QUESTION = "Tom has 4 boxes with 6 pens each. How many pens does Tom have?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
@@ -96,7 +96,7 @@ def test_the_notebook_prints_what_it_shows(tiny, capsys):
 
 
 def test_completions_come_in_order_and_tell_how_they_came_about(tiny, plain):
-    ids = tiny.tokenizer.encode("def f(")
+    ids = tiny.tokenizer.encode(QUESTION)
     prompts = [QUESTION, np.array(ids), MESSAGES, QUESTION]
     done = tiny.generate(prompts, dflash.Sampling(max_tokens=16))
     assert [one.prompt is prompt for one, prompt in zip(done, prompts, strict=True)] == [True] * 4
@@ -116,7 +116,8 @@ def test_completions_come_in_order_and_tell_how_they_came_about(tiny, plain):
 
 
 def test_sampling_decides_how_an_output_is_drawn_and_ends(tiny, plain):
-    how = dflash.Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3, max_tokens=20)
+    # At this temperature even a sure model varies.
+    how = dflash.Sampling(temperature=2.0, top_k=50, top_p=0.9, seed=3, max_tokens=20)
     drawn = tiny.generate([QUESTION] * 2, how)
     assert drawn[0].token_ids != drawn[1].token_ids, "each has noise of its own"
     again = [one.token_ids for one in plain.generate([QUESTION] * 2, how)]
