@@ -24,18 +24,18 @@ _RETURNS = re.compile(r"^(?:It )?(?:[Rr]eturns?) (.+)$", re.DOTALL)
 
 
 def examples(split: Split) -> Iterator[Example]:
-    """Yields the examples of a split: the library by the modules' names, facts, letters.
-
-    No question occurs twice, and training has nothing whose docstring begins with the paragraph
-    that one of another split begins with.
-    """
+    """Yields the examples of a split: the library by the modules' names, facts, letters."""
     yield from library_examples(split)
     yield from facts.examples(TASK, split)
     yield from generated.examples(TASK, split, letters.draw, letters.COUNT)
 
 
 def library_examples(split: Split) -> Iterator[Example]:
-    """Yields the examples about the library."""
+    """Yields the examples about the library.
+
+    No question occurs twice, and training has nothing whose docstring begins with the paragraph
+    that one of another split begins with.
+    """
     excluded: set[str] = set()
     if split == "train":
         held_out = (module for other in ("validation", "test") for module in _modules(other))

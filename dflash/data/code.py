@@ -47,16 +47,16 @@ Task = tuple[str, str]  # question and answer
 
 
 def examples(split: Split) -> Iterator[Example]:
-    """Yields the examples of a split: changes by the modules' names, functions to write.
-
-    Training has nothing about a function, or a class, that is in another split too.
-    """
+    """Yields the examples of a split: changes by the modules' names, functions to write."""
     yield from changes(split)
     yield from generated.examples(TASK, split, functions.draw, functions.COUNT)
 
 
 def changes(split: Split) -> Iterator[Example]:
-    """Yields the changes to functions of the library, and its classes to write."""
+    """Yields the changes to functions of the library, and its classes to write.
+
+    Training has nothing about a function, or a class, that is in another split too.
+    """
     seen = set()
     if split == "train":
         held_out = (name for name in ("validation", "test") for name in _subjects(name))

@@ -1,6 +1,6 @@
 """The data set `copying`: a few words to repeat several times over.
 
-Most answers of `code` and `chat` repeat what the prompt holds. Here nearly every token of an answer
+Many answers of `code` and `chat` repeat what the prompt holds. Here nearly every token of an answer
 follows from the tokens before it and nothing else does, so a small model learns here to look there.
 """
 

@@ -9,6 +9,8 @@ import random
 import textwrap
 from collections.abc import Mapping
 
+from dflash.data.generated import fill
+
 COUNT = {"train": 40_000, "validation": 2000, "test": 2000}
 _SHORT = 0.3  # share of functions that are asked for in a single statement, where there is one
 _TYPED = 0.25  # share with type hints
@@ -263,39 +265,35 @@ def draw(rng: random.Random) -> tuple[str, str]:
     operation = rng.choice([one for one in _OPERATIONS if things.type in one.of])
     names = rng.choice(things.names)
     wording, expression = rng.choice(list(things.conditions.items()))
-    number = "limit" if rng.random() < _LIMITED else str(rng.randint(1, 100))
+    limited = rng.random() < _LIMITED
+    number = "limit" if limited else str(rng.randint(1, 100))
     words = {"n": number, "d": str(rng.randint(2, 12)), "c": rng.choice(_LETTERS)}
     words |= {"xs": names, "x": names.removesuffix("s"), "t": things.type}
-    words["if"] = _fill(expression, words)
-    shown = {**words, "n": "`limit`" if number == "limit" else number}
-    does = _fill(operation.does, {"those": f"{names} {_fill(wording, shown)}"})
+    words["if"] = fill(expression, words)
+    shown = {**words, "n": f"`{number}`" if limited else number}
+    does = fill(operation.does, {"those": f"{names} {fill(wording, shown)}"})
 
     arguments = {names: f"list[{things.type}]"}
-    if "{n}" in wording and number == "limit":
+    if limited and "{n}" in wording:
         arguments[number] = "int"
     given = rng.choice(_NAMES) if rng.random() < _NAMED else ""
     typed = rng.random() < _TYPED
     short = operation.statement != "" and rng.random() < _SHORT
-    head = _head(given or _fill(operation.name, words), arguments, typed)
-    if typed:
-        head += f" -> {_fill(operation.type, words)}"
+    returned = fill(operation.type, words) if typed else None
+    head = _head(given or fill(operation.name, words), arguments, returned)
     body = operation.statement if short else textwrap.dedent(operation.body)
-    text = f'"""{does[0].upper()}{does[1:]}."""\n{_fill(body, words)}'
+    text = f'"""{does[0].upper()}{does[1:]}."""\n{fill(body, words)}'
 
     called = f" `{given}`" if given else ""
     wishes = ["type hints"] * typed + ["a single statement"] * short
     with_these = f", with {' and '.join(wishes)}" if wishes else ""
     question = f"{rng.choice(_ASKS)} a function{called} that {does}{with_these}."
-    return question, f"{head}:\n{textwrap.indent(text, _INDENT)}"
+    return question, f"{head}\n{textwrap.indent(text, _INDENT)}"
 
 
-def _head(name: str, arguments: Mapping[str, str], typed: bool) -> str:
-    listed = [f"{one}: {kind}" if typed else one for one, kind in arguments.items()]
-    return f"def {name}({', '.join(listed)})"
-
-
-def _fill(text: str, words: Mapping[str, str]) -> str:
-    """Puts words in the place of their names; other braces stay."""
-    for name, word in words.items():
-        text = text.replace(f"{{{name}}}", word)
-    return text
+def _head(name: str, arguments: Mapping[str, str], returned: str | None) -> str:
+    """The first line; with type hints if it is told the type of what is returned."""
+    if returned is None:
+        return f"def {name}({', '.join(arguments)}):"
+    listed = (f"{argument}: {kind}" for argument, kind in arguments.items())
+    return f"def {name}({', '.join(listed)}) -> {returned}:"

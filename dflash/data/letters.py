@@ -6,9 +6,9 @@ about stands in the question, the rest belongs to its kind.
 
 import dataclasses
 import random
-import re
 from collections.abc import Mapping
 
+from dflash.data.generated import fill
 from dflash.data.word_problems import words
 
 COUNT = {"train": 40_000, "validation": 2000, "test": 2000}
@@ -222,7 +222,6 @@ _KINDS = (
     ),
 )
 _ASKS = ("Write {name} from {from} to {to}.", "{from} needs {name} for {to}. Please write it.")
-_NAME = re.compile(r"{(\w+)}")
 
 
 def draw(rng: random.Random) -> tuple[str, str]:
@@ -234,8 +233,4 @@ def draw(rng: random.Random) -> tuple[str, str]:
     found["name"] = kind.name
     question = " ".join((rng.choice(_ASKS), *kind.details))
     letter = f"Dear {{to}},\n\n{kind.text}\n\n{kind.end},\n{{from}}"
-    return _fill(question, found), _fill(letter, found)
-
-
-def _fill(text: str, found: Mapping[str, str]) -> str:
-    return _NAME.sub(lambda match: found[match[1]], text)
+    return fill(question, found), fill(letter, found)

@@ -66,37 +66,19 @@ def drawn():
     return [functions.draw(rng) for _ in range(3000)]
 
 
-def only(table, pattern_found):
-    return next(value for pattern, value in table.items() if pattern_found(pattern))
-
-
-def limit_of(question, pattern):
-    match = re.search(pattern.replace(r"(\w+)", r"`?(\w+)`?"), question)
-    return match[1] if match and match.groups() else None
-
-
 def test_functions_do_what_their_description_says(drawn, capsys):
     used = set()
     for question, answer in drawn:
         words = question.replace("`", "")
         pattern = next(one for one in CONDITIONS if re.search(one, words))
-        limit = limit_of(words, pattern)
-        number = 30 if limit == "limit" else int(limit) if limit and limit.isdigit() else limit
+        limit = "".join(re.search(pattern, words).groups())
+        number = 30 if limit == "limit" else int(limit) if limit.isdigit() else limit
         name = next(one for one in OPERATIONS if one in words)
         used |= {pattern, name}
         scope = {}
         exec(answer, scope)
         function = scope[ast.parse(answer).body[0].name]
-        of_texts = (
-            "char" in pattern
-            or "letter" in pattern
-            or pattern.split()[-1]
-            in (
-                "case",
-                "digits",
-                "empty",
-            )
-        )
+        of_texts = re.search(r"char|letter|case|digits|empty", pattern)
         for things in TEXTS if of_texts else NUMBERS:
             fit = [x for x in things if CONDITIONS[pattern](x, number)]
             given = [things, 30] if limit == "limit" else [things]
