@@ -188,14 +188,24 @@ def _restore(checkpointer: ocp.Checkpointer, params: pathlib.Path, args: Any) ->
     return None
 
 
+def hide_abandoned() -> None:
+    """Hides, from here on, reads and writes that fail along with the one that is reported.
+
+    Of several, Orbax raises the first error and closes its event loop; each of the others then
+    surfaces at any later time, from a thread of tensorstore or an abandoned coroutine. So this is
+    never undone.
+    """
+    if not isinstance(sys.unraisablehook, _Filter):
+        sys.unraisablehook = _Filter(sys.unraisablehook)
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps Orbax's own error logs off stderr: the user gets our one line."""
     verbosity, loop = logging.get_verbosity(), std_logging.getLogger("asyncio")
     logging.set_verbosity(logging.FATAL)
     was_disabled, loop.disabled = loop.disabled, True
-    if not isinstance(sys.unraisablehook, _Filter):
-        sys.unraisablehook = _Filter(sys.unraisablehook)
+    hide_abandoned()
     try:
         yield
     finally:
@@ -205,11 +215,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Filter:
-    """An unraisablehook that drops reads that fail along with the reported one.
-
-    Of several, Orbax raises the first error and closes its event loop; each of the others then
-    surfaces at any later time, from a thread of tensorstore or an abandoned coroutine.
-    """
+    """An unraisablehook that drops what `hide_abandoned` hides."""
 
     hook: Callable[[Any], None]
 

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from absl import logging
 from orbax.checkpoint.path import atomicity
 
 from dflash import errors
+from dflash.checkpoints import orbax_io
 from dflash.parallel import agreement, distributed
 from dflash.runs import files
 from dflash.training import state as states
@@ -85,10 +85,9 @@ class Checkpoints:
         self._good: int | None = None
         self._keep = _LastAndBest(keep_last)
         self._verbosity = logging.get_verbosity()
-        self._hook = sys.unraisablehook
         # Orbax logs pages about a failure, which would hide the one line of ours.
         logging.set_verbosity(logging.FATAL)
-        sys.unraisablehook = self._unraisable
+        orbax_io.hide_abandoned()
         with self._explained("opened"):
             kind = distributed.made_by_first(self._find_kind)
         options = ocp.CheckpointManagerOptions(
@@ -208,18 +207,12 @@ class Checkpoints:
                 self._manager.close()
         finally:
             logging.set_verbosity(self._verbosity)
-            sys.unraisablehook = self._hook
 
     def __enter__(self):
         return self
 
     def __exit__(self, *unused):
         self.close()
-
-    def _unraisable(self, unraisable) -> None:
-        """Hides what tensorstore's threads raise after Orbax has abandoned a read."""
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self._hook(unraisable)
 
     def _try(self, step: int, like: TrainState) -> tuple[RestoredCheckpoint | None, str]:
         """A restored checkpoint, or what is damaged in it; all processes come to the same.
