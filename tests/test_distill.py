@@ -12,9 +12,9 @@ from support import tiny_distillation
 from dflash import distill, sweep
 from dflash.checkpoints import checkpoint
 from dflash.config import distill_schema, loader
-from dflash.distillation import card, points, stages
+from dflash.distillation import card, points, race, stages
 from dflash.inference.scheduler import Scheduler
-from dflash.runs import sweeps
+from dflash.runs import outputs, records, sweeps
 from dflash.training.checkpoints import Checkpoints
 
 
@@ -91,15 +91,72 @@ def test_a_race_of_recipes_is_a_sweep_on_the_same_answers(config, whole, capsys)
     assert float(row["training.hours"]) > 0
     assert row["training.steps"] == "4"
     assert (workdir / points.PLOT).read_bytes().startswith(b"\x89PNG")
+    recipes = (workdir / points.TABLE).read_text(encoding="utf-8")
+    assert f"| all | tree5 | {tested['math-tree5']['tau']:.2f} |" in recipes
 
 
-def test_the_plot_of_a_race_needs_a_finished_point(tmp_path):
-    axes = (("drafter.name",), ("train.seed",))
-    row = {"drafter.name": "dflash", "train.seed": 0, "math.tau": 3.0, "training.hours": None}
-    assert not points.draw_race(axes, {"a": row}, tmp_path / "race.png")
-    rows = {"a": row | {"training.hours": 0.5}, "b": row | {"training.hours": 0.7, "train.seed": 1}}
-    assert points.draw_race(axes, rows, tmp_path / "race.png")
-    assert (tmp_path / "race.png").stat().st_size > 10_000
+def test_the_plot_of_a_race_has_the_points_whose_time_is_known():
+    first = race.Recipe("kl", [(0.5, 3.0), (0.7, 3.1)], {})
+    assert len(race.plot([first])) > 10_000
+    assert race.plot([first, race.Recipe("dpace", [(None, 2.0)], {})]) == race.plot([first])
+
+
+def write_test(points: pathlib.Path, name: str, cell: str, lengths) -> None:
+    """The outputs of a test, with the acceptance lengths of each prompt."""
+    path = points / name / stages.TESTS / cell / records.OUTPUTS
+    path.parent.mkdir(parents=True)
+    done = [
+        outputs.Record(
+            index=index,
+            prompt=None,
+            prompt_ids=(1,),
+            output_ids=(1,) * (1 + sum(some)),
+            text="",
+            finish_reason="length",
+            acceptance_lengths=tuple(some),
+            prefill_ms=1.0,
+            decode_ms=1.0,
+            decode_clock_s=1.0,
+            block_sizes=(16,) * len(some),
+        )
+        for index, some in enumerate(lengths)
+    ]
+    path.write_bytes(b"".join(map(outputs.encode, reversed(done))))
+
+
+def test_a_race_tells_a_difference_from_noise(tmp_path):
+    """One recipe is better on every prompt, another on half of them; a third left no outputs."""
+    random = np.random.default_rng(0)
+    base = [[int(x) for x in random.integers(1, 8, 20)] for _ in range(12)]
+    better = [[x + 1 for x in some] for some in base]
+    mixed = [[x + (1 if n % 2 else -1) * (x > 1) for x in some] for n, some in enumerate(base)]
+    taken = {"kl": base, "dpace": better, "other": mixed, "gone": None}
+    rows = {}
+    for name, lengths in taken.items():
+        for seed in (0, 1):
+            for cell in ("math", "math-tree5") if lengths else ():
+                write_test(tmp_path, f"{name}{seed}", cell, lengths)
+            tau = float(np.mean(lengths)) if lengths else 2.0
+            figures = {f"{cell}.tau": tau for cell in ("math", "math-tree5")}
+            rows[f"{name}{seed}"] = {"loss.name": name, "train.seed": seed, **figures}
+    found = race.recipes([["loss.name", "train.seed"]], rows, tmp_path)
+    assert [one.name for one in found] == list(taken)
+    assert [len(one.points) for one in found] == [2, 2, 2, 2]
+    first, second, third, gone = (one.ways["tree5"] for one in found)
+    assert (first.ratio, first.interval) == (1, None)
+    assert second.ratio == pytest.approx(np.mean(better) / np.mean(base))
+    assert 1 < second.interval[0] < second.ratio < second.interval[1]
+    assert third.interval[0] < 1 < third.interval[1]
+    assert (gone.ratio, gone.tau) == (None, 2.0)
+    lines = race.table(found).splitlines()
+    assert lines[4].startswith("| kl | chain | ")
+    assert [line.split(" | ")[6] for line in lines[4::2]] == ["", "significant", "noise", ""]
+
+
+def test_few_prompts_give_no_interval():
+    """A group of prompts that is too small says nothing of others; the ratio is known anyway."""
+    some = np.array([[[4.0, 6.0]], [[2.0, 2.0]]])
+    assert race.compare([2 * some], [some]) == (1.0, None)
 
 
 def test_recipes_are_named_by_what_tells_them_apart():
@@ -111,7 +168,7 @@ def test_recipes_are_named_by_what_tells_them_apart():
         {"drafter": {"name": "medusa", "heads": 15}, "loss.name": "kl"},
     ]
     rows = [row | {"test.trees": [n], "train.seed": n} for n, row in enumerate(rows)]
-    assert points.recipe_names(keys, [*rows, rows[0] | {"train.seed": 9}]) == [
+    assert race.recipe_names(keys, [*rows, rows[0] | {"train.seed": 9}]) == [
         "dflash, kl", "dflash, kl, causal_head", "dflash, dpace", "medusa, kl", "dflash, kl",
     ]  # fmt: skip
 

@@ -48,6 +48,7 @@ from dflash.training import rundir
 from dflash.training import session as training
 
 ANSWERS, TRAINED, TESTED, DRAFTER = "answers.jsonl", "trained.json", "test.json", "drafter"
+TESTS = "test"  # directory of the decode runs that measure the drafter
 _TRAINING = "training"  # directory of the training run
 _REPORT_SECONDS = 30.0  # between two lines about the prompts that are done
 
@@ -200,7 +201,7 @@ def _test(work: Work) -> int:
     kept = ("tau", "acceptance_histogram", "tokens_per_second", "prompts", "answers")
     kept, tested = (*kept, "baseline", "devices"), {}
     for name, one in work.config.test_runs(str(work.weights)).items():
-        found = work.decode(one, f"test/{name}", load)
+        found = work.decode(one, f"{TESTS}/{name}", load)
         tested[name] = {key: found[key] for key in kept} | {"slots": one.decode.batch_size}
     work.finish(TESTED, tested)
     return 0

@@ -1,0 +1,292 @@
+"""A race of recipes: the points of a sweep of distillations, side by side.
+
+Points that differ in their seed alone are one recipe. What τ it reaches is compared with the first
+recipe's on the same prompts, so that a difference is told from noise.
+"""
+
+import dataclasses
+import io
+import pathlib
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash.config.sweep import label
+from dflash.distillation import stages
+from dflash.measure import bootstrap
+from dflash.runs import outputs, records
+
+TRAINING = "training"  # the cell of what training took
+_SEED_KEY = "train.seed"
+_CELL = re.compile(r"(?P<task>.+?)(?:-(?P<way>(?:block|tree)\d+))?\.(?P<figure>tau|speed_up)")
+_RANDOM_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """What the drafters of a recipe do, drafting as their config says or in another way.
+
+    Attributes:
+      taus: mean over seeds by data set.
+      speed_up: over plain decoding, mean over seeds and data sets; None if not measured.
+      ratio: τ over the first recipe's, means over data sets; None if their prompts are not there.
+      interval: both ends of the ratio's bootstrap interval; None for the first recipe, or where a
+        data set has too few prompts for one.
+    """
+
+    taus: Mapping[str, float]
+    speed_up: float | None
+    ratio: float | None
+    interval: tuple[float, float] | None
+
+    @property
+    def tau(self) -> float:
+        """Mean over data sets."""
+        return statistics.mean(self.taus.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The points of a recipe.
+
+    Attributes:
+      name: what tells it from the others.
+      points: of each seed: hours of training, None if unknown; and τ, mean over data sets.
+      ways: by "", "block8", "tree32" and the like.
+    """
+
+    name: str
+    points: Sequence[tuple[float | None, float]]
+    ways: Mapping[str, Way]
+
+
+def recipes(
+    axes: Sequence[Sequence[str]], rows: Mapping[str, Mapping[str, Any]], points: pathlib.Path
+) -> list[Recipe]:
+    """The recipes of a sweep that have been measured, in the order of their first points.
+
+    Args:
+      axes: keys of the sweep.
+      rows: figures of the finished points, by name.
+      points: where their directories are, whose tests give the intervals.
+    """
+    names = recipe_names([key for axis in axes for key in axis], list(rows.values()))
+    grouped: dict[str, list[str]] = {}
+    for recipe, point in zip(names, rows, strict=True):
+        if any(_CELL.fullmatch(key) for key in rows[point]):
+            grouped.setdefault(recipe, []).append(point)
+    found, first = [], None
+    for name, members in grouped.items():
+        theirs = [rows[point] for point in members]
+        cells = _cells(theirs)
+        tests = {way: _read(points, members, way, tasks) for way, tasks in cells.items()}
+        first = first or tests
+        ways = {
+            way: _way(theirs, way, tasks, tests[way], first.get(way))
+            for way, tasks in cells.items()
+        }
+        seeds = [
+            (row.get(f"{TRAINING}.hours"), _mean([row], cells[""], "", "tau")) for row in theirs
+        ]
+        found.append(Recipe(name, seeds, ways))
+    return found
+
+
+def table(found: Sequence[Recipe]) -> str:
+    """A table of recipes, in Markdown: a line for each, and for each further way of drafting."""
+    tasks = list(
+        dict.fromkeys(task for one in found for way in one.ways.values() for task in way.taus)
+    )
+    tail = bootstrap.INTERVAL_PERCENT
+    out = io.StringIO()
+    out.write(
+        f"τ by data set, means over seeds. Against {found[0].name}, drafting in the same way: "
+        f"mean τ over its mean τ, and the {tail:g} % bootstrap interval over prompts and seeds; a "
+        "difference is significant where the interval does not contain 1.\n\n"
+    )
+    head = ["recipe", "drafts", *tasks, "mean τ", "by seed", "against the first", "difference"]
+    head += ["speed-up", "hours"]
+    out.write(f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n")
+    for one in found:
+        seeds = ", ".join(f"{tau:.2f}" for _, tau in one.points)
+        hours = [hours for hours, _ in one.points if hours is not None]
+        of_all = {"": (seeds, f"{statistics.mean(hours):.2f}" if hours else "–")}
+        for name, way in one.ways.items():
+            taus = [f"{way.taus[task]:.2f}" if task in way.taus else "–" for task in tasks]
+            seeds, trained = of_all.get(name, ("", ""))
+            cells = [one.name, name or "chain", *taus, f"{way.tau:.2f}", seeds, *_against(way)]
+            cells += ["–" if way.speed_up is None else f"{way.speed_up:.2f} ×", trained]
+            out.write(f"| {' | '.join(cells)} |\n")
+    return out.getvalue()
+
+
+def _against(way: Way) -> tuple[str, str]:
+    if way.ratio is None:
+        return "–", ""
+    if way.interval is None:
+        return f"{way.ratio:.2f}", ""
+    low, high = way.interval
+    verdict = "noise" if low <= 1 <= high else "significant"
+    return f"{way.ratio:.2f} ({low:.2f}–{high:.2f})", verdict
+
+
+def plot(found: Sequence[Recipe]) -> bytes:
+    """A PNG image of mean τ against hours of training: a dot for each seed."""
+    # Not pyplot, which keeps figures alive and looks for a window system.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from dflash.measure import plots
+
+    figure = Figure((8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    timed = [one for one in found if all(hours is not None for hours, _ in one.points)]
+    for number, one in enumerate(timed):
+        marker = "os^Dv"[number // 10 % 5]  # colors repeat after ten
+        hours, taus = zip(*one.points, strict=True)
+        axes.scatter(hours, taus, label=one.name, color=f"C{number % 10}", marker=marker)
+    axes.set_xlabel("hours of training")
+    axes.set_ylabel("τ, mean over data sets")
+    axes.set_ylim(bottom=1)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
+    return plots.png(figure)
+
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The data sets on which all points of a recipe were measured, by way of drafting."""
+    found: dict[str, list[str]] = {}
+    for key in rows[0]:
+        cell = _CELL.fullmatch(key)
+        if cell and cell["figure"] == "tau" and all(row.get(key) is not None for row in rows):
+            found.setdefault(cell["way"] or "", []).append(cell["task"])
+    return found
+
+
+def _name(task: str, way: str) -> str:
+    return f"{task}-{way}" if way else task
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], way: str, figure: str):
+    """Mean of a figure over points and data sets; None where one of them lacks it."""
+    values = [row.get(f"{_name(task, way)}.{figure}") for row in rows for task in tasks]
+    return None if None in values else statistics.mean(values)
+
+
+# Tokens and cycles of a data set's prompts: float64 [2, seeds, prompts].
+_Test = Mapping[str, np.ndarray]
+
+
+def _read(
+    points: pathlib.Path, members: Sequence[str], way: str, tasks: Sequence[str]
+) -> _Test | None:
+    """What the tests of a recipe's points left, by data set; None if some of it is gone."""
+    found = {}
+    for task in tasks:
+        seeds = []
+        for member in members:
+            file = points / member / stages.TESTS / _name(task, way) / records.OUTPUTS
+            try:
+                lines = file.read_bytes().splitlines()
+            except FileNotFoundError:
+                return None
+            done = {record.index: record for record in map(outputs.decode, lines)}
+            lengths = [done[index].acceptance_lengths for index in sorted(done)]
+            seeds.append([[sum(some), len(some)] for some in lengths])
+        found[task] = np.array(seeds, float).transpose(2, 0, 1)
+    return found
+
+
+def _way(
+    rows: Sequence[Mapping[str, Any]],
+    way: str,
+    tasks: Sequence[str],
+    test: _Test | None,
+    first: _Test | None,
+) -> Way:
+    taus = {task: _mean(rows, [task], way, "tau") for task in tasks}
+    ratio = interval = None
+    comparable = (
+        test
+        and first
+        and {x: a.shape[2] for x, a in test.items()} == {x: a.shape[2] for x, a in first.items()}
+    )
+    if comparable:
+        ratio, interval = compare(list(test.values()), list(first.values()))
+    return Way(
+        taus, _mean(rows, tasks, way, "speed_up"), ratio, None if test is first else interval
+    )
+
+
+def compare(
+    test: Sequence[np.ndarray], first: Sequence[np.ndarray]
+) -> tuple[float, tuple[float, float] | None]:
+    """Mean τ over data sets, by another one's on the same prompts, and its bootstrap interval.
+
+    Prompts are drawn with replacement within each data set, the same for both; seeds, which are
+    drafters, for each of them by itself and for all data sets alike.
+
+    Args:
+      test: tokens and cycles of each data set: float64 [2, seeds, prompts].
+      first: likewise; the number of seeds may be another.
+    Returns:
+      The ratio; the two ends of its interval, None where a data set has fewer prompts than
+      `bootstrap.MIN_GROUPS`.
+    """
+    ratio = float(_tau(test) / _tau(first))
+    if min(one.shape[2] for one in test) < bootstrap.MIN_GROUPS:
+        return ratio, None
+    random, draws = np.random.default_rng(_RANDOM_SEED), bootstrap.DRAWS
+    prompts = [random.integers(0, one.shape[2], (draws, 1, one.shape[2])) for one in test]
+    drawn = []
+    for side in (test, first):
+        seeds = side[0].shape[1]
+        chosen = random.integers(0, seeds, (draws, seeds, 1))
+        drawn.append(_tau([one[:, chosen, some] for one, some in zip(side, prompts, strict=True)]))
+    tail = (100 - bootstrap.INTERVAL_PERCENT) / 2
+    low, high = np.percentile(drawn[0] / drawn[1], [tail, 100 - tail])
+    return ratio, (float(low), float(high))
+
+
+def _tau(test: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean τ over data sets, [...], from tokens and cycles, [2, ..., seeds, prompts]."""
+    sums = [one.sum(axis=(-2, -1)) for one in test]
+    return np.mean([tokens / np.maximum(cycles, 1) for tokens, cycles in sums], axis=0)
+
+
+def recipe_names(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A short name of each point's recipe, such as "dflash, kl, causal_head".
+
+    It has the names of groups, such as that of the drafter, and of the rest what tells it from
+    other points with these names; never the seed, nor what is only measured.
+
+    Args:
+      keys: those that the sweep varies.
+      rows: their values, by key.
+    """
+    learned = [key for key in keys if key != _SEED_KEY and not key.startswith("test")]
+    points = [dict(_leaves({key: row[key] for key in learned})) for row in rows]
+    named = [{key: x for key, x in one.items() if key.endswith("name")} for one in points]
+    found = []
+    for point, names in zip(points, named, strict=True):
+        like = [other for other, theirs in zip(points, named, strict=True) if theirs == names]
+        rest = [
+            label(value) if value is not True else key.rpartition(".")[2]
+            for key, value in point.items()
+            if key not in names and any(other.get(key) != value for other in like)
+        ]
+        found.append(", ".join([*map(label, names.values()), *rest]) or "all")
+    return found
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested mappings by dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
