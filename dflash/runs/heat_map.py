@@ -10,6 +10,7 @@ from dflash.config.sweep import Sweep, label
 from dflash.runs import files
 
 MAX_PANELS = 16
+MAX_LABEL = 30  # characters of a step
 _CELL_INCHES = 0.9
 
 
@@ -26,21 +27,23 @@ def draw(
       rows: figures of finished points, by name.
       path: the PNG file; written whole.
     Returns:
-      Whether a file was written: False if there is nothing to draw, or too many panels.
+      Whether a file was written: False if there is nothing to draw, or it could not be read: too
+      many panels, or steps whose values take many characters, such as whole groups.
     Raises:
       OSError: it cannot be written.
     """
     panels = panels_of(sweep, metric, rows)
     values = itertools.chain.from_iterable(line for panel in panels.values() for line in panel)
     filled = [value for value in values if value is not None]
-    if not filled or len(panels) > MAX_PANELS:
+    down, across, _ = _roles(sweep)
+    downs, acrosses = _steps(sweep, down), _steps(sweep, across)
+    longest = max(len(_label(step)) for step in (*downs, *acrosses))
+    if not filled or len(panels) > MAX_PANELS or longest > MAX_LABEL:
         return False
     # Not pyplot, which keeps figures alive and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    down, across, _ = _roles(sweep)
-    downs, acrosses = _steps(sweep, down), _steps(sweep, across)
     width = 2.5 + _CELL_INCHES * len(acrosses)
     height = 1.6 + 0.6 * _CELL_INCHES * len(downs)
     figure = Figure((width, height * len(panels)), layout="constrained")

@@ -265,3 +265,14 @@ def test_a_heat_map_is_a_picture(load, tmp_path):
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7]}) > 10
     assert not heat_map.draw(sweep, "sum", {}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("length", "drawn"), [(30, True), (31, False)])
+def test_no_heat_map_has_labels_that_leave_no_room_for_it(load, tmp_path, length, drawn):
+    sweep = load(
+        f"sweep.zip.prompts.text=[[{'x' * length}], [y]]", "sweep.product.decode.top_k=[7]"
+    )
+    rows = {name: {"sum": 1.0} for name in sweep.points}
+    assert heat_map.draw(sweep, "sum", rows, tmp_path / "sum.png") is drawn
+    assert (tmp_path / "sum.png").exists() is drawn
