@@ -21,7 +21,7 @@ from dflash.runs import outputs, records
 
 TRAINING = "training"  # the cell of what training took
 _SEED_KEY = "train.seed"
-_CELL = re.compile(r"(?P<task>.+?)(?:-(?P<way>(?:block|tree)\d+))?\.(?P<figure>tau|speed_up)")
+_TAU = re.compile(r"(?P<task>.+?)(?:-(?P<way>(?:block|tree)\d+))?\.tau")  # of a cell
 _RANDOM_SEED = 0
 
 
@@ -31,13 +31,15 @@ class Way:
 
     Attributes:
       taus: mean over seeds by data set.
-      speed_up: over plain decoding, mean over seeds and data sets; None if not measured.
+      cycle_ms: milliseconds of a cycle, mean over seeds and data sets; None if not measured.
+      speed_up: over plain decoding, likewise.
       ratio: τ over the first recipe's, means over data sets; None if their prompts are not there.
       interval: both ends of the ratio's bootstrap interval; None for the first recipe, or where a
         data set has too few prompts for one.
     """
 
     taus: Mapping[str, float]
+    cycle_ms: float | None
     speed_up: float | None
     ratio: float | None
     interval: tuple[float, float] | None
@@ -76,7 +78,7 @@ def recipes(
     names = recipe_names([key for axis in axes for key in axis], list(rows.values()))
     grouped: dict[str, list[str]] = {}
     for recipe, point in zip(names, rows, strict=True):
-        if any(_CELL.fullmatch(key) for key in rows[point]):
+        if any(_TAU.fullmatch(key) for key in rows[point]):
             grouped.setdefault(recipe, []).append(point)
     found, first = [], None
     for name, members in grouped.items():
@@ -108,7 +110,7 @@ def table(found: Sequence[Recipe]) -> str:
         "difference is significant where the interval does not contain 1.\n\n"
     )
     head = ["recipe", "drafts", *tasks, "mean τ", "by seed", "against the first", "difference"]
-    head += ["speed-up", "hours"]
+    head += ["ms per cycle", "speed-up", "hours"]
     out.write(f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n")
     for one in found:
         seeds = ", ".join(f"{tau:.2f}" for _, tau in one.points)
@@ -118,6 +120,7 @@ def table(found: Sequence[Recipe]) -> str:
             taus = [f"{way.taus[task]:.2f}" if task in way.taus else "–" for task in tasks]
             seeds, trained = of_all.get(name, ("", ""))
             cells = [one.name, name or "chain", *taus, f"{way.tau:.2f}", seeds, *_against(way)]
+            cells += ["–" if way.cycle_ms is None else f"{way.cycle_ms:.2f}"]
             cells += ["–" if way.speed_up is None else f"{way.speed_up:.2f} ×", trained]
             out.write(f"| {' | '.join(cells)} |\n")
     return out.getvalue()
@@ -161,8 +164,8 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """The data sets on which all points of a recipe were measured, by way of drafting."""
     found: dict[str, list[str]] = {}
     for key in rows[0]:
-        cell = _CELL.fullmatch(key)
-        if cell and cell["figure"] == "tau" and all(row.get(key) is not None for row in rows):
+        cell = _TAU.fullmatch(key)
+        if cell and all(row.get(key) is not None for row in rows):
             found.setdefault(cell["way"] or "", []).append(cell["task"])
     return found
 
@@ -217,9 +220,8 @@ def _way(
     )
     if comparable:
         ratio, interval = compare(list(test.values()), list(first.values()))
-    return Way(
-        taus, _mean(rows, tasks, way, "speed_up"), ratio, None if test is first else interval
-    )
+    cycle_ms, speed_up = (_mean(rows, tasks, way, name) for name in ("cycle_ms", "speed_up"))
+    return Way(taus, cycle_ms, speed_up, ratio, None if test is first else interval)
 
 
 def compare(
