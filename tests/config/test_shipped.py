@@ -69,12 +69,12 @@ def test_a_forecast_config_loads_from_anywhere(path, tmp_path, monkeypatch):
     assert "Needs:" in header
 
 
-def test_the_4b_drafter_is_trained_by_the_published_recipe():
+def test_the_4b_drafter_is_trained_by_the_published_recipe_and_the_loss_that_won():
     config = loader.load("configs/train/qwen3_4b_dflash.yml", schema=train_schema.TrainRun)
     shape, optimizer, loss = config.drafter.architecture, config.optimizer, config.loss
     assert (shape.num_hidden_layers, shape.block_size) == (5, 16)
     assert (config.train.epochs, config.data.length) == (6, 3072)
-    assert (loss.name, loss.num_anchors, loss.gamma) == ("cross_entropy", 512, None)  # None: 7
+    assert (loss.name, loss.num_anchors, loss.alpha) == ("dpace", 512, 0.5)
     assert (optimizer.name, optimizer.learning_rate) == ("adamw", 6e-4)
     assert (optimizer.schedule, optimizer.warmup_fraction) == ("cosine", 0.04)
     assert optimizer.clip_norm == 1.0
