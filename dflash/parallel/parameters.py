@@ -149,7 +149,10 @@ def named_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
 
 
 def initialize(module: nnx.Module, key: jax.Array) -> None:
-    """Fills an abstract `module` for training with normal draws, one sharded leaf at a time."""
+    """Fills an abstract `module` for training with normal draws, one sharded leaf at a time.
+
+    Frozen weights and buffers that are there already stay.
+    """
 
     def draw(seed, shape):
         return jax.random.normal(jax.random.fold_in(key, seed), shape)
@@ -242,7 +245,10 @@ def _named(state: Any) -> Iterator[tuple[str, nnx.Variable]]:
 
 
 def _fill(module: nnx.Module, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]) -> None:
-    """Fills each parameter with stddev · draw(its own seed, shape) or ones, and each buffer."""
+    """Fills each parameter with stddev · draw(its own seed, shape) or ones, and each buffer.
+
+    Frozen weights that are there already stay, as buffers do.
+    """
 
     @functools.cache  # layers repeat their shapes: one program serves them all
     def program(shape, dtype, sharding, stddev, offset):
@@ -257,6 +263,8 @@ def _fill(module: nnx.Module, draw: Callable[[jax.Array, tuple[int, ...]], jax.A
     values = {}
     for path, param in named_parameters(module):
         leaf = param.get_value()
+        if isinstance(param, Frozen) and isinstance(leaf, jax.Array):
+            continue
         create = program(leaf.shape, leaf.dtype, leaf.sharding, param.stddev, param.offset)
         values[path] = create(np.uint32(zlib.crc32(path.encode())))
     assign(module, values)
