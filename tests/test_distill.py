@@ -153,6 +153,28 @@ def test_a_race_tells_a_difference_from_noise(tmp_path):
     assert [line.split(" | ")[6] for line in lines[4::2]] == ["", "significant", "noise", ""]
 
 
+def test_points_of_a_recipe_may_have_been_tested_differently(tmp_path):
+    """On other prompts, in another order, on nothing in common: what can be said is said."""
+    write_test(tmp_path, "a", "math", [[2]] * 8)
+    write_test(tmp_path, "a", "code", [[4]] * 6)
+    write_test(tmp_path, "b", "math", [[4]] * 8)
+    write_test(tmp_path, "b", "code", [[8]] * 6)
+    write_test(tmp_path, "c", "math", [[2]] * 7)
+    write_test(tmp_path, "c", "code", [[4]] * 6)
+    rows = {
+        "a": {"loss.name": "kl", "train.seed": 0, "math.tau": 2.0, "code.tau": 4.0},
+        "b": {"loss.name": "dpace", "train.seed": 0, "code.tau": 8.0, "math.tau": 4.0},
+    }
+    first, second = race.recipes([["loss.name", "train.seed"]], rows, tmp_path)
+    assert (second.ways[""].ratio, second.ways[""].interval) == (2.0, (2.0, 2.0))
+    rows["c"] = rows["a"] | {"train.seed": 1}
+    rows["d"] = {"loss.name": "dpace", "train.seed": 1, "chat.tau": 3.0}
+    rows["e"] = {"loss.name": "other", "train.seed": 0, "math.tau": None}
+    (only,) = race.recipes([["loss.name", "train.seed"]], {"c": rows["c"], **rows}, tmp_path)
+    assert only.name == first.name
+    assert only.ways[""].ratio is None
+
+
 def test_few_prompts_give_no_interval():
     """A group of prompts that is too small says nothing of others; the ratio is known anyway."""
     some = np.array([[[4.0, 6.0]], [[2.0, 2.0]]])

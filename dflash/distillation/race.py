@@ -1,7 +1,7 @@
 """A race of recipes: the points of a sweep of distillations, side by side.
 
-Points that differ in their seed alone are one recipe. What τ it reaches is compared with the first
-recipe's on the same prompts, so that a difference is told from noise.
+Points that differ in their seed alone are one recipe. Its τ is compared with the first recipe's on
+the same prompts, and an interval says whether the difference is more than noise.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 from dflash.config.sweep import label
 from dflash.distillation import stages
 from dflash.measure import bootstrap
-from dflash.runs import outputs, records
+from dflash.runs import records
 
 TRAINING = "training"  # the cell of what training took
 _SEED_KEY = "train.seed"
@@ -78,12 +78,13 @@ def recipes(
     names = recipe_names([key for axis in axes for key in axis], list(rows.values()))
     grouped: dict[str, list[str]] = {}
     for recipe, point in zip(names, rows, strict=True):
-        if any(_TAU.fullmatch(key) for key in rows[point]):
-            grouped.setdefault(recipe, []).append(point)
+        grouped.setdefault(recipe, []).append(point)
     found, first = [], None
     for name, members in grouped.items():
         theirs = [rows[point] for point in members]
         cells = _cells(theirs)
+        if "" not in cells:  # no data set that all of its points were tested on
+            continue
         tests = {way: _read(points, members, way, tasks) for way, tasks in cells.items()}
         first = first or tests
         ways = {
@@ -102,12 +103,12 @@ def table(found: Sequence[Recipe]) -> str:
     tasks = list(
         dict.fromkeys(task for one in found for way in one.ways.values() for task in way.taus)
     )
-    tail = bootstrap.INTERVAL_PERCENT
+    percent = bootstrap.INTERVAL_PERCENT
     out = io.StringIO()
     out.write(
         f"τ by data set, means over seeds. Against {found[0].name}, drafting in the same way: "
-        f"mean τ over its mean τ, and the {tail:g} % bootstrap interval over prompts and seeds; a "
-        "difference is significant where the interval does not contain 1.\n\n"
+        f"mean τ over its mean τ, and the {percent:g} % bootstrap interval over prompts and seeds; "
+        "a difference is significant where the interval does not contain 1.\n\n"
     )
     head = ["recipe", "drafts", *tasks, "mean τ", "by seed", "against the first", "difference"]
     head += ["ms per cycle", "speed-up", "hours"]
@@ -187,19 +188,22 @@ _Test = Mapping[str, np.ndarray]
 def _read(
     points: pathlib.Path, members: Sequence[str], way: str, tasks: Sequence[str]
 ) -> _Test | None:
-    """What the tests of a recipe's points left, by data set; None if some of it is gone."""
+    """What the tests of a recipe's points left, by data set.
+
+    None if some of it is gone, or its points were tested on other prompts than one another.
+    """
     found = {}
     for task in tasks:
         seeds = []
         for member in members:
             file = points / member / stages.TESTS / _name(task, way) / records.OUTPUTS
             try:
-                lines = file.read_bytes().splitlines()
+                lengths = [record.acceptance_lengths for record in records.read(file)]
             except FileNotFoundError:
                 return None
-            done = {record.index: record for record in map(outputs.decode, lines)}
-            lengths = [done[index].acceptance_lengths for index in sorted(done)]
             seeds.append([[sum(some), len(some)] for some in lengths])
+        if len(set(map(len, seeds))) > 1:
+            return None
         found[task] = np.array(seeds, float).transpose(2, 0, 1)
     return found
 
@@ -219,7 +223,7 @@ def _way(
         and {x: a.shape[2] for x, a in test.items()} == {x: a.shape[2] for x, a in first.items()}
     )
     if comparable:
-        ratio, interval = compare(list(test.values()), list(first.values()))
+        ratio, interval = compare(list(test.values()), [first[task] for task in test])
     cycle_ms, speed_up = (_mean(rows, tasks, way, name) for name in ("cycle_ms", "speed_up"))
     return Way(taus, cycle_ms, speed_up, ratio, None if test is first else interval)
 
@@ -249,9 +253,7 @@ def compare(
         seeds = side[0].shape[1]
         chosen = random.integers(0, seeds, (draws, seeds, 1))
         drawn.append(_tau([one[:, chosen, some] for one, some in zip(side, prompts, strict=True)]))
-    tail = (100 - bootstrap.INTERVAL_PERCENT) / 2
-    low, high = np.percentile(drawn[0] / drawn[1], [tail, 100 - tail])
-    return ratio, (float(low), float(high))
+    return ratio, bootstrap.interval(drawn[0] / drawn[1])
 
 
 def _tau(test: Sequence[np.ndarray]) -> np.ndarray:

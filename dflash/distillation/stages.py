@@ -226,19 +226,11 @@ STAGES = (
 
 
 def _all_answers(directory: pathlib.Path, names: list[str]) -> Iterator[bytes]:
-    """Token ids of all answers as lines of training data, in the order of the questions.
-
-    Prompts finish in an order that depends on kills; what is trained on must not.
-    """
+    """Token ids of all answers as lines of training data, in the order of the questions."""
     for name in names:
-        lines = {}
-        with (directory / name / records.OUTPUTS).open("rb") as stored:
-            for line in stored:
-                record = outputs.decode(line)
-                ids = {"prompt_ids": record.prompt_ids, "output_ids": record.output_ids}
-                lines[record.index] = json.dumps(ids, separators=(",", ":")).encode()
-        for index in sorted(lines):
-            yield lines[index] + b"\n"
+        for record in records.read(directory / name / records.OUTPUTS):
+            ids = {"prompt_ids": record.prompt_ids, "output_ids": record.output_ids}
+            yield json.dumps(ids, separators=(",", ":")).encode() + b"\n"
 
 
 def _lines(path: str) -> Iterator[bytes]:

@@ -45,9 +45,14 @@ def bootstrap(
         some_groups = random.integers(0, groups, (DRAWS, groups))
         some_rounds = random.integers(0, rounds, (DRAWS, 1 if together else groups))
         drawn.append(_speedup(table[:, some_groups, some_rounds].sum(axis=-1)))
+    return speedup, interval(np.mean(drawn, axis=0))
+
+
+def interval(drawn: np.ndarray) -> tuple[float, float]:
+    """The two ends between which `INTERVAL_PERCENT` of the drawn values lie, float [draws]."""
     tail = (100 - INTERVAL_PERCENT) / 2
-    low, high = np.percentile(np.mean(drawn, axis=0), [tail, 100 - tail])
-    return speedup, (float(low), float(high))
+    low, high = np.percentile(drawn, [tail, 100 - tail])
+    return float(low), float(high)
 
 
 def _table(samples: Sequence[Sample]) -> np.ndarray:

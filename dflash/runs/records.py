@@ -6,6 +6,7 @@ next run on the directory does the rest.
 """
 
 import dataclasses
+import operator
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -204,6 +205,20 @@ class _JoinedRecords(Records):
 
     def _name(self) -> str:
         return str(self._directory)
+
+
+def read(path: pathlib.Path) -> list[outputs.Record]:
+    """The finished prompts in a file, in the order of the prompts.
+
+    Prompts finish in another order, which depends on kills.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      WorkdirError: it is damaged.
+    """
+    with path.open("rb") as lines:
+        found, _ = _read_records(path, lines)
+    return sorted(found, key=operator.attrgetter("index"))
 
 
 def _read_records(path: pathlib.Path, lines: Iterable[bytes]) -> tuple[list[outputs.Record], int]:
