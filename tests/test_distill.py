@@ -148,9 +148,12 @@ def test_a_race_tells_a_difference_from_noise(tmp_path):
     assert 1 < second.interval[0] < second.ratio < second.interval[1]
     assert third.interval[0] < 1 < third.interval[1]
     assert (gone.ratio, gone.tau) == (None, 2.0)
-    lines = race.table(found).splitlines()
-    assert lines[4].startswith("| kl | chain | ")
-    assert [line.split(" | ")[6] for line in lines[4::2]] == ["", "significant", "noise", ""]
+    head, *lines = race.table(found).splitlines()
+    assert "Against kl" in head
+    cells = [line.removeprefix("| ").split(" | ") for line in lines[3:]]
+    assert cells[0][0] == "dpace", "the largest τ comes first"
+    verdicts = {"kl": "", "dpace": "significant", "other": "noise", "gone": ""}
+    assert {one[0]: one[6] for one in cells if one[1] == "chain"} == verdicts
 
 
 def test_points_of_a_recipe_may_have_been_tested_differently(tmp_path):

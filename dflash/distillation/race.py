@@ -99,7 +99,10 @@ def recipes(
 
 
 def table(found: Sequence[Recipe]) -> str:
-    """A table of recipes, in Markdown: a line for each, and for each further way of drafting."""
+    """A table of recipes, in Markdown: a line for each, and for each further way of drafting.
+
+    The one with the largest τ comes first.
+    """
     tasks = list(
         dict.fromkeys(task for one in found for way in one.ways.values() for task in way.taus)
     )
@@ -113,7 +116,7 @@ def table(found: Sequence[Recipe]) -> str:
     head = ["recipe", "drafts", *tasks, "mean τ", "by seed", "against the first", "difference"]
     head += ["ms per cycle", "speed-up", "hours"]
     out.write(f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n")
-    for one in found:
+    for one in sorted(found, key=lambda one: one.ways[""].tau, reverse=True):
         seeds = ", ".join(f"{tau:.2f}" for _, tau in one.points)
         hours = [hours for hours, _ in one.points if hours is not None]
         of_all = {"": (seeds, f"{statistics.mean(hours):.2f}" if hours else "–")}
