@@ -84,7 +84,6 @@ def test_examples_in_docstrings(tiny, monkeypatch):
 
 
 def test_the_notebook_prints_what_it_shows(tiny, capsys):
-    """With the programs of these tests: its model has the same shapes."""
     notebook = json.loads((TESTS.parent / "docs" / "first_steps.ipynb").read_text("utf-8"))
     scope: dict = {}
     for cell in notebook["cells"]:

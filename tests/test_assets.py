@@ -33,11 +33,12 @@ def test_weights_are_bfloat16_and_where_the_config_looks(name):
     assert checkpoint.stored_dtype(ASSETS / name) == jnp.bfloat16
 
 
-def test_the_demonstration_from_anywhere(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("config", ["configs/tiny_dflash.yml", "configs/tiny_dflash2.yml"])
+def test_the_demonstration_from_anywhere(config, tmp_path, monkeypatch, capsys):
     """What the README promises: three answers, drafted well, and the target's own."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        decode.main(["configs/tiny_dflash.yml"])
+        decode.main([config])
     out, err = capsys.readouterr()
     assert caught.value.code == 0, err
     *prompts, total = [line.split() for line in err.splitlines()[-4:]]
