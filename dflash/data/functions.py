@@ -292,7 +292,7 @@ def draw(rng: random.Random) -> tuple[str, str]:
 
 
 def _head(name: str, arguments: Mapping[str, str], returned: str | None) -> str:
-    """The first line; with type hints if it is told the type of what is returned."""
+    """The line with `def`. It has type hints if `returned`, the type of the result, is given."""
     if returned is None:
         return f"def {name}({', '.join(arguments)}):"
     listed = (f"{argument}: {kind}" for argument, kind in arguments.items())
