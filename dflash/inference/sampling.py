@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Candidates
-from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
+from dflash.drafters.parts.draft_vocabulary import DraftVocabulary, Shortlist
 from dflash.inference import cutoff
 
 # Rejection verification needs noise that is independent between its three uses; coupled
@@ -72,9 +72,9 @@ class SequenceSampler:
 
     params: SamplingParams
     with_probs: bool = False
-    vocabulary: DraftVocabulary | None = None
+    vocabulary: DraftVocabulary | Shortlist | None = None
 
-    def among(self, vocabulary: DraftVocabulary) -> "SequenceSampler":
+    def among(self, vocabulary: DraftVocabulary | Shortlist) -> "SequenceSampler":
         """See `drafters.base.Sampler`."""
         return dataclasses.replace(self, vocabulary=vocabulary)
 
@@ -126,7 +126,7 @@ def sample(
     positions: jax.Array,
     params: SamplingParams,
     stream: int,
-    vocabulary: DraftVocabulary | None = None,
+    vocabulary: DraftVocabulary | Shortlist | None = None,
 ) -> jax.Array:
     """Draws one token per row by the Gumbel-max trick; greedy rows take the largest logit.
 
@@ -157,7 +157,7 @@ def perturbed(
     positions: jax.Array,
     params: SamplingParams,
     stream: int,
-    vocabulary: DraftVocabulary | None = None,
+    vocabulary: DraftVocabulary | Shortlist | None = None,
 ) -> jax.Array:
     """The values, of the logits' shape, that `sample` takes the largest of; greedy: the logits."""
 
@@ -171,16 +171,16 @@ def perturbed(
 def _add_noise(logits, positions, params, stream, vocabulary) -> jax.Array:
     """The noise is the token's, whatever tokens the logits are of."""
     keys = position_keys(params.seed, positions, stream)
-    size = logits.shape[-1] if vocabulary is None else vocabulary.draft_ids.shape[0]
+    size = logits.shape[-1] if vocabulary is None else vocabulary.target_size
     noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (size,))))(keys)
     if vocabulary is not None:
-        noise = noise[..., vocabulary.target_ids]
+        noise = vocabulary.pick(noise)
     return filter_logits(logits, params) + noise
 
 
-def _name(tokens: jax.Array, vocabulary: DraftVocabulary | None) -> jax.Array:
+def _name(tokens: jax.Array, vocabulary: DraftVocabulary | Shortlist | None) -> jax.Array:
     """The target's tokens for `tokens` of a vocabulary; None: these are the target's."""
-    return tokens if vocabulary is None else vocabulary.target_ids[tokens]
+    return tokens if vocabulary is None else vocabulary.name(tokens)
 
 
 def _log_share(values: jax.Array, logits: jax.Array) -> jax.Array:

@@ -6,6 +6,8 @@ row computes from itself, one tap for each group of channels. The likeliest toke
 position are ranked again by a bilinear score of previous token, hidden state and candidate.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +16,7 @@ from dflash.drafters.dflash2 import shape as shapes
 from dflash.drafters.dflash2.shape import DFlash2Shape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
+from dflash.drafters.parts.draft_vocabulary import Shortlist
 from dflash.layers.linear import Embedding, Linear
 from dflash.layers.transformer import TransformerLayer
 from dflash.parallel import parameters
@@ -108,6 +111,20 @@ class CandidateSelector(nnx.Module):
         self.hidden_projection = Linear(width, rank, ("embed", None), **build)
 
 
+class Likely(NamedTuple):
+    """The k likeliest tokens of each draft position, the largest base logit first.
+
+    Attributes:
+      tokens: int32 [..., k].
+      logits: float32 [..., k]; the base logits.
+      codes: [..., k, r]; the tokens' codes as successors.
+    """
+
+    tokens: jax.Array
+    logits: jax.Array
+    codes: jax.Array
+
+
 class DFlash2(ConditionedDFlash):
     """The drafter; its state is that of DFlash."""
 
@@ -136,28 +153,31 @@ class DFlash2(ConditionedDFlash):
         """One draft layer."""
         return ConvolvedLayer(shape, **build)
 
-    def condition(self, previous, hidden, memory):
+    def prepare(self, hidden):
+        """See `ConditionedDFlash.prepare`."""
+        return self.candidate_selector.hidden_projection(hidden)
+
+    def condition(self, previous, prepared, memory):
         """See `ConditionedDFlash.condition`."""
-        selector = self.candidate_selector
-        code = selector.predecessor_codebook(previous)
-        return code * selector.hidden_projection(hidden).astype(code.dtype), memory
+        code = self.candidate_selector.predecessor_codebook(previous)
+        return code * prepared.astype(code.dtype), memory
 
     def bias(self, vectors):
         """See `ConditionedDFlash.bias`."""
         return self.candidate_selector.successor_codebook.attend(vectors)
 
-    def corrected_logits(self, base, vectors):
-        """Scores of the candidates; -inf for all other tokens."""
-        candidates, scores = self.rank(base, vectors)
-        each = jnp.arange(base.shape[0])[:, None]
-        return jnp.full_like(base, -jnp.inf).at[each, candidates].set(scores)
+    def choices(self, base):
+        """The likeliest tokens, which are ranked again as soon as the token before is known."""
+        values, tokens = jax.lax.top_k(base, self.shape.selector_top_k)
+        return Likely(tokens, values, self.candidate_selector.successor_codebook(tokens))
 
-    def rank(self, base: jax.Array, vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Candidates int32 [B, k], the largest base logit first, and their scores float32."""
-        values, candidates = jax.lax.top_k(base, self.shape.selector_top_k)
-        codes = self.candidate_selector.successor_codebook(candidates)
-        added = jnp.einsum("br,bkr->bk", vectors, codes, preferred_element_type=jnp.float32)
-        return candidates, values + added
+    def correct(self, choices, vectors, sampler):
+        """Scores [B, k] of the likely tokens; see `ConditionedDFlash.correct`."""
+        scores = jnp.einsum(
+            "br,bkr->bk", vectors, choices.codes, preferred_element_type=jnp.float32
+        )
+        shortlist = Shortlist(choices.tokens[:, None], self.shape.decoder.vocab_size)
+        return choices.logits + scores, sampler.among(shortlist)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
         """The loss of the base logits, plus that of the corrected ones; see `DFlash.loss`.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.config.schema import DrafterConfig
-from dflash.drafters.base import Proposal
+from dflash.drafters.base import Proposal, Sampler
 from dflash.drafters.dflash.drafter import DFlash
 from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors, score_blocks
 from dflash.layers.losses import TokenScores
@@ -54,19 +54,39 @@ class ConditionedDFlash(DFlash):
         """State of `condition` before the first draft position; a pytree, by default empty."""
         return ()
 
+    def prepare(self, hidden: jax.Array) -> jax.Array:
+        """What `condition` needs of hidden states [..., D], by default these; of any batch."""
+        return hidden
+
     def condition(
-        self, previous: jax.Array, hidden: jax.Array, memory: Any
+        self, previous: jax.Array, prepared: jax.Array, memory: Any
     ) -> tuple[jax.Array, Any]:
-        """Previous tokens int32 [B], hidden states [B, D] -> vectors [B, r], memory."""
+        """Previous tokens int32 [B], rows [B, ·] of `prepare` -> vectors [B, r], memory."""
         raise TypeError(f"{type(self).__name__} must define condition")
 
     def bias(self, vectors: jax.Array) -> jax.Array:
         """Corrections float32 [..., V] of logits, from vectors [..., r]."""
         raise TypeError(f"{type(self).__name__} must define bias")
 
-    def corrected_logits(self, base: jax.Array, vectors: jax.Array) -> jax.Array:
-        """Logits float32 [B, V] that a token is drawn from, from the base logits [B, V]."""
-        return base + self.bias(vectors)
+    def choices(self, base: jax.Array) -> Any:
+        """What tokens are drawn from, of base logits [B, G, V]: a pytree of arrays [B, G, …].
+
+        It does not depend on what is drawn, so all draft positions have theirs at once.
+        """
+        return base
+
+    def correct(
+        self, choices: Any, vectors: jax.Array, sampler: Sampler
+    ) -> tuple[jax.Array, Sampler]:
+        """The corrected logits of a draft position, and what draws from them.
+
+        Args:
+          choices: a position's rows of `choices`, [B, …].
+          vectors: [B, r]; of that position.
+        Returns:
+          float32 [B, V], or [B, Q] with a sampler among Q tokens.
+        """
+        return choices + self.bias(vectors), sampler
 
     def draft(self, state, anchor, position, sampler, heads):
         """One pass over the block, then draws token by token; see `Drafter.draft`."""
@@ -79,19 +99,19 @@ class ConditionedDFlash(DFlash):
         """
         block, _ = self.run_block(state, anchor, position, heads)
         hidden = block[:, self.first_row : self.first_row + count]
-        base = heads.unembed(hidden)
         positions = position[:, None] + 1 + jnp.arange(hidden.shape[1])
 
         def draw(carry, inputs):
             previous, memory = carry
-            hidden, base, position = inputs
-            vectors, memory = self.condition(previous, hidden, memory)
-            logits = self.corrected_logits(base, vectors)
-            drawn = sampler.propose(logits[:, None], position[:, None])
+            prepared, choices, position = inputs
+            vectors, memory = self.condition(previous, prepared, memory)
+            logits, draws = self.correct(choices, vectors, sampler)
+            drawn = draws.propose(logits[:, None], position[:, None])
             token, probs = jax.tree.map(lambda row: row[:, 0], drawn)
             return (token, memory), (token, probs)
 
-        inputs = jax.tree.map(lambda x: x.swapaxes(0, 1), (hidden, base, positions))
+        rows = self.prepare(hidden), self.choices(heads.unembed(hidden)), positions
+        inputs = jax.tree.map(lambda x: x.swapaxes(0, 1), rows)
         begin = anchor, self.fresh_memory(anchor.shape[0])
         _, drawn = jax.lax.scan(draw, begin, inputs)
         tokens, probs = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
@@ -133,10 +153,10 @@ class ConditionedDFlash(DFlash):
 
     def _condition_all(self, previous: jax.Array, hidden: jax.Array) -> jax.Array:
         """Vectors [B, A, G, r] of all draft positions, computed one position after the other."""
-        rows, count, drafts, width = hidden.shape
+        rows, count, drafts, _ = hidden.shape
         inputs = (
             previous.reshape(-1, drafts).swapaxes(0, 1),
-            hidden.reshape(-1, drafts, width).swapaxes(0, 1),
+            self.prepare(hidden).reshape(rows * count, drafts, -1).swapaxes(0, 1),
         )
 
         def step(memory, inputs):

@@ -47,6 +47,19 @@ class DraftVocabulary:
         """Q."""
         return self.target_ids.shape[0]
 
+    @property
+    def target_size(self) -> int:
+        """V."""
+        return self.draft_ids.shape[0]
+
+    def name(self, tokens: jax.Array) -> jax.Array:
+        """Draft tokens int32 [...] -> the target's."""
+        return self.target_ids[tokens]
+
+    def pick(self, values: jax.Array) -> jax.Array:
+        """Of the target's tokens [..., V] -> of draft tokens [..., Q]."""
+        return values[..., self.target_ids]
+
     def spread(self, values: jax.Array, fill: float) -> jax.Array:
         """Of draft tokens [..., Q] -> of the target's [..., V]; `fill` where not drafted."""
         wide = jnp.take(values, self.draft_ids, axis=-1, mode="clip")
@@ -65,6 +78,34 @@ class DraftVocabulary:
             nll=jnp.where(known, scores.nll, jnp.inf),
             correct=scores.correct & known,
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shortlist:
+    """A draft vocabulary of k tokens for each position, as a drafter chooses them in decoding.
+
+    Attributes:
+      target_ids: int32 [B, T, k]; distinct within a position.
+      target_size: V.
+    """
+
+    target_ids: jax.Array
+    target_size: int = dataclasses.field(metadata={"static": True})
+
+    def name(self, tokens: jax.Array) -> jax.Array:
+        """Draft tokens int32 [B, T] or [B, T, n] -> the target's."""
+        index = tokens.reshape(*self.target_ids.shape[:2], -1)
+        return jnp.take_along_axis(self.target_ids, index, axis=-1).reshape(tokens.shape)
+
+    def pick(self, values: jax.Array) -> jax.Array:
+        """Of the target's tokens [B, T, V] -> of draft tokens [B, T, k]."""
+        return jnp.take_along_axis(values, self.target_ids, axis=-1)
+
+    def spread(self, values: jax.Array, fill: float) -> jax.Array:
+        """Of draft tokens [B, T, k] -> of the target's [B, T, V]; `fill` where not drafted."""
+        wide = jnp.full((*values.shape[:2], self.target_size), fill, values.dtype)
+        return jnp.put_along_axis(wide, self.target_ids, values, axis=-1, inplace=False)
 
 
 def declare(size: int, vocab_size: int, sharding: Sharding) -> tuple[Buffer, Buffer]:

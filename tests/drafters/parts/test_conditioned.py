@@ -118,7 +118,7 @@ def condition_along(case: str):
     positions = zip(found["hidden"][rows], found["base"][rows], found["tokens"], strict=True)
     for hidden, base, token in positions:
         hidden, base = jnp.asarray(hidden)[None], jnp.asarray(base)[None]
-        made, memory = drafter.condition(previous, hidden, memory)
+        made, memory = drafter.condition(previous, drafter.prepare(hidden), memory)
         yield hidden, base, previous, made
         previous = jnp.asarray([token], jnp.int32)
 
@@ -126,19 +126,20 @@ def condition_along(case: str):
 def test_golden_candidates():
     drafter, wanted = model("dflash2"), golden("dflash2_v32")
     for k, (_, base, _, made) in enumerate(condition_along("dflash2")):
-        candidates, scores = drafter.rank(base, made)
-        np.testing.assert_array_equal(candidates[0], wanted["candidate_ids"][k])
+        likely = drafter.choices(base)
+        scores, sampler = drafter.correct(likely, made, GREEDY)
+        np.testing.assert_array_equal(likely.tokens[0], wanted["candidate_ids"][k])
         np.testing.assert_allclose(scores[0], wanted["candidate_scores"][k], **TOLERANCE)
-        logits = np.asarray(drafter.corrected_logits(base, made))[0]
-        assert set(np.flatnonzero(np.isfinite(logits))) == set(np.asarray(candidates[0]).tolist())
+        np.testing.assert_array_equal(sampler.vocabulary.target_ids[0, 0], likely.tokens[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_corrections_and_confidence(kind):
     drafter, wanted = model(kind), vectors(kind)
     for k, (hidden, base, previous, made) in enumerate(condition_along(kind)):
-        logits = drafter.corrected_logits(base, made)[0]
-        np.testing.assert_allclose(logits, wanted["corrected_logits"][k], **TOLERANCE)
+        logits, sampler = drafter.correct(drafter.choices(base), made, GREEDY)
+        assert sampler is GREEDY
+        np.testing.assert_allclose(logits[0], wanted["corrected_logits"][k], **TOLERANCE)
         odds = drafter.confidence(hidden, previous)[0]
         np.testing.assert_allclose(odds, wanted["confidence_logits"][k], **TOLERANCE)
 
