@@ -3,6 +3,7 @@
 With fewer tokens, a cycle reads fewer columns of an output head. The choice is two tables of the
 drafter's checkpoint, named as EAGLE-3 (SafeAILab/EAGLE) has them: `d2t`, int [Q]: draft token i is
 the target's token i + d2t[i]; `t2d`, bool [V]: which of the target's tokens can be drafted.
+A `Shortlist` is the same for a single draft, with other tokens at each position.
 """
 
 import dataclasses
