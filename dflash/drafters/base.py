@@ -17,7 +17,7 @@ from flax import nnx
 
 from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import DrafterConfig, TargetArchitecture
-from dflash.drafters.parts.draft_vocabulary import DraftVocabulary, Shortlist
+from dflash.drafters.parts.draft_vocabulary import DraftTokens
 from dflash.layers.train_batch import TrainBatch
 from dflash.parallel.sharding import Sharding
 
@@ -91,7 +91,7 @@ class Sampler(Protocol):
         Args: logits: float32 [B, T, V], of which count is at most V.
         """
 
-    def among(self, vocabulary: DraftVocabulary | Shortlist) -> "Sampler":
+    def among(self, vocabulary: DraftTokens) -> "Sampler":
         """This sampler for logits [B, T, Q] of a draft vocabulary; it draws the target's tokens.
 
         It draws what it would draw from logits over all V tokens that are -inf elsewhere.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Candidates
-from dflash.drafters.parts.draft_vocabulary import DraftVocabulary, Shortlist
+from dflash.drafters.parts.draft_vocabulary import DraftTokens
 from dflash.inference import cutoff
 
 # Rejection verification needs noise that is independent between its three uses; coupled
@@ -72,9 +72,9 @@ class SequenceSampler:
 
     params: SamplingParams
     with_probs: bool = False
-    vocabulary: DraftVocabulary | Shortlist | None = None
+    vocabulary: DraftTokens | None = None
 
-    def among(self, vocabulary: DraftVocabulary | Shortlist) -> "SequenceSampler":
+    def among(self, vocabulary: DraftTokens) -> "SequenceSampler":
         """See `drafters.base.Sampler`."""
         return dataclasses.replace(self, vocabulary=vocabulary)
 
@@ -126,7 +126,7 @@ def sample(
     positions: jax.Array,
     params: SamplingParams,
     stream: int,
-    vocabulary: DraftVocabulary | Shortlist | None = None,
+    vocabulary: DraftTokens | None = None,
 ) -> jax.Array:
     """Draws one token per row by the Gumbel-max trick; greedy rows take the largest logit.
 
@@ -157,7 +157,7 @@ def perturbed(
     positions: jax.Array,
     params: SamplingParams,
     stream: int,
-    vocabulary: DraftVocabulary | Shortlist | None = None,
+    vocabulary: DraftTokens | None = None,
 ) -> jax.Array:
     """The values, of the logits' shape, that `sample` takes the largest of; greedy: the logits."""
 
@@ -178,7 +178,7 @@ def _add_noise(logits, positions, params, stream, vocabulary) -> jax.Array:
     return filter_logits(logits, params) + noise
 
 
-def _name(tokens: jax.Array, vocabulary: DraftVocabulary | Shortlist | None) -> jax.Array:
+def _name(tokens: jax.Array, vocabulary: DraftTokens | None) -> jax.Array:
     """The target's tokens for `tokens` of a vocabulary; None: these are the target's."""
     return tokens if vocabulary is None else vocabulary.name(tokens)
 

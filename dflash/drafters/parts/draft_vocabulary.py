@@ -109,6 +109,10 @@ class Shortlist:
         return jnp.put_along_axis(wide, self.target_ids, values, axis=-1, inplace=False)
 
 
+# The tokens that a drafter draws among, where these are not all of the target's.
+DraftTokens = DraftVocabulary | Shortlist
+
+
 def declare(size: int, vocab_size: int, sharding: Sharding) -> tuple[Buffer, Buffer]:
     """The abstract tables `d2t` and `t2d`; without a checkpoint, of the first `size` tokens."""
     d2t = parameters.declare_buffer(
