@@ -18,6 +18,9 @@ from dflash.data.datasets import Dataset
 from dflash.data.example import SPLITS, Example, Split
 from dflash.runs import files
 
+# Records that an iteration reads at once: one at a time takes as long as encoding them.
+_READ_AT_ONCE = 256
+
 
 def data_directory(data_dir: str | None) -> pathlib.Path:
     """The directory of data sets: as given, or in the user's cache directory."""
@@ -126,6 +129,11 @@ class _Examples(Sequence):
         if not 0 <= index < len(self):
             raise IndexError(index)
         return _from_record(self._source[index])
+
+    def __iter__(self) -> Iterator[Example]:
+        for start in range(0, len(self), _READ_AT_ONCE):
+            indices = range(start, min(start + _READ_AT_ONCE, len(self)))
+            yield from map(_from_record, self._source.__getitems__(indices))
 
 
 def _to_record(example: Example) -> dict[str, Any]:

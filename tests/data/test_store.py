@@ -27,6 +27,14 @@ def test_math_comes_back_as_it_went(tmp_path):
         stored[len(stored)]
 
 
+def test_examples_that_are_read_many_at_once_are_those_read_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_READ_AT_ONCE", 8)
+    dataset = datasets.find("math", DataConfig(mixture={"math": 1.0}, math_examples=50))
+    stored = store.open_split(dataset, "train", tmp_path)
+    assert len(stored) % 8
+    assert list(stored) == [stored[index] for index in range(len(stored))]
+
+
 def test_jsonl_follows_its_files(tmp_path):
     path = tmp_path / "a.jsonl"
     config = DataConfig(files=(str(path),))
