@@ -72,6 +72,7 @@ def test_what_may_well_be_true_is_not_doubted():
     assert table.limits([SOUND]) != []
     within = cell(least_ms=lambda name, context: 4.1, exact=True)
     assert within.doubts == doubts.of_load(0.05) == doubts.of_load(None) == ()
+    assert cell(cycle_ms=4.96).doubts == ()  # its parts took 5 ms, timed apart
     # In bfloat16 outputs may differ.
     assert cell(outputs_differ=True).doubts == ()
 
