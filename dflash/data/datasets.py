@@ -12,9 +12,10 @@ from typing import ClassVar
 
 from dflash import errors, registry
 from dflash.config.data_schema import DataConfig
-from dflash.data import answers, arithmetic, chat, code, copying, files, generated
+from dflash.data import answers, files
 from dflash.data.example import SPLITS, Example, Split, shuffled
-from dflash.data.word_problems import problems
+from dflash.data.generated import arithmetic, chat, code, copying, numbered
+from dflash.data.generated.word_problems import problems
 
 
 class Dataset(abc.ABC):
@@ -109,7 +110,7 @@ class Arithmetic(_Literal):
         return "all"
 
     def examples(self, split: Split) -> Iterator[Example]:
-        return generated.examples(self.name, split, arithmetic.draw)
+        return numbered.examples(self.name, split, arithmetic.draw)
 
 
 class _Library(_Literal):
@@ -126,7 +127,7 @@ class Copying(_Library):
     name = copying.TASK
 
     def examples(self, split: Split) -> Iterator[Example]:
-        return generated.examples(self.name, split, copying.draw)
+        return numbered.examples(self.name, split, copying.draw)
 
 
 class Code(_Library):

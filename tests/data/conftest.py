@@ -2,8 +2,9 @@
 
 import pytest
 
-from dflash.data import code, tokenizer_training
-from dflash.data.word_problems import problems
+from dflash.data import tokenizer_training
+from dflash.data.generated import code
+from dflash.data.generated.word_problems import problems
 from dflash.text import tokenizer
 
 

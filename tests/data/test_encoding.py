@@ -9,7 +9,7 @@ from dflash import errors
 from dflash.config.data_schema import DataConfig
 from dflash.data import corpus, datasets, encoding
 from dflash.data.example import Example, pair
-from dflash.data.word_problems import problems
+from dflash.data.generated.word_problems import problems
 from dflash.text import tokenizer
 
 USER, BOT = "user", "assistant"

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import dflash.train_tokenizer as command
 from dflash import errors
-from dflash.data import code, tokenizer_training
+from dflash.data import tokenizer_training
+from dflash.data.generated import code
 from dflash.text import tokenizer as tokenizers
 
 CONVERSATION = [

@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from dflash.data import arithmetic, generated
 from dflash.data.example import SPLITS
+from dflash.data.generated import arithmetic, numbered
 
 LINE = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
@@ -37,4 +37,4 @@ def one_list(index: int) -> list[str]:
 
 
 def example(split, index):
-    return generated.example(arithmetic.TASK, split, index, arithmetic.draw)
+    return numbered.example(arithmetic.TASK, split, index, arithmetic.draw)

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash import errors
-from dflash.data import raw
-from dflash.data.benchmarks import Benchmark
 from dflash.data.example import Example, Split
+from dflash.data.published import raw
+from dflash.data.published.benchmarks import Benchmark
 
 _HOME = "https://huggingface.co/datasets/nvidia/SPEED-Bench"
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dflash.data import answers
 from dflash.data.example import Example, Split, pair, split_of
-from dflash.data.word_problems import belongings, chains, efforts, places, scenes
-from dflash.data.word_problems.scenes import Piece, Scene
+from dflash.data.generated.word_problems import belongings, chains, efforts, places, scenes
+from dflash.data.generated.word_problems.scenes import Piece, Scene
 
 TASK = "math"
 SCENES: tuple[Scene, ...] = (

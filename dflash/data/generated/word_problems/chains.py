@@ -1,6 +1,6 @@
 """Scenes in which each sentence compares someone with the one before: ages, amounts of things."""
 
-from dflash.data.word_problems.scenes import (
+from dflash.data.generated.word_problems.scenes import (
     DOUBLE,
     GAIN,
     GROUPS,

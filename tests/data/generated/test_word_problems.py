@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dflash.data import answers
 from dflash.data.example import SPLITS
-from dflash.data.word_problems import problems, scenes, template, words
+from dflash.data.generated.word_problems import problems, scenes, template, words
 
 NUMBER = re.compile(r"\d+")
 EQUATION = re.compile(r"([-+*/() \d]+) = (\d+)")

@@ -22,7 +22,7 @@ import random
 import re
 from collections.abc import Mapping
 
-from dflash.data.word_problems import words
+from dflash.data.generated.word_problems import words
 
 _MAX_DRAWS = 10_000
 _MAX_TRIES = 40  # of one number, until it fits its condition

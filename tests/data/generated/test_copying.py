@@ -2,14 +2,14 @@
 
 import pytest
 
-from dflash.data import copying, generated
 from dflash.data.example import SPLITS
+from dflash.data.generated import copying, numbered
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_answer_repeats_the_prompt(split):
     for index in range(300):
-        one = generated.example(copying.TASK, split, index, copying.draw)
+        one = numbered.example(copying.TASK, split, index, copying.draw)
         question, text = one.prompt[0]["content"].split("\n\n")
         assert question == "Repeat this text 4 times."
         assert one.response.split("\n") == [text] * 4

@@ -1,6 +1,6 @@
 """Scenes about work that adds up day by day: reading, walking, baking, planting."""
 
-from dflash.data.word_problems.scenes import (
+from dflash.data.generated.word_problems.scenes import (
     DOUBLE,
     FEWER,
     GAIN,

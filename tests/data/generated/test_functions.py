@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dflash.data import functions
+from dflash.data.generated import functions
 
 NUMBERS = [[], [0], [-3, 5, 40, 5, 12], [100, 7, -6, 0, 24, 24, 99]]
 TEXTS = [

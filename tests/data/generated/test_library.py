@@ -7,8 +7,9 @@ import re
 import pytest
 
 from dflash.config.data_schema import DataConfig
-from dflash.data import chat, code, datasets, facts, stdlib
+from dflash.data import datasets
 from dflash.data.example import SPLITS
+from dflash.data.generated import chat, code, facts, stdlib
 
 MAKERS = {"code": code.changes, "chat": chat.library_examples}
 

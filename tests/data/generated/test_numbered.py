@@ -3,8 +3,9 @@
 import pytest
 
 from dflash.config.data_schema import DataConfig
-from dflash.data import arithmetic, copying, datasets, generated
+from dflash.data import datasets
 from dflash.data.example import SPLITS
+from dflash.data.generated import arithmetic, copying, numbered
 
 KINDS = pytest.mark.parametrize("kind", [arithmetic, copying], ids=["arithmetic", "copying"])
 
@@ -12,11 +13,11 @@ KINDS = pytest.mark.parametrize("kind", [arithmetic, copying], ids=["arithmetic"
 @KINDS
 def test_examples_belong_to_one_split_each(kind):
     examples = {
-        split: [generated.example(kind.TASK, split, index, kind.draw) for index in range(1000)]
+        split: [numbered.example(kind.TASK, split, index, kind.draw) for index in range(1000)]
         for split in SPLITS
     }
     for split, made in examples.items():
-        again = (generated.example(kind.TASK, split, index, kind.draw) for index in range(1000))
+        again = (numbered.example(kind.TASK, split, index, kind.draw) for index in range(1000))
         assert made == list(again)
     asked = {split: {one.prompt[0]["content"] for one in made} for split, made in examples.items()}
     assert all(len(some) == 1000 for some in asked.values())

@@ -11,7 +11,8 @@ from pyarrow import parquet
 
 from dflash import errors, registry
 from dflash.config.data_schema import DataConfig
-from dflash.data import benchmarks, datasets, raw, store
+from dflash.data import datasets, store
+from dflash.data.published import benchmarks, raw
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 TURNS = [

@@ -8,8 +8,8 @@ import dataclasses
 import random
 from collections.abc import Mapping
 
-from dflash.data.generated import fill
-from dflash.data.word_problems import words
+from dflash.data.generated.numbered import fill
+from dflash.data.generated.word_problems import words
 
 COUNT = {"train": 40_000, "validation": 2000, "test": 2000}
 

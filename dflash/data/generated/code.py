@@ -10,8 +10,8 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from dflash.data import functions, generated, stdlib
 from dflash.data.example import Example, Split, pair, stable_hash
+from dflash.data.generated import functions, numbered, stdlib
 
 TASK = "code"
 MIN_CHARACTERS, MAX_CHARACTERS = 60, 480  # of a function, about 20 to 160 tokens
@@ -49,7 +49,7 @@ Task = tuple[str, str]  # question and answer
 def examples(split: Split) -> Iterator[Example]:
     """Yields the examples of a split: changes by the modules' names, functions to write."""
     yield from changes(split)
-    yield from generated.examples(TASK, split, functions.draw, functions.COUNT)
+    yield from numbered.examples(TASK, split, functions.draw, functions.COUNT)
 
 
 def changes(split: Split) -> Iterator[Example]:

@@ -1,6 +1,6 @@
 """Scenes about what people have: things, money, points."""
 
-from dflash.data.word_problems.scenes import (
+from dflash.data.generated.word_problems.scenes import (
     DOUBLE,
     FEWER,
     GAIN,

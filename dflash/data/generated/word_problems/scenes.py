@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from dflash.data.word_problems.template import Template
+from dflash.data.generated.word_problems.template import Template
 
 # How numbers are drawn, so that nearly all that is calculated stays below 100.
 GAIN = "a 2..30 if x + a < 101"

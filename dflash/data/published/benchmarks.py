@@ -28,9 +28,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash import errors
-from dflash.data import answers, files, raw
+from dflash.data import answers, files
 from dflash.data.datasets import Dataset
 from dflash.data.example import Example, Split, shuffled
+from dflash.data.published import raw
 from dflash.text import jsonl
 
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Mapping
 
 from dflash.data.example import Example, Split, split_of
-from dflash.data.word_problems import words
+from dflash.data.generated.word_problems import words
 
 COUNT = {"train": 30_000, "validation": 600, "test": 600}
 MAX_TURNS = 3

@@ -9,7 +9,7 @@ import random
 import textwrap
 from collections.abc import Mapping
 
-from dflash.data.generated import fill
+from dflash.data.generated.numbered import fill
 
 COUNT = {"train": 40_000, "validation": 2000, "test": 2000}
 _SHORT = 0.3  # share of functions that are asked for in a single statement, where there is one

@@ -1,6 +1,6 @@
 """Scenes about what places hold: a bus, a tank, a shop."""
 
-from dflash.data.word_problems.scenes import (
+from dflash.data.generated.word_problems.scenes import (
     DOUBLE,
     GAIN,
     GROUPS,

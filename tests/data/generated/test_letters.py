@@ -3,8 +3,8 @@
 import random
 import re
 
-from dflash.data import letters
-from dflash.data.word_problems import words
+from dflash.data.generated import letters
+from dflash.data.generated.word_problems import words
 
 
 def test_a_letter():

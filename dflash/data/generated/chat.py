@@ -8,8 +8,8 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from dflash.data import facts, generated, letters, stdlib
 from dflash.data.example import Example, Split, pair, stable_hash
+from dflash.data.generated import facts, letters, numbered, stdlib
 
 TASK = "chat"
 MIN_ANSWER_CHARACTERS = 15
@@ -27,7 +27,7 @@ def examples(split: Split) -> Iterator[Example]:
     """Yields the examples of a split: the library by the modules' names, facts, letters."""
     yield from library_examples(split)
     yield from facts.examples(TASK, split)
-    yield from generated.examples(TASK, split, letters.draw, letters.COUNT)
+    yield from numbered.examples(TASK, split, letters.draw, letters.COUNT)
 
 
 def library_examples(split: Split) -> Iterator[Example]:
