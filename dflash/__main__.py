@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from dflash.commands import COMMANDS
+from dflash.cli.commands import COMMANDS
 
 _HELP = ("--help", "-h", "help")
 _USAGE_ERROR = 2
@@ -58,7 +58,8 @@ def help_text() -> str:
 
 
 def _problem(name: str, rest: Sequence[str]) -> str:
-    from dflash import errors, registry
+    from dflash import errors
+    from dflash.config import registry
 
     if name.endswith((".yml", ".yaml")):
         line = errors.shorten(" ".join(["dflash decode", name, *rest]), 200)

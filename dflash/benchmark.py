@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, paths
+from dflash import errors, paths
+from dflash.cli import subcommand as cli
 from dflash.config import benchmark_schema
 
 
@@ -88,10 +89,10 @@ def run(
 
 def _benchmark(command: cli.Command) -> None:
     # jax is imported here, after the config has been validated.
-    from dflash.measure import session
+    from dflash.measure import benchmark_run
 
     if command.dry_run:
-        print("\n".join(session.plan(command.config)))
+        print("\n".join(benchmark_run.plan(command.config)))
     else:
         _measure(command)
 
@@ -100,7 +101,7 @@ def _measure(command: cli.Command) -> dict[str, Any]:
     import jax
 
     from dflash.measure import bench as benches
-    from dflash.measure import division, results, session
+    from dflash.measure import benchmark_run, merge_benchmarks, results
     from dflash.parallel import distributed
     from dflash.runs import shards
     from dflash.runs.display import Display
@@ -114,28 +115,32 @@ def _measure(command: cli.Command) -> dict[str, Any]:
         raise errors.ConfigError("--shard, study.name: a study cannot be divided")
     path = where and paths.to_path(where)
     if path is not None and shard is not None:
-        shards.check_count(path, division.ROUNDS, shard)
+        shards.check_count(path, merge_benchmarks.ROUNDS, shard)
         shards.check_count(path, results.RESULTS, shard)
     with (
         results.open_directory(path, config, shard) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
         if config.study is not None:
-            return session.study(config, directory, display, wide=wide)
+            return benchmark_run.study(config, directory, display, wide=wide)
         divided = shard is None and distributed.made_by_first(
-            lambda: shards.is_divided(path, division.ROUNDS)
+            lambda: shards.is_divided(path, merge_benchmarks.ROUNDS)
         )
         if divided:
-            return session.sum_up(benches.prepare(config), directory, display, wide=wide)
-        values = session.run(benches.prepare(config), directory, display, wide=wide, shard=shard)
+            return benchmark_run.sum_up(benches.prepare(config), directory, display, wide=wide)
+        values = benchmark_run.run(
+            benches.prepare(config), directory, display, wide=wide, shard=shard
+        )
     if shard is None or command.workdir is None:
         return values
-    missing = distributed.made_by_first(lambda: shards.missing(path, division.ROUNDS, shard.count))
+    missing = distributed.made_by_first(
+        lambda: shards.missing(path, merge_benchmarks.ROUNDS, shard.count)
+    )
     if missing:
         display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
         return values
     with results.open_directory(path, config) as directory:
-        return session.sum_up(benches.prepare(config), directory, display, wide=wide)
+        return benchmark_run.sum_up(benches.prepare(config), directory, display, wide=wide)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors
+from dflash import errors
+from dflash.cli import subcommand as cli
 from dflash.config import schema
 
 if TYPE_CHECKING:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, paths
+from dflash import errors, paths
+from dflash.cli import subcommand as cli
 from dflash.compiler.forecast import PLAIN, Forecast
 from dflash.config import loader, tpu_schema
 from dflash.runs import files
 
 if TYPE_CHECKING:
-    from dflash.compiler.points import Job, Machine
+    from dflash.compiler.compile_points import Job, Machine
     from dflash.compiler.report import Report
     from dflash.measure.acceptance import Expected
 
@@ -130,7 +131,7 @@ def _found(command: cli.Command) -> "Report":
 
 
 def _report(command: cli.Command, rows: Sequence[int], schedules: str | None) -> "Report":
-    from dflash.compiler import bundles, curve, report, session, table
+    from dflash.compiler import bundles, compile_run, curve, report, table
     from dflash.runs.display import Display
 
     display = Display()
@@ -140,7 +141,7 @@ def _report(command: cli.Command, rows: Sequence[int], schedules: str | None) ->
             _write(command, report.to_json(found), points, kernels or {}, complete)
 
     with display.progress("compiling", every_s=0) as progress:
-        found = session.compile_run(command.config, progress, keep)
+        found = compile_run.compile_run(command.config, progress, keep)
     print("\n".join(table.lines(found)), flush=True)
     kernels = {}
     if schedules:
@@ -165,7 +166,7 @@ def _report(command: cli.Command, rows: Sequence[int], schedules: str | None) ->
 
 def _forecast(command: cli.Command) -> Forecast:
     # jax is imported below, after the config has been found good.
-    from dflash.compiler import forecast_table, points, topology
+    from dflash.compiler import compile_points, forecast_table, topology
     from dflash.measure import acceptance, table
     from dflash.runs.display import Display
 
@@ -174,12 +175,12 @@ def _forecast(command: cli.Command) -> Forecast:
         raise errors.ConfigError("--forecast: takes a decoding config, not one that trains")
     if command.flags["rows"] is not None or command.flags["kernels"]:
         raise errors.ConfigError("--forecast: excludes --rows and --kernels")
-    known, jobs = acceptance.read(config.forecast.acceptance), points.jobs(config)
+    known, jobs = acceptance.read(config.forecast.acceptance), compile_points.jobs(config)
     topology.prepare_environment()
     directory = paths.to_path(command.workdir) if command.workdir else None
     with Display().progress("compiling", every_s=0) as progress, files.explained(directory):
-        machine = points.machine_of(config)
-        measured = points.measure(jobs, machine, directory, progress)
+        machine = compile_points.machine_of(config)
+        measured = compile_points.measure(jobs, machine, directory, progress)
     shapes = {job.strategy: _shape(job, measured) for job in jobs if job.strategy != PLAIN}
     expected = acceptance.expected(known, shapes, config.drafter.name)
     chip = machine.topology.chip

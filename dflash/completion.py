@@ -13,9 +13,10 @@ from typing import NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, registry
-from dflash.commands import COMMANDS
-from dflash.config import build, keys, layers, loader, schema
+from dflash import errors
+from dflash.cli import subcommand as cli
+from dflash.cli.commands import COMMANDS
+from dflash.config import build, keys, layers, loader, registry, schema
 
 _BASH = """\
 _dflash() {

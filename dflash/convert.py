@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, paths, preflight, registry
+from dflash import errors, paths
 from dflash.checkpoints import checkpoint, files
-from dflash.config import schema
+from dflash.cli import preflight
+from dflash.cli import subcommand as cli
+from dflash.config import registry, schema
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -126,11 +128,11 @@ def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Modul
     """
     import jax.numpy as jnp
 
-    from dflash.checkpoints import assembly
+    from dflash.loading import models
     from dflash.parallel import sharding
 
     config = checkpoint.read_config(directory)
-    name, cls = assembly.find_class(config, directory, {**registry.TARGETS, **registry.DRAFTERS})
+    name, cls = models.find_class(config, directory, {**registry.TARGETS, **registry.DRAFTERS})
     one_device = sharding.make_sharding(dict.fromkeys(sharding.MESH_AXES, 1), schema.SHARDING_RULES)
     architecture = cls.architecture_from_hf(config)
     return name, cls(architecture, dtype=jnp.dtype(dtype), sharding=one_device)

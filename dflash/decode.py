@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dflash import cli
+from dflash.cli import subcommand as cli
 from dflash.config import schema
 
 SUBCOMMAND = cli.Subcommand(
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _decode(command: cli.Command) -> None:
     # jax is imported here, after the config has been validated.
-    from dflash.offline import division, session
-    from dflash.offline import job as jobs
+    from dflash.loading import job as jobs
+    from dflash.offline import decode_run, merge_shards
     from dflash.parallel import distributed
     from dflash.runs import dates, records, shards
 
@@ -51,15 +51,15 @@ def _decode(command: cli.Command) -> None:
     divided = command.shard is None and distributed.made_by_first(
         lambda: shards.is_divided(command.workdir, records.OUTPUTS)
     )
-    with contextlib.closing(session.open_display(stream=command.stream)) as display:
+    with contextlib.closing(decode_run.open_display(stream=command.stream)) as display:
         if divided:
-            division.sum_up(job, command.workdir, display)
+            merge_shards.sum_up(job, command.workdir, display)
             return
         mine = job if command.shard is None else job.of_shard(command.shard)
-        with session.open_records(command.workdir, command.config, date, command.shard) as kept:
-            session.run(mine, kept, display, profile_dir=command.profile_dir)
+        with decode_run.open_records(command.workdir, command.config, date, command.shard) as kept:
+            decode_run.run(mine, kept, display, profile_dir=command.profile_dir)
         if command.shard is not None:
-            division.sum_up(job, command.workdir, display, shard=command.shard)
+            merge_shards.sum_up(job, command.workdir, display, shard=command.shard)
 
 
 if __name__ == "__main__":

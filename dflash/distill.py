@@ -8,7 +8,8 @@ last one ended, however it ended. Exit status as that of `dflash train`.
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dflash import cli, errors
+from dflash import errors
+from dflash.cli import subcommand as cli
 from dflash.config import distill_schema
 
 SUBCOMMAND = cli.Subcommand(
@@ -33,18 +34,18 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _distill(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
-    from dflash.distillation import plan, stages
-    from dflash.offline import session
+    from dflash.distillation import distill_plan, stages
+    from dflash.offline import decode_run
     from dflash.runs import dates
 
     if command.dry_run:
-        print("\n".join(plan.make(command.config, answers=stages.ANSWERS, dry=True)))
+        print("\n".join(distill_plan.make(command.config, answers=stages.ANSWERS, dry=True)))
         return 0
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where answers, checkpoints and weights go")
     date = dates.find(command.workdir)
     with stages.open_directory(command.workdir, command.config, date) as directory:
-        return stages.run(command.config, directory, date, session.open_display(stream=False))
+        return stages.run(command.config, directory, date, decode_run.open_display(stream=False))
 
 
 if __name__ == "__main__":

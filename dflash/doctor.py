@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import dflash
-from dflash import cli
+from dflash.cli import subcommand as cli
 from dflash.config import layers
 
 # Distributions that every command needs, as in pyproject.toml.

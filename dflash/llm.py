@@ -22,16 +22,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from dflash import errors, registry
-from dflash.checkpoints import assembly
-from dflash.config import loader
+from dflash import errors
+from dflash.config import loader, registry
 from dflash.config.schema import DecodeRun
 from dflash.inference import request as requests
 from dflash.inference.engine import Engine
 from dflash.inference.request import Request, TokenLogprobs
-from dflash.offline import job as jobs
+from dflash.loading import job as jobs
+from dflash.loading import models
+from dflash.loading.job import Job
 from dflash.offline.decoding import decode
-from dflash.offline.job import Job
 from dflash.runs import compilation_cache as compilation_cache_lib
 from dflash.sampling import Sampling
 from dflash.text import prompts as prompts_lib
@@ -296,7 +296,7 @@ def _drafter_overrides(drafter: str | os.PathLike | None) -> tuple[str, ...]:
     if reference in registry.DRAFTERS:
         return (f"drafter.name={reference}",)
     try:
-        name = assembly.find_strategy(reference)
+        name = models.find_strategy(reference)
     except errors.CheckpointError as error:
         near = registry.suggest(reference, registry.DRAFTERS, exhaustive=False)
         raise errors.CheckpointError(f"drafter: {error}{near}") from error

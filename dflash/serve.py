@@ -6,7 +6,8 @@ from typing import NoReturn
 
 from absl import flags
 
-from dflash import cli, errors
+from dflash import errors
+from dflash.cli import subcommand as cli
 from dflash.config import serve_schema
 
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
@@ -56,7 +57,7 @@ def _serve(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
     import jax
 
-    from dflash.offline import job as jobs
+    from dflash.loading import job as jobs
     from dflash.runs import dates
     from dflash.runs.display import Display
     from dflash.serving import server

@@ -10,7 +10,9 @@ from typing import NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, paths, registry
+from dflash import errors, paths
+from dflash.cli import subcommand as cli
+from dflash.config import registry
 from dflash.config import sweep as sweeps
 
 

@@ -12,7 +12,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dflash import cli, errors, paths
+from dflash import errors, paths
+from dflash.cli import subcommand as cli
 from dflash.config import train_schema
 
 if TYPE_CHECKING:
@@ -94,11 +95,11 @@ def run(
 
 def _train(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
-    from dflash.training import job as jobs
+    from dflash.training import train_job
 
     if command.dry_run:
         # It touches no device, so it asks no other process for the date.
-        print("\n".join(jobs.prepare(command.config, date=None, dry=True).plan().lines()))
+        print("\n".join(train_job.prepare(command.config, date=None, dry=True).plan().lines()))
         return 0
     return _outcome(command).exit_status
 
@@ -109,11 +110,10 @@ def _outcome(command: cli.Command) -> "Outcome":
 
     from dflash.offline.evaluation import DraftingTest
     from dflash.runs import dates
-    from dflash.training import job as jobs
-    from dflash.training import rundir, session
+    from dflash.training import rundir, train_job, train_run
 
     date = dates.find(command.workdir)
-    job = jobs.prepare(command.config, date=date)
+    job = train_job.prepare(command.config, date=date)
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where checkpoints and weights go")
     profile = command.profile_dir
@@ -121,7 +121,7 @@ def _outcome(command: cli.Command) -> "Outcome":
         rundir.open_directory(command.workdir, command.config, date) as directory,
         jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
     ):
-        return session.run(job, directory, job.drafting_test(DraftingTest))
+        return train_run.run(job, directory, job.drafting_test(DraftingTest))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ from typing import NoReturn
 
 from absl import flags
 
-from dflash import cli, errors, paths, preflight
+from dflash import errors, paths
 from dflash.checkpoints.files import check_vacant
+from dflash.cli import preflight
+from dflash.cli import subcommand as cli
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, tokenizer_training
 

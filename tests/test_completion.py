@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dflash import completion
-from dflash.commands import COMMANDS
+from dflash.cli.commands import COMMANDS
 
 TINY = "dflash decode configs/tiny_dflash.yml "
 

@@ -107,7 +107,7 @@ def test_unknown_architecture(tmp_path, capsys):
 
 
 def known_architectures():
-    from dflash import registry
+    from dflash.config import registry
 
     return [
         f"{one} ({name})"

@@ -12,7 +12,7 @@ from support import tiny_distillation
 from dflash import distill, sweep
 from dflash.checkpoints import checkpoint
 from dflash.config import distill_schema, loader
-from dflash.distillation import card, points, race, stages
+from dflash.distillation import card, distill_sweep, recipe_comparison, stages
 from dflash.inference.scheduler import Scheduler
 from dflash.runs import outputs, records, sweeps
 from dflash.training.checkpoints import Checkpoints
@@ -90,15 +90,17 @@ def test_a_race_of_recipes_is_a_sweep_on_the_same_answers(config, whole, capsys)
     assert float(row["math.cycle_ms"]) == pytest.approx(1e3 * cycle_s)
     assert float(row["training.hours"]) > 0
     assert row["training.steps"] == "4"
-    assert (workdir / points.PLOT).read_bytes().startswith(b"\x89PNG")
-    recipes = (workdir / points.TABLE).read_text(encoding="utf-8")
+    assert (workdir / distill_sweep.PLOT).read_bytes().startswith(b"\x89PNG")
+    recipes = (workdir / distill_sweep.TABLE).read_text(encoding="utf-8")
     assert f"| all | tree5 | {tested['math-tree5']['tau']:.2f} |" in recipes
 
 
 def test_the_plot_of_a_race_has_the_points_whose_time_is_known():
-    first = race.Recipe("kl", [(0.5, 3.0), (0.7, 3.1)], {})
-    assert len(race.plot([first])) > 10_000
-    assert race.plot([first, race.Recipe("dpace", [(None, 2.0)], {})]) == race.plot([first])
+    first = recipe_comparison.Recipe("kl", [(0.5, 3.0), (0.7, 3.1)], {})
+    assert len(recipe_comparison.plot([first])) > 10_000
+    assert recipe_comparison.plot(
+        [first, recipe_comparison.Recipe("dpace", [(None, 2.0)], {})]
+    ) == recipe_comparison.plot([first])
 
 
 def write_test(points: pathlib.Path, name: str, cell: str, lengths) -> None:
@@ -139,7 +141,7 @@ def test_a_race_tells_a_difference_from_noise(tmp_path):
             tau = float(np.mean(lengths)) if lengths else 2.0
             figures = {f"{cell}.tau": tau for cell in ("math", "math-tree5")}
             rows[f"{name}{seed}"] = {"loss.name": name, "train.seed": seed, **figures}
-    found = race.recipes([["loss.name", "train.seed"]], rows, tmp_path)
+    found = recipe_comparison.recipes([["loss.name", "train.seed"]], rows, tmp_path)
     assert [one.name for one in found] == list(taken)
     assert [len(one.points) for one in found] == [2, 2, 2, 2]
     first, second, third, gone = (one.ways["tree5"] for one in found)
@@ -148,7 +150,7 @@ def test_a_race_tells_a_difference_from_noise(tmp_path):
     assert 1 < second.interval[0] < second.ratio < second.interval[1]
     assert third.interval[0] < 1 < third.interval[1]
     assert (gone.ratio, gone.tau) == (None, 2.0)
-    head, *lines = race.table(found).splitlines()
+    head, *lines = recipe_comparison.table(found).splitlines()
     assert "Against kl" in head
     cells = [line.removeprefix("| ").split(" | ") for line in lines[3:]]
     assert cells[0][0] == "dpace", "the largest τ comes first"
@@ -168,12 +170,14 @@ def test_points_of_a_recipe_may_have_been_tested_differently(tmp_path):
         "a": {"loss.name": "kl", "train.seed": 0, "math.tau": 2.0, "code.tau": 4.0},
         "b": {"loss.name": "dpace", "train.seed": 0, "code.tau": 8.0, "math.tau": 4.0},
     }
-    first, second = race.recipes([["loss.name", "train.seed"]], rows, tmp_path)
+    first, second = recipe_comparison.recipes([["loss.name", "train.seed"]], rows, tmp_path)
     assert (second.ways[""].ratio, second.ways[""].interval) == (2.0, (2.0, 2.0))
     rows["c"] = rows["a"] | {"train.seed": 1}
     rows["d"] = {"loss.name": "dpace", "train.seed": 1, "chat.tau": 3.0}
     rows["e"] = {"loss.name": "other", "train.seed": 0, "math.tau": None}
-    (only,) = race.recipes([["loss.name", "train.seed"]], {"c": rows["c"], **rows}, tmp_path)
+    (only,) = recipe_comparison.recipes(
+        [["loss.name", "train.seed"]], {"c": rows["c"], **rows}, tmp_path
+    )
     assert only.name == first.name
     assert only.ways[""].ratio is None
 
@@ -181,7 +185,7 @@ def test_points_of_a_recipe_may_have_been_tested_differently(tmp_path):
 def test_few_prompts_give_no_interval():
     """A group of prompts that is too small says nothing of others; the ratio is known anyway."""
     some = np.array([[[4.0, 6.0]], [[2.0, 2.0]]])
-    assert race.compare([2 * some], [some]) == (1.0, None)
+    assert recipe_comparison.compare([2 * some], [some]) == (1.0, None)
 
 
 def test_recipes_are_named_by_what_tells_them_apart():
@@ -193,7 +197,7 @@ def test_recipes_are_named_by_what_tells_them_apart():
         {"drafter": {"name": "medusa", "heads": 15}, "loss.name": "kl"},
     ]
     rows = [row | {"test.trees": [n], "train.seed": n} for n, row in enumerate(rows)]
-    assert race.recipe_names(keys, [*rows, rows[0] | {"train.seed": 9}]) == [
+    assert recipe_comparison.recipe_names(keys, [*rows, rows[0] | {"train.seed": 9}]) == [
         "dflash, kl", "dflash, kl, causal_head", "dflash, dpace", "medusa, kl", "dflash, kl",
     ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 
 from dflash import train, train_tokenizer
 from dflash.checkpoints import checkpoint
-from dflash.training import job as jobs
+from dflash.training import train_job
 
 SHAPE = {
     "vocab_size": 320,
@@ -274,13 +274,13 @@ def test_another_config_is_refused_and_another_cadence_is_not(config, tmp_path, 
 
 def test_a_run_keeps_its_date(config, tmp_path, monkeypatch):
     """Chat templates may print it, and prompts must not change from start to start."""
-    seen, prepare = [], jobs.prepare
+    seen, prepare = [], train_job.prepare
 
     def record(*arguments, date, **options):
         seen.append(date)
         return prepare(*arguments, date=date, **options)
 
-    monkeypatch.setattr(jobs, "prepare", record)
+    monkeypatch.setattr(train_job, "prepare", record)
     file = tmp_path / "run" / "date.txt"
     for expected in (datetime.date.today(), datetime.date(2024, 2, 29)):
         assert run(config, *TARGET, "train.steps=1", "--workdir", tmp_path / "run") == 0

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from dflash.compiler import bundles, topology
 from dflash.kernels import flash_tpu, latent_attention, paged_attention, tuning
-from dflash.kernels.quantised import Quantised
+from dflash.kernels.quantized import Quantised
 
 QUERIES, KV_HEADS, GROUP, WIDTH, PAGE = 16, 8, 4, 128, 128
 CASES = [(batch, context) for context in (2048, 32768) for batch in (1, 32)]

@@ -30,7 +30,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from support.models import BYTE_TARGET
 
 from dflash import train
-from dflash.training import job, rundir, session  # noqa: F401  # before processes are forked
+from dflash.training import (
+    rundir,
+    train_job,  # noqa: F401  # before processes are forked
+)
 
 COUNT = 4
 LONG_S = 600  # for a whole run, on a busy machine

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import assembly
 from dflash.compiler import components, costs, hlo, programs, topology
 from dflash.compiler.components import ATTENTION, MLP, Component
 from dflash.compiler.report import Situation
 from dflash.compiler.topology import Rates, Topology
 from dflash.config.schema import DecodeConfig
-from dflash.inference import weights
 from dflash.layers.linear import matmul_precision
+from dflash.loading import models, weights
 from dflash.parallel.chips import Chip
 
 _LAYERS = 2
@@ -80,10 +79,10 @@ def measure(
     mesh = dataclasses.asdict(config.mesh)
     sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
     shallow = dataclasses.replace(shape, num_hidden_layers=_LAYERS)
-    group = dataclasses.replace(config.target, checkpoint=assembly.RANDOM, architecture=shallow)
-    source = assembly.find_target(group)
+    group = dataclasses.replace(config.target, checkpoint=models.RANDOM, architecture=shallow)
+    source = models.find_target(group)
     dtype = getattr(config, "dtype", "bfloat16")
-    target = assembly.build_target(group, source, dtype=dtype, sharding=sharding)
+    target = models.build_target(group, source, dtype=dtype, sharding=sharding)
     weights.arrange(target, sharding)
     points = []
     for count in rows:

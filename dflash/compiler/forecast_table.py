@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from dflash.compiler import points
+from dflash.compiler import compile_points
 from dflash.compiler.forecast import PLAIN, Choice, Cost, Forecast
 
 LABEL = "expected, not measured: the compiler's costs joined with known acceptance"
@@ -59,7 +59,7 @@ def to_json(found: Forecast, contexts: Sequence[int]) -> dict[str, Any]:
     return {
         "label": LABEL,
         "capacity_bytes": found.capacity_bytes,
-        "points": points.to_json(found.points),
+        "points": compile_points.to_json(found.points),
         "cells": cells,
         "best": best,
     }

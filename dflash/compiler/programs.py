@@ -9,17 +9,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.checkpoints import assembly
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED, Ideal
 from dflash.config.schema import DecodeConfig, DecodeRun, DrafterConfig
 from dflash.config.tpu_schema import CompileTrain, TpuConfig
 from dflash.drafters.base import Drafter
-from dflash.inference import weights
 from dflash.inference.engine import Engine
 from dflash.layers import moe
 from dflash.layers.cache import PagedCache
+from dflash.loading import decode_plan, models, weights
 from dflash.models.decoder import Decoder
-from dflash.offline import plan
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 from dflash.training import state as states
@@ -86,10 +84,10 @@ def decoding_models(
 ) -> tuple[Decoder, Drafter]:
     """A run's target and a drafter for it, abstract, with weights arranged as decoding has them."""
     build = {"dtype": config.dtype, "sharding": sharding}
-    source = assembly.find_target(config.target, download=False)
-    target = assembly.build_target(config.target, source, **build)
-    found = assembly.find_drafter(drafting, download=False)
-    drafter = assembly.build_drafter(drafting, found, target.arch, **build)
+    source = models.find_target(config.target, download=False)
+    target = models.build_target(config.target, source, **build)
+    found = models.find_drafter(drafting, download=False)
+    drafter = models.build_drafter(drafting, found, target.arch, **build)
     for model in (target, drafter):
         weights.arrange(model, sharding)
     return target, drafter
@@ -124,10 +122,10 @@ def _decoding(
     context = min(tpu.context or most, most)
     state = engine.abstract_state()
     arguments = {
-        "target weights": plan.measure(nnx.state(target, nnx.Param)).device_bytes,
-        "drafter weights": plan.measure(nnx.state(drafter, nnx.Param)).device_bytes,
-        "target KV": plan.measure(state.cache).device_bytes,
-        "draft KV": plan.measure(state.drafter).device_bytes,
+        "target weights": decode_plan.measure(nnx.state(target, nnx.Param)).device_bytes,
+        "drafter weights": decode_plan.measure(nnx.state(drafter, nnx.Param)).device_bytes,
+        "target KV": decode_plan.measure(state.cache).device_bytes,
+        "draft KV": decode_plan.measure(state.drafter).device_bytes,
     }
     if _wanted(CYCLE, tpu):
         title = f"cycle: batch {config.batch_size}, {drafter.block_size} rows each, after {context}"
@@ -191,11 +189,11 @@ def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -
     share_of = moe.shares(target, rows * sequences)
     for path, param in parameters.named_parameters(target):
         if name := _component_of_weight(path, target):
-            size = plan.measure(param.get_value()).device_bytes
+            size = decode_plan.measure(param.get_value()).device_bytes
             sizes[name] += size * share_of(path).read
     capacity = cache.pools[0].shape[1] * cache.page_size
     share = context * cache.page_table.shape[0] / capacity
-    sizes[ATTENTION] += share * plan.measure(cache.layers).device_bytes
+    sizes[ATTENTION] += share * decode_plan.measure(cache.layers).device_bytes
     return {name: Ideal(size) for name, size in sizes.items()}
 
 
@@ -237,10 +235,10 @@ def _train_step(task: tasks.Task, sharding: Sharding, starting: Starting) -> Pro
     compiled = step.lower(state, frozen, batch).compile()
     seconds = time.perf_counter() - begin
     arguments = {
-        "learning weights": plan.measure(state.params).device_bytes,
-        "optimizer": plan.measure(state.optimizer).device_bytes,
-        "frozen weights": plan.measure(frozen).device_bytes,
-        "batch": plan.measure(batch).device_bytes,
+        "learning weights": decode_plan.measure(state.params).device_bytes,
+        "optimizer": decode_plan.measure(state.optimizer).device_bytes,
+        "frozen weights": decode_plan.measure(frozen).device_bytes,
+        "batch": decode_plan.measure(batch).device_bytes,
     }
     learner = DRAFTER if task.drafts else MLP
     tokens = config.train.batch_size * config.data.length

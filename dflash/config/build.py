@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import ml_collections
 
-from dflash import registry
-from dflash.config import schema
+from dflash.config import registry, schema
 from dflash.config.keys import CHOICES, chosen_schema, known_keys, members, without_null
 from dflash.config.layers import Path, Tree, text_of
 from dflash.config.strict_yaml import Malformed, Node

@@ -12,8 +12,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dflash import registry
-from dflash.config import distill_schema, schema
+from dflash.config import distill_schema, registry, schema
 
 Problem = tuple[tuple[str, ...], str]
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import ml_collections
 
-from dflash import registry
-from dflash.config import schema
+from dflash.config import registry, schema
 from dflash.config.layers import Path, text_of
 
 # Groups whose `name` chooses their schema, by the class that a run declares for them.

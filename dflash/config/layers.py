@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import ml_collections
 
-from dflash import errors, registry
-from dflash.config import encoding, strict_yaml
+from dflash import errors
+from dflash.config import encoding, registry, strict_yaml
 from dflash.config.strict_yaml import Node
 from dflash.paths import in_bucket, to_path
 

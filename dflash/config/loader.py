@@ -12,8 +12,8 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dflash import errors, registry
-from dflash.config import build, checks, layers, strict_yaml
+from dflash import errors
+from dflash.config import build, checks, layers, registry, strict_yaml
 from dflash.config.keys import CHOICES
 from dflash.config.layers import find_config as find_config
 from dflash.config.schema import DecodeRun

@@ -22,8 +22,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash import errors, registry
-from dflash.config import layers, loader, strict_yaml
+from dflash import errors
+from dflash.config import layers, loader, registry, strict_yaml
 from dflash.config.strict_yaml import Malformed, Node
 
 MAX_POINTS = 10_000

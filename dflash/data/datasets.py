@@ -10,7 +10,8 @@ import platform
 from collections.abc import Iterator
 from typing import ClassVar
 
-from dflash import errors, registry
+from dflash import errors
+from dflash.config import registry
 from dflash.config.data_schema import DataConfig
 from dflash.data import answers, files
 from dflash.data.example import SPLITS, Example, Split, shuffled

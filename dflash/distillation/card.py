@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash.checkpoints import assembly, checkpoint
+from dflash.checkpoints import checkpoint
 from dflash.config import loader, strict_yaml
 from dflash.config.distill_schema import DistillRun
+from dflash.loading import models
 
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
 _LICENSE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
@@ -104,7 +105,7 @@ def name_of(target: str) -> str:
 
 def target_licence(target: str) -> str | None:
     """The licence that a target's own model card states, such as apache-2.0; None without one."""
-    if target == assembly.RANDOM:
+    if target == models.RANDOM:
         return None
     readme = checkpoint.resolve(target) / "README.md"
     front = _FRONT_MATTER.match(readme.read_text(encoding="utf-8")) if readme.is_file() else None

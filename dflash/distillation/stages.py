@@ -34,18 +34,18 @@ from dflash.config import distill_schema
 from dflash.config.distill_schema import DistillRun
 from dflash.config.schema import DecodeRun
 from dflash.config.train_schema import TrainRun
-from dflash.distillation import card, plan
-from dflash.offline import job as decode_jobs
-from dflash.offline import session as decoding
+from dflash.distillation import card, distill_plan
+from dflash.loading import job as decode_jobs
+from dflash.offline import decode_run as decoding
+from dflash.offline.decode_sweep import Weights
 from dflash.offline.evaluation import DraftingTest
-from dflash.offline.points import Weights
 from dflash.parallel import agreement, parameters
 from dflash.runs import dates, files, outputs, records
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
-from dflash.training import job as training_jobs
 from dflash.training import rundir
-from dflash.training import session as training
+from dflash.training import train_job as training_jobs
+from dflash.training import train_run as training
 
 ANSWERS, TRAINED, TESTED, DRAFTER = "answers.jsonl", "trained.json", "test.json", "drafter"
 TESTS = "test"  # directory of the decode runs that measure the drafter
@@ -137,7 +137,7 @@ def run(config: DistillRun, directory: RunDirectory, date: datetime.date, displa
     path = paths.absolute(directory.path)
     work = Work(config, path, date, display)
     if not _agreed(is_used(path)):
-        for line in plan.make(config, answers=str(path / ANSWERS), dry=False):
+        for line in distill_plan.make(config, answers=str(path / ANSWERS), dry=False):
             work.display.note(line)
     for stage in STAGES:
         if _agreed((path / stage.end).exists()):

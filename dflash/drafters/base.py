@@ -118,8 +118,8 @@ class Drafter(nnx.Module):
       feature_layers: target layers whose outputs `observe` receives, concatenated.
       num_draft_tokens: G, the number of tokens in every proposal.
       has_probs: proposals bring probabilities where verification asks for them.
-      restores: how the state of a prefix comes back without running the target over it, given that
-        at least one more token is observed then.
+      prefix_cache_mode: how the state of a prefix comes back without running the target
+        over it, given that at least one more token is observed then.
         "rows": from what `read_rows` returned for its positions. The rest of the state is made anew
           by the next `observe`.
         "tokens": by observing its tokens again; features are zeros, and must not matter.
@@ -131,7 +131,7 @@ class Drafter(nnx.Module):
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 0
     has_probs: bool = False
-    restores: ClassVar[Literal["rows", "tokens", "never"]] = "never"
+    prefix_cache_mode: ClassVar[Literal["rows", "tokens", "never"]] = "never"
     rows_ahead: ClassVar[int] = 0
 
     @classmethod

@@ -48,7 +48,7 @@ class LookaheadState:
 class Lookahead(Drafter):
     """The drafter; it has no weights."""
 
-    restores = "tokens"
+    prefix_cache_mode = "tokens"
 
     def __init__(
         self,

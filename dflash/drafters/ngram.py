@@ -16,7 +16,7 @@ from dflash.parallel.sharding import Sharding
 class Ngram(Drafter):
     """The drafter; its state is the text before the anchor, int32 [B, L]."""
 
-    restores = "tokens"
+    prefix_cache_mode = "tokens"
 
     def __init__(self, *, block_size: int, longest_match: int, sharding: Sharding):
         """Args: longest_match: most tokens at the end of the text that are searched for."""

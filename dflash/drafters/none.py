@@ -8,7 +8,7 @@ from dflash.drafters.base import Drafter, Proposal
 class NoDrafter(Drafter):
     """Proposes nothing, so that every cycle commits the one token that the target supplies."""
 
-    restores = "rows"  # of which there are none
+    prefix_cache_mode = "rows"  # of which there are none
 
     def init_state(self, batch, max_length):
         """There is no state."""

@@ -22,11 +22,11 @@ class ContextPrograms:
     @property
     def replays(self) -> bool:
         """Whether the drafter observes cached tokens again."""
-        return self.layout.prefix_cache and self.drafter.restores == "tokens"
+        return self.layout.prefix_cache and self.drafter.prefix_cache_mode == "tokens"
 
     def abstract_context(self) -> Any:
         """Pages for the drafter's rows, one for each of the target's, abstract."""
-        num_pages = self.layout.pages_per_share * self.layout.num_shares
+        num_pages = self.layout.pages_per_replica * self.layout.num_replicas
         return self.drafter.context_pages(num_pages, self.layout.page_size)
 
     def _compile_new_context(self):
@@ -36,7 +36,7 @@ class ContextPrograms:
     def _compile_store(self):
         """Rows of a slot -> pages."""
         context, state = self.abstract_context(), self.abstract_state().drafter
-        size, slots = self.layout.page_size, self.layout.slots_per_share
+        size, slots = self.layout.page_size, self.layout.slots_per_replica
 
         def store(context, state, slot, pages, end):
             share, mine = slot // slots, slot % slots

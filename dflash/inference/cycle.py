@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter, Heads, Proposal
-from dflash.inference import broken, controls, logprobs, verify
+from dflash.inference import controls, logprobs, nonfinite, verify
 from dflash.inference import tree as trees
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.sampling import SequenceSampler
 from dflash.inference.state import DecodeState
 from dflash.models.decoder import Decoder
 
-# Changes the verdict on a proposal: (drafter, its state after the draft, verdict) -> verdict.
-Revise = Callable[[Drafter, Any, verify.Verdict], verify.Verdict]
+# Changes the result on a proposal: (drafter, its state after the draft, result) -> result.
+Revise = Callable[[Drafter, Any, verify.VerifyResult], verify.VerifyResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Rules:
     Attributes:
       block_sizes: rows that a cycle may verify of a sequence, ascending; the last is the drafter's.
       rejection: verify by rejection, not by coupling.
-      revise: applied to every verdict. For measurements alone: the output is then meaningless, but
+      revise: applied to every result. For measurements alone: the output is then meaningless, but
         the work is the same.
     """
 
@@ -103,27 +103,27 @@ def conclude(
         tree = trees.from_parents(proposal.parents, drafter.longest_path - 1)
     output, positions = _forward(target, drafter, state, rows, tree)
     logits = target.unembed(output.hidden)
-    verdict, sound = _judge(state, proposal, tree, logits, positions + 1, sampler, allowed)
+    result, sound = _judge(state, proposal, tree, logits, positions + 1, sampler, allowed)
     drafter_state = state.drafter
-    if verdict.sampled is not None:
-        drafter_state = drafter.review(drafter_state, proposal, verdict.sampled)
+    if result.sampled is not None:
+        drafter_state = drafter.review(drafter_state, proposal, result.sampled)
     if rules.revise is not None:
-        verdict = rules.revise(drafter, drafter_state, verdict)
+        result = rules.revise(drafter, drafter_state, result)
 
     features, cache = output.features, output.cache
-    committed = _following_tokens(rows, verdict)
-    if verdict.path is not None:
+    committed = _following_tokens(rows, result)
+    if result.path is not None:
         with jax.named_scope("target"), jax.named_scope("attention"):
-            cache = cache.compact(position, verdict.path, target.sharding)
-        features = jnp.take_along_axis(features, verdict.path[..., None], axis=1)
-    sound = _along(verdict.path, sound)
-    num_committed, active, broken_at = _commit(state, committed, sound, verdict.num_accepted + 1)
+            cache = cache.compact(position, result.path, target.sharding)
+        features = jnp.take_along_axis(features, result.path[..., None], axis=1)
+    sound = _along(result.path, sound)
+    num_committed, active, nonfinite_at = _commit(state, committed, sound, result.num_accepted + 1)
     wanted = state.controls.logprobs & state.active
     outcome = Outcome(
         committed,
         num_committed,
-        logprobs.of_tokens(logits, committed, wanted, verdict.path),
-        _refused(proposal.tokens, verdict),
+        logprobs.of_tokens(logits, committed, wanted, result.path),
+        _refused(proposal.tokens, result),
     )
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
     adaptive = state.adaptive
@@ -147,7 +147,7 @@ def conclude(
         cache=cache,
         drafter=drafter_state,
         adaptive=adaptive,
-        broken_at=broken_at,
+        nonfinite_at=nonfinite_at,
     )
     return state, outcome
 
@@ -188,16 +188,16 @@ def _judge(
     positions: jax.Array,
     sampler: SequenceSampler,
     allowed: jax.Array | None,
-) -> tuple[verify.Verdict, jax.Array]:
-    """The verdict on a proposal, and whether the logits of each row are finite, bool [B, R].
+) -> tuple[verify.VerifyResult, jax.Array]:
+    """The result on a proposal, and whether the logits of each row are finite, bool [B, R].
 
     Both follow from logits that were shaped as the sequences ask for; see `controls`.
     """
     ancestry = None if tree is None else tree.ancestry
 
     def judge(logits):
-        verdict = _verify(proposal, tree, logits, positions, sampler)
-        return verdict, _sound_rows(verdict, logits)
+        result = _verify(proposal, tree, logits, positions, sampler)
+        return result, _sound_rows(result, logits)
 
     def judge_shaped():
         shaped = controls.shape_logits(
@@ -225,7 +225,7 @@ def _verify(
     logits: jax.Array,
     positions: jax.Array,
     sampler: SequenceSampler,
-) -> verify.Verdict:
+) -> verify.VerifyResult:
     """Applies the rule for the proposal's form: chain or tree, coupled or by rejection."""
     positions = jnp.broadcast_to(positions, logits.shape[:2])
     if proposal.probs is not None:
@@ -238,7 +238,7 @@ def _verify(
     return verify.coupled_tree(proposal.tokens, sampled, tree)
 
 
-def _reject(proposal, tree, logits, positions, params) -> verify.Verdict:
+def _reject(proposal, tree, logits, positions, params) -> verify.VerifyResult:
     """Rejection verification of a chain, or of a tree; see the rules."""
     tokens, probs = proposal.tokens, proposal.probs
     if tree is None:
@@ -249,23 +249,23 @@ def _reject(proposal, tree, logits, positions, params) -> verify.Verdict:
     return verify.rejection_tree(tokens, probs, drawn_from, logits, positions, params, tree)
 
 
-def _following_tokens(rows: jax.Array, verdict: verify.Verdict) -> jax.Array:
+def _following_tokens(rows: jax.Array, result: verify.VerifyResult) -> jax.Array:
     """The accepted drafts, then the bonus token: int32 [B, longest path].
 
     Of these num_accepted + 1 count.
     """
-    along = _along(verdict.path, rows)
+    along = _along(result.path, rows)
     following = jnp.roll(along, -1, axis=1)
-    is_bonus = jnp.arange(along.shape[1]) == verdict.num_accepted[:, None]
-    return jnp.where(is_bonus, verdict.next_token[:, None], following)
+    is_bonus = jnp.arange(along.shape[1]) == result.num_accepted[:, None]
+    return jnp.where(is_bonus, result.next_token[:, None], following)
 
 
-def _refused(drafts: jax.Array, verdict: verify.Verdict) -> jax.Array:
+def _refused(drafts: jax.Array, result: verify.VerifyResult) -> jax.Array:
     """The drafts [B, G] that were not accepted, and -1 in place of the others."""
     batch, count = drafts.shape
-    rows = jnp.arange(count + 1)[None] if verdict.path is None else verdict.path
+    rows = jnp.arange(count + 1)[None] if result.path is None else result.path
     rows = jnp.broadcast_to(rows, (batch, rows.shape[1]))
-    accepted = jnp.arange(rows.shape[1]) <= verdict.num_accepted[:, None]
+    accepted = jnp.arange(rows.shape[1]) <= result.num_accepted[:, None]
     slots = jnp.arange(batch)[:, None]
     # Row 0 is the anchor. What lies past the accepted path goes nowhere.
     taken = jnp.zeros((batch, count + 1), bool)
@@ -279,7 +279,7 @@ def _commit(
     """Cuts the accepted tokens: at the limit, the first stop token, the first unsound row.
 
     Returns:
-      num_committed int32 [B]; active bool [B] and broken_at int32 [B] after the cycle.
+      num_committed int32 [B]; active bool [B] and nonfinite_at int32 [B] after the cycle.
     """
     count = jnp.minimum(count, state.limit - state.length)
     stops = jnp.any(committed[..., None] == state.stop_ids[:, None], axis=-1)
@@ -291,8 +291,8 @@ def _commit(
     wrong = ~sound & (jnp.arange(sound.shape[1]) < count[:, None])
     is_wrong = wrong.any(axis=1)
     first = jnp.argmax(wrong, axis=1).astype(jnp.int32)
-    broken_at = jnp.where(is_wrong, state.length + first, state.broken_at)
-    return jnp.where(is_wrong, first, count), active & (broken_at == 0), broken_at
+    nonfinite_at = jnp.where(is_wrong, state.length + first, state.nonfinite_at)
+    return jnp.where(is_wrong, first, count), active & (nonfinite_at == 0), nonfinite_at
 
 
 def _along(path: jax.Array | None, rows: jax.Array) -> jax.Array:
@@ -300,9 +300,9 @@ def _along(path: jax.Array | None, rows: jax.Array) -> jax.Array:
     return rows if path is None else jnp.take_along_axis(rows, path, axis=1)
 
 
-def _sound_rows(verdict: verify.Verdict, logits: jax.Array) -> jax.Array:
+def _sound_rows(result: verify.VerifyResult, logits: jax.Array) -> jax.Array:
     """Whether each row has finite logits: bool [B, R]."""
-    picked = verdict.sampled
+    picked = result.sampled
     if picked is None:  # probabilities take the same argmax, which the compiler finds out
         picked = jnp.argmax(logits, axis=-1)
-    return broken.finite_rows(logits, picked)
+    return nonfinite.finite_rows(logits, picked)

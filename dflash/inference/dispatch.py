@@ -99,7 +99,7 @@ def _empty_report(
         num_committed=jnp.zeros(shape[:2], jnp.int32),
         active=state.active,
         block_sizes=jnp.zeros(max_cycles, jnp.int32),
-        broken_at=state.broken_at,
+        nonfinite_at=state.nonfinite_at,
         logprobs=logprobs.zeros(shape, target.arch.vocab_size),
         refused=jnp.full((*shape[:2], rows - 1), -1, jnp.int32),
     )
@@ -114,7 +114,7 @@ def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> 
         num_committed=report.num_committed.at[i].set(outcome.count),
         active=state.active,
         block_sizes=report.block_sizes.at[i].set(size),
-        broken_at=state.broken_at,
+        nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
             lambda all, one: all.at[i, :, :width].set(one), report.logprobs, outcome.logprobs
         ),

@@ -26,7 +26,7 @@ from flax import nnx
 from dflash import errors
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import adaptive, block_choice, broken, controls, cycle, timing
+from dflash.inference import adaptive, block_choice, controls, cycle, nonfinite, timing
 from dflash.inference.first_token import Asked
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import Layout, Slot
@@ -65,11 +65,11 @@ class Engine:
           max_length: longest sequence in tokens, prompt and output together.
           adaptive_blocks: choose the block size anew for every cycle, up to the drafter's.
           num_stop_ids: stop ids that a request may have.
-          revise: changes the verdict of every cycle; for measurements.
+          revise: changes the result of every cycle; for measurements.
           prefix_cache: in place of the config's `decode.prefix_cache`, unless None.
         """
         wanted = config.prefix_cache if prefix_cache is None else prefix_cache
-        self.prefix_cache = wanted and drafter.restores != "never"
+        self.prefix_cache = wanted and drafter.prefix_cache_mode != "never"
         sizes = block_choice.block_sizes(drafter.block_size) if adaptive_blocks else ()
         self.target, self.drafter, self.config = target, drafter, config
         self.sharding = target.sharding
@@ -84,7 +84,7 @@ class Engine:
             block_size=drafter.block_size,
             page_size=config.page_size,
             prefill_chunk=config.prefill_chunk,
-            num_shares=self.sharding.size("pages"),
+            num_replicas=self.sharding.size("pages"),
             growth=config.sync_every * drafter.longest_path,
             num_pages=config.num_pages,
             prefix_cache=self.prefix_cache,
@@ -199,7 +199,7 @@ class Engine:
             pages than a sequence may own.
         """
         self._page_row(slot)  # checks it
-        lanes, lane = self.new_lanes(), self.layout.share_of(slot.index)
+        lanes, lane = self.new_lanes(), self.layout.replica_of(slot.index)
         text, length = (*request.prompt, *said), len(request.prompt) + max(len(said) - 1, 0)
         if not 0 < length < self.layout.max_length:
             raise ValueError(
@@ -230,7 +230,7 @@ class Engine:
                 sound = sound & jax.device_get(found)
         except jax.errors.JaxRuntimeError:
             sound = None
-        return broken.error(self.target, request, said, sound)
+        return nonfinite.error(self.target, request, said, sound)
 
     def insert(
         self,
@@ -279,7 +279,7 @@ class Engine:
           width: one of the layout's widths: of each share only so many slots are computed, and the
             others must be empty. None: all of them.
         """
-        whole = width in (None, self.layout.slots_per_share)
+        whole = width in (None, self.layout.slots_per_replica)
         run = self.program("generate", *(() if whole else (width,)))
         return run(self._target_params, self._drafter_params, state)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.inference import broken, controls, logprobs
+from dflash.inference import controls, logprobs, nonfinite
 from dflash.inference.controls import Controls
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.request import Request
@@ -40,12 +40,12 @@ def draw(
       sampling: how each sequence draws.
       asked: by the sequences.
     Returns:
-      tokens int32 [n], `broken.NO_TOKEN` where logits are not finite; log-probabilities [n].
+      tokens int32 [n], `nonfinite.NO_TOKEN` where logits are not finite; log-probabilities [n].
     """
 
     def judge(logits):
         drawn = SequenceSampler(sampling).sample(logits, length[:, None])
-        return drawn, broken.finite_rows(logits, drawn)
+        return drawn, nonfinite.finite_rows(logits, drawn)
 
     def judge_shaped():
         nothing = jnp.zeros((logits.shape[0], 0), jnp.int32)
@@ -60,7 +60,7 @@ def draw(
     with jax.named_scope("if_shaped"):
         drawn, sound = jax.lax.cond(shapes, judge_shaped, lambda: judge(logits))
     found = logprobs.of_tokens(logits, drawn, own.logprobs)
-    tokens = jnp.where(sound, drawn, broken.NO_TOKEN)[:, 0]
+    tokens = jnp.where(sound, drawn, nonfinite.NO_TOKEN)[:, 0]
     return tokens, jax.tree.map(lambda x: x[:, 0], found)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from dflash import errors
-from dflash.inference import widths
+from dflash.inference import batch_buckets
 
 # Chunks of a prompt have at least so many rows, padding included. On a TPU or GPU a pass over 128
 # rows takes as long as one over 16, as long as reading the weights; on a CPU fewer take less.
@@ -25,9 +25,9 @@ class PagePool:
     taken for something else, the one that was given back first before all others.
     """
 
-    def __init__(self, num_shares: int, pages_per_share: int):
+    def __init__(self, num_replicas: int, pages_per_replica: int):
         """Every page is free."""
-        self._shares = [_Share(pages_per_share) for _ in range(num_shares)]
+        self._shares = [_Share(pages_per_replica) for _ in range(num_replicas)]
 
     def take(self, share: int, count: int) -> tuple[int, ...] | None:
         """Takes `count` pages of a share, idle ones last; None if there are fewer."""
@@ -136,7 +136,7 @@ class Layout:
       block_size: R, rows that the target verifies.
       page_size: S, rows of a page.
       prefill_chunk: longest piece of a prompt that runs at once, in tokens.
-      num_shares: pieces that the page pool is split into, one per data replica.
+      num_replicas: pieces that the page pool is split into, one per data replica.
       growth: tokens that one dispatch may add to a sequence.
       num_pages: pages of all shares together; None for enough to fill every slot.
       prefix_cache: sequences may begin with pages that others have filled.
@@ -148,7 +148,7 @@ class Layout:
     block_size: int
     page_size: int
     prefill_chunk: int
-    num_shares: int
+    num_replicas: int
     growth: int = 1
     num_pages: int | None = None
     prefix_cache: bool = False
@@ -156,12 +156,12 @@ class Layout:
 
     def __post_init__(self):
         """Raises ConfigError if the pool cannot hold the longest sequence in every share."""
-        if self.pages_per_share <= self.pages_per_sequence:
+        if self.pages_per_replica <= self.pages_per_sequence:
             raise errors.ConfigError(
-                f"decode.num_pages: {self.num_pages} is {self.pages_per_share - 1} for each of "
-                f"{self.num_shares} data replicas, but one sequence of {self.max_length} tokens "
+                f"decode.num_pages: {self.num_pages} is {self.pages_per_replica - 1} for each of "
+                f"{self.num_replicas} data replicas, but one sequence of {self.max_length} tokens "
                 f"takes {self.pages_per_sequence} pages of {self.page_size}; expected at least "
-                f"{self.num_shares * self.pages_per_sequence}"
+                f"{self.num_replicas * self.pages_per_sequence}"
             )
 
     @property
@@ -186,27 +186,27 @@ class Layout:
         return self.pages_for(self.max_length)
 
     @property
-    def slots_per_share(self) -> int:
+    def slots_per_replica(self) -> int:
         """Slots that take their pages from the same share."""
-        return self.batch_size // self.num_shares
+        return self.batch_size // self.num_replicas
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Slots of each share that a dispatch may cover, ascending."""
-        whole = self.slots_per_share
-        return widths.widths(whole) if self.partial else (whole,)
+        whole = self.slots_per_replica
+        return batch_buckets.widths(whole) if self.partial else (whole,)
 
     def width(self, slots: Iterable[int]) -> int:
         """Slots of each share that a dispatch has to cover for the sequences in these slots."""
-        needed = max((slot % self.slots_per_share + 1 for slot in slots), default=1)
+        needed = max((slot % self.slots_per_replica + 1 for slot in slots), default=1)
         return next(width for width in self.widths if width >= needed)
 
     @property
-    def pages_per_share(self) -> int:
+    def pages_per_replica(self) -> int:
         """Pages of one share, the scratch page included."""
-        enough = self.slots_per_share * self.pages_per_sequence
+        enough = self.slots_per_replica * self.pages_per_sequence
         if self.num_pages is not None:
-            given = self.num_pages // self.num_shares
+            given = self.num_pages // self.num_replicas
             # Pages that no sequence can use are of use to the prefix cache alone.
             enough = given if self.prefix_cache else min(enough, given)
         return enough + 1
@@ -214,7 +214,7 @@ class Layout:
     @property
     def overcommits(self) -> bool:
         """Whether the pool is too small for every slot to be full at once."""
-        return self.pages_per_share <= self.slots_per_share * self.pages_per_sequence
+        return self.pages_per_replica <= self.slots_per_replica * self.pages_per_sequence
 
     def pages_for(self, length: int) -> int:
         """Pages of a sequence of `length` tokens, with room for a block written past its end."""
@@ -237,12 +237,15 @@ class Layout:
 
         In a pool that overcommits several slots share pages: the work is the same.
         """
-        first, usable = slot % self.slots_per_share * self.pages_per_sequence, self.pages_per_share
+        first, usable = (
+            slot % self.slots_per_replica * self.pages_per_sequence,
+            self.pages_per_replica,
+        )
         return tuple(1 + (first + i) % (usable - 1) for i in range(self.pages_per_sequence))
 
-    def share_of(self, slot: int) -> int:
+    def replica_of(self, slot: int) -> int:
         """The share of the pool that slot `slot` takes its pages from."""
-        return slot // self.slots_per_share
+        return slot // self.slots_per_replica
 
     def chunk(self, tokens: int) -> int:
         """Rows of the next chunk of a prompt of which so many tokens are left, padding included.

@@ -77,7 +77,7 @@ class PrefixCache:
         if not self._engine.prefix_cache:
             return begin
         layout = self._engine.layout
-        share, full = layout.share_of(slot.index), rows // layout.page_size
+        share, full = layout.replica_of(slot.index), rows // layout.page_size
         keys = list(self._keys(text))[:full]
         fresh = [0] * len(keys)
         for i in range(begin, len(keys)):

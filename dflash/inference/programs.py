@@ -13,14 +13,14 @@ from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import (
     adaptive,
-    broken,
+    batch_buckets,
     controls,
     cycle,
     dispatch,
     first_token,
     logprobs,
+    nonfinite,
     timing,
-    widths,
 )
 from dflash.inference.context_programs import ContextPrograms
 from dflash.inference.lowering import lower, zeros
@@ -109,7 +109,7 @@ class Programs(ContextPrograms):
         """
         layout, target, drafter = self.layout, self.target, self.drafter
         sizes = self.rules.block_sizes
-        batch = (width or layout.slots_per_share) * layout.num_shares
+        batch = (width or layout.slots_per_replica) * layout.num_replicas
         ints = self.sharding.abstract((batch,), ("batch",), jnp.int32)
         return DecodeState(
             length=ints,
@@ -122,7 +122,7 @@ class Programs(ContextPrograms):
             cache=target.new_cache(
                 batch=batch,
                 pages_per_sequence=layout.pages_per_sequence,
-                num_pages=layout.pages_per_share * layout.num_shares,
+                num_pages=layout.pages_per_replica * layout.num_replicas,
                 page_size=layout.page_size,
                 kv_dtype=self.config.kv_dtype,
             ),
@@ -135,7 +135,7 @@ class Programs(ContextPrograms):
                 self.sharding,
                 len(layout.widths),
             ),
-            broken_at=ints,
+            nonfinite_at=ints,
             concluded=self._scalar(),
         )
 
@@ -143,7 +143,7 @@ class Programs(ContextPrograms):
 
     def _compile_generate(self, width: int | None = None):
         """A dispatch over the first `width` slots of each share; None: over all of them."""
-        entry = self.layout.widths.index(width or self.layout.slots_per_share)
+        entry = self.layout.widths.index(width or self.layout.slots_per_replica)
 
         def generate(target, drafter, state):
             if state.adaptive is not None:
@@ -154,7 +154,7 @@ class Programs(ContextPrograms):
 
         if width is not None:
             first = self.abstract_state(width)
-            generate = widths.over_first_slots(generate, first, self.layout.num_shares)
+            generate = batch_buckets.over_first_slots(generate, first, self.layout.num_replicas)
         return self._compile_added(generate)
 
     def _compile_added(self, function: Callable):
@@ -317,7 +317,7 @@ class Programs(ContextPrograms):
             asked = asked.with_tokens(
                 jnp.reshape(length - 1, 1), anchor[None, None], jnp.ones(1, jnp.int32)
             )
-            ended = (length >= limit) | jnp.any(anchor == stop_ids) | (anchor == broken.NO_TOKEN)
+            ended = (length >= limit) | jnp.any(anchor == stop_ids) | (anchor == nonfinite.NO_TOKEN)
             params = sequence_params(*sampling)
             page_table = state.cache.page_table.at[slot].set(table)
             return DecodeState(
@@ -335,7 +335,7 @@ class Programs(ContextPrograms):
                 cache=dataclasses.replace(state.cache, page_table=page_table),
                 drafter=self.drafter.insert(state.drafter, lanes, lane, slot),
                 adaptive=state.adaptive and state.adaptive.insert(slot),
-                broken_at=state.broken_at.at[slot].set(0),
+                nonfinite_at=state.nonfinite_at.at[slot].set(0),
                 concluded=state.concluded,
             )
 
@@ -374,9 +374,9 @@ class Programs(ContextPrograms):
 
         def examine(target_params, cache, tokens, start, count):
             target = nnx.merge(self._target_graph, target_params)
-            return broken.examine_chunk(target, cache, tokens, start, count)
+            return nonfinite.examine_chunk(target, cache, tokens, start, count)
 
-        sound = self._whole((len(broken.stages(self.target)),), jnp.bool_)
+        sound = self._whole((len(nonfinite.stages(self.target)),), jnp.bool_)
         return lower(
             examine, self._weights[0], cache, tokens, self._scalar(), self._scalar(),
             out=(cache, sound), donate=(1,),
@@ -387,7 +387,7 @@ class Programs(ContextPrograms):
     @property
     def num_lanes(self) -> int:
         """Prompts that are prefilled at once: one for each data replica."""
-        return self.layout.num_shares
+        return self.layout.num_replicas
 
     def abstract_lanes(self) -> Any:
         """The drafter's state of the prompts in prefill, abstract."""

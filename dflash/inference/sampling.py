@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dflash.drafters.base import Candidates
 from dflash.drafters.parts.draft_vocabulary import DraftTokens
-from dflash.inference import cutoff
+from dflash.inference import top_k_top_p
 
 # Rejection verification needs noise that is independent between its three uses; coupled
 # verification needs it to be the same, and uses COUPLED alone.
@@ -233,7 +233,7 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
         with jax.named_scope("if_filtered"):
             kept = jax.lax.cond(
                 jnp.any(ranked),
-                lambda: cutoff.top_k_top_p(logits, params.top_k, params.top_p),
+                lambda: top_k_top_p.top_k_top_p(logits, params.top_k, params.top_p),
                 lambda: logits,
             )
         return _min_p(kept, params)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dflash.inference import broken, constrained, controls, first_token
+from dflash.inference import constrained, controls, first_token, nonfinite
 from dflash.inference.adaptive import spare_rows
 from dflash.inference.engine import Engine
 from dflash.inference.first_token import Asked
@@ -60,7 +60,7 @@ class Scheduler:
         self._entering: dict[int, InFlight] = {}
         self._running: dict[int, InFlight] = {}
         self._ids: set[int] = set()  # of all requests in flight
-        self._pool = PagePool(layout.num_shares, layout.pages_per_share)
+        self._pool = PagePool(layout.num_replicas, layout.pages_per_replica)
         # What the device was given and has not been waited for, in order.
         self._given: collections.deque[GivenPrefill | GivenCycles] = collections.deque()
         self._done_at = 0.0  # when it was done with the one before
@@ -131,7 +131,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """See `SchedulerStats`."""
-        shares, usable = range(self._layout.num_shares), self._layout.pages_per_share - 1
+        shares, usable = range(self._layout.num_replicas), self._layout.pages_per_replica - 1
         total = len(shares) * usable
         counted = {name: self._counts[name] for name in _COUNTED}
         return SchedulerStats(
@@ -288,7 +288,7 @@ class Scheduler:
     ) -> list[Event]:
         """The first token of a request; the device has decided alike whether it is the last."""
         request = one.request
-        if anchor == broken.NO_TOKEN:
+        if anchor == nonfinite.NO_TOKEN:
             raise self._engine.explain(request, ())
         one.first_token_at = now
         one.extend([anchor])
@@ -331,7 +331,7 @@ class Scheduler:
     def _check_finite(self, report: Report, counts: np.ndarray) -> None:
         """Raises NumericsError for the first sequence whose logits were not finite."""
         for index, one in self._running.items():
-            if report.broken_at[index]:
+            if report.nonfinite_at[index]:
                 fresh = committed(report, index, np.flatnonzero(counts[:, index]))
                 raise self._engine.explain(one.request, [*one.output_ids, *fresh])
 
@@ -357,7 +357,7 @@ class Scheduler:
 
     def _vacate(self, one: InFlight) -> None:
         """Ends a sequence's stay in its slot, or in its lane on the way there."""
-        share = self._layout.share_of(one.slot)
+        share = self._layout.replica_of(one.slot)
         if self._running.get(one.slot) is one:
             self._publish(one)
             del self._running[one.slot]
@@ -385,9 +385,9 @@ class Scheduler:
         changed = False
         for index, one in list(self._running.items()):
             while one.slot is not None and (missing := self._missing_pages(one)) > 0:
-                fresh = self._pool.take(self._layout.share_of(index), missing)
+                fresh = self._pool.take(self._layout.replica_of(index), missing)
                 if fresh is None:
-                    self._preempt_youngest(self._layout.share_of(index))
+                    self._preempt_youngest(self._layout.replica_of(index))
                 else:
                     one.pages += fresh
                     changed = True
@@ -400,7 +400,7 @@ class Scheduler:
 
     def _preempt_youngest(self, share: int) -> None:
         """A sequence in prefill was admitted after all that run."""
-        mine = [one for one in self._running.values() if self._layout.share_of(one.slot) == share]
+        mine = [one for one in self._running.values() if self._layout.replica_of(one.slot) == share]
         one = self._entering.get(share) or mine[-1]
         self._vacate(one)
         one.preemptions += 1
@@ -441,7 +441,7 @@ class Scheduler:
         taken = {held.slot for held in (*self._entering.values(), *self._running.values())}
         free: dict[int, int] = {}  # by share, the first slot
         for slot in range(self._layout.batch_size):
-            share = self._layout.share_of(slot)
+            share = self._layout.replica_of(slot)
             if slot not in taken and share not in self._entering:
                 free.setdefault(share, slot)
         text, context = one.text, one.context

@@ -34,7 +34,7 @@ class DecodeState:
       drafter: the drafter's own state.
       adaptive: chooses block sizes; None if there is one. Rows in its backlog are those that the
         drafter's state still lacks.
-      broken_at: int32 [B]; position of the first token whose logits were not finite, which ended
+      nonfinite_at: int32 [B]; position of the first token whose logits were not finite, which ended
         the sequence; 0 if there was none.
       concluded: int32 []; cycles of the current dispatch that are done before its loop begins.
     """
@@ -49,7 +49,7 @@ class DecodeState:
     cache: PagedCache
     drafter: Any
     adaptive: Adaptive | None
-    broken_at: jax.Array
+    nonfinite_at: jax.Array
     concluded: jax.Array
 
 
@@ -64,7 +64,7 @@ class Report:
       num_committed: int32 [C, B]; how many of them count. 0 for a slot that was not active.
       active: bool [B]; after the dispatch.
       block_sizes: int32 [C]; rows that each cycle verified of a sequence.
-      broken_at: int32 [B]; see the state.
+      nonfinite_at: int32 [B]; see the state.
       logprobs: of the tokens, where sequences want them; None where they were left behind.
       refused: int32 [C, B, G]; drafts that were not accepted, and -1 in place of the others; None
         where they were left behind.
@@ -75,7 +75,7 @@ class Report:
     num_committed: jax.Array
     active: jax.Array
     block_sizes: jax.Array
-    broken_at: jax.Array
+    nonfinite_at: jax.Array
     logprobs: Logprobs | None
     refused: jax.Array | None
 

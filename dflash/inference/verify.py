@@ -15,7 +15,7 @@ from dflash.inference.sampling import SamplingParams
 from dflash.inference.tree import Tree, accepted_path, path_to
 
 
-class Verdict(NamedTuple):
+class VerifyResult(NamedTuple):
     """What verification decided; R = G + 1 rows.
 
     Attributes:
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     sampled: jax.Array | None = None
 
 
-def coupled_chain(draft: jax.Array, sampled: jax.Array) -> Verdict:
+def coupled_chain(draft: jax.Array, sampled: jax.Array) -> VerifyResult:
     """Accepts the longest prefix of each draft that equals the target's own samples.
 
     Args:
@@ -46,10 +46,10 @@ def coupled_chain(draft: jax.Array, sampled: jax.Array) -> Verdict:
         raise ValueError(f"draft {draft.shape} does not fit sampled {sampled.shape}")
     matches = draft == sampled[:, :-1]
     num_accepted = jnp.cumprod(matches, axis=1, dtype=jnp.int32).sum(axis=1)
-    return Verdict(num_accepted, None, _pick(sampled, num_accepted), sampled)
+    return VerifyResult(num_accepted, None, _pick(sampled, num_accepted), sampled)
 
 
-def coupled_tree(draft: jax.Array, sampled: jax.Array, tree: Tree) -> Verdict:
+def coupled_tree(draft: jax.Array, sampled: jax.Array, tree: Tree) -> VerifyResult:
     """Accepts the longest path of each tree that equals the target's own samples.
 
     Args:
@@ -60,7 +60,7 @@ def coupled_tree(draft: jax.Array, sampled: jax.Array, tree: Tree) -> Verdict:
     matches = draft == jnp.take_along_axis(sampled, tree.parents, axis=1)
     path, num_accepted = accepted_path(tree, matches)
     next_token = _pick(sampled, _pick(path, num_accepted))
-    return Verdict(num_accepted, path, next_token, sampled)
+    return VerifyResult(num_accepted, path, next_token, sampled)
 
 
 def rejection_chain(
@@ -69,7 +69,7 @@ def rejection_chain(
     logits: jax.Array,
     positions: jax.Array,
     params: SamplingParams,
-) -> Verdict:
+) -> VerifyResult:
     """Accepts each draft with probability min(1, p / q) and redraws the first refused one.
 
     p is the target's and q the drafter's probability of the draft. The redraw follows
@@ -101,7 +101,7 @@ def rejection_chain(
     residual = _residual(target_probs, jnp.concatenate([draft_probs, nothing], axis=1))
     chosen = jnp.take_along_axis(residual, num_accepted[:, None, None], axis=1)[:, 0]
     next_token = _redraw(chosen, _pick(positions, num_accepted), params)
-    return Verdict(num_accepted, None, next_token)
+    return VerifyResult(num_accepted, None, next_token)
 
 
 def rejection_tree(
@@ -112,7 +112,7 @@ def rejection_tree(
     positions: jax.Array,
     params: SamplingParams,
     tree: Tree,
-) -> Verdict:
+) -> VerifyResult:
     """Walks down a tree: tries the children of a row in turn, and continues from an accepted one.
 
     A child is accepted with probability min(1, p / q). Here q is the distribution that all siblings
@@ -163,7 +163,7 @@ def rejection_tree(
     begin = anchor, anchor - 1, target_probs(anchor), jnp.ones((batch,), bool)
     leaf, _, p, _ = jax.lax.while_loop(lambda walk: jnp.any(walk[-1]), try_next_child, begin)
     path, num_accepted = path_to(tree, leaf)
-    return Verdict(num_accepted, path, _redraw(p, _pick(positions, leaf), params))
+    return VerifyResult(num_accepted, path, _redraw(p, _pick(positions, leaf), params))
 
 
 def _next_child(tree: Tree, row: jax.Array, tried: jax.Array):
@@ -210,17 +210,17 @@ def _redraw(probs: jax.Array, position: jax.Array, params: SamplingParams) -> ja
     return jax.vmap(jax.random.categorical)(keys, jnp.log(probs)).astype(jnp.int32)
 
 
-def force(verdict: Verdict, num_accepted: jax.Array) -> Verdict:
-    """The verdict on a chain with another number of accepted drafts, int32 [B].
+def force(result: VerifyResult, num_accepted: jax.Array) -> VerifyResult:
+    """The result on a chain with another number of accepted drafts, int32 [B].
 
-    The next token stays that of the true verdict, so the compiler cannot drop the work behind it.
+    The next token stays that of the true result, so the compiler cannot drop the work behind it.
 
     Raises:
-      ValueError: the verdict is on a tree.
+      ValueError: the result is on a tree.
     """
-    if verdict.path is not None:
+    if result.path is not None:
         raise ValueError("acceptance can be forced on chains, not on trees")
-    return verdict._replace(num_accepted=num_accepted)
+    return result._replace(num_accepted=num_accepted)
 
 
 def _pick(rows: jax.Array, index: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import quantised
-from dflash.kernels.quantised import Quantised, Rows
+from dflash.kernels import quantized as quantized
+from dflash.kernels.quantized import Quantised, Rows
 
 LANES = 128
 LOG2_E = math.log2(math.e)
@@ -79,7 +79,7 @@ class Softmax:
         """Starts a head over with a single key [1, H] and its value; Mosaic has no such product."""
         # One scale a row: with a single row, of all that there is.
         key, value = (
-            quantised.scaled(*quantised.split(row, jnp.float32)).astype(jnp.float32)
+            quantized.scaled(*quantized.split(row, jnp.float32)).astype(jnp.float32)
             for row in (key, value)
         )
         raw = queries.astype(jnp.float32) * key
@@ -147,7 +147,7 @@ def _dot(a, b, contract_a, contract_b):
 
 def scores(queries, keys: Rows, *, scale: float) -> jax.Array:
     """Scores [R, S] of queries [R, H] and keys [S, H], in units of log2."""
-    keys, key_scales = quantised.split(keys, queries.dtype)
+    keys, key_scales = quantized.split(keys, queries.dtype)
     raw = dot(queries, keys, transpose_b=True)
     factor = scale * LOG2_E
     return raw * (factor if key_scales is None else factor * key_scales)
@@ -162,7 +162,7 @@ def visit_tile(softmax: Softmax, stream, half, score, mask, filled) -> None:
       softmax: of all heads.
       stream: a TileStream.
       half: half of the double buffer that holds the tile.
-      score: (head, keys [S, H], plain or quantised) -> scores [R, S].
+      score: (head, keys [S, H], plain or quantized) -> scores [R, S].
       mask: (head, scores) -> scores, those of keys that are not to be seen replaced.
       filled: rows of the tile that hold something; None for all.
     """
@@ -255,8 +255,8 @@ def _clear_past(rows: Rows, filled, axis: int = 0) -> Rows:
 
 def _sum_values(weights, values: Rows):
     """weights [R, S] · values [S, H] -> float32 [R, H]."""
-    values, value_scales = quantised.split(values, values.dtype)
-    return dot(quantised.scaled(weights, value_scales).astype(values.dtype), values)
+    values, value_scales = quantized.split(values, values.dtype)
+    return dot(quantized.scaled(weights, value_scales).astype(values.dtype), values)
 
 
 def _weigh(scores, peak):

@@ -6,9 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import flash_tpu, quantised
+from dflash.kernels import flash_tpu
 from dflash.kernels import grouped_matmul_tpu as tpu
 from dflash.kernels import implementation as implementations
+from dflash.kernels import quantized as quantized
 
 IMPLEMENTATIONS = ("auto", "tiles", "ragged_dot", "pallas", "interpret")
 
@@ -33,7 +34,7 @@ def grouped_matmul(
       rows: [R, D]; those of group 0, then those of group 1, and so on.
       weights: [E, D, F].
       sizes: int32 [E]; rows of each group, together at most R.
-      scales: float32 [E, 1, F], or a scale a block, for weights in eight bits; see `quantised`.
+      scales: float32 [E, 1, F], or a scale a block, for weights in eight bits; see `quantized`.
       block: inputs and outputs of a block; None: all inputs of one output.
       read: share of the weights that is expected to be read, for the compiler to plan by.
       implementation: "tiles": plain JAX, one product for each tile of rows. "ragged_dot":
@@ -93,7 +94,7 @@ def _plain(weights, scales, block, dtype):
     """Weights with their scales applied, if there are any."""
     if scales is None:
         return weights
-    spread = quantised.spread(scales, weights.shape, block)
+    spread = quantized.spread(scales, weights.shape, block)
     return (weights.astype(jnp.float32) * spread).astype(dtype)
 
 

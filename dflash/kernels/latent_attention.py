@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from dflash.kernels import implementation as implementations
 from dflash.kernels import latent_attention_tpu as tpu
-from dflash.kernels import online_softmax, quantised, tuning
+from dflash.kernels import online_softmax, tuning
+from dflash.kernels import quantized as quantized
 from dflash.kernels.paged_attention import fold_in_context, read_pages, row_index, write_rows
-from dflash.kernels.quantised import Quantised, Rows
+from dflash.kernels.quantized import Quantised, Rows
 
 
 def latent_attention(
@@ -52,10 +53,10 @@ def latent_attention(
     _check(queries, latents, pages, page_table, start, tree_mask)
     if queries.shape[-1] != pages.shape[-1]:
         raise ValueError(f"latent_attention: queries {queries.shape} over pages {pages.shape}")
-    new = quantised.encode(latents[None], pages)  # [1, B, T, W]
+    new = quantized.encode(latents[None], pages)  # [1, B, T, W]
 
     def keys_and_values(rows):
-        return rows, quantised.leading(rows, value_width)
+        return rows, quantized.leading(rows, value_width)
 
     return implementations.run(
         implementation,
@@ -97,7 +98,7 @@ def expanded_attention(
       ValueError: shapes that do not fit each other; the message names them.
     """
     _check(queries, latents, pages, page_table, start, tree_mask)
-    new = quantised.encode(latents[None], pages)
+    new = quantized.encode(latents[None], pages)
     arrays = (queries, new, pages, page_table, start, tree_mask)
     return _reference(*arrays, expand=expand, scale=scale)
 

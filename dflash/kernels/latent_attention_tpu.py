@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import flash_tpu, quantised
+from dflash.kernels import flash_tpu
+from dflash.kernels import quantized as quantized
 from dflash.kernels.flash_tpu import Softmax
 from dflash.kernels.paged_write_tpu import PageWriter, Windows
-from dflash.kernels.quantised import Quantised
+from dflash.kernels.quantized import Quantised
 from dflash.kernels.tile_stream_tpu import BUFFERS, TileScales, TileStream
 from dflash.kernels.tuning import LATENT_ATTENTION, LatentSizes
 
@@ -44,7 +45,7 @@ def latent_attention_tpu(
     arrays = [rows, *plan.new_rows(latents)]
     if tree_mask is not None:
         arrays.append(jnp.tile(tree_mask.astype(jnp.int32), (1, plan.chunk_heads, 1)))
-    pools = [pages.values, pages.scales] if plan.quantised else [pages]
+    pools = [pages.values, pages.scales] if plan.quantized else [pages]
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     outputs = jax.ShapeDtypeStruct((*rows.shape[:-1], value_width), rows.dtype)
     attended, *pools = pl.pallas_call(
@@ -63,7 +64,7 @@ def latent_attention_tpu(
         interpret=interpret,
         name=f"{OP}_t{plan.length}",
     )(page_table.reshape(-1), start, *arrays, *pools)
-    return plan.join_queries(attended), Quantised(*pools) if plan.quantised else pools[0]
+    return plan.join_queries(attended), Quantised(*pools) if plan.quantized else pools[0]
 
 
 class Plan:
@@ -73,8 +74,8 @@ class Plan:
         self.batch, self.length, self.heads, self.width = queries.shape
         self.page_size, self.table_width = pages.shape[2], page_table.shape[1]
         self.dtype, self.pool_dtype = jnp.dtype(queries.dtype), jnp.dtype(pages.dtype)
-        self.quantised = isinstance(pages, Quantised)
-        self.new_dtype = self.dtype if self.quantised else self.pool_dtype
+        self.quantized = isinstance(pages, Quantised)
+        self.new_dtype = self.dtype if self.quantized else self.pool_dtype
         self.value_width = value_width
         self.has_tree = tree_mask is not None
         self.step_heads = _largest_part(self.heads, sizes.step_rows // self.length)
@@ -85,7 +86,7 @@ class Plan:
         self.tile = min(max(1, sizes.keys // self.page_size), self.table_width) * self.page_size
         self.windows = Windows(
             1, 1, self.length, self.length, self.width, self.page_size, self.pool_dtype,
-            self.quantised,
+            self.quantized,
         )  # fmt: skip
         flash_tpu.check_vmem(OP, self._vmem())
 
@@ -100,7 +101,7 @@ class Plan:
 
     def new_rows(self, latents):
         """Rows to keep [B, 1, T, W]; with scales, those too, [B, 1, 1, scale lanes]."""
-        if not self.quantised:
+        if not self.quantized:
             return [latents.swapaxes(0, 1).astype(self.new_dtype)]
         extra = self.windows.scale_lanes - self.length
         scales = jnp.pad(latents.scales.swapaxes(0, 1), ((0, 0),) * 3 + ((0, extra),))
@@ -124,7 +125,7 @@ class Plan:
             *Softmax.scratch(self.chunks, self.rows, self.value_width, self.tile),
             *TileStream.scratch(1, self.tile, self.width, self.pool_dtype, kinds=1),
             *self.windows.scratch(),
-            *(TileScales.scratch(1, self.tile, kinds=1) if self.quantised else ()),
+            *(TileScales.scratch(1, self.tile, kinds=1) if self.quantized else ()),
             *self.windows.scale_scratch(),
         ]
 
@@ -162,7 +163,7 @@ def _largest_part(count: int, limit: int) -> int:
 
 def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     refs = list(refs)
-    parts = 2 if plan.quantised else 1  # rows, and their scales if there are any
+    parts = 2 if plan.quantized else 1  # rows, and their scales if there are any
     queries_ref, new, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     tree_ref = refs[0] if plan.has_tree else None
     # The pools are updated in place: their inputs are aliased to outputs, and not read.
@@ -170,7 +171,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, (buffer, arrived), refs = Softmax(*refs[:4]), refs[4:6], refs[6:]
     (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:]
-    scale_buffer, staged_scales_ref = refs if plan.quantised else (None, None)
+    scale_buffer, staged_scales_ref = refs if plan.quantized else (None, None)
 
     group, sequence = pl.program_id(0), pl.program_id(1)
     start = start_ref[sequence]
@@ -185,7 +186,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     def scales_of(sequence, row):
         return [pools[1].at[pl.ds(0, 1), page_of(sequence, row)]]
 
-    scales = TileScales((scale_buffer,), scales_of, plan.dtype) if plan.quantised else None
+    scales = TileScales((scale_buffer,), scales_of, plan.dtype) if plan.quantized else None
     stream = TileStream(
         (buffer,), arrived, rows_of, plan.page_size, lambda b: start_ref[b], scales,
         value_width=plan.value_width,
@@ -235,8 +236,8 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
 
 def _attend_own(plan, queries_ref, new, tree_ref, softmax, score, scale):
     """Starts every chunk with the new rows, of which a row sees its ancestors, or those before."""
-    keys = Quantised(new[0][0], new[1][0, :, : plan.length]) if plan.quantised else new[0][0]
-    values = quantised.leading(keys, plan.value_width)
+    keys = Quantised(new[0][0], new[1][0, :, : plan.length]) if plan.quantized else new[0][0]
+    values = quantized.leading(keys, plan.value_width)
     if plan.length == 1:
         for chunk in range(plan.chunks):
             softmax.begin_single(chunk, queries_ref[chunk], keys, values, scale)

@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import quantised
+from dflash.kernels import quantized as quantized
 
 # Large and finite: a masked score must vanish in exp without ever making inf - inf.
 MASKED = -1e30
@@ -54,8 +54,8 @@ def ungroup(rows: jax.Array, length: int) -> jax.Array:
 
 def attend(
     queries: jax.Array,
-    keys: quantised.Rows,
-    values: quantised.Rows,
+    keys: quantized.Rows,
+    values: quantized.Rows,
     visible: jax.Array,
     *,
     scale: float,
@@ -69,16 +69,16 @@ def attend(
       visible: bool, broadcastable to [B, R, S]; which keys each row may see.
       scale: factor on the scores.
     """
-    keys, key_scales = quantised.split(keys, queries.dtype)
-    values, value_scales = quantised.split(values, queries.dtype)
+    keys, key_scales = quantized.split(keys, queries.dtype)
+    values, value_scales = quantized.split(values, queries.dtype)
     scores = scale * jnp.einsum("kbrh,kbsh->kbrs", queries, keys, preferred_element_type="float32")
-    scores = quantised.scaled(scores, key_scales)
+    scores = quantized.scaled(scores, key_scales)
     scores = jnp.where(visible, scores, MASKED)
     # The peak cancels out: it scales sums and weights alike, so it has no gradient to carry.
     peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     # A row that sees nothing here has peak = MASKED; its weights must be zero, not one.
     weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
-    on_values = quantised.scaled(weights, value_scales).astype(values.dtype)
+    on_values = quantized.scaled(weights, value_scales).astype(values.dtype)
     weighted = jnp.einsum("kbrs,kbsh->kbrh", on_values, values, preferred_element_type="float32")
     return Partial(peak, weights.sum(axis=-1, keepdims=True), weighted)
 

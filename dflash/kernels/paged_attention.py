@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from dflash.kernels import implementation as implementations
-from dflash.kernels import online_softmax, quantised, tuning
+from dflash.kernels import online_softmax, tuning
 from dflash.kernels import paged_attention_tpu as tpu
+from dflash.kernels import quantized as quantized
 from dflash.kernels.online_softmax import Partial
-from dflash.kernels.quantised import Quantised, Rows
+from dflash.kernels.quantized import Quantised, Rows
 
 # Keys per step of the loop over the context. Larger tiles amortise the loop, smaller ones waste
 # less on short contexts; between 128 and 512 the difference on a CPU is in the noise.
@@ -43,7 +44,7 @@ def paged_attention(
     Positions past `start + T` are stale: the kernel may overwrite those that share a tile of memory
     with a new row.
 
-    Pages may be quantised. New rows are then quantised before any row attends to them, so that
+    Pages may be quantized. New rows are then quantized before any row attends to them, so that
     every row sees the same keys and values whether its predecessors came in this call or earlier.
 
     Args:
@@ -64,9 +65,9 @@ def paged_attention(
       ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
     """
     _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask)
-    # The only place where rows become what is stored: by head, cast or quantised.
-    keys = quantised.encode(keys.swapaxes(1, 2), key_pages)
-    values = quantised.encode(values.swapaxes(1, 2), value_pages)
+    # The only place where rows become what is stored: by head, cast or quantized.
+    keys = quantized.encode(keys.swapaxes(1, 2), key_pages)
+    values = quantized.encode(values.swapaxes(1, 2), value_pages)
     arrays = (queries, keys, values, key_pages, value_pages, page_table, start)
     sizes = sizes or tuning.PAGED_ATTENTION.get(queries.shape[-1])
     return implementations.run(

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dflash.kernels import flash_tpu
 from dflash.kernels.flash_tpu import Softmax
 from dflash.kernels.paged_write_tpu import PageWriter, Windows
-from dflash.kernels.quantised import Quantised
+from dflash.kernels.quantized import Quantised
 from dflash.kernels.tile_stream_tpu import BUFFERS, TileScales, TileStream
 from dflash.kernels.tuning import BlockSizes
 
@@ -67,7 +67,7 @@ def paged_attention_tpu(
         interpret=interpret,
         name=f"{OP}_t{length}",
     )(page_table.reshape(-1), start, *arrays, *pools)
-    if plan.quantised:
+    if plan.quantized:
         pools = [Quantised(pools[kind], pools[2 + kind]) for kind in range(2)]
     return plan.join_queries(outputs), *pools
 
@@ -86,8 +86,8 @@ class Plan:
         self.batch, self.length, self.heads, self.width = queries.shape
         self.kv_heads, _, self.page_size, _ = pages.shape
         self.dtype, self.pool_dtype = jnp.dtype(queries.dtype), jnp.dtype(pages.dtype)
-        self.quantised = isinstance(pages, Quantised)
-        self.new_dtype = self.dtype if self.quantised else self.pool_dtype
+        self.quantized = isinstance(pages, Quantised)
+        self.new_dtype = self.dtype if self.quantized else self.pool_dtype
         self.table_width = page_table.shape[1]
         self.has_tree = tree_mask is not None
         self.group = self.heads // self.kv_heads
@@ -102,7 +102,7 @@ class Plan:
         self.tile = pages_per_tile * self.page_size
         self.windows = Windows(
             2, self.step_heads, self.length, self.padded, self.width, self.page_size,
-            self.pool_dtype, self.quantised,
+            self.pool_dtype, self.quantized,
         )  # fmt: skip
         flash_tpu.check_vmem(OP, self._vmem())
 
@@ -149,7 +149,7 @@ class Plan:
             pl.BlockSpec(new, lambda g, b, i, *_: (b, g, 0, 0)),
             pl.BlockSpec(new, lambda g, b, i, *_: (b, g, 0, 0)),
         ]
-        if self.quantised:
+        if self.quantized:
             scales = (None, heads, 1, self.windows.scale_lanes)
             found += [pl.BlockSpec(scales, lambda g, b, i, *_: (b, g, 0, 0))] * 2
         for extra in arrays[len(found) :]:
@@ -163,7 +163,7 @@ class Plan:
             *Softmax.scratch(heads, self.rows, self.width, self.tile),
             *TileStream.scratch(heads, self.tile, self.width, self.pool_dtype),
             *self.windows.scratch(),
-            *(TileScales.scratch(heads, self.tile) if self.quantised else ()),
+            *(TileScales.scratch(heads, self.tile) if self.quantized else ()),
             *self.windows.scale_scratch(),
         ]
 
@@ -192,7 +192,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     refs = list(refs)
     queries_ref, refs = refs[0], refs[1:]
     # Of keys and of values, and then of the scales of both if there are any.
-    parts = 4 if plan.quantised else 2
+    parts = 4 if plan.quantized else 2
     new, refs = refs[:parts], refs[parts:]
     tree_ref = refs[0] if plan.has_tree else None
     # The pools are updated in place: their inputs are aliased to outputs, and not read.
@@ -200,7 +200,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, refs = Softmax(*refs[:4]), refs[4:]
     (*buffers, arrived), (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:6], refs[6:]
-    scale_buffers, staged_scales_ref = (refs[:2], refs[2]) if plan.quantised else ((), None)
+    scale_buffers, staged_scales_ref = (refs[:2], refs[2]) if plan.quantized else ((), None)
 
     head_group, sequence, query_tile = (pl.program_id(axis) for axis in range(3))
     last_query_tile = query_tile == plan.query_tiles - 1
@@ -217,7 +217,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     def scales_of(sequence, row):
         return [pool.at[own_heads, page_of(sequence, row)] for pool in pools[2:]]
 
-    scales = TileScales(scale_buffers, scales_of, plan.dtype) if plan.quantised else None
+    scales = TileScales(scale_buffers, scales_of, plan.dtype) if plan.quantized else None
     stream = TileStream(
         tuple(buffers), arrived, pages_of, plan.page_size, lambda b: start_ref[b], scales
     )
@@ -257,7 +257,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
 
         def own(kind, head):
             rows = new[kind][head, place]
-            return Quantised(rows, new[2 + kind][head, :, place]) if plan.quantised else rows
+            return Quantised(rows, new[2 + kind][head, :, place]) if plan.quantized else rows
 
         def visit(head):
             if plan.query_tile == 1:

@@ -1,7 +1,7 @@
 """How the new rows of a sequence enter its pages, inside the kernel of paged attention.
 
 HBM is not written row by row but in windows of whole memory tiles: what the first window held in
-front of the new rows is put back there. The scales of quantised rows lie along the lanes, so their
+front of the new rows is put back there. The scales of quantized rows lie along the lanes, so their
 window is a page.
 """
 
@@ -31,7 +31,7 @@ class Windows:
       width: H.
       page_size: S.
       dtype: of the pools.
-      quantised: they have scales.
+      quantized: they have scales.
     """
 
     kinds: int
@@ -41,7 +41,7 @@ class Windows:
     width: int
     page_size: int
     dtype: jnp.dtype
-    quantised: bool
+    quantized: bool
 
     @functools.cached_property
     def rows(self) -> int:
@@ -83,11 +83,11 @@ class Windows:
     def scale_scratch(self) -> list:
         """And of `staged_scales`, where there are any."""
         shape = (self.kinds, self.heads, 1, self.scale_lanes)
-        return [pltpu.VMEM(shape, jnp.float32)] if self.quantised else []
+        return [pltpu.VMEM(shape, jnp.float32)] if self.quantized else []
 
     def vmem(self, tile: int, buffers: int) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
         """What all this takes, and the scales of a stream with so many buffers of `tile` rows."""
-        if not self.quantised:
+        if not self.quantized:
             return self._shapes
         lanes = self.kinds * (buffers * tile + 3 * self.scale_lanes)
         return self._shapes | {"scales": ((self.heads, 1, lanes), jnp.float32)}
@@ -132,7 +132,7 @@ class PageWriter:
         for kind in range(self.windows.kinds):
             for head in range(self.windows.heads):
                 self._stage_rows(kind, head, stream, half)
-                if self.windows.quantised:
+                if self.windows.quantized:
                     self._stage_scales(kind, head, stream, half)
         self._copy(lambda copy: copy.start())
 
@@ -197,7 +197,7 @@ class PageWriter:
                     staged = self.staged.at[kind, :, i * window : (i + 1) * window]
                     act(self._to_page(staged, self.pools[kind], row, place))
 
-        for i, row in self._first_rows(windows.scale_pages * windows.quantised, page_size):
+        for i, row in self._first_rows(windows.scale_pages * windows.quantized, page_size):
 
             @pl.when(row < self.start + windows.length)
             def _(i=i, row=row):

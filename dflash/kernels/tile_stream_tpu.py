@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import flash_tpu, quantised
-from dflash.kernels.quantised import Quantised, Rows
+from dflash.kernels import flash_tpu
+from dflash.kernels import quantized as quantized
+from dflash.kernels.quantized import Quantised, Rows
 
 BUFFERS = 3
 LAST = 2
@@ -22,7 +23,7 @@ LAST = 2
 
 @dataclasses.dataclass(frozen=True)
 class TileScales:
-    """What a stream of quantised rows has beside them.
+    """What a stream of quantized rows has beside them.
 
     Attributes:
       buffers: of keys and of values, each float32 [3, K, 1, tile] in VMEM; of latents one.
@@ -53,7 +54,7 @@ class TileStream:
         HBM. They lie within one piece.
       piece: rows that lie together in HBM; a tile is a whole number of pieces.
       length: sequence -> rows in use.
-      scales: of quantised rows; None for others.
+      scales: of quantized rows; None for others.
       value_width: of latents, numbers of a value.
     """
 
@@ -81,7 +82,7 @@ class TileStream:
         if self.value_width is None:
             return self._rows(kind, half, head)
         keys = self._rows(0, half, 0)
-        return quantised.leading(keys, self.value_width) if kind else keys
+        return quantized.leading(keys, self.value_width) if kind else keys
 
     def _rows(self, kind, half, head) -> Rows:
         values = self.buffers[kind][half, head]

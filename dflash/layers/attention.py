@@ -15,7 +15,7 @@ from flax import nnx
 from dflash.kernels import implementation
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import paged_attention
-from dflash.kernels.quantised import Rows
+from dflash.kernels.quantized import Rows
 from dflash.kernels.split_heads import Part, split_heads
 from dflash.layers import linear
 from dflash.layers.cache import CacheArray, batch_axes

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.kernels import paged_attention as paged
-from dflash.kernels.quantised import Quantised, Rows
+from dflash.kernels.quantized import Quantised, Rows
 from dflash.parallel.sharding import Sharding
 
 # Accelerators copy whole tiles of rows, of up to this many.
@@ -111,21 +111,21 @@ def paged_cache(
     num_pages: int,
     page_size: int,
     dtype: jnp.dtype,
-    quantised: bool = False,
+    quantized: bool = False,
     sharding: Sharding,
 ) -> PagedCache:
     """An abstract cache; filled with zeros, every sequence owns only the scratch page.
 
     Args:
       specs: per layer, what its attention keeps of a position: a pytree of `CacheArray`s.
-      quantised: rows of `dtype` have scales, which are split over devices as they are.
+      quantized: rows of `dtype` have scales, which are split over devices as they are.
     """
     batch_name, pages_name = batch_axes(batch, sharding)
 
     def pool(spec: CacheArray) -> Rows:
         names = (spec.axis, pages_name, None, None)
         rows = sharding.abstract((spec.heads, num_pages, page_size, spec.width), names, dtype)
-        if not quantised:
+        if not quantized:
             return rows
         scales = (spec.heads, num_pages, 1, page_size)
         return Quantised(rows, sharding.abstract(scales, names, jnp.float32))

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.kernels import implementation, quantised
+from dflash.kernels import implementation
+from dflash.kernels import quantized as quantized
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.latent_attention import expanded_attention, latent_attention
-from dflash.kernels.quantised import Rows
+from dflash.kernels.quantized import Rows
 from dflash.kernels.split_heads import rotate
 from dflash.layers.attention import Attend
 from dflash.layers.cache import CacheArray, batch_axes
@@ -195,7 +196,7 @@ class LatentAttention(nnx.Module):
 
     def _expand(self, to_keys, to_values, kept: Rows):
         """Keys [N, B, S, nope + rope] and values [N, B, S, v] of what is kept, [1, B, S, …]."""
-        (kept,), scales = quantised.split(kept, to_keys.dtype)
+        (kept,), scales = quantized.split(kept, to_keys.dtype)
         if scales is not None:
             kept = (kept * scales[0].mT).astype(to_keys.dtype)
         latent, rotary = jnp.split(kept, [self.shape.kv_lora_rank], axis=-1)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from dflash.checkpoints.weight_formats import WeightFormat
-from dflash.kernels import quantised
+from dflash.kernels import quantized as quantized
 from dflash.kernels.split_heads import rms_norm
 from dflash.parallel import parameters
 from dflash.parallel.compiler_options import NARROW_IN_LOOPS
@@ -50,7 +50,7 @@ class Kernel(nnx.Module):
         self.axes, self.scale_axes = axes, ()
         self.sharding = sharding
 
-    def narrow(self, form: WeightFormat, *, stored: bool = False) -> None:
+    def quantize(self, form: WeightFormat, *, stored: bool = False) -> None:
         """Declares the kernel anew, in eight bits; it must be abstract still.
 
         Args:
@@ -65,7 +65,7 @@ class Kernel(nnx.Module):
             scales = tuple(-(-n // b) for n, b in zip((inputs, outputs), form.block, strict=True))
             names = self._names_of_blocks(form.block, scales)
         # Of fresh weights: small enough to stay in range.
-        stddev = quantised.LARGEST[form.dtype] / 8
+        stddev = quantized.LARGEST[form.dtype] / 8
         self.scale_axes = (*self.axes[:-2], *names)
         self.kernel_scale = parameters.declare(
             (*lead, *scales),
@@ -103,7 +103,7 @@ class Kernel(nnx.Module):
         kernel = widen_late(x, self.kernel[...], self.sharding)
         if self.format is None:
             return kernel
-        scale = quantised.spread(self.kernel_scale[...], kernel.shape, self.format.block)
+        scale = quantized.spread(self.kernel_scale[...], kernel.shape, self.format.block)
         return (kernel.astype(jnp.float32) * scale).astype(x.dtype)
 
 
@@ -117,7 +117,7 @@ def _maker(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parame
     def narrow(kernel):
         if kernel.ndim > 2:  # experts one after the other: no two of them are wide at once
             return jax.lax.map(narrow, kernel)
-        return quantised.narrowed(kernel, dtype, across)
+        return quantized.quantize_array(kernel, dtype, across)
 
     program = narrow
     if kernel_place.mesh.size > 1:
@@ -157,7 +157,7 @@ class Linear(Kernel):
         if self.format.block is not None:
             return _project(x, self.plain(x), self.sharding)
         if self.format.int8_products:
-            return quantised.int8_product(x, self.kernel[...], self.kernel_scale[...])
+            return quantized.int8_product(x, self.kernel[...], self.kernel_scale[...])
         kernel = widen_late(x, self.kernel[...], self.sharding).astype(x.dtype)
         product = _project(x, kernel, self.sharding, dtype=jnp.float32)
         return (product * self.kernel_scale[0]).astype(x.dtype)
@@ -228,7 +228,7 @@ def join(linears: Sequence[Linear]) -> Linear:
     rows, columns = kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels)
     joined = Linear(rows, columns, first.axes, dtype=kernels[0].dtype, sharding=sharding)
     if first.format is not None:
-        joined.narrow(first.format, stored=True)
+        joined.quantize(first.format, stored=True)
     if isinstance(kernels[0], jax.ShapeDtypeStruct):
         return joined
     shares = sharding.size(first.axes[1])

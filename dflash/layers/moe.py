@@ -122,13 +122,13 @@ class ExpertLinear(Kernel):
         shape = (num_experts, in_features, out_features)
         super().__init__(shape, ("expert", *axes), dtype=dtype, sharding=sharding)
 
-    def narrow(self, form: WeightFormat, *, stored: bool = False) -> None:
-        """See `Kernel.narrow`.
+    def quantize(self, form: WeightFormat, *, stored: bool = False) -> None:
+        """See `Kernel.quantize`.
 
         Raises:
           ConfigError: blocks that share a scale would be split over devices.
         """
-        super().narrow(form, stored=stored)
+        super().quantize(form, stored=stored)
         if form.block and "mlp" not in self.scale_axes and self.sharding.size("mlp") > 1:
             raise errors.ConfigError(
                 f"mesh: experts of width {self.kernel.get_value().shape[-2:]} have scales for "

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
-from dflash.inference import weights
 from dflash.inference.engine import NUM_STOP_IDS
 from dflash.inference.request import Completion, Request, Sampling
+from dflash.loading import job as jobs
+from dflash.loading import weights
 from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine
 from dflash.measure.forced import Forced
@@ -19,8 +20,7 @@ from dflash.measure.parts import Parts, Probe
 from dflash.measure.samples import Sample, TaskRound
 from dflash.measure.workload import Item, Workload
 from dflash.models.decoder import Decoder
-from dflash.offline import job as jobs
-from dflash.offline import session
+from dflash.offline import decode_run
 from dflash.offline.decoding import decode
 from dflash.runs.shards import Shard
 
@@ -106,7 +106,7 @@ class Bench:
         Raises:
           InputError: a conversation has grown too long.
         """
-        turns = session.all_turns(self.jobs[self.baseline])
+        turns = decode_run.all_turns(self.jobs[self.baseline])
         self.workload = self.workload.with_turns(turns)
         self.jobs = {name: jobs.with_prompts(job, turns) for name, job in self.jobs.items()}
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from dflash.config.schema import AUTO
-from dflash.measure import doubts, roofline
+from dflash.measure import roofline, warnings
 from dflash.measure.bench import Bench
 from dflash.measure.bootstrap import bootstrap
-from dflash.measure.doubts import Doubt
 from dflash.measure.roofline import Machine
 from dflash.measure.samples import Sample, TaskRound
+from dflash.measure.warnings import Doubt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Cell:
     doubts: tuple[Doubt, ...] = ()
 
     def doubtful(self, about: str) -> bool:
-        """Whether there are doubts about these figures; see `doubts.Doubt.about`."""
-        return doubts.concern(self.doubts, about)
+        """Whether there are doubts about these figures; see `warnings.Doubt.about`."""
+        return warnings.concern(self.doubts, about)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Average:
 
     def doubtful(self, about: str) -> bool:
         """As of a cell."""
-        return doubts.concern(self.doubts, about)
+        return warnings.concern(self.doubts, about)
 
 
 def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: str) -> list[Average]:
@@ -293,14 +293,14 @@ def _doubts(cell: Cell, setting: Setting) -> tuple[Doubt, ...]:
     """Why figures of a cell are not trustworthy."""
     found = setting.doubts
     if cell.speedup is not None:
-        found += doubts.of_prompts(cell.groups)
-        found += doubts.of_outputs(cell.identical_share, exact=setting.exact)
-        found += doubts.of_slots(cell.busy_slots, setting.slots)
+        found += warnings.of_prompts(cell.groups)
+        found += warnings.of_outputs(cell.identical_share, exact=setting.exact)
+        found += warnings.of_slots(cell.busy_slots, setting.slots)
     if cell.cost_ms is not None and cell.cost_ms.verify is not None:
         cost = cell.cost_ms
         parts = cost.draft, cost.verify
-        found += doubts.of_cost(cost.cycle, parts, share_of_ideal=cell.share_of_ideal)
-        found += doubts.of_forward("verification", cost.verify, cell.roofline_ms)
+        found += warnings.of_cost(cost.cycle, parts, share_of_ideal=cell.share_of_ideal)
+        found += warnings.of_forward("verification", cost.verify, cell.roofline_ms)
     return found
 
 

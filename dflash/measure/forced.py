@@ -15,7 +15,7 @@ from flax import nnx
 from dflash import errors
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import verify
-from dflash.inference.verify import Verdict
+from dflash.inference.verify import VerifyResult
 from dflash.layers import cache as kv
 from dflash.parallel.sharding import Sharding
 
@@ -93,11 +93,11 @@ class Forced(Drafter):
             )
         return proposal, (inner, dataclasses.replace(place, cycle=place.cycle + 1))
 
-    def revise(self, state, verdict: Verdict) -> Verdict:
-        """The verdict on the draft of the cycle that `state` has just counted, as scripted."""
+    def revise(self, state, result: VerifyResult) -> VerifyResult:
+        """The result on the draft of the cycle that `state` has just counted, as scripted."""
         script, place = self.script.get_value(), state[1]
         now = jnp.minimum(place.cycle - 1, script.shape[1] - 1)
-        return verify.force(verdict, script[place.row, now] - 1)
+        return verify.force(result, script[place.row, now] - 1)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
         """As the drafter does."""

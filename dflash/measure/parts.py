@@ -20,7 +20,7 @@ class Parts:
 
     Attributes:
       draft_ms: the drafter's call.
-      verify_ms: the target over the block, and the verdict: a cycle whose draft costs nothing and
+      verify_ms: the target over the block, and the result: a cycle whose draft costs nothing and
         that no drafter observes.
       context_tokens: tokens in the cache during the measurement.
     """

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from dflash.measure.cells import Cell
-from dflash.measure.doubts import COST, MARK, SPEEDUP
+from dflash.measure.warnings import COST, MARK, SPEEDUP
 
 PARTS = {"draft": 1, "verify": 0, "rest": 6}  # index of each part's colour
 _DPI = 120

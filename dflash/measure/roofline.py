@@ -14,9 +14,9 @@ from flax import nnx
 from dflash.config.schema import AUTO
 from dflash.drafters.base import Drafter
 from dflash.layers import moe
+from dflash.loading import decode_plan
 from dflash.measure.engine import seconds_of
 from dflash.models.decoder import Decoder
-from dflash.offline import plan
 from dflash.parallel import chips, parameters
 from dflash.parallel.sharding import Sharding
 
@@ -122,7 +122,7 @@ def target_work(
     token = target.new_cache(
         batch=1, pages_per_sequence=1, num_pages=1, page_size=1, kv_dtype=kv_dtype
     )
-    cached = plan.measure(token.layers).total_bytes * batch * (context + rows)
+    cached = decode_plan.measure(token.layers).total_bytes * batch * (context + rows)
     return products + Work(scores, cached)
 
 

@@ -3,9 +3,9 @@
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from dflash.measure import doubts
+from dflash.measure import warnings
 from dflash.measure.cells import Average, Cell
-from dflash.measure.doubts import COST, MARK, SPEEDUP
+from dflash.measure.warnings import COST, MARK, SPEEDUP
 
 WIDTH = 80
 
@@ -107,12 +107,12 @@ def limits(cells: Sequence[Cell]) -> list[str]:
     return found
 
 
-_CONCERNED = {SPEEDUP: "speed-up", COST: "parts and ideal", doubts.EVERYTHING: "all figures"}
+_CONCERNED = {SPEEDUP: "speed-up", COST: "parts and ideal", warnings.EVERYTHING: "all figures"}
 
 
 def doubt_lines(cells: Sequence[Cell]) -> list[str]:
     """A line for each reason not to trust some figures, with the cells that it is about."""
-    found: dict[doubts.Doubt, list[Cell]] = {}
+    found: dict[warnings.Doubt, list[Cell]] = {}
     for cell in cells:
         for doubt in cell.doubts:
             found.setdefault(doubt, []).append(cell)

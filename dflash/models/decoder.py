@@ -207,15 +207,15 @@ class Decoder(nnx.Module):
         kv_dtype: str = AUTO,
     ) -> kv.PagedCache:
         """An abstract paged cache for `batch` sequences; see `DecodeConfig.kv_dtype`."""
-        quantised = kv_dtype != AUTO
+        quantized = kv_dtype != AUTO
         return kv.paged_cache(
             [layer.self_attn.cache_spec() for layer in self.layers],
             batch=batch,
             pages_per_sequence=pages_per_sequence,
             num_pages=num_pages,
             page_size=page_size,
-            dtype=jnp.dtype(kv_dtype) if quantised else self.dtype,
-            quantised=quantised,
+            dtype=jnp.dtype(kv_dtype) if quantized else self.dtype,
+            quantized=quantized,
             sharding=self.sharding,
         )
 

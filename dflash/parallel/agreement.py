@@ -91,7 +91,7 @@ class Failure:
     lines: tuple[str, ...]
 
 
-class Company:
+class ProcessGroup:
     """The processes of a run, which leave together: one that fails takes all others with it.
 
     While it is open, a thread of every process waits for the news of a failure. It prints the lines
@@ -114,7 +114,7 @@ class Company:
         self._say = say
         self._closing = threading.Lock()  # its holder decides how the process ends
         self._closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="company", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="group", daemon=True)
         self._watcher.start()
 
     def check_same(self, facts: Mapping[str, Any]) -> None:

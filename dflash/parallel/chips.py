@@ -6,7 +6,8 @@ Source: the vendors' published peaks (dense bfloat16, no sparsity).
 import dataclasses
 from collections.abc import Mapping
 
-from dflash import errors, registry
+from dflash import errors
+from dflash.config import registry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A module starts abstract: its `nnx.Param` leaves hold `jax.ShapeDtypeStruct`s with their
 sharding, so a plan of any size costs nothing. Weights then arrive leaf by leaf, each created
-directly in its place on the devices: from `initialize` or `scramble` here, or from a checkpoint.
+directly in its place on the devices: from `initialize` or `init_fast_random` here, or from a
+checkpoint.
 """
 
 import dataclasses
@@ -160,7 +161,7 @@ def initialize(module: nnx.Module, key: jax.Array) -> None:
     _fill(module, draw)
 
 
-def scramble(module: nnx.Module, seed: int) -> None:
+def init_fast_random(module: nnx.Module, seed: int) -> None:
     """Fills an abstract `module` with noise of the same variance as `initialize`, but faster.
 
     For studies of shape and speed: a hash of each element's index is random enough, and 50 times

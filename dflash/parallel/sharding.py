@@ -14,7 +14,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dflash import errors, registry
+from dflash import errors
+from dflash.config import registry
 from dflash.config.schema import MeshConfig
 
 MESH_AXES = tuple(field.name for field in dataclasses.fields(MeshConfig))

@@ -82,7 +82,7 @@ class Metrics:
         self._cache_info.labels(
             **self._labels,
             block_size=str(engine.layout.page_size),
-            num_gpu_blocks=str(engine.layout.num_shares * (engine.layout.pages_per_share - 1)),
+            num_gpu_blocks=str(engine.layout.num_replicas * (engine.layout.pages_per_replica - 1)),
         ).set(1)
         for metric in self._alone:  # there from the first scrape on
             metric.labels(**self._labels)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dflash import errors
-from dflash.checkpoints.assembly import Source
 from dflash.config.serve_schema import ServeRun
 from dflash.inference.engine import Engine
+from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.runs.display import Display
 from dflash.serving.ask import NUM_STOP_IDS, Model

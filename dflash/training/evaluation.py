@@ -9,8 +9,8 @@ from dflash.config import loader
 from dflash.training import outlook
 from dflash.training import state as states
 from dflash.training import step as steps_lib
-from dflash.training.job import DraftingTest, Job
 from dflash.training.state import Params
+from dflash.training.train_job import DraftingTest, Job
 
 
 class Evaluation:

@@ -12,11 +12,12 @@ import numpy as np
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import assembly, checkpoint
-from dflash.checkpoints.assembly import Source
+from dflash.checkpoints import checkpoint
 from dflash.config.train_schema import TrainRun
 from dflash.drafters.base import Drafter
 from dflash.layers.train_batch import TrainBatch
+from dflash.loading import models
+from dflash.loading.models import Source
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
@@ -80,7 +81,7 @@ class Task(abc.ABC):
             key = jax.random.fold_in(states.step_key_base(self.config.train.seed), 2**31)
             parameters.initialize(self.learner, key)
         else:
-            assembly.load_weights(self.learner, self.learner_source)
+            models.load_weights(self.learner, self.learner_source)
         return states.split(self.learner)[1]
 
     @abc.abstractmethod
@@ -147,12 +148,12 @@ class DrafterTask(Task):
     drafts = True
 
     def load_frozen(self, count_tokens: CountTokens) -> Params:
-        assembly.load_weights(self.target, self.target_source)
+        models.load_weights(self.target, self.target_source)
         if self.from_scratch:
             self.learner.prepare_training(count_tokens, self.target)
             parameters.fill_buffers(self.learner)
         elif jax.tree.leaves(states.untrained(self.learner)):
-            assembly.load_weights(self.learner, self.learner_source)
+            models.load_weights(self.learner, self.learner_source)
         loaded, wanted = (states.untrained(model) for model in (self.learner, self.working))
         nnx.update(self.working, jax.tree.map(lambda x, like: x.astype(like.dtype), loaded, wanted))
         return self.abstract_frozen()
@@ -201,20 +202,20 @@ def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) ->
     Raises:
       UserError: the config and the checkpoints do not fit.
     """
-    target_source = assembly.find_target(config.target, download=download)
+    target_source = models.find_target(config.target, download=download)
 
     def build_target(dtype: str) -> Decoder:
-        return assembly.build_target(config.target, target_source, dtype=dtype, sharding=sharding)
+        return models.build_target(config.target, target_source, dtype=dtype, sharding=sharding)
 
     target = build_target(config.train.dtype)
     if config.task == "target":
         return TargetTask(
             config, target, target_source, build_target("float32"), target, target_source
         )
-    source = assembly.find_drafter(config.drafter, download=download)
+    source = models.find_drafter(config.drafter, download=download)
 
     def build_drafter(dtype: str) -> Drafter:
-        return assembly.build_drafter(
+        return models.build_drafter(
             config.drafter, source, target.arch, dtype=dtype, sharding=sharding
         )
 

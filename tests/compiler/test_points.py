@@ -6,11 +6,11 @@ import pytest
 from support.models import make_target
 
 from dflash import errors
-from dflash.compiler import points
+from dflash.compiler import compile_points
+from dflash.compiler.compile_points import Repeats
 from dflash.compiler.costs import Operation
 from dflash.compiler.forecast import LIMITS, PLAIN, Cost, Memory, Point
 from dflash.compiler.hlo import COLLECTIVES, Instruction
-from dflash.compiler.points import Repeats
 from dflash.compiler.topology import Rates
 from dflash.config import loader, tpu_schema
 from dflash.parallel.chips import Chip
@@ -41,39 +41,39 @@ class Compiler:
 
 @pytest.fixture
 def jobs(monkeypatch):
-    monkeypatch.setattr(points.importlib.metadata, "version", lambda name: "1")
-    return points.jobs(config("strategies.a.block_size=2", "strategies.b.block_size=4"))
+    monkeypatch.setattr(compile_points.importlib.metadata, "version", lambda name: "1")
+    return compile_points.jobs(config("strategies.a.block_size=2", "strategies.b.block_size=4"))
 
 
 def test_plain_decoding_comes_first_and_every_batch_once(jobs):
     names = [(job.strategy, job.batch) for job in jobs]
     assert names == [(name, batch) for name in (PLAIN, "a", "b") for batch in (1, 4)]
     assert len({job.key for job in jobs}) == len(jobs)
-    alone = points.jobs(config("forecast.batches=[4,4]"))
+    alone = compile_points.jobs(config("forecast.batches=[4,4]"))
     assert [job.strategy for job in alone] == [PLAIN, "dflash"]
 
 
 def test_a_stopped_forecast_goes_on_where_it_was(jobs, tmp_path):
     first = Compiler(broken={("a", 4)})
     with pytest.raises(KeyboardInterrupt):
-        points.measure(jobs, None, tmp_path, compile_one=first)
+        compile_points.measure(jobs, None, tmp_path, compile_one=first)
     assert first.asked == [(PLAIN, 1), (PLAIN, 4), ("a", 1)]
     second = Compiler()
-    found = points.measure(jobs, None, tmp_path, compile_one=second)
+    found = compile_points.measure(jobs, None, tmp_path, compile_one=second)
     assert second.asked == [("a", 4), ("b", 1), ("b", 4)]
     again = Compiler()
-    assert points.measure(jobs, None, tmp_path, compile_one=again) == found
+    assert compile_points.measure(jobs, None, tmp_path, compile_one=again) == found
     assert not again.asked
     assert found["a", 4].cost(10).cycles_ms == pytest.approx(11 / 3)
     assert found["a", 4].collectives == {"all-reduce": (2, 4.0)}
 
 
 def test_a_damaged_point_is_compiled_again(jobs, tmp_path):
-    points.measure(jobs, None, tmp_path, compile_one=Compiler())
+    compile_points.measure(jobs, None, tmp_path, compile_one=Compiler())
     damaged = next((tmp_path / "points").glob("b-4-*.json"))
     damaged.write_text('{"strategy"')
     again = Compiler()
-    points.measure(jobs, None, tmp_path, compile_one=again)
+    compile_points.measure(jobs, None, tmp_path, compile_one=again)
     assert again.asked == [("b", 4)]
 
 
@@ -95,7 +95,7 @@ def test_what_changes_a_program_changes_its_file(jobs):
 )
 def test_what_cannot_be_compared_is_refused(overrides, message):
     with pytest.raises(errors.ConfigError, match=message):
-        points.jobs(config(*overrides))
+        compile_points.jobs(config(*overrides))
 
 
 def test_sizes_chosen_by_acceptance_are_no_strategy():
@@ -123,7 +123,7 @@ def test_operations_are_added_up_by_what_limits_them():
         operation("unembed", size=4 * million, cycles=million),
         operation("", name="copy.1", opcode="copy", size=7 * million),
     ]  # fmt: skip
-    cost = points.cost_of(found, RATES, CHIP, share=0.5, repeats=Repeats(3, 2))
+    cost = compile_points.cost_of(found, RATES, CHIP, share=0.5, repeats=Repeats(3, 2))
     # Layers of the target three times, of the drafter twice; context by half.
     assert cost.limits == pytest.approx(
         {
@@ -143,7 +143,9 @@ def test_collectives_of_layers_are_those_of_a_whole_cycle():
     def reduce(scope, times):
         return operation(scope, opcode="all-reduce", times=times)
 
-    found = points._collectives([reduce("target/mlp", 2), reduce("drafter/fc", 1)], Repeats(18.0))
+    found = compile_points._collectives(
+        [reduce("target/mlp", 2), reduce("drafter/fc", 1)], Repeats(18.0)
+    )
     assert found == {"all-reduce": (37, 0)}
 
 
@@ -157,10 +159,10 @@ class Taps:
 def test_layers_that_are_alike_are_compiled_once():
     target = make_target(num_hidden_layers=9)
     drafter = Taps(1, 4, 8)
-    points._cut(target, drafter)
+    compile_points._cut(target, drafter)
     assert (len(target.layers), drafter.feature_layers) == (2, (0, 1, 0))
     target = make_target(num_hidden_layers=9)
-    points._cut(target, Taps())
+    compile_points._cut(target, Taps())
     assert len(target.layers) == 2
 
 
@@ -168,5 +170,5 @@ def test_layers_that_differ_are_all_compiled():
     target = make_target(num_hidden_layers=3)
     target.layers[1].mlp = make_target(intermediate_size=96).layers[0].mlp
     drafter = Taps(2)
-    points._cut(target, drafter)
+    compile_points._cut(target, drafter)
     assert (len(target.layers), drafter.feature_layers) == (3, (2,))

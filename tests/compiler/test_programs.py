@@ -3,7 +3,7 @@
 import pytest
 from support.models import make_target
 
-from dflash.compiler import programs, session
+from dflash.compiler import compile_run, programs
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
 from dflash.compiler.report import Situation
 from dflash.config.schema import DecodeConfig
@@ -38,7 +38,7 @@ def test_programs_share_their_memory():
     cycle = {"target weights": 5, "temporaries": 1, "draft KV": 4}
     prefill = {"target weights": 5, "temporaries": 3}
     wanted = {"target weights": 5, "temporaries": 3, "draft KV": 4}
-    assert session.larger(session.larger({}, cycle), prefill) == wanted
+    assert compile_run.larger(compile_run.larger({}, cycle), prefill) == wanted
 
 
 @pytest.mark.parametrize(

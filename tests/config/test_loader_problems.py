@@ -4,7 +4,7 @@ import pytest
 from support.config_files import MINIMAL, problems
 
 from dflash.config import loader
-from dflash.registry import DRAFTERS
+from dflash.config.registry import DRAFTERS
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ import typing
 
 import pytest
 
-from dflash import registry
 from dflash.config import (
     benchmark_schema,
     data_schema,
     layers,
     loader,
     loss_schema,
+    registry,
     schema,
     strict_yaml,
     tpu_schema,

@@ -18,7 +18,7 @@ from support import grammars
 from support.engines import decode, engine, expected, make_requests, occupied, random_prompts
 from support.models import ARCHITECTURE, drafter, takes, target
 
-from dflash import registry
+from dflash.config import registry
 from dflash.drafters.base import Drafter
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Request

@@ -17,8 +17,7 @@ from support.models import (
     takes,
 )
 
-from dflash import registry
-from dflash.config import schema
+from dflash.config import registry, schema
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.sharding import make_sharding as make

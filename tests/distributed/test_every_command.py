@@ -13,7 +13,8 @@ from safetensors import numpy as safetensors
 from support import SUPPORT, tiny_distillation
 from support.models import BYTE_TARGET
 
-from dflash import benchmark, cli, decode, distill, train
+from dflash import benchmark, decode, distill, train
+from dflash.cli import subcommand as cli
 from dflash.distillation import stages
 from dflash.training.checkpoints import Checkpoints
 

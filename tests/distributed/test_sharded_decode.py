@@ -12,7 +12,7 @@ from support.engines import (
 )
 from support.models import drafter
 
-from dflash import registry
+from dflash.config import registry
 from dflash.inference.request import Completion
 from dflash.inference.scheduler import Scheduler
 

@@ -9,8 +9,8 @@ from support import TESTS
 from support.distributions import install
 from support.models import ARCHITECTURE, make_sharding
 
-from dflash import errors, registry
-from dflash.config import loader
+from dflash import errors
+from dflash.config import loader, registry
 
 PAGE = TESTS.parent / "docs" / "adding_a_strategy.md"
 SCHEMA_IMPORTS = """

@@ -37,7 +37,7 @@ def test_clear_empties_the_sequences_that_are_fresh():
 
 
 def test_a_strategy_that_says_nothing_is_not_found_in_a_prefix_cache():
-    assert Unfinished.restores == "never"
+    assert Unfinished.prefix_cache_mode == "never"
 
 
 def test_none_proposes_nothing():

@@ -13,12 +13,13 @@ import pytest
 from support import TESTS
 from support.models import make_architecture, make_sharding
 
-from dflash import errors, registry
+from dflash import errors
 from dflash.config import (
     benchmark_schema,
     distill_schema,
     layers,
     loader,
+    registry,
     schema,
     tpu_schema,
     train_schema,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.models import ARCHITECTURE, drafter, make_sharding, takes, target, zeros
 
-from dflash import registry
+from dflash.config import registry
 from dflash.drafters.base import Drafter
 from dflash.inference import backlog
 from dflash.inference.sampling import SamplingParams, SequenceSampler

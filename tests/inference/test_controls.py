@@ -159,8 +159,8 @@ def _large_steps(jaxpr):
 
 
 def judge_at_once(state, proposal, tree, logits, positions, sampler, allowed):
-    verdict = cycle._verify(proposal, tree, logits, positions, sampler)
-    return verdict, cycle._sound_rows(verdict, logits)
+    result = cycle._verify(proposal, tree, logits, positions, sampler)
+    return result, cycle._sound_rows(result, logits)
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])

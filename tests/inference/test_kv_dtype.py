@@ -16,7 +16,7 @@ from support.models import drafter, target
 from support.paged_cases import row_parts
 from support.scripted_drafter import Script, ScriptedDrafter
 
-from dflash.offline import plan
+from dflash.loading import decode_plan
 
 PROMPTS = random_prompts([31, 16, 17, 9])
 LIMITS = [20, 12, 9, 23]
@@ -109,7 +109,9 @@ def test_logits_stay_close():
 def test_the_plan_counts_scales():
     """A row of 8 numbers takes 8 bytes and a scale's 4, where float32 takes 32."""
     sizes = {
-        kv_dtype: plan.measure(engine(kv_dtype=kv_dtype).abstract_state().cache.pools).total_bytes
+        kv_dtype: decode_plan.measure(
+            engine(kv_dtype=kv_dtype).abstract_state().cache.pools
+        ).total_bytes
         for kv_dtype in ("auto", *KV_DTYPES)
     }
     assert sizes["int8"] == sizes["float8_e4m3fn"] == sizes["auto"] * 12 // 32

@@ -17,7 +17,7 @@ layouts = st.builds(
     block_size=st.integers(1, 32),
     page_size=powers,
     prefill_chunk=powers,
-    num_shares=st.sampled_from([1, 2, 4]),
+    num_replicas=st.sampled_from([1, 2, 4]),
 )
 
 
@@ -141,11 +141,11 @@ def test_chunks_are_of_few_sizes(layout):
 
 def test_a_sequence_that_may_come_back_needs_all_sizes():
     tight = Layout(
-        2, max_length=90, block_size=4, page_size=8, prefill_chunk=32, num_shares=1, num_pages=13
+        2, max_length=90, block_size=4, page_size=8, prefill_chunk=32, num_replicas=1, num_pages=13
     )
     assert tight.overcommits
     assert tight.chunks([64]) == [32]
-    wide = Layout(2, max_length=2000, block_size=4, page_size=8, prefill_chunk=512, num_shares=1)
+    wide = Layout(2, max_length=2000, block_size=4, page_size=8, prefill_chunk=512, num_replicas=1)
     assert wide.chunks([512]) == [512]
     assert wide.chunks([700]) == [256, 512]
     assert dataclasses.replace(wide, num_pages=300).chunks([512]) == [32, 64, 128, 256, 512]
@@ -162,21 +162,23 @@ def test_a_sequence_has_room_for_a_block_past_its_end(layout, data):
 
 @given(layouts)
 def test_every_slot_of_a_share_can_be_full_at_once(layout):
-    pool = PagePool(layout.num_shares, layout.pages_per_share)
-    shares = [layout.share_of(slot) for slot in range(layout.batch_size)]
+    pool = PagePool(layout.num_replicas, layout.pages_per_replica)
+    shares = [layout.replica_of(slot) for slot in range(layout.batch_size)]
     assert shares == sorted(shares)
-    assert set(shares) == set(range(layout.num_shares))
+    assert set(shares) == set(range(layout.num_replicas))
     taken = [pool.take(share, layout.pages_per_sequence) for share in shares]
     assert None not in taken
 
 
 @pytest.mark.parametrize(("left", "rows"), [(1, 32), (32, 32), (33, 32), (90, 32)])
 def test_a_short_chunk_is_the_only_one(left, rows):
-    layout = Layout(1, max_length=90, block_size=4, page_size=8, prefill_chunk=32, num_shares=1)
+    layout = Layout(1, max_length=90, block_size=4, page_size=8, prefill_chunk=32, num_replicas=1)
     assert layout.chunk(left) == rows
 
 
 @pytest.mark.parametrize(("left", "rows"), [(1, 32), (32, 32), (33, 64), (700, 512)])
 def test_short_prompts_share_their_programs(left, rows):
-    layout = Layout(1, max_length=4096, block_size=4, page_size=8, prefill_chunk=512, num_shares=1)
+    layout = Layout(
+        1, max_length=4096, block_size=4, page_size=8, prefill_chunk=512, num_replicas=1
+    )
     assert layout.chunk(left) == rows

@@ -68,9 +68,9 @@ def pools(monkeypatch):
     made = []
 
     class Checked(PagePool):
-        def __init__(self, num_shares, pages_per_share):
-            super().__init__(num_shares, pages_per_share)
-            self.size, self.held, self.refusals = pages_per_share - 1, set(), 0
+        def __init__(self, num_replicas, pages_per_replica):
+            super().__init__(num_replicas, pages_per_replica)
+            self.size, self.held, self.refusals = pages_per_replica - 1, set(), 0
             made.append(self)
 
         def take(self, share, count):
@@ -276,7 +276,7 @@ def test_a_pool_that_is_large_enough_changes_nothing():
     """And sequences get all their pages at once."""
     most = run(num_pages=10**6)
     assert not most.layout.overcommits
-    assert most.layout.pages_per_share == run().layout.pages_per_share
+    assert most.layout.pages_per_replica == run().layout.pages_per_replica
     assert "set_pages" not in {kind for kind, *_ in most.program_names([5])}
 
 

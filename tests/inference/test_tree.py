@@ -41,7 +41,7 @@ def test_ancestry_and_depth(parents):
 def test_the_longest_matching_path_is_accepted(parents, draft, sampled):
     draft, sampled = np.array(draft, np.int32)[:, :DRAFTS], np.array(sampled, np.int32)
     tree = from_parents(np.array(parents, np.int32))
-    verdict = jax.tree.map(np.asarray, coupled_tree(draft, sampled, tree))
+    result = jax.tree.map(np.asarray, coupled_tree(draft, sampled, tree))
     for b in range(BATCH):
         matches = [draft[b, g] == sampled[b, parents[b][g]] for g in range(DRAFTS)]
         accepted = [
@@ -50,12 +50,12 @@ def test_the_longest_matching_path_is_accepted(parents, draft, sampled):
             if all(matches[row - 1] for row in line[:-1])
         ]
         longest = max(len(line) for line in accepted)
-        count = verdict.num_accepted[b]
-        path = verdict.path[b, : count + 1].tolist()
+        count = result.num_accepted[b]
+        path = result.path[b, : count + 1].tolist()
         assert count == longest - 1
         assert path in accepted
-        assert verdict.next_token[b] == sampled[b, path[-1]]
-        assert set(verdict.path[b]) <= set(range(DRAFTS + 1)), "rows past the path are rows too"
+        assert result.next_token[b] == sampled[b, path[-1]]
+        assert set(result.path[b]) <= set(range(DRAFTS + 1)), "rows past the path are rows too"
 
 
 @given(token_batches, token_batches)

@@ -32,13 +32,13 @@ coupled_chain = jax.jit(verify.coupled_chain)
     st.lists(st.integers(0, 2), min_size=5, max_size=5),
 )
 def test_the_longest_equal_prefix_is_accepted(draft, sampled):
-    verdict = coupled_chain(np.array([draft], np.int32), np.array([sampled], np.int32))
+    result = coupled_chain(np.array([draft], np.int32), np.array([sampled], np.int32))
     count = 0
     while count < 4 and draft[count] == sampled[count]:
         count += 1
-    assert verdict.num_accepted.tolist() == [count]
-    assert verdict.next_token.tolist() == [sampled[count]]
-    assert verdict.path is None
+    assert result.num_accepted.tolist() == [count]
+    assert result.next_token.tolist() == [sampled[count]]
+    assert result.path is None
 
 
 def test_shapes_that_do_not_fit_are_named():
@@ -68,10 +68,10 @@ def always_accept(draft, draft_probs, logits, positions, params):
 
 def redraw_from_target(draft, draft_probs, logits, positions, params):
     """Wrong: a refused draft is replaced by a draw from p, not from what p has over q."""
-    verdict = rejection_chain(draft, draft_probs, logits, positions, params)
+    result = rejection_chain(draft, draft_probs, logits, positions, params)
     sampled = sampling.sample(logits, positions, params, sampling.RESIDUAL)
-    at = verdict.num_accepted[:, None]
-    return verdict._replace(next_token=jnp.take_along_axis(sampled, at, axis=1)[:, 0])
+    at = result.num_accepted[:, None]
+    return result._replace(next_token=jnp.take_along_axis(sampled, at, axis=1)[:, 0])
 
 
 def one_noise_for_all(draft, draft_probs, logits, positions, params):
@@ -108,10 +108,10 @@ def two_tokens(rule, target_logits, draft_logits, params):
         rows = jnp.stack([so_far, one, two], axis=1)
         # The second cycle looks past two tokens, at what does not count.
         logits = target_logits[jnp.minimum(rows, target_logits.shape[0] - 1)]
-        verdict = rule(draft, probs, logits, positions, params)
-        is_next = jnp.arange(2) == verdict.num_accepted[:, None]
-        tokens = jnp.where(is_next, verdict.next_token[:, None], draft)
-        return tokens, verdict.num_accepted + 1
+        result = rule(draft, probs, logits, positions, params)
+        is_next = jnp.arange(2) == result.num_accepted[:, None]
+        tokens = jnp.where(is_next, result.next_token[:, None], draft)
+        return tokens, result.num_accepted + 1
 
     tokens, count = cycle(start, start)
     first = tokens[:, 0]
@@ -145,7 +145,7 @@ def test_greedy_rejection_is_greedy_decoding():
     logits = jnp.array(rng.normal(size=(batch, drafts + 1, VOCAB)), jnp.float32)
     best = jnp.argmax(logits, axis=-1)
     draft = jnp.where(rng.random((batch, drafts)) < 0.7, best[:, :-1], (best[:, :-1] + 1) % VOCAB)
-    verdict = jax.jit(rejection_chain)(
+    result = jax.jit(rejection_chain)(
         draft,
         jax.nn.one_hot(draft, VOCAB),
         logits,
@@ -153,9 +153,9 @@ def test_greedy_rejection_is_greedy_decoding():
         make_params(batch, temperature=0.0),
     )
     coupled = verify.coupled_chain(draft, best)
-    np.testing.assert_array_equal(verdict.num_accepted, coupled.num_accepted)
-    np.testing.assert_array_equal(verdict.next_token, coupled.next_token)
-    assert set(np.asarray(verdict.num_accepted)) == set(range(drafts + 1))
+    np.testing.assert_array_equal(result.num_accepted, coupled.num_accepted)
+    np.testing.assert_array_equal(result.next_token, coupled.next_token)
+    assert set(np.asarray(result.num_accepted)) == set(range(drafts + 1))
 
 
 # --- trees ---------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class TreeRule:
     patches: tuple[tuple[object, str, object], ...] = ()
     sampler: type[SequenceSampler] = SequenceSampler
 
-    def __call__(self, *args) -> verify.Verdict:
+    def __call__(self, *args) -> verify.VerifyResult:
         with pytest.MonkeyPatch.context() as patch:
             for patched in self.patches:
                 patch.setattr(*patched)
@@ -223,14 +223,14 @@ def two_tokens_by_tree(rule, target_logits, draft_logits, params):
             )
             states.append(before[:, 0] * VOCAB + 1 + proposal.tokens[:, g])
         rows = jnp.minimum(jnp.stack(states, axis=1), target_logits.shape[0] - 1)
-        verdict = rule(
+        result = rule(
             proposal.tokens, proposal.probs, proposal.drawn_from, target_logits[rows],
             position[:, None] + tree.depth, params, tree,
         )  # fmt: skip
-        tokens = jnp.take_along_axis(proposal.tokens, verdict.path[:, 1:] - 1, axis=1)
-        is_next = jnp.arange(2) == verdict.num_accepted[:, None]
-        tokens = jnp.where(is_next, verdict.next_token[:, None], tokens)
-        return 1 + tokens[:, 0], (tokens, verdict.num_accepted)
+        tokens = jnp.take_along_axis(proposal.tokens, result.path[:, 1:] - 1, axis=1)
+        is_next = jnp.arange(2) == result.num_accepted[:, None]
+        tokens = jnp.where(is_next, result.next_token[:, None], tokens)
+        return 1 + tokens[:, 0], (tokens, result.num_accepted)
 
     start = jnp.zeros(params.temperature.shape, jnp.int32)
     _, (tokens, accepted) = jax.lax.scan(cycle, start, jnp.arange(2))
@@ -287,13 +287,13 @@ def test_greedy_rejection_of_trees_is_greedy_decoding():
         sampler = SequenceSampler(params, with_probs=True)
         proposal = token_tree.propose(guess, positions, sampler, budget)
         tree = trees.from_parents(proposal.parents, slots)
-        verdict = verify.rejection_tree(
+        result = verify.rejection_tree(
             proposal.tokens, proposal.probs, proposal.drawn_from, rows, tree.depth, params, tree
         )
-        return verdict, verify.coupled_tree(proposal.tokens, jnp.argmax(rows, axis=-1), tree)
+        return result, verify.coupled_tree(proposal.tokens, jnp.argmax(rows, axis=-1), tree)
 
-    verdict, wanted = decide(guess, rows)
+    result, wanted = decide(guess, rows)
     greedy = temperature == 0
-    np.testing.assert_array_equal(verdict.num_accepted[greedy], wanted.num_accepted[greedy])
-    np.testing.assert_array_equal(verdict.next_token[greedy], wanted.next_token[greedy])
-    assert set(np.asarray(verdict.num_accepted[greedy])) == set(range(slots + 1))
+    np.testing.assert_array_equal(result.num_accepted[greedy], wanted.num_accepted[greedy])
+    np.testing.assert_array_equal(result.next_token[greedy], wanted.next_token[greedy])
+    assert set(np.asarray(result.num_accepted[greedy])) == set(range(slots + 1))

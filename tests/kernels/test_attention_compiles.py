@@ -12,7 +12,7 @@ from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import move_rows, paged_attention, row_index
-from dflash.kernels.quantised import Quantised
+from dflash.kernels.quantized import Quantised
 from dflash.kernels.split_heads import Part, split_heads
 
 pytestmark = needs_compiler

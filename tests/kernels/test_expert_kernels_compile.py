@@ -8,7 +8,7 @@ from support.tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels.grouped_matmul import grouped_matmul
 from dflash.kernels.latent_attention import latent_attention
-from dflash.kernels.quantised import Quantised
+from dflash.kernels.quantized import Quantised
 
 pytestmark = needs_compiler
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.interpreter import interpret
 
-from dflash.kernels import grouped_matmul_tpu, quantised
+from dflash.kernels import grouped_matmul_tpu
+from dflash.kernels import quantized as quantized
 from dflash.kernels.grouped_matmul import grouped_matmul
 
 TILES = jax.jit(lambda *arrays: grouped_matmul(*arrays, implementation="tiles"))
@@ -84,11 +85,11 @@ def test_the_kernel_widens_eight_bits_as_it_reads_them(block, dtype):
     rng = np.random.default_rng(5)
     sizes = np.array([3, 0, 9], np.int32)
     rows = rng.normal(size=(16, 128)).astype(np.float32)
-    weights, scales = quantised.narrowed(jnp.asarray(rng.normal(size=(3, 128, 256))), dtype)
+    weights, scales = quantized.quantize_array(jnp.asarray(rng.normal(size=(3, 128, 256))), dtype)
     if block is not None:
         parts = (3, 128 // block[0], 256 // block[1])
         scales = jnp.asarray(rng.uniform(0.5, 2, size=parts), jnp.float32)
-    spread = quantised.spread(scales, weights.shape, block)
+    spread = quantized.spread(scales, weights.shape, block)
     wide = np.asarray(weights.astype(jnp.float32) * spread)
     found = on_tpu(rows, weights, sizes, scales, block=block)
     expected = by_loop(rows, wide, sizes)

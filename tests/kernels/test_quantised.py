@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash.kernels import quantised
-from dflash.kernels.quantised import Quantised
+from dflash.kernels import quantized as quantized
+from dflash.kernels.quantized import Quantised
 
 KV_DTYPES = ["int8", "float8_e4m3fn"]
 
 
 def encode(rows, kv_dtype):
-    return quantised.encode(jnp.asarray(rows), Quantised(jnp.zeros(0, kv_dtype), jnp.zeros(0)))
+    return quantized.encode(jnp.asarray(rows), Quantised(jnp.zeros(0, kv_dtype), jnp.zeros(0)))
 
 
 def decode(rows):
@@ -58,7 +58,7 @@ def test_a_row_s_bits_depend_on_nothing_but_the_row(kv_dtype):
 def test_values_fit_bfloat16_exactly(kv_dtype):
     rows = np.random.default_rng(2).normal(size=(50, 64)).astype(np.float32)
     stored = encode(rows, kv_dtype)
-    values, scales = quantised.split(stored, jnp.bfloat16)
+    values, scales = quantized.split(stored, jnp.bfloat16)
     np.testing.assert_array_equal(
         np.asarray(values, np.float32), np.asarray(stored.values, np.float32)
     )
@@ -67,12 +67,12 @@ def test_values_fit_bfloat16_exactly(kv_dtype):
 
 def test_plain_rows_are_cast_and_nothing_else():
     rows = jnp.array([[1.0, 2.5]])
-    stored = quantised.encode(rows, jnp.zeros(0, jnp.bfloat16))
+    stored = quantized.encode(rows, jnp.zeros(0, jnp.bfloat16))
     assert stored.dtype == jnp.bfloat16
-    values, scales = quantised.split(stored, jnp.float32)
+    values, scales = quantized.split(stored, jnp.float32)
     assert values is stored
     assert scales is None
-    assert quantised.scaled(rows, None) is rows
+    assert quantized.scaled(rows, None) is rows
 
 
 def test_a_dtype_without_a_largest_number_is_refused():

@@ -32,7 +32,7 @@ def make_paged(
         num_pages=shares * (batch // shares * pages_per_sequence + 1),
         page_size=page_size,
         dtype=kv_dtype or jnp.float32,
-        quantised=kv_dtype is not None,
+        quantized=kv_dtype is not None,
         sharding=sharding or make_sharding(),
     )
     pools, form = jax.tree.flatten(abstract.layers)
@@ -188,9 +188,9 @@ def test_caches_lie_where_their_sequences_are():
     paged, static = make_paged(4, shares=4, sharding=sharding), make_static(4, sharding=sharding)
     spec = jax.sharding.PartitionSpec
     assert paged.pools[0].sharding.spec == spec("tensor", ("data", "fsdp"), None, None)
-    quantised = make_paged(4, shares=4, sharding=sharding, kv_dtype=jnp.int8).pools[0]
-    assert quantised.scales.sharding.spec == quantised.values.sharding.spec
-    assert quantised.scales.sharding.spec == paged.pools[0].sharding.spec
+    quantized = make_paged(4, shares=4, sharding=sharding, kv_dtype=jnp.int8).pools[0]
+    assert quantized.scales.sharding.spec == quantized.values.sharding.spec
+    assert quantized.scales.sharding.spec == paged.pools[0].sharding.spec
     assert paged.page_table.sharding.spec == spec(("data", "fsdp"), None)
     assert static.keys[0].sharding.spec == spec(("data", "fsdp"), "tensor", None, None)
 

@@ -8,10 +8,10 @@ import json
 import pytest
 from support.made_samples import task_round
 
-from dflash.measure import cells, doubts, load, page, plots, results, table
-from dflash.measure.doubts import COST, EVERYTHING, SPEEDUP, Doubt
+from dflash.measure import cells, load, page, plots, results, table, warnings
 from dflash.measure.plots import Line
 from dflash.measure.studies import result as studies
+from dflash.measure.warnings import COST, EVERYTHING, SPEEDUP, Doubt
 
 BLOCKS = {"none": 1, "dflash": 4}
 LENGTHS = [[4, 2, 4, 2], [3, 3, 3, 3]] * 3
@@ -60,7 +60,7 @@ CASES = {
         "1.0 of 8 slots were in use on average; raise prompts_per_task",
     ),
     "busy machine": (
-        cell(doubts=doubts.of_load(0.43)), EVERYTHING,
+        cell(doubts=warnings.of_load(0.43)), EVERYTHING,
         "other processes took 43 % of the processor during the run",
     ),
 }  # fmt: skip
@@ -71,7 +71,7 @@ def test_what_may_well_be_true_is_not_doubted():
     assert table.doubt_lines([SOUND]) == []
     assert table.limits([SOUND]) != []
     within = cell(least_ms=lambda name, context: 4.1, exact=True)
-    assert within.doubts == doubts.of_load(0.05) == doubts.of_load(None) == ()
+    assert within.doubts == warnings.of_load(0.05) == warnings.of_load(None) == ()
     assert cell(cycle_ms=4.96).doubts == ()  # its parts took 5 ms, timed apart
     # In bfloat16 outputs may differ.
     assert cell(outputs_differ=True).doubts == ()
@@ -133,7 +133,7 @@ def test_a_mean_is_as_doubtful_as_its_tasks():
 def test_a_study_marks_its_rows():
     fine = studies.doubted({"rows": 1, "context": 64, "verify_ms": 2.0}, ())
     wrong = studies.doubted(
-        {"rows": 2, "context": 64, "verify_ms": 1.0}, doubts.of_forward("verification", 1.0, 2.0)
+        {"rows": 2, "context": 64, "verify_ms": 1.0}, warnings.of_forward("verification", 1.0, 2.0)
     )
     line = Line("verify", (1, 2), (2.0, 1.0), doubtful=(False, True))
     found = studies.StudyResult("Cost", [fine, wrong], [line], "rows", "ms")

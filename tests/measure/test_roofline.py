@@ -7,7 +7,7 @@ import pytest
 from support import models
 from support.models import make_sharding, make_target
 
-from dflash.checkpoints import narrowing
+from dflash.checkpoints import quantization
 from dflash.measure import roofline
 from dflash.measure.roofline import Machine, Work
 from dflash.models.deepseek_v3 import DeepseekV3
@@ -66,8 +66,8 @@ def test_latent_attention_reads_its_latents_and_weights_of_eight_bits_a_byte_eac
     assert longer.size_bytes - plain.size_bytes == 4 * 3 * (20 + 8) * 9
     assert longer.flops - plain.flops == 2 * 3 * 4 * (2 * 20 + 8) * 9
     narrow = make_target_in_eight_bits()
-    kernels = sum(one.kernel.get_value().size for _, one in narrowing.projections(narrow))
-    scales = sum(one.kernel_scale.get_value().size for _, one in narrowing.projections(narrow))
+    kernels = sum(one.kernel.get_value().size for _, one in quantization.projections(narrow))
+    scales = sum(one.kernel_scale.get_value().size for _, one in quantization.projections(narrow))
     wide, found = (
         roofline.target_work(one, batch=1, rows=1, context=0) for one in (make_target(), narrow)
     )
@@ -77,7 +77,7 @@ def test_latent_attention_reads_its_latents_and_weights_of_eight_bits_a_byte_eac
 
 def make_target_in_eight_bits():
     target = Qwen3(make_target().arch, dtype=jnp.float32, sharding=make_sharding())
-    narrowing.narrow(target, "int8")
+    quantization.quantize(target, "int8")
     return target
 
 

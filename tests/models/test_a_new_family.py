@@ -18,15 +18,17 @@ from support.distributions import install
 from support.engines import decode, engine, random_prompts
 from support.models import drafter, make_sharding
 
-from dflash import errors, registry
-from dflash.checkpoints import assembly, checkpoint, hf_config
+from dflash import errors
+from dflash.checkpoints import checkpoint, hf_config
 from dflash.checkpoints.tensor_map import Rows, Stack
+from dflash.config import registry
 from dflash.config.schema import TargetArchitecture, TargetConfig, option
 from dflash.kernels import paged_attention as paged
 from dflash.layers import rotary
 from dflash.layers.cache import CacheArray
 from dflash.layers.linear import Linear
 from dflash.layers.transformer import TransformerLayer
+from dflash.loading import models
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 
@@ -295,7 +297,7 @@ def dense_decode(tensors, prompt):
 def registered(monkeypatch, tmp_path_factory):
     """The family, in a distribution that registers it."""
     entry = registry.Entry(f"{__name__}:Toy", "dflash.config.schema:TargetConfig")
-    module = f"from dflash.registry import Entry\nTOY = {entry!r}\n"
+    module = f"from dflash.config.registry import Entry\nTOY = {entry!r}\n"
     points = "[dflash.targets]\ntoy = toy_registered:TOY\n"
     directory = tmp_path_factory.mktemp("toy")
     install(monkeypatch, directory, points, {"toy_registered": module})
@@ -313,10 +315,10 @@ def directory(tmp_path):
 
 def load(directory, sharding=None):
     config = TargetConfig(checkpoint=str(directory))
-    source = assembly.find_target(config)
+    source = models.find_target(config)
     sharding = sharding or make_sharding()
-    target = assembly.build_target(config, source, dtype="float32", sharding=sharding)
-    assembly.load_weights(target, source)
+    target = models.build_target(config, source, dtype="float32", sharding=sharding)
+    models.load_weights(target, source)
     return target
 
 

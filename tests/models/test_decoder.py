@@ -21,8 +21,9 @@ from support.models import (
 )
 from support.parity import check_rows, make_pair, pad, reference, step
 
-from dflash import errors, registry
+from dflash import errors
 from dflash.checkpoints import tensor_map
+from dflash.config import registry
 from dflash.config.schema import RopeScaling
 from dflash.inference import tree as trees
 from dflash.models.qwen3 import Qwen3

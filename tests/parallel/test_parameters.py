@@ -12,7 +12,7 @@ from dflash.parallel import parameters
 EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
 FILLS = {
     "initialize": lambda module: parameters.initialize(module, jax.random.key(3)),
-    "scramble": lambda module: parameters.scramble(module, 3),
+    "init_fast_random": lambda module: parameters.init_fast_random(module, 3),
 }
 
 
@@ -83,7 +83,7 @@ def test_seeds_differ():
     np.testing.assert_array_equal(tables[0], tables[2])
     scrambled = [Pair(make_sharding()) for _ in range(2)]
     for seed, module in enumerate(scrambled):
-        parameters.scramble(module, seed)
+        parameters.init_fast_random(module, seed)
     assert np.mean(values(scrambled[0])["table"] == values(scrambled[1])["table"]) < 0.01
 
 

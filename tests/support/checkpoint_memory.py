@@ -23,7 +23,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 
-from dflash.checkpoints import checkpoint, narrowing
+from dflash.checkpoints import checkpoint
+from dflash.checkpoints import quantization as narrowing
 from dflash.config import schema
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
@@ -76,7 +77,7 @@ def load(
     kind = Qwen3Moe if "num_experts" in config else Qwen3
     arch = kind.architecture_from_hf(config)
     module = kind(arch, dtype=jnp.dtype(dtype), sharding=make_sharding(tensor, expert))
-    narrowing.narrow(module, quantization)
+    narrowing.quantize(module, quantization)
     jnp.zeros(8).block_until_ready()  # start the runtime
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
     before = status_megabytes("VmRSS")

@@ -20,10 +20,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from dflash import benchmark, cli, decode, distill, together, train
+from dflash import benchmark, decode, distill, train
+from dflash.cli import processes
+from dflash.cli import subcommand as cli
 from dflash.distillation import stages  # noqa: F401  # before processes are forked
-from dflash.measure import session  # noqa: F401
-from dflash.training import job  # noqa: F401
+from dflash.measure import benchmark_run  # noqa: F401
+from dflash.training import train_job  # noqa: F401
 
 PATIENCE_S = 400
 
@@ -50,7 +52,7 @@ def commands(directory: pathlib.Path, count: int) -> None:
 
 def work(directory: pathlib.Path, given: tuple[str, int, int]) -> int:
     return cli.status_of(
-        lambda: together.run(given, lambda company: commands(directory, given[1]) or 0)
+        lambda: processes.run(given, lambda group: commands(directory, given[1]) or 0)
     )
 
 

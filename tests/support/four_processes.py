@@ -28,13 +28,15 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from dflash import cli, decode, together
+from dflash import decode
 from dflash.checkpoints import files as checkpoint_files
+from dflash.cli import processes
+from dflash.cli import subcommand as cli
 from dflash.config import loader, schema
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, mixture
 from dflash.data.batches import Batches
-from dflash.offline import session
+from dflash.offline import decode_run
 from dflash.parallel import sharding as sharding_lib
 from dflash.runs import dates
 from dflash.text.tokenizer import ByteTokenizer
@@ -167,7 +169,7 @@ def open_feature_cache(directory, rows_each, compute) -> features.FeatureCache:
 def work_directory(directory: pathlib.Path, process: int) -> None:
     (directory / "taken").touch()
     config = loader.load(str(directory / "c.yml"), (), schema.DecodeRun)
-    with session.open_records(directory / "taken" / "w", config):
+    with decode_run.open_records(directory / "taken" / "w", config):
         multihost_utils.sync_global_devices("decoding")
 
 
@@ -250,7 +252,7 @@ def go_to(place: str, directory: pathlib.Path, given: tuple[str, int, int]) -> i
     if work is rows:
         os.environ["XLA_FLAGS"] = xla_flags.quick(devices=2)
     return cli.status_of(
-        lambda: together.run(given, lambda company: work(directory, given[-1]) or 0)
+        lambda: processes.run(given, lambda group: work(directory, given[-1]) or 0)
     )
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash import registry
-from dflash.checkpoints import assembly, checkpoint
+from dflash.checkpoints import checkpoint
+from dflash.config import registry
 from dflash.drafters.dflash.drafter import DFlash
+from dflash.loading import models
 from dflash.models.decoder import Decoder
 from support import TESTS
 from support.models import make_sharding
@@ -43,7 +44,7 @@ def golden_models(case: str) -> tuple[Decoder, DFlash]:
 def load_target(directory: pathlib.Path, **options) -> Decoder:
     """The target of a checkpoint directory, of the registered family, in float32."""
     hf = checkpoint.read_config(directory)
-    _, kind = assembly.find_class(hf, directory, registry.TARGETS)
+    _, kind = models.find_class(hf, directory, registry.TARGETS)
     return load(kind, directory, **options)
 
 

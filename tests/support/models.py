@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash import registry
-from dflash.config import schema
+from dflash.config import registry, schema
 from dflash.drafters.base import Drafter
 from dflash.models.decoder import Decoder
 from dflash.models.qwen3 import Qwen3

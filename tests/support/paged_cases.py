@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.kernels import quantised
-from dflash.kernels.quantised import Quantised
+from dflash.kernels import quantized as quantized
+from dflash.kernels.quantized import Quantised
 from support.dense import dense_attention
 
 SCALE = 0.3
@@ -35,7 +35,7 @@ class Case:
             (value_pages, "value_pages", "values"),
         ):
             before, new = self.arguments[name], self.arguments[rows].transpose(2, 0, 1, 3)
-            new = quantised.encode(new, before)
+            new = quantized.encode(new, before)
             assert jax.tree.structure(after) == jax.tree.structure(before)
             for was, now, row in zip(*map(row_parts, (before, after, new)), strict=True):
                 same = ~self.owned & ~self._beside(stale_unit)
@@ -88,7 +88,7 @@ def make_case(
 ):  # fmt: skip
     """Random arguments whose pages lie in any order, and what dense attention makes of them.
 
-    Pages are quantised where a kv_dtype is named; dense attention then sees what they stand for.
+    Pages are quantized where a kv_dtype is named; dense attention then sees what they stand for.
     """
     rng = np.random.default_rng(seed)
     batch = len(starts)
@@ -109,7 +109,7 @@ def make_case(
     ]
     like = jnp.zeros(0, kv_dtype or dtype)
     like = like if kv_dtype is None else Quantised(like, jnp.zeros(0))
-    stored = [quantised.encode(jnp.asarray(rows, dtype), like) for rows in (keys, values)]
+    stored = [quantized.encode(jnp.asarray(rows, dtype), like) for rows in (keys, values)]
     keys, values = (np.prod(np.broadcast_arrays(*row_parts(rows)), axis=0) for rows in stored)
     key_pages, value_pages = (
         _lay_out(rows, starts, table, num_pages, page_size) for rows in stored

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash.config import loader, train_schema
-from dflash.training import job as jobs
+from dflash.training import train_job
 from dflash.training.evaluation import Evaluation
 
 TARGET = (
@@ -17,10 +17,10 @@ TARGET = (
 )
 
 
-def make_job(recipe, *overrides, dry) -> jobs.Job:
+def make_job(recipe, *overrides, dry) -> train_job.Job:
     path = f"configs/train/{recipe}.yml"
     config = loader.load(path, [*TARGET, *overrides], train_schema.TrainRun)
-    return jobs.prepare(config, dry=dry)
+    return train_job.prepare(config, dry=dry)
 
 
 def test_the_held_out_loss_is_a_mean_over_tokens_not_over_batches(tmp_path):

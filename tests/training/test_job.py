@@ -8,8 +8,8 @@ import pytest
 
 from dflash import assets
 from dflash.config import loader, train_schema
-from dflash.offline import job as decode_jobs
-from dflash.training import job as jobs
+from dflash.loading import job as decode_jobs
+from dflash.training import train_job
 
 # The lines of Qwen3's template that `enable_thinking` decides, and one that prints the date.
 TEMPLATE = """{{ strftime_now('%Y-%m-%d') }}
@@ -29,10 +29,10 @@ def target(tmp_path):
     return directory
 
 
-def prepare(target, *overrides, date=None) -> jobs.Job:
+def prepare(target, *overrides, date=None) -> train_job.Job:
     overrides = f"target.checkpoint={target}", *overrides
     config = loader.load("configs/train/tiny_medusa.yml", overrides, train_schema.TrainRun)
-    return jobs.prepare(config, date=date, dry=True)
+    return train_job.prepare(config, date=date, dry=True)
 
 
 @pytest.mark.parametrize("thinking", ["false", "true"])

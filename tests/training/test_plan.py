@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from dflash.config import loader, train_schema
-from dflash.training import job as jobs
-from dflash.training import plan as plans
 from dflash.training import state as states
+from dflash.training import train_job
+from dflash.training import train_plan as plans
 
 SMALL = [
     "target.checkpoint=random",
@@ -24,7 +24,7 @@ def make_plan(*overrides):
     config = loader.load(
         "configs/train/tiny_dflash.yml", [*SMALL, *overrides], train_schema.TrainRun
     )
-    job = jobs.prepare(config, dry=True)
+    job = train_job.prepare(config, dry=True)
     return job, job.plan()
 
 

@@ -39,7 +39,7 @@ class Autoregressive(Drafter):
     """The drafter; each sequence has its pages from start to end, so there is no page pool."""
 
     has_probs = True
-    restores = "rows"
+    prefix_cache_mode = "rows"
 
     def __init__(self, model: nnx.Module, *, block_size: int, page_size: int = PAGE_TOKENS):
         """Args: model: a target, of class `models.decoder.Decoder`."""

@@ -9,10 +9,11 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from dflash import errors, registry
-from dflash.checkpoints import assembly
+from dflash import errors
+from dflash.config import registry
 from dflash.config.schema import AutoregressiveConfig, DraftModelArchitecture, TargetArchitecture
 from dflash.drafters.parts import decoder_shape
+from dflash.loading import models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ def read(hf: Mapping[str, Any]) -> DraftModelShape:
     Raises:
       CheckpointError: no registered family has this architecture, or a field is unusable.
     """
-    _, family = assembly.find_class(hf, pathlib.Path(), registry.TARGETS)
+    _, family = models.find_class(hf, pathlib.Path(), registry.TARGETS)
     return DraftModelShape(family, family.architecture_from_hf(hf))
 
 

@@ -39,7 +39,7 @@ class DFlash(OnePassDrafter):
 
     hf_architectures = ("DFlashDraftModel",)
     shapes = shapes
-    restores = "rows"
+    prefix_cache_mode = "rows"
     ignored_checkpoint_names = ()
     ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
 

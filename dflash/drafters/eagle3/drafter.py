@@ -52,7 +52,7 @@ class Eagle3(WeightedDrafter):
     hf_architectures = ("LlamaForCausalLMEagle3",)
     shapes = shapes
     has_probs = True
-    restores = "rows"
+    prefix_cache_mode = "rows"
     rows_ahead = 1
     # Some files hold a copy of the target's table, which this drafter borrows instead.
     ignored_checkpoint_names = ("embed_tokens.weight",)

@@ -52,7 +52,7 @@ class Medusa(OnePassDrafter):
 
     hf_architectures = ("MedusaModel",)
     shapes = shapes
-    restores = "rows"  # of which there are none
+    prefix_cache_mode = "rows"  # of which there are none
 
     def __init__(
         self,

@@ -5,9 +5,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any
 
 from dflash.measure import plots, table
-from dflash.measure.doubts import MARK, Doubt
 from dflash.measure.plots import Line
 from dflash.measure.roofline import Machine
+from dflash.measure.warnings import MARK, Doubt
 
 DOUBTS = "doubts"  # column of every row; None where there are none
 

@@ -15,12 +15,12 @@ from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.serve_schema import ServeConfig, ServeDecode, ServeRun
 from dflash.inference.engine import Engine
+from dflash.loading.job import Job
 from dflash.measure import bench as benches
 from dflash.measure.load_client import Answer, Plan
 from dflash.measure.plots import Line
 from dflash.measure.studies.result import Step, StudyResult, doubted
 from dflash.measure.workload import Item
-from dflash.offline.job import Job
 from dflash.runs.display import Display
 from dflash.serving import server
 from dflash.serving.tracks import Tracks

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 import jax.numpy as jnp
 
 from dflash import errors
-from dflash.checkpoints import assembly
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.drafters.base import Proposal
-from dflash.inference import weights
+from dflash.loading import models, weights
+from dflash.loading.job import Job
 from dflash.measure import bench as benches
-from dflash.measure import doubts, roofline
+from dflash.measure import roofline, warnings
 from dflash.measure.engine import MeasuredEngine, seconds_of
 from dflash.measure.forced import Canned
 from dflash.measure.parts import Probe
@@ -27,7 +27,6 @@ from dflash.measure.studies.result import (
     in_turns,
     machine_note,
 )
-from dflash.offline.job import Job
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (64, 512, 2048, 8192, 32768)
@@ -68,9 +67,9 @@ def cycle(config: BenchmarkRun) -> Iterator[Step]:
                 "roofline_ms": least + least_draft,
             },
             (
-                *doubts.of_cost(whole, (draft, verify)),
-                *doubts.of_forward("verification", verify, least),
-                *doubts.of_forward("the draft", draft, least_draft),
+                *warnings.of_cost(whole, (draft, verify)),
+                *warnings.of_forward("verification", verify, least),
+                *warnings.of_forward("the draft", draft, least_draft),
             ),
         )
 
@@ -128,7 +127,7 @@ def verify(config: BenchmarkRun) -> Iterator[Step]:
                 "roofline_ms": least,
                 "over_roofline": taken / least,
             },
-            doubts.of_forward("verification", taken, least),
+            warnings.of_forward("verification", taken, least),
         )
 
     def result(times) -> StudyResult:
@@ -191,7 +190,7 @@ def draft(config: BenchmarkRun) -> Iterator[Step]:
                 "roofline_ms": least,
                 "over_roofline": taken / least,
             },
-            doubts.of_forward("the draft", taken, least),
+            warnings.of_forward("the draft", taken, least),
         )
 
     def result(context: int, before: list[dict], times) -> StudyResult:
@@ -254,7 +253,7 @@ def with_block_size(name: str, drafter, size: int):
         )
     shape = drafter.architecture
     trained = getattr(shape, "block_size", size)
-    if drafter.checkpoint == assembly.RANDOM and shape is not None and trained < size:
+    if drafter.checkpoint == models.RANDOM and shape is not None and trained < size:
         shape = dataclasses.replace(shape, block_size=size)
     return dataclasses.replace(drafter, block_size=size, architecture=shape)
 

@@ -9,7 +9,7 @@ from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import DrafterConfig
 from dflash.measure import bench as benches
-from dflash.measure import cells, doubts, roofline
+from dflash.measure import cells, roofline, warnings
 from dflash.measure.plots import Line
 from dflash.measure.samples import TaskRound
 from dflash.measure.studies.result import DOUBTS, Step, StudyResult, doubted, machine_note
@@ -177,7 +177,7 @@ def _rows(
                     "plain_token_ms": cell.baseline_cycle_ms,
                     "roofline_ms": cell.roofline_ms and cell.roofline_ms + least,
                 },
-                (*cell.doubts, *doubts.of_forward("the draft", cost and cost.draft, least)),
+                (*cell.doubts, *warnings.of_forward("the draft", cost and cost.draft, least)),
             )
         )
     return rows

@@ -9,7 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from dflash import errors, registry
+from dflash import errors
+from dflash.config import registry
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, store
 from dflash.data.published import benchmarks, raw

@@ -6,7 +6,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from dflash import errors, registry
+from dflash import errors
+from dflash.config import registry
 from dflash.data import datasets
 
 ROWS = [

@@ -9,10 +9,10 @@ from support.golden import GOLDEN, load
 from support.models import ARCHITECTURE, make_sharding, target
 
 from dflash import errors
-from dflash.checkpoints import assembly
 from dflash.config import schema
 from dflash.drafters.autoregressive import shape as shapes
 from dflash.drafters.autoregressive.drafter import Autoregressive
+from dflash.loading import models
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
@@ -21,8 +21,8 @@ CASE = "qwen3_v12"
 
 
 def build(config: schema.AutoregressiveConfig, arch=ARCHITECTURE) -> Autoregressive:
-    source = assembly.find_drafter(config)
-    return assembly.build_drafter(config, source, arch, dtype="float32", sharding=make_sharding())
+    source = models.find_drafter(config)
+    return models.build_drafter(config, source, arch, dtype="float32", sharding=make_sharding())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -49,10 +49,10 @@ def test_probabilities_are_those_of_the_model():
 
 def test_a_checkpoint_of_a_target_becomes_a_drafter():
     config = schema.AutoregressiveConfig(checkpoint=str(GOLDEN / CASE / "target"))
-    source = assembly.find_drafter(config)
+    source = models.find_drafter(config)
     arch = Qwen3.architecture_from_hf(source.hf)
-    built = assembly.build_drafter(config, source, arch, dtype="float32", sharding=make_sharding())
-    assembly.load_weights(built, source)
+    built = models.build_drafter(config, source, arch, dtype="float32", sharding=make_sharding())
+    models.load_weights(built, source)
     assert isinstance(built.model, Qwen3)
     wanted = dict(parameters.named_parameters(load(Qwen3, GOLDEN / CASE / "target")))
     found = dict(parameters.named_parameters(built.model))

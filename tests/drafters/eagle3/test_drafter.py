@@ -12,12 +12,13 @@ import safetensors.numpy
 from support.models import make_architecture, make_sharding, make_target, zeros
 
 from dflash import errors
-from dflash.checkpoints import assembly, checkpoint
+from dflash.checkpoints import checkpoint
 from dflash.config.loss_schema import LossConfig
 from dflash.config.schema import BeamTree, Eagle3Architecture, Eagle3Config
 from dflash.drafters.eagle3 import shape as eagle3_shape
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.layers.train_batch import TrainBatch
+from dflash.loading import models
 from dflash.parallel import parameters
 
 TARGET = make_architecture()
@@ -191,14 +192,14 @@ def test_a_table_that_names_other_tokens_is_refused(tmp_path, draft, offset, mes
 def test_tables_are_checked_when_weights_are_loaded(tmp_path):
     model, directory = make_drafter(), tmp_path / "out"
     checkpoint.save_hf(model, directory, Eagle3.config_to_hf(model.shape))
-    source = assembly.Source(directory, checkpoint.read_config(directory), 0)
+    source = models.Source(directory, checkpoint.read_config(directory), 0)
     again = create(source.hf)
-    assembly.load_weights(again, source)
+    models.load_weights(again, source)
     tensors = safetensors.numpy.load_file(directory / "model.safetensors")
     tensors["d2t"][5] = 1000
     safetensors.numpy.save_file(tensors, directory / "model.safetensors")
     with pytest.raises(errors.CheckpointError, match=r"d2t\[5\]"):
-        assembly.load_weights(create(source.hf), source)
+        models.load_weights(create(source.hf), source)
 
 
 def test_a_weight_stored_as_integers_is_refused(tmp_path):

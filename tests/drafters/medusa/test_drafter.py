@@ -10,7 +10,7 @@ import pytest
 from support.models import make_architecture, make_sharding, make_target
 
 from dflash import errors
-from dflash.checkpoints import assembly, checkpoint
+from dflash.checkpoints import checkpoint
 from dflash.config import schema
 from dflash.config.loss_schema import LossConfig
 from dflash.drafters.medusa.drafter import Medusa
@@ -18,6 +18,7 @@ from dflash.drafters.medusa.shape import MedusaShape
 from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.layers.train_batch import TrainBatch
+from dflash.loading import models
 from dflash.parallel import parameters
 
 BLOCK, LENGTH = 4, 12
@@ -186,9 +187,9 @@ def test_checkpoints_come_back(tmp_path):
     path = tmp_path / "heads"
     checkpoint.save_hf(model, path, Medusa.config_to_hf(model.shape))
     config = schema.MedusaConfig(checkpoint=str(path), block_size=3)
-    source = assembly.find_drafter(config)
-    found = assembly.build_drafter(config, source, ARCH, dtype="float32", sharding=make_sharding())
-    assembly.load_weights(found, source)
+    source = models.find_drafter(config)
+    found = models.build_drafter(config, source, ARCH, dtype="float32", sharding=make_sharding())
+    models.load_weights(found, source)
     assert found.shape == model.shape
     assert found.num_draft_tokens == 2
     for (path, mine), (_, other) in zip(

@@ -1,0 +1,1 @@
+"""What the commands share: flags, help, exit statuses, checks before any work."""

@@ -1,0 +1,137 @@
+"""What can be found wrong before any work begins, and before jax is imported: places on disk."""
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Iterable
+
+from dflash import errors, paths
+from dflash.checkpoints import checkpoint
+from dflash.config import locations as places
+from dflash.config import registry
+
+
+def check(configs: Iterable[object], *, files: bool = True) -> None:
+    """Looks up what configs name: files to read, checkpoints, directories.
+
+    Args:
+      configs: resolved configs.
+      files: whether the run reads weights, data and prompts; a plan does not.
+    Raises:
+      UserError: something is missing or of another kind; a line for each, with its key.
+    """
+    found: dict[str, type[errors.UserError]] = {}
+    trouble = functools.cache(paths.trouble)  # each bucket is looked up once
+    for key, place, given in dict.fromkeys(one for c in configs for one in places.locations(c)):
+        try:
+            if place == "disk":
+                check_local(given)
+            check_bucket(given, trouble)
+            if place == "checkpoint":
+                checkpoint.check(given, weights=files)
+            elif place == "tokenizer":
+                checkpoint.check_reference(given)
+            elif place in ("directory", "disk"):
+                _check_directory(given)
+            elif files:
+                check_file(given)
+        except errors.UserError as error:
+            found |= {f"{key}: {line}": type(error) for line in str(error).splitlines()}
+    if found:
+        kind = next(iter(found.values()))
+        raise kind("\n".join(found))
+
+
+def check_writable(*directories: str | None) -> None:
+    """Refuses directories that cannot be made or written, as far as that can be told.
+
+    A bucket is asked whether it is there; whether it may be written, the first file tells.
+
+    Raises:
+      ConfigError: the bucket of one cannot be reached.
+      WorkdirError: one of them, with the reason.
+    """
+    for given in directories:
+        if given is None:
+            continue
+        check_bucket(given)
+        if paths.in_bucket(given):
+            continue
+        above = paths.to_path(given).absolute()
+        try:
+            while not os.path.lexists(above):
+                above = above.parent
+            reason = None if above.is_dir() else "Not a directory"
+            if reason is None and not os.access(above, os.W_OK | os.X_OK):
+                reason = "Permission denied"
+        except (OSError, ValueError) as error:  # a name that no file can have
+            reason = getattr(error, "strerror", None) or str(error)
+        if reason is not None:
+            raise errors.WorkdirError(f"{given}: cannot be written: {reason}")
+
+
+def check_local(given: str | None) -> None:
+    """Refuses the URL of a bucket for what only a file system can hold.
+
+    Raises:
+      ConfigError: it is one.
+    """
+    if given is not None and paths.in_bucket(given):
+        raise errors.ConfigError(
+            f"{given}: must be on a file system, not in a bucket: give a directory on a disk, or "
+            "the one where the bucket is mounted"
+        )
+
+
+def check_bucket(given: str | None, trouble: Callable[[str], str | None] = paths.trouble) -> None:
+    """Refuses a URL whose bucket cannot be reached; anything else passes.
+
+    Args:
+      given: a path, a URL or None.
+      trouble: says what is wrong with a bucket; see `paths.trouble`.
+    Raises:
+      ConfigError: it is not there, or gives no answer; or see `paths.check_scheme`.
+    """
+    if given is None or not paths.in_bucket(given):
+        return
+    paths.check_scheme(given)
+    reason = trouble(paths.bucket_of(given))
+    if reason is not None:
+        raise errors.ConfigError(f"{given}: {reason}")
+
+
+def check_file(given: str) -> None:
+    """Refuses what is no file that can be read.
+
+    Raises:
+      InputError: it is missing, a directory, or not readable; the message offers a near name.
+    """
+    path = paths.to_path(given)
+    try:
+        path.stat()
+        reason = "Is a directory" if path.is_dir() else None
+        if reason is None and not paths.in_bucket(given) and not os.access(path, os.R_OK):
+            reason = "Permission denied"
+    except (OSError, ValueError) as error:
+        reason = f"{getattr(error, 'strerror', None) or error}{_namesake(path)}"
+    if reason is not None:
+        raise errors.InputError(f"{given}: cannot be read: {reason}")
+
+
+def _namesake(path: pathlib.Path) -> str:
+    """ "; did you mean 'x'?" for a file of a similar name beside the missing one."""
+    try:
+        beside = [str(path.with_name(one.name)) for one in path.parent.iterdir() if one.is_file()]
+    except (OSError, ValueError):
+        return ""
+    return registry.suggest(str(path), beside, exhaustive=False)
+
+
+def _check_directory(given: str) -> None:
+    path = paths.to_path(given)
+    try:
+        taken = path.exists() and not path.is_dir()
+    except (OSError, ValueError) as error:
+        raise errors.ConfigError(f"{given}: {getattr(error, 'strerror', error)}") from error
+    if taken:
+        raise errors.ConfigError(f"{given}: a file; expected a directory")

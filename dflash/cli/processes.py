@@ -1,0 +1,105 @@
+"""A command as one of several processes: they join, compare what was given, and leave together."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from dflash import errors
+from dflash.config import loader
+from dflash.parallel import agreement, distributed, host
+from dflash.parallel.agreement import Failure, ProcessGroup
+from dflash.runs import outputs
+
+_FAILED = 1
+_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED): ")
+_MAX_CHARACTERS = 300  # of a failure that is no UserError
+
+
+def run(given: Sequence[Any], work: Callable[[ProcessGroup], int]) -> int:
+    """Joins the other processes and does the work; if any of them fails, all leave alike."""
+    host.quiet_without_tpu()
+    _keep_stdout_for_results()
+    distributed.initialize(*given)
+    group = agreement.ProcessGroup(_say_failure)
+    try:
+        # As an exception, so that the others hear of it; training takes it over for its own end.
+        signal.signal(signal.SIGTERM, _terminate)
+        status = work(group)
+        sys.stdout.flush()
+    except BaseException as error:
+        group.leave(*_told(error))
+    group.close()
+    return status
+
+
+def check_alike(group: ProcessGroup, command: str, config: Any) -> None:
+    """Refuses processes with other versions, another command or config, or other devices.
+
+    Raises:
+      ConfigError: on all processes; it names the first that differs, and in what.
+    """
+    values = dict(loader.flatten(loader.to_dict(config)))
+    group.check_same({"command": command, **outputs.versions(), **values})
+    # Only now, since processes with other versions may not get as far as to see devices.
+    group.check_same({"devices of a process": jax.local_device_count()})
+
+
+def _told(error: BaseException) -> tuple[int, tuple[str, ...]]:
+    """Exit status and lines for what ends one of several processes."""
+    if isinstance(error, errors.UserError):
+        return error.exit_status, tuple(str(error).splitlines())
+    if isinstance(error, KeyboardInterrupt):
+        return errors.INTERRUPTED, ("interrupted",)
+    if isinstance(error, BrokenPipeError):
+        return errors.BROKEN_PIPE, ("the reader of stdout has closed it",)
+    if isinstance(error, SystemExit):
+        return error.code, ("stopped by SIGTERM",)
+    # A collective that another process has left, by a kill say, fails like this.
+    reason = " ".join(str(error).split())
+    if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(reason):
+        line = f"a computation of all processes failed; one of them may be gone: {reason}"
+    else:
+        traceback.print_exception(error)
+        line = f"{type(error).__name__}: {reason}"
+    return _FAILED, (errors.shorten(line, _MAX_CHARACTERS),)
+
+
+def _say_failure(failure: Failure) -> None:
+    """Prints what ended a run of several processes, on any of them."""
+    shown_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a display may have hidden it
+    for line in failure.lines:
+        print(f"{shown_cursor}error: process {failure.process}: {line}", file=sys.stderr)
+    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _keep_stdout_for_results() -> None:
+    """Leaves stdout to Python alone: gloo, which joins processes, writes there too.
+
+    Its lines come from native code, which knows the file descriptor only. That one leads nowhere
+    from now on.
+    """
+    try:
+        own = sys.stdout.fileno() == 1
+    except OSError:  # it has none, as in a notebook or a test
+        own = False
+    if own:
+        sys.stdout.flush()
+        encoding, errors_, line = sys.stdout.encoding, sys.stdout.errors, sys.stdout.line_buffering
+        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        buffering = 1 if line else -1
+        sys.stdout = open(kept, "w", buffering, encoding=encoding, errors=errors_)  # noqa: SIM115

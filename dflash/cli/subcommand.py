@@ -1,0 +1,410 @@
+"""Shared by all subcommands: flags, the config, help, and exit statuses.
+
+    dflash COMMAND CONFIG [key=value ...] [--flags]
+
+Flags say where and how a run happens; the config holds everything that can change a number. Flags
+are defined in an object of their own, so importing this module defines nothing globally.
+
+Exit statuses follow one rule: 2 for what was given (usage, config, input, checkpoint), 1 for a run
+that failed.
+"""
+
+import dataclasses
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from absl import flags
+
+from dflash import errors
+from dflash.cli import preflight
+from dflash.config import loader, registry
+from dflash.parallel import host
+from dflash.runs import shards
+from dflash.runs.shards import Shard
+
+if TYPE_CHECKING:
+    from dflash.parallel.agreement import ProcessGroup
+
+_USAGE_ERROR = 2
+_WIDTH = 80  # columns of help
+_LABEL_WIDTH = 24
+CONFIG = "CONFIG"
+_ABOUT_CONFIGS = (
+    "CONFIG is a YAML file, looked up as given, then among the shipped ones. Arguments of the form "
+    "key=value override it, with dots in the key and YAML in the value. --print_config shows all "
+    "keys with their values."
+)
+_STATUSES = (
+    "exit status: 0: done; 1: the run failed; 2: wrong usage, config, input or checkpoint; 130: "
+    "interrupted"
+)
+_JOIN_FLAGS = ("coordinator_address", "num_processes", "process_id")
+RUN_FLAGS = (
+    *("workdir", "dry_run", "print_config", "profile_dir"),
+    *(*_JOIN_FLAGS, "compilation_cache"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subcommand:
+    """What a subcommand takes: for its command line, its help and its completion.
+
+    Attributes:
+      name: as in `dflash NAME`.
+      description: one or two sentences for its help.
+      examples: lines for its help, as they are typed.
+      arguments: names of the positional arguments; key=value may follow CONFIG.
+      schema: the dataclass that the config fills, or several to choose from.
+      load: reads the config instead, from its path and the overrides.
+      configs: the configs of runs within what was loaded.
+      shared: names of the flags that it takes of those that several commands have.
+      define_flags: adds its own flags.
+      overrides: what its own flags add to the key=value arguments.
+      cpu_only: whether it computes nothing that is worth an accelerator.
+      statuses: exit statuses beside the usual ones, for its help.
+    """
+
+    name: str
+    description: str
+    examples: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = (CONFIG,)
+    schema: type | tuple[type, ...] | None = None
+    load: Callable[[str, Sequence[str]], Any] | None = None
+    configs: Callable[[Any], Iterable[Any]] = lambda loaded: (loaded,)
+    shared: tuple[str, ...] = ()
+    define_flags: Callable[[flags.FlagValues], None] = lambda values: None
+    overrides: Callable[[flags.FlagValues], list[str]] = lambda values: []
+    cpu_only: bool = False
+    statuses: str = ""
+
+    @property
+    def takes_config(self) -> bool:
+        """Whether its first argument is a config."""
+        return self.arguments == (CONFIG,)
+
+    @property
+    def usage(self) -> str:
+        """Its command line, in one line."""
+        overrides = ["[key=value ...]"] if self.takes_config else []
+        return " ".join(["dflash", self.name, *self.arguments, *overrides, "[--flags]"])
+
+    def flag_values(self) -> flags.FlagValues:
+        """Its flags, not parsed yet: the shared ones that it takes, and its own."""
+        values = _define_shared()
+        for name in set(values) - set(self.shared):
+            delattr(values, name)
+        self.define_flags(values)
+        flags.DEFINE_bool("help", False, "Print this text.", short_name="h", flag_values=values)
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A parsed command line; flags that a subcommand does not take have their defaults.
+
+    Attributes:
+      config: the resolved config, an instance of the subcommand's schema; None without CONFIG.
+      config_hash: hash of the resolved config.
+      config_path: path of the config file.
+      overrides: the key=value arguments.
+      arguments: the positional arguments, where there is no CONFIG among them.
+      workdir: directory for results; None for terminal only.
+      dry_run: whether to print the plan only, allocating nothing.
+      profile_dir: directory for a profiler trace, or None.
+      coordinator_address, num_processes, process_id: see `distributed.initialize`.
+      shard: which part of the work, of a run that is divided; None for all of it.
+      stream: whether to print text as it is accepted.
+      compilation_cache: see `compilation_cache.enable`.
+      flags: values of the subcommand's own flags, by name.
+    """
+
+    config: Any = None
+    config_hash: str = ""
+    config_path: str = ""
+    overrides: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    workdir: str | None = None
+    dry_run: bool = False
+    profile_dir: str | None = None
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    shard: Shard | None = None
+    stream: bool = True
+    compilation_cache: str | None = None
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def run(
+    subcommand: Subcommand,
+    main: Callable[[Command], int | None],
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Runs a subcommand and exits with its status.
+
+    Args:
+      subcommand: what it takes.
+      main: does the work; returns an exit status, None for 0.
+      argv: arguments without the names of program and subcommand; None for those of the process.
+    Raises:
+      SystemExit: always, with the status of `status_of`; 2 for wrong usage.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    sys.exit(status_of(lambda: _run(subcommand, main, argv)))
+
+
+def status_of(work: Callable[[], int | None]) -> int:
+    """Calls `work` and returns the exit status; prints a UserError as lines on stderr.
+
+    Returns:
+      The result of `work`, 0 for None; the status of a UserError; 130 if interrupted; 141 if the
+      reader of stdout has closed it.
+    """
+    try:
+        status = work() or 0
+        sys.stdout.flush()
+    except errors.UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return errors.INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; that must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return errors.BROKEN_PIPE
+    return status
+
+
+def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
+    values = subcommand.flag_values()
+    positional = _parse(subcommand, values, argv)
+    if values.help:
+        print(_help(subcommand, values))
+        return 0
+    if subcommand.takes_config and (not positional or "=" in positional[0]):
+        print(f"usage: {subcommand.usage}; see --help", file=sys.stderr)
+        return _USAGE_ERROR
+    configured = _configured if subcommand.takes_config else _plain
+
+    def work(group: "ProcessGroup | None" = None) -> int:
+        # The first process of several writes, and only its places need be there.
+        writes = group is None or group.process == 0
+        command = configured(subcommand, values, positional, writes=writes)
+        if command is None:
+            return 0
+        if group is not None:
+            from dflash.cli import processes
+
+            processes.check_alike(group, subcommand.name, command.config)
+        _set_up(subcommand, command)
+        return main(command) or 0
+
+    given = [values[name].value if name in values else None for name in _JOIN_FLAGS]
+    # A plan touches no device, so it needs no other process.
+    alone = any(name in values and values[name].value for name in ("dry_run", "print_config"))
+    if alone or all(value is None for value in given):
+        return work()
+    from dflash.cli import processes  # imports jax
+
+    return processes.run(given, work)
+
+
+def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **given: Any) -> Command:
+    """A command as a program gives it, for the `run` of a command's module.
+
+    Args:
+      subcommand: what it takes.
+      *arguments: the positional arguments, overrides included.
+      **given: values of flags, by name; None for the default.
+    Raises:
+      UserError: what is given cannot be used; worded as on the command line.
+    """
+    values = subcommand.flag_values()
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    positional = _parse(subcommand, values, [*words, "--", *map(os.fspath, arguments)])
+    configured = _configured if subcommand.takes_config else _plain
+    command = configured(subcommand, values, positional)
+    _set_up(subcommand, command)
+    return command
+
+
+def _set_up(subcommand: Subcommand, command: Command) -> None:
+    """Prepares jax, once everything that was given has been found good."""
+    host.quiet_without_tpu()
+    if subcommand.cpu_only and "jax" not in sys.modules:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    if "compilation_cache" in subcommand.shared and not command.dry_run:
+        from dflash.runs import compilation_cache  # imports jax
+
+        compilation_cache.enable(command.compilation_cache)
+
+
+def _plain(
+    subcommand: Subcommand,
+    values: flags.FlagValues,
+    positional: list[str],
+    *,
+    writes: bool = True,
+) -> Command:
+    del writes
+    names = subcommand.arguments
+    if len(positional) != len(names):
+        expected = " and ".join(names) or "no argument"
+        found = f"{len(positional)} argument{'' if len(positional) == 1 else 's'}"
+        raise errors.ConfigError(
+            f"expected {expected}, not {found}; usage: {subcommand.usage}; see --help"
+        )
+    return Command(arguments=tuple(positional), **_values(values))
+
+
+def _configured(
+    subcommand: Subcommand,
+    values: flags.FlagValues,
+    positional: list[str],
+    *,
+    writes: bool = True,
+) -> Command | None:
+    """The command with its config, checked as far as no device is needed; None once printed.
+
+    Args:
+      subcommand, values, positional: what it takes, and what is given.
+      writes: whether this process writes results.
+    """
+    path, *overrides = positional
+    overrides += subcommand.overrides(values)
+    load = subcommand.load or (lambda path, given: loader.load(path, given, subcommand.schema))
+    config = load(path, overrides)
+    if "print_config" in values and values.print_config:
+        print(loader.to_yaml(config), end="")
+        return None
+    command = Command(
+        config=config,
+        config_hash=loader.config_hash(config),
+        config_path=str(loader.find_config(path)),
+        overrides=tuple(overrides),
+        **_values(values),
+    )
+    # A plan reads no data, and what takes no --dry_run is but a plan.
+    reads = "dry_run" in subcommand.shared and not command.dry_run
+    preflight.check(subcommand.configs(config), files=reads)
+    if writes and not command.dry_run:
+        preflight.check_local(command.profile_dir)
+        preflight.check_writable(command.workdir, command.profile_dir)
+    preflight.check_bucket(command.compilation_cache)
+    return command
+
+
+def _values(values: flags.FlagValues) -> dict[str, Any]:
+    """Values of flags as fields of a Command."""
+    known = {field.name for field in dataclasses.fields(Command)} - {"flags"}
+    given = {name: values[name].value for name in values if name not in ("help", "h")}
+    own = {name: value for name, value in given.items() if name not in (*known, "print_config")}
+    fields = {name: value for name, value in given.items() if name in known} | {"flags": own}
+    if fields.get("shard") is not None:
+        fields["shard"] = shards.parse(fields["shard"], os.environ)
+        if fields.get("workdir") is None:
+            raise errors.ConfigError("--shard: needs --workdir, the same for all shards")
+    return fields
+
+
+def _define_shared() -> flags.FlagValues:
+    values = flags.FlagValues()
+    where = {"flag_values": values}
+    flags.DEFINE_string("workdir", None, "Directory for results; made if missing.", **where)
+    flags.DEFINE_bool("dry_run", False, "Print the plan without allocating anything.", **where)
+    flags.DEFINE_bool(
+        "print_config", False, "Print the resolved config, every key of it, as YAML.", **where
+    )
+    flags.DEFINE_string("profile_dir", None, "Directory for a profiler trace.", **where)
+    flags.DEFINE_string(
+        "coordinator_address",
+        None,
+        "Several processes: host:port of process 0, or auto on TPU pods and known clusters.",
+        **where,
+    )
+    flags.DEFINE_integer(
+        "num_processes", None, "Several processes: how many.", lower_bound=1, **where
+    )
+    flags.DEFINE_integer(
+        "process_id", None, "Several processes: which one this is, from 0.", lower_bound=0, **where
+    )
+    flags.DEFINE_string(
+        "shard",
+        None,
+        "Do only part i of n, as i/n from 0/n on, in a --workdir that all parts share; auto reads "
+        "i and n from a Kubernetes Job or a Slurm array.",
+        **where,
+    )
+    flags.DEFINE_bool("stream", True, "Print text as it is accepted.", **where)
+    flags.DEFINE_string(
+        "compilation_cache",
+        None,
+        "Directory for compiled programs, or off; default: ~/.cache/dflash/programs.",
+        **where,
+    )
+    return values
+
+
+def _parse(subcommand: Subcommand, values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+    """Fills `values` and returns the positional arguments; flags may be anywhere.
+
+    Raises:
+      ConfigError: unknown flags, each on a line of its own, or a flag's value is unusable.
+    """
+    values.set_gnu_getopt(True)
+    try:
+        _, *rest = values(["dflash", *argv], known_only=True)
+    except (flags.Error, ValueError) as error:
+        raise errors.ConfigError(" ".join(str(error).split())) from None
+    end = rest.index("--") if "--" in rest else len(rest)
+    unknown = [argument for argument in rest[:end] if argument.startswith("-") and argument != "-"]
+    if unknown:
+        raise errors.ConfigError(
+            *(_unknown_flag(subcommand, argument, values) for argument in unknown)
+        )
+    return rest[:end] + rest[end + 1 :]
+
+
+def _unknown_flag(subcommand: Subcommand, argument: str, values: flags.FlagValues) -> str:
+    flag, equals, value = argument.partition("=")
+    if flag.lstrip("-") in _JOIN_FLAGS:
+        divide = "; divide it with --shard" if "shard" in subcommand.shared else ""
+        return f"{flag}: dflash {subcommand.name} runs in one process{divide}"
+    if "." in flag:
+        key = flag.lstrip("-")
+        return f"unknown flag {flag}; config keys take no dashes: {key}{equals or '='}{value}"
+    known = {f"--{known}" for known in values if len(known) > 1}
+    return f"unknown flag {flag}{registry.suggest(flag, known)}"
+
+
+def _help(subcommand: Subcommand, values: flags.FlagValues) -> str:
+    def filled(text: str) -> str:
+        return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+    parts = [filled(subcommand.description), "", f"usage: {subcommand.usage}"]
+    if subcommand.takes_config:
+        parts += ["", filled(_ABOUT_CONFIGS)]
+    parts += ["", "flags, anywhere on the line:", *_flag_lines(values)]
+    if subcommand.examples:
+        parts += ["", "examples:", *(f"  {line}" for line in subcommand.examples)]
+    statuses = "; ".join(filter(None, [_STATUSES, subcommand.statuses]))
+    return "\n".join([*parts, "", filled(statuses)])
+
+
+def _flag_lines(values: flags.FlagValues) -> list[str]:
+    """Each flag with its help, in the order of their definition."""
+    lines = []
+    for group in values.flags_by_module_dict().values():
+        for flag in group:
+            label = f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
+            begin = f"  {label}".ljust(_LABEL_WIDTH)
+            later = " " * _LABEL_WIDTH
+            lines += textwrap.wrap(
+                flag.help, _WIDTH, initial_indent=f"{begin}", subsequent_indent=later
+            )
+    return lines

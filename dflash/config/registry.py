@@ -1,0 +1,254 @@
+"""Names that a config may choose, and where their code is.
+
+A target's or drafter's name selects two things: the class that runs, and the schema of its config
+group. Both are kept as "module:Class" and imported on demand, so that reading a config never
+imports jax.
+
+Installed distributions add targets and drafters through entry points, whose values are `Entry`s:
+
+    [project.entry-points."dflash.drafters"]
+    repeat = "my_package.registered:REPEAT"
+"""
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash import errors
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+_MAX_COMPARED = 200  # characters of a name; comparing takes time quadratic in them
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The class and the config schema of a registered name, each as "module:Class"."""
+
+    implementation: str
+    schema: str
+
+
+class Entries(Mapping[str, Entry]):
+    """Entries by name: the built-in ones, and behind them those of installed distributions.
+
+    Distributions are looked at when a name is first asked for, and their code is imported when
+    theirs is.
+    """
+
+    def __init__(self, group: str, built_in: Mapping[str, Entry]):
+        """Takes the name of the entry points' group, and the built-in entries."""
+        self._group, self._built_in = group, built_in
+
+    def __getitem__(self, name: str) -> Entry:
+        """The entry called `name`.
+
+        Raises:
+          KeyError: there is none.
+          ConfigError: it belongs to a distribution and cannot be loaded, or a distribution has
+            taken a name that another one, or dflash itself, has.
+        """
+        added = self._added()
+        return self._built_in[name] if name in self._built_in else _load_entry(added[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._built_in or name in self._added()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._built_in
+        yield from self._added()
+
+    def __len__(self) -> int:
+        return len(self._built_in) + len(self._added())
+
+    def _added(self) -> "Mapping[str, EntryPoint]":
+        """The entry points of installed distributions, by name."""
+        points = _entry_points(self._group, tuple(sys.path))
+        owners = dict.fromkeys(self._built_in, "dflash")
+        for point in points:
+            if point.name in owners:
+                raise errors.ConfigError(
+                    f"{_where(point)}: the name {point.name!r} is taken by {owners[point.name]}: "
+                    "rename the entry point, or uninstall the distribution"
+                )
+            owners[point.name] = _distribution(point)
+        return {point.name: point for point in points}
+
+
+@functools.lru_cache(maxsize=8)
+def _entry_points(group: str, path: tuple[str, ...]) -> "tuple[EntryPoint, ...]":
+    """The entry points of a group in the distributions below `path`, which is sys.path."""
+    from importlib import metadata  # takes longer than all else that is imported here
+
+    return tuple(metadata.entry_points(group=group))
+
+
+def _load_entry(point: "EntryPoint") -> Entry:
+    """Imports the entry that a distribution registers."""
+    try:
+        entry = point.load()
+    except Exception as error:  # it is others' code
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise errors.ConfigError(
+            f"{_where(point)}: cannot be loaded: {reason}; mend or uninstall the distribution"
+        ) from error
+    if not isinstance(entry, Entry):
+        raise errors.ConfigError(
+            f"{_where(point)}: expected a dflash.config.registry.Entry, got "
+            f"{type(entry).__name__}; mend or uninstall the distribution"
+        )
+    return entry
+
+
+def _where(point: "EntryPoint") -> str:
+    return f"{_distribution(point)}: entry point {point.group}: {point.name} = {point.value}"
+
+
+def _distribution(point: "EntryPoint") -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "a distribution"
+
+
+TARGETS: Mapping[str, Entry] = Entries(
+    "dflash.targets",
+    {
+        "qwen3": Entry("dflash.models.qwen3:Qwen3", "dflash.config.schema:TargetConfig"),
+        "qwen3_moe": Entry(
+            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.config.schema:Qwen3MoeConfig"
+        ),
+        "deepseek_v3": Entry(
+            "dflash.models.deepseek_v3:DeepseekV3", "dflash.config.schema:DeepseekV3Config"
+        ),
+        "kimi_k25": Entry(
+            "dflash.models.kimi_k25:KimiK25", "dflash.config.schema:DeepseekV3Config"
+        ),
+        "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
+    },
+)
+
+DRAFTERS: Mapping[str, Entry] = Entries(
+    "dflash.drafters",
+    {
+        "none": Entry("dflash.drafters.none:NoDrafter", "dflash.config.schema:DrafterConfig"),
+        "dflash": Entry(
+            "dflash.drafters.dflash.drafter:DFlash", "dflash.config.schema:DFlashConfig"
+        ),
+        "eagle3": Entry(
+            "dflash.drafters.eagle3.drafter:Eagle3", "dflash.config.schema:Eagle3Config"
+        ),
+        "autoregressive": Entry(
+            "dflash.drafters.autoregressive.drafter:Autoregressive",
+            "dflash.config.schema:AutoregressiveConfig",
+        ),
+        "dflash2": Entry(
+            "dflash.drafters.dflash2.drafter:DFlash2", "dflash.config.schema:DFlash2Config"
+        ),
+        "dspark": Entry(
+            "dflash.drafters.dspark.drafter:DSpark", "dflash.config.schema:DSparkConfig"
+        ),
+        "lookahead": Entry(
+            "dflash.drafters.lookahead:Lookahead", "dflash.config.schema:LookaheadConfig"
+        ),
+        "medusa": Entry(
+            "dflash.drafters.medusa.drafter:Medusa", "dflash.config.schema:MedusaConfig"
+        ),
+        "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.config.schema:NgramConfig"),
+    },
+)
+
+# Data sets have no schema of their own; their keys are in dflash/config/data_schema.py.
+DATASETS: Mapping[str, str] = {
+    "math": "dflash.data.datasets:Math",
+    "arithmetic": "dflash.data.datasets:Arithmetic",
+    "copying": "dflash.data.datasets:Copying",
+    "code": "dflash.data.datasets:Code",
+    "chat": "dflash.data.datasets:Chat",
+    "jsonl": "dflash.data.datasets:Jsonl",
+    # Published sets, for testing only.
+    "math500": "dflash.data.published.benchmarks:Math500",
+    "aime24": "dflash.data.published.benchmarks:Aime24",
+    "aime25": "dflash.data.published.benchmarks:Aime25",
+    "gsm8k": "dflash.data.published.benchmarks:Gsm8k",
+    "humaneval": "dflash.data.published.benchmarks:HumanEval",
+    "mbpp": "dflash.data.published.benchmarks:Mbpp",
+    "mt-bench": "dflash.data.published.benchmarks:MtBench",
+    "alpaca": "dflash.data.published.benchmarks:Alpaca",
+    "swe-bench": "dflash.data.published.benchmarks:SweBench",
+    "spec-bench": "dflash.data.published.benchmarks:SpecBench",
+    "speed-bench": "dflash.data.published.speed_bench:SpeedBench",
+    "speed-bench-1k": "dflash.data.published.speed_bench:SpeedBench1k",
+    "speed-bench-2k": "dflash.data.published.speed_bench:SpeedBench2k",
+    "speed-bench-8k": "dflash.data.published.speed_bench:SpeedBench8k",
+    "speed-bench-16k": "dflash.data.published.speed_bench:SpeedBench16k",
+    "speed-bench-32k": "dflash.data.published.speed_bench:SpeedBench32k",
+}
+
+
+# What the points of a sweep can run: a `Runner` of dflash/runs/sweeps.py, and a run's schema.
+RUNS: Mapping[str, Entry] = {
+    "decode": Entry("dflash.offline.decode_sweep:DecodePoints", "dflash.config.schema:DecodeRun"),
+    "benchmark": Entry(
+        "dflash.measure.benchmark_sweep:BenchmarkPoints",
+        "dflash.config.benchmark_schema:BenchmarkRun",
+    ),
+    "distill": Entry(
+        "dflash.distillation.distill_sweep:DistillPoints", "dflash.config.distill_schema:DistillRun"
+    ),
+}
+
+# The schemas of each command's configs, by which a config that is given to another one is known.
+CONFIGS: Mapping[str, tuple[str, ...]] = {
+    "decode": ("dflash.config.schema:DecodeRun",),
+    "serve": ("dflash.config.serve_schema:ServeRun",),
+    "train": ("dflash.config.train_schema:TrainRun",),
+    "distill": ("dflash.config.distill_schema:DistillRun",),
+    "benchmark": ("dflash.config.benchmark_schema:BenchmarkRun",),
+    "compile": (
+        "dflash.config.tpu_schema:CompileDecode",
+        "dflash.config.tpu_schema:CompileTrain",
+    ),
+}
+
+
+def load(reference: str) -> Any:
+    """Imports `reference` ("module:Class") and returns the object.
+
+    Raises:
+      ConfigError: there is no such module or class, or the module itself cannot be imported.
+    """
+    module, _, attribute = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise errors.ConfigError(f"{reference}: cannot be imported: {error}") from error
+
+
+def find(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
+    """Returns the entry called `name`.
+
+    Raises:
+      ConfigError: no such name; the message offers the nearest one.
+    """
+    if name in entries:
+        return entries[name]
+    raise errors.ConfigError(f"{what}: unknown name {name!r}{suggest(name, entries)}")
+
+
+def suggest(name: str, known: Iterable[str], *, prefix: str = "", exhaustive: bool = True) -> str:
+    """Returns "; did you mean 'x'?" for a near miss, else "; expected one of …".
+
+    Args:
+      name: what was given.
+      known: what may be given; the order of a list is kept.
+      prefix: goes before the suggested name, such as that of its group.
+      exhaustive: whether to list everything known when nothing is near, rather than nothing.
+    """
+    names = list(known) if isinstance(known, Sequence) else sorted(known)
+    near = difflib.get_close_matches(str(name)[:_MAX_COMPARED], names, n=1)
+    if near:
+        return f"; did you mean {prefix + near[0]!r}?"
+    return f"; expected one of {', '.join(names)}" if exhaustive else ""

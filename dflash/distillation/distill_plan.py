@@ -1,0 +1,212 @@
+"""The plan of a distillation: memory of its two programs, and time and disk of every stage.
+
+Times are lower bounds, at the peak rates of the chip: real runs take two to four times as long.
+Amounts are upper bounds where they depend on how long the answers get.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from dflash import paths
+from dflash.config.distill_schema import DistillRun
+from dflash.config.schema import DecodeRun, PromptsConfig
+from dflash.config.train_schema import TrainRun
+from dflash.loading import job as decode_jobs
+from dflash.loading.job import Job as DecodeJob
+from dflash.measure import roofline
+from dflash.measure.roofline import Machine, Work
+from dflash.parallel import chips, parameters
+from dflash.text import jsonl
+from dflash.training import train_job as training_jobs
+from dflash.training.train_job import Job as TrainJob
+from dflash.training.train_plan import step_flops
+
+_BYTES_PER_TOKEN = 2 * 8 + 4  # of an answer: twice as JSON, and as rows for training
+_ROW_BYTES_PER_TOKEN = 16  # tokens, positions, segment_ids and loss_mask
+_OPTIMIZER_COPIES = 3  # float32 arrays of a checkpoint for each weight: itself and two moments
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """What a stage takes.
+
+    Attributes:
+      name: the stage's.
+      amount: how much there is to do, as text.
+      seconds: the least time; None where the chip is unknown.
+      disk_bytes: what it leaves on disk, at most.
+    """
+
+    name: str
+    amount: str
+    seconds: float | None
+    disk_bytes: int
+
+
+def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
+    """Builds and checks the models of all stages, and plans them; no weights are read.
+
+    Args:
+      config: the run's config.
+      answers: path of the file of answers.
+      dry: touches no device and downloads nothing; the chip is then `plan.chip` or unknown.
+    Returns:
+      The plan as text, a line each.
+    Raises:
+      UserError: the models or the config do not fit.
+    """
+    decoding = _decode_job(config.answer_run(PromptsConfig()), dry)
+    training = training_jobs.prepare(config.train_run(answers), dry=True)
+    machine = _machine(config, None if dry else decoding)
+    stages = [
+        _answers(config, decoding, machine),
+        _training(config, training, machine),
+        _test(config, decoding, training, machine),
+        _export(training),
+    ]
+    return [
+        "answers: decoding with the target",
+        *decoding.plan().lines(),
+        "",
+        "training",
+        *training.plan().lines(),
+        "",
+        *_table(stages, machine),
+    ]
+
+
+def _decode_job(run: DecodeRun, dry: bool) -> DecodeJob:
+    """The job of a run without its prompts, which would have to be made or read first."""
+    job = decode_jobs.prepare_models(run, dry=dry)
+    longest = run.decode.prefill_chunk + run.decode.max_new_tokens
+    return dataclasses.replace(job, max_length=run.decode.max_length or longest)
+
+
+def _machine(config: DistillRun, job: DecodeJob | None) -> Machine | None:
+    if config.plan.chip is not None:
+        chip = chips.find(config.plan.chip)
+        devices = math.prod(vars(config.mesh).values())
+        return roofline.machine_of_chip(chip, devices, chip.name)
+    return None if job is None else roofline.machine_of(job.target.sharding)
+
+
+def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> StagePlan:
+    decode, questions = job.config.decode, _num_questions(config)
+    if config.answers.made is not None:
+        size = paths.to_path(config.answers.made).stat().st_size
+        return StagePlan("answers", f"{questions:,} that were made before", 0.0, size)
+    tokens = questions * decode.max_new_tokens
+    context = config.plan.prompt_tokens + decode.max_new_tokens // 2
+    forward = roofline.target_work(
+        job.target, batch=decode.batch_size, rows=1, context=context, kv_dtype=decode.kv_dtype
+    )
+    seconds = _seconds(forward, tokens / decode.batch_size, machine)
+    stored = questions * (config.plan.prompt_tokens + decode.max_new_tokens) * _BYTES_PER_TOKEN
+    amount = f"{questions:,} questions, at most {decode.max_new_tokens:,} tokens each"
+    return StagePlan("answers", amount, seconds, stored)
+
+
+def _num_questions(config: DistillRun) -> int:
+    """Questions of all data sets and files, or answers that were made before.
+
+    Raises:
+      InputError: a file cannot be read.
+    """
+    if config.answers.made is not None:
+        return sum(1 for _ in jsonl.entries(config.answers.made))
+    in_files = sum(1 for file in config.answers.files for _ in jsonl.entries(file))
+    return sum(config.answers.tasks.values()) + in_files
+
+
+def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> StagePlan:
+    run: TrainRun = job.config
+    row = run.train.batch_size * run.data.length
+    steps = run.train.steps
+    answer = config.plan.prompt_tokens + config.answers.decode.max_new_tokens
+    longest = min(answer, run.data.length)
+    per_epoch = _num_questions(config) * longest
+    share = config.data.shares.get("jsonl", 1.0) / (sum(config.data.shares.values()) or 1.0)
+    if steps is None:
+        steps = math.ceil(run.train.epochs * per_epoch / share / row)
+    amount = f"{steps:,} steps of {row:,} tokens"
+    work = Work(step_flops(job.task), 0.0)
+    learning = parameters.count(job.task.learner)
+    kept = run.train.keep_last + 2  # the best, and one that is being written
+    disk = kept * _OPTIMIZER_COPIES * 4 * learning
+    if run.train.features == "cached":
+        disk += int(per_epoch / share) * _feature_bytes(job)
+    return StagePlan("training", amount, _seconds(work, steps, machine), disk)
+
+
+def _feature_bytes(job: TrainJob) -> int:
+    """Bytes of what the feature cache keeps of a token."""
+    arch, taps = job.task.target.arch, len(job.task.working.feature_layers)
+    vectors = taps + job.config.loss.uses_target_hidden
+    return vectors * arch.hidden_size * job.task.dtype.itemsize + _ROW_BYTES_PER_TOKEN
+
+
+def _test(
+    config: DistillRun, decoding: DecodeJob, training: TrainJob, machine: Machine | None
+) -> StagePlan:
+    test = config.test
+    runs = list(config.test_runs(None).values())
+    prompts = len(runs) * test.prompts
+    if not prompts:
+        return StagePlan("test", "none: test.tasks is empty", 0.0, 0)
+    for run in runs[: len(runs) // len(test.tasks)]:  # of the first data set
+        decode_jobs.prepare_models(run, dry=True)  # sizes that do not fit are errors
+    slots = runs[0].decode.batch_size
+    forward = roofline.target_work(
+        decoding.target, batch=slots, rows=1, context=config.plan.prompt_tokens
+    )
+    tokens = prompts * test.decode.max_new_tokens
+    amount = f"{prompts:,} prompts, with the drafter and without"
+    stored = 2 * tokens * _BYTES_PER_TOKEN
+    # The drafted run takes at most as long as the plain one, or the drafter is of no use.
+    return StagePlan("test", amount, _seconds(forward, 2 * tokens / slots, machine), stored)
+
+
+def _export(job: TrainJob) -> StagePlan:
+    size = 2 if job.config.train.export_dtype == "bfloat16" else 4
+    weights = parameters.count(job.task.learner)
+    return StagePlan("export", f"{weights:,} weights", 0.0, 2 * size * weights)
+
+
+def _seconds(work: Work, times: float, machine: Machine | None) -> float | None:
+    return None if machine is None else work.ideal_ms(machine) * times / 1e3
+
+
+def _table(stages: Sequence[StagePlan], machine: Machine | None) -> Iterator[str]:
+    yield f"{'stage':<12}{'at least':>10}{'disk':>12}   amount"
+    for stage in stages:
+        yield (
+            f"  {stage.name:<10}{_duration(stage.seconds):>10}{_size(stage.disk_bytes):>12}"
+            f"   {stage.amount}"
+        )
+    disk = sum(stage.disk_bytes for stage in stages)
+    times = [stage.seconds for stage in stages]
+    total = None if None in times else sum(times)
+    yield f"  {'all':<10}{_duration(total):>10}{_size(disk):>12}"
+    if machine is None:
+        yield "times       unknown: give plan.chip, such as plan.chip=v5p"
+    else:
+        yield f"times       at the peaks of {machine.name} ({machine.source});"
+        yield "            expect two to four times as long"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, power in (("KB", 3), ("MB", 6), ("GB", 9)):
+        if size_bytes < 10 ** (power + 3):
+            return f"{size_bytes / 10**power:.1f} {unit}"
+    return f"{size_bytes / 1e12:.1f} TB"

@@ -1,0 +1,78 @@
+"""Points of a sweep that are distillations: a race of recipes for the same target."""
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash.config.distill_schema import DistillRun
+from dflash.config.schema import PromptsConfig
+from dflash.config.sweep import Sweep
+from dflash.distillation import distill_plan, recipe_comparison, stages
+from dflash.loading import job as decode_jobs
+from dflash.runs import dates, files, sweeps
+from dflash.runs.sweeps import Runner
+
+TABLE, PLOT = "recipes.md", "tau_by_training_time.png"
+
+
+class DistillPoints(Runner):
+    """Makes drafters; a point's directory is a work directory of `dflash.distill`.
+
+    The cells of a point are its tests: a data set, or a data set and what is drafted, such as
+    math-block8 and math-tree32.
+    One more, `training`, has what the training took.
+    """
+
+    metrics = ("tau", "speed_up", "cycle_ms", "tokens_per_second", "hours", "weights", "steps")
+    shown = ("tau", "speed_up", "cycle_ms", "hours")
+
+    def check(self, config: DistillRun) -> None:
+        distill_plan.make(config, answers=stages.ANSWERS, dry=True)
+
+    def affinity(self, config: DistillRun) -> str:
+        return decode_jobs.target_key(config.answer_run(PromptsConfig()))
+
+    def run(self, config: DistillRun, directory: pathlib.Path) -> Mapping[str, Any]:
+        date = dates.find(directory)
+        with stages.open_directory(directory, config, date) as opened:
+            status = stages.run(config, opened, date, self._display)
+        if status:
+            raise SystemExit(status)
+        trained, tested = (
+            json.loads((directory / name).read_text(encoding="utf-8"))
+            for name in (stages.TRAINED, stages.TESTED)
+        )
+        return dict(figures(trained, tested))
+
+    def draw(
+        self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
+    ) -> None:
+        """Heat maps, and the recipes side by side: a table, and τ against the time of training."""
+        super().draw(sweep, rows, directory)
+        found = recipe_comparison.recipes(sweep.axes, rows, directory / sweeps.POINTS)
+        if found:
+            files.write_whole(directory / TABLE, recipe_comparison.table(found))
+            files.write_whole(directory / PLOT, recipe_comparison.plot(found))
+
+
+def figures(
+    trained: Mapping[str, Any], tested: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, float | None]]:
+    """The figures of a finished distillation, as "cell.figure" and value.
+
+    Args:
+      trained: what ended the training.
+      tested: results of the tests by cell.
+    """
+    for cell, found in tested.items():
+        tau, rate = found["tau"], found["tokens_per_second"]
+        yield f"{cell}.tau", tau
+        yield f"{cell}.speed_up", found["baseline"]["speed_up"]
+        # Each slot commits τ tokens a cycle.
+        yield f"{cell}.cycle_ms", 1e3 * tau * found["slots"] / rate if tau and rate else None
+        yield f"{cell}.tokens_per_second", rate
+    step_s = trained["step_seconds"]
+    yield f"{recipe_comparison.TRAINING}.hours", step_s and step_s * trained["steps"] / 3600
+    yield f"{recipe_comparison.TRAINING}.weights", trained["weights"]
+    yield f"{recipe_comparison.TRAINING}.steps", trained["steps"]

@@ -1,0 +1,1 @@
+"""Assembles a run: from a config and checkpoints to models, tokenizer and prompts."""

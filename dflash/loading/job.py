@@ -1,0 +1,359 @@
+"""A decode run before it starts: models are found and built, prompts read, everything checked.
+
+Nothing here allocates weights, so problems are found before checkpoints are read.
+"""
+
+import dataclasses
+import datetime
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from dflash import errors
+from dflash.checkpoints import vocabulary
+from dflash.config import loader
+from dflash.config.data_schema import DataConfig
+from dflash.config.schema import DecodeRun, DrafterConfig, PromptsConfig
+from dflash.data import datasets
+from dflash.data.example import Example
+from dflash.drafters.base import Drafter
+from dflash.inference.engine import NUM_STOP_IDS, Engine
+from dflash.inference.request import Request, Sampling, max_length
+from dflash.loading import decode_plan, models, weights
+from dflash.loading.models import Source
+from dflash.models.decoder import Decoder
+from dflash.parallel import agreement, distributed, sharding
+from dflash.runs import shards
+from dflash.runs.outputs import Record
+from dflash.runs.shards import Shard
+from dflash.text import prompts, tokenizer
+from dflash.text.prompts import Prompt
+
+_USUAL_LENGTH = 4096  # tokens of a sequence, where nothing tells how long they get
+Grader = Callable[..., bool | None]  # (text, *, finished)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A checked run: its config, models and prompts.
+
+    Attributes:
+      config: the run's config.
+      target: the target; abstract until `load_weights`.
+      drafter: the drafter; likewise.
+      target_source: where the target's weights come from.
+      drafter_source: where the drafter's weights come from.
+      tokenizer: the target's tokenizer.
+      prompts: all prompts; empty where a dry run cannot know them.
+      max_length: longest sequence, prompt and output, in tokens.
+      date: the date that chat templates print; None for today.
+      shard: which part of the config's prompts these are.
+    """
+
+    config: DecodeRun
+    target: Decoder
+    drafter: Drafter
+    target_source: Source
+    drafter_source: Source
+    tokenizer: tokenizer.Tokenizer
+    prompts: tuple[Prompt, ...]
+    max_length: int
+    date: datetime.date | None = None
+    shard: Shard = shards.WHOLE
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence, ascending."""
+        eos = () if self.config.decode.ignore_eos else self.target.arch.eos_token_id
+        return tuple(sorted({*eos, *self.config.decode.stop_ids}))
+
+    def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
+        """Prompts as the engine takes them."""
+        decode = self.config.decode
+        return [
+            Request(
+                prompt.index,
+                prompt.ids,
+                decode.max_new_tokens,
+                Sampling.from_config(decode, prompt.index),
+                self.stop_ids,
+                decode.min_new_tokens,
+            )
+            for prompt in prompts
+        ]
+
+    def check_length(self, prompt: Prompt) -> None:
+        """Raises InputError if a prompt and its output exceed the cache or the target's range."""
+        decode, positions = self.config.decode, self.target.arch.max_position_embeddings
+        length = len(prompt.ids) + decode.max_new_tokens
+        sizes = f"{len(prompt.ids)} prompt tokens + decode.max_new_tokens = {length}"
+        if decode.max_length is not None and length > decode.max_length:
+            raise errors.InputError(
+                f"{prompt.source}: {sizes}, but the cache holds decode.max_length = "
+                f"{decode.max_length}; raise it, or shorten the prompt"
+            )
+        if length > positions:
+            raise errors.InputError(
+                f"{prompt.source}: {sizes}, but the target was made for "
+                f"{positions} positions; shorten one of the two"
+            )
+
+    def follow(self, prompt: Prompt, turn: int, before: Record) -> Prompt:
+        """The prompt of a later turn, made from the record of the turn before it.
+
+        Raises:
+          InputError: the chat template refuses, or the conversation has grown too long.
+        """
+        vocab_size = self.target.arch.vocab_size
+        found = prompts.continued(
+            prompt, turn, before.prompt, before.text, self.tokenizer, vocab_size=vocab_size
+        )
+        self.check_length(found)
+        return found
+
+    def grade(self, records: Mapping[int, Record]) -> dict[str, int]:
+        """Compares final answers with those of the prompts' data set.
+
+        Args:
+          records: finished prompts, by index.
+        Returns:
+          the numbers "checked" and "correct"; empty where there is none to check.
+        """
+        graders = self.shard.of(find_graders(self.config.prompts))
+        if not graders:
+            return {}
+        marks = [
+            grader(record.text, finished=record.finish_reason == "stop")
+            for prompt, grader in zip(self.prompts, graders, strict=True)
+            if (record := records.get(prompt.indices[-1])) is not None
+        ]
+        marks = [mark for mark in marks if mark is not None]
+        return {"checked": len(marks), "correct": sum(marks)} if marks else {}
+
+    def of_shard(self, shard: Shard) -> "Job":
+        """The job with a shard's prompts alone; they keep their indices."""
+        return dataclasses.replace(self, prompts=shard.of(self.prompts), shard=shard)
+
+    def load_weights(self) -> None:
+        """Fills both models.
+
+        Raises:
+          CheckpointError: a checkpoint is damaged, or does not fit.
+        """
+        weights.load(self.target, self.target_source, self.target.sharding)
+        self.load_drafter()
+
+    def load_drafter(self) -> None:
+        """Fills the drafter alone; see `load_weights`."""
+        weights.load(self.drafter, self.drafter_source, self.target.sharding)
+
+    def with_drafter(self, config: DecodeRun) -> "Job":
+        """The same prompts and target, decoded as another config says; its drafter is abstract.
+
+        Args:
+          config: has this job's target, mesh and dtype.
+        Raises:
+          UserError: the drafter cannot be found or built, or does not fit the target.
+        """
+        source, drafter = _find_drafter(config, self.target, self.target_source)
+        return dataclasses.replace(self, config=config, drafter=drafter, drafter_source=source)
+
+    def without_drafting(self) -> "Job":
+        """The baseline: the same prompts, target and loop, and a drafter that proposes nothing."""
+        return self.with_drafter(dataclasses.replace(self.config, drafter=DrafterConfig()))
+
+    def with_room(self) -> "Job":
+        """The job with room for prompts that are not known yet: `decode.max_length`, or a default.
+
+        Raises:
+          ConfigError: it is more than the target was made for.
+        """
+        positions, asked = self.target.arch.max_position_embeddings, self.config.decode.max_length
+        if asked is not None and asked > positions:
+            raise errors.ConfigError(
+                f"decode.max_length: {asked} is more than the {positions} positions that the "
+                "target was made for"
+            )
+        return dataclasses.replace(self, max_length=asked or min(positions, _USUAL_LENGTH))
+
+    def engine(self, prompts: Sequence[Prompt] = (), *, num_stop_ids: int = NUM_STOP_IDS) -> Engine:
+        """An engine over the models as they are now.
+
+        Args:
+          prompts: later turns to have room for, beside the first ones.
+          num_stop_ids: stop ids that a request may have.
+        """
+        longest = [max_length(self.requests(prompts))] if prompts else []
+        return Engine(
+            self.target,
+            self.drafter,
+            self.config.decode,
+            max_length=max([self.max_length, *longest]),
+            adaptive_blocks=self.config.drafter.adaptive,
+            num_stop_ids=max(num_stop_ids, len(self.stop_ids)),
+        )
+
+    def plan(self) -> decode_plan.Plan:
+        """The plan of the run: memory and programs."""
+        lengths = [len(prompt.ids) for prompt in self.prompts]
+        lengths = lengths or [max(1, self.max_length - self.config.decode.max_new_tokens)]
+        return decode_plan.make_plan(self.engine(), self.target, self.drafter, lengths)
+
+
+def target_key(config: DecodeRun) -> str:
+    """A key that is equal for targets with the same weights on the same devices."""
+    alone = {"target": config.target, "mesh": config.mesh, "rules": config.sharding_rules}
+    return loader.config_hash({**alone, "dtype": config.dtype})
+
+
+def prepare(
+    config: DecodeRun, *, stdin: TextIO, dry: bool = False, date: datetime.date | None = None
+) -> Job:
+    """Finds, builds, reads and checks everything that a run needs.
+
+    Args:
+      config: the run's config.
+      stdin: read for prompts where the config names none.
+      date: the run's date, which chat templates may print; None for today.
+      dry: for a plan only: touches no device, downloads nothing, and does not wait for stdin.
+    Raises:
+      UserError: see its subclasses.
+    """
+    job = prepare_models(config, dry=dry, date=date)
+    if dry and not _prompts_are_known(config, job.target_source):
+        longest = config.decode.prefill_chunk + config.decode.max_new_tokens
+        return dataclasses.replace(job, max_length=config.decode.max_length or longest)
+
+    def read() -> list[Prompt]:
+        return read_prompts(job, config.prompts, stdin=stdin)
+
+    # Of several processes the first one's standard input and files count.
+    return with_prompts(job, read() if dry else distributed.made_by_first(read))
+
+
+def prepare_models(
+    config: DecodeRun, *, dry: bool = False, date: datetime.date | None = None
+) -> Job:
+    """The part of `prepare` that is about models: a job without prompts."""
+    mesh = dataclasses.asdict(config.mesh)
+    placed = sharding.make_sharding(mesh, config.sharding_rules, abstract=dry)
+    target_source = models.find_target(config.target, download=not dry)
+    target = models.build_target(config.target, target_source, dtype=config.dtype, sharding=placed)
+    drafter_source, drafter = _find_drafter(config, target, target_source, download=not dry)
+    words = tokenizer.for_target(
+        target_source.directory, thinking=config.prompts.thinking, date=date
+    )
+    if not dry:
+        agreement.check_same("tokenizer", words.fingerprint)
+    return Job(
+        config,
+        target,
+        drafter,
+        target_source,
+        drafter_source,
+        words,
+        prompts=(),
+        max_length=0,
+        date=date,
+    )
+
+
+def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prompt]:
+    """Reads prompts from another source for the models of a job."""
+    examples = find_examples(source)
+    return prompts.read_prompts(
+        source,
+        job.tokenizer,
+        vocab_size=job.target.arch.vocab_size,
+        stdin=stdin,
+        conversations=[example.opening for example in examples],
+        later_turns=[example.later_turns for example in examples],
+    )
+
+
+def find_graders(source: PromptsConfig, examples: Sequence[Example] | None = None) -> list[Grader]:
+    """Graders of final answers, one per prompt; empty if the data set has no answers.
+
+    Args:
+      source: of the prompts.
+      examples: those of `find_examples`, where they have been read; None to read them.
+    Returns:
+      functions of the answer's text; they return None where there is nothing to compare it with.
+    """
+    if source.dataset is None:
+        return []
+    dataset = datasets.find(source.dataset, DataConfig())
+    if not dataset.has_answers:
+        return []
+    examples = find_examples(source) if examples is None else examples
+    return [functools.partial(dataset.is_correct, example) for example in examples]
+
+
+def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
+    """The job over these prompts, after checking that they fit.
+
+    Raises:
+      UserError: a prompt does not fit.
+    """
+    longest = max_length(job.requests(found))
+    job = dataclasses.replace(
+        job, prompts=tuple(found), max_length=job.config.decode.max_length or longest
+    )
+    _check(job)
+    return job
+
+
+def _prompts_are_known(config: DecodeRun, source: Source) -> bool:
+    named = config.prompts
+    from_stdin = not named.text and named.file is None and named.dataset is None
+    without_tokenizer = source.directory is None and config.target.checkpoint != models.RANDOM
+    return not from_stdin and not without_tokenizer
+
+
+def find_examples(config: PromptsConfig) -> list[Example]:
+    """What the prompts of a data set were made from, one each; empty if they come from elsewhere.
+
+    Raises:
+      UserError: see `datasets.task_examples`.
+    """
+    if config.dataset is None:
+        return []
+    return datasets.task_examples(
+        config.dataset, config.split, config.limit, raw_dir=config.raw_dir
+    )
+
+
+def _find_drafter(
+    config: DecodeRun, target: Decoder, target_source: Source, *, download: bool = True
+) -> tuple[Source, Drafter]:
+    """Finds and builds the drafter of a config, abstract, and checks that it fits the target."""
+    source = models.find_drafter(config.drafter, download=download)
+    drafter = models.build_drafter(
+        config.drafter, source, target.arch, dtype=config.dtype, sharding=target.sharding
+    )
+    if target_source.directory and source.directory:
+        vocabulary.check_same(target_source.directory, source.directory)
+    _check_rule(config, drafter)
+    return source, drafter
+
+
+def _check_rule(config: DecodeRun, drafter: Drafter) -> None:
+    """Raises ConfigError if verification needs probabilities that the drafter does not provide."""
+    drafts = drafter.num_draft_tokens > 0
+    if config.decode.verify == "rejection" and drafts and not drafter.has_probs:
+        raise errors.ConfigError(
+            "decode.verify: rejection weighs drafts by their probabilities, and drafter.name="
+            f"{config.drafter.name} has none; use decode.verify=coupled"
+        )
+
+
+def _check(job: Job) -> None:
+    """Raises InputError if a prompt or a stop id does not fit."""
+    for prompt in job.prompts:
+        job.check_length(prompt)
+    vocab_size = job.target.arch.vocab_size
+    outside = [token for token in job.stop_ids if token >= vocab_size]
+    if outside:
+        raise errors.ConfigError(
+            f"decode.stop_ids: {outside[0]} is outside the target's vocabulary of {vocab_size}"
+        )

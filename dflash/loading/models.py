@@ -1,0 +1,235 @@
+"""From a config to models: first their classes and shapes, then their weights.
+
+The two steps are separate: building is cheap and finds what does not fit; loading takes memory.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash import errors
+from dflash.checkpoints import checkpoint, files, hf_config, quantization, weight_formats
+from dflash.config import registry, schema
+from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
+from dflash.parallel import parameters
+from dflash.parallel.sharding import Sharding
+
+RANDOM = schema.RANDOM
+_TARGET_SEED, _DRAFTER_SEED = 0, 1
+_MAX_QUOTED = 100  # characters of a foreign name
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the weights of a model come from.
+
+    Attributes:
+      directory: directory of the checkpoint; None for random weights, or without a download.
+      hf: content of its config.json, or None.
+      seed: seed of random weights.
+    """
+
+    directory: pathlib.Path | None
+    hf: Mapping[str, Any] | None
+    seed: int
+
+
+def find_target(config: TargetConfig, *, download: bool = True) -> Source:
+    """Finds the target's checkpoint.
+
+    Args:
+      config: the run's target group.
+      download: fetch a checkpoint that is not on this machine; otherwise it counts as random.
+    Raises:
+      CheckpointError: it is missing or cannot be read.
+    """
+    return _find(config.checkpoint, _TARGET_SEED, download)
+
+
+def find_drafter(config: DrafterConfig, *, download: bool = True) -> Source:
+    """Finds the drafter's checkpoint, if the strategy has one; see `find_target`."""
+    return _find(getattr(config, "checkpoint", RANDOM), _DRAFTER_SEED, download)
+
+
+def build_target(config: TargetConfig, source: Source, *, dtype: str, sharding: Sharding):
+    """Builds the abstract target.
+
+    Raises:
+      ConfigError: the config states another family or shape than the checkpoint has.
+      CheckpointError: the checkpoint is of an unknown family.
+    """
+    if source.hf is None:
+        if config.name is None or config.architecture is None:
+            raise errors.ConfigError(
+                f"target: {config.checkpoint} is not on this machine, so target.name and "
+                "target.architecture must be given"
+            )
+        kind = registry.load(
+            registry.find(registry.TARGETS, config.name, "target.name").implementation
+        )
+        arch = config.architecture
+    else:
+        kind = _family(config, source)
+        arch = kind.architecture_from_hf(source.hf)
+        arch = dataclasses.replace(arch, eos_token_id=checkpoint.eos_token_ids(source.directory))
+        _check_stated(config.architecture, arch, source.directory)
+    if config.rope_scaling is not None:
+        arch = hf_config.with_rope_scaling(arch, config.rope_scaling)
+    model = kind(arch, dtype=jnp.dtype(dtype), sharding=sharding)
+    _quantize(model, source, config.quantization, "target")
+    return model
+
+
+def build_drafter(
+    config: DrafterConfig,
+    source: Source,
+    target: TargetArchitecture,
+    *,
+    dtype: str,
+    sharding: Sharding,
+):
+    """Builds the abstract drafter; see `Drafter.create` for the errors.
+
+    A drafter whose block size the loop chooses is built for its largest one.
+    """
+    if config.adaptive:
+        largest = next(f.default for f in dataclasses.fields(config) if f.name == "block_size")
+        config = dataclasses.replace(config, block_size=largest)
+    entry = registry.find(registry.DRAFTERS, config.name, "drafter.name")
+    kind = registry.load(entry.implementation)
+    # A strategy without architectures of its own looks its checkpoint up among the targets.
+    if source.hf is not None and kind.hf_architectures:
+        stated = hf_config.read_classes(source.hf, file=str(source.directory / files.CONFIG))
+        if not set(stated) & set(kind.hf_architectures):
+            raise errors.CheckpointError(
+                f"{source.directory}: config.json: architectures {list(stated)} is no "
+                f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
+            )
+    model = kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
+    _quantize(model, source, getattr(config, "quantization", None), "drafter")
+    return model
+
+
+def _quantize(model: nnx.Module, source: Source, wanted: str | None, group: str) -> None:
+    """Has a model keep weights in eight bits, as the checkpoint does or the config asks."""
+    stored = None if source.hf is None else weight_formats.stored_format(source.hf)
+    if stored is not None and wanted is not None:
+        raise errors.ConfigError(
+            f"{group}.quantization: {wanted}, but the weights in {source.directory} are in eight "
+            "bits already; leave it out, or take an unquantized checkpoint"
+        )
+    held = getattr(model, "checkpointed", model)
+    if stored is not None:
+        quantization.follow(held, source.directory, stored)
+    quantization.quantize(held, wanted)
+
+
+def load_weights(module: nnx.Module, source: Source) -> None:
+    """Fills an abstract module from its source.
+
+    Args:
+      module: itself what the checkpoint holds, or has a part called `checkpointed` that is. A
+        method `check_weights` of it then checks what was loaded.
+      source: see there.
+    Raises:
+      CheckpointError: the checkpoint is damaged, or does not fit the module.
+    """
+    if source.directory is not None:
+        checkpoint.load(getattr(module, "checkpointed", module), source.directory)
+        if hasattr(module, "check_weights"):
+            module.check_weights(source.directory)
+    else:
+        parameters.init_fast_random(module, source.seed)
+
+
+def find_class(
+    hf: Mapping[str, Any], directory: pathlib.Path, entries: Mapping[str, registry.Entry]
+) -> tuple[str, type]:
+    """Finds the registered name and class of a checkpoint's architecture.
+
+    Raises:
+      CheckpointError: no entry has this architecture.
+    """
+    stated = hf_config.read_classes(hf, file=str(directory / files.CONFIG))
+    known = []
+    for name, entry in entries.items():
+        kind = registry.load(entry.implementation)
+        if set(stated) & set(kind.hf_architectures):
+            return name, kind
+        known += [f"{one} ({name})" for one in kind.hf_architectures]
+    what = ", ".join(stated) or f"none (model_type {hf.get('model_type')!r})"
+    raise errors.CheckpointError(
+        f"{directory / files.CONFIG}: architectures: {what[:_MAX_QUOTED]} is not supported, only "
+        f"{', '.join(known)}"
+    )
+
+
+def find_strategy(reference: str) -> str:
+    """The name of the strategy that drafts with a checkpoint, by what its config.json names.
+
+    A language model belongs to the strategy that has checkpoints, but no architectures of its own.
+
+    Args:
+      reference: directory or hf:org/name.
+    Raises:
+      CheckpointError: it is missing or cannot be read, or no strategy has this architecture.
+    """
+    directory = checkpoint.resolve(reference)
+    entries = {**registry.DRAFTERS, **registry.TARGETS}
+    name, _ = find_class(checkpoint.read_config(directory), directory, entries)
+    return name if name in registry.DRAFTERS else _drafts_with_models()
+
+
+def _drafts_with_models() -> str:
+    for name, entry in registry.DRAFTERS.items():
+        keys = {field.name for field in dataclasses.fields(registry.load(entry.schema))}
+        if "checkpoint" in keys and not registry.load(entry.implementation).hf_architectures:
+            return name
+    raise LookupError("no strategy drafts with language models")
+
+
+def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
+    """The directory of a reference; None for one of the hub that is not to be downloaded.
+
+    Raises:
+      CheckpointError: see `checkpoint.resolve`.
+    """
+    remote = reference.startswith(checkpoint.HUB_PREFIX)
+    return None if remote and not download else checkpoint.resolve(reference)
+
+
+def _find(reference: str, seed: int, download: bool) -> Source:
+    directory = None if reference == RANDOM else find_directory(reference, download=download)
+    if directory is None:
+        return Source(None, None, seed)
+    return Source(directory, checkpoint.read_config(directory), seed)
+
+
+def _family(config: TargetConfig, source: Source) -> type:
+    """The class of the checkpoint's family, which must be the one that the config states."""
+    name, kind = find_class(source.hf, source.directory, registry.TARGETS)
+    if config.name not in (None, name):
+        raise errors.ConfigError(
+            f"target.name: {config.name!r}, but {source.directory} holds "
+            f"{source.hf['architectures'][0]}, which is {name!r}; leave target.name out"
+        )
+    return kind
+
+
+def _check_stated(
+    stated: TargetArchitecture | None, found: TargetArchitecture, directory: pathlib.Path
+) -> None:
+    """A shape that the config states must be the checkpoint's; end-of-sequence ids may differ."""
+    if stated is None:
+        return
+    problems = [
+        f"target.architecture.{name}: {value}, but {directory} has {getattr(found, name)}"
+        for name, value in vars(stated).items()
+        if name != "eos_token_id" and value != getattr(found, name)
+    ]
+    if problems:
+        raise errors.ConfigError(*problems)

@@ -1,0 +1,50 @@
+"""Points of a sweep that are benchmarks; the target stays loaded while points need it."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from dflash import errors
+from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.loading import job
+from dflash.measure import bench as benches
+from dflash.measure import benchmark_run, results
+from dflash.models.decoder import Decoder
+from dflash.runs.display import Display
+from dflash.runs.sweeps import Runner
+
+
+class BenchmarkPoints(Runner):
+    """Runs benchmarks; a point's directory is a work directory of `dflash.benchmark`."""
+
+    metrics = results.FIGURES
+    shown = ("tau", "speedup")
+
+    def __init__(self, display: Display):
+        super().__init__(display)
+        self._targets: dict[str, Decoder] = {}  # at most one, by `target_key`
+
+    def check(self, config: BenchmarkRun) -> None:
+        if config.study is not None:
+            raise errors.ConfigError(
+                "study: a sweep runs no studies: run this one by python -m dflash.benchmark"
+            )
+        benches.prepare(config)
+
+    def affinity(self, config: BenchmarkRun) -> str:
+        return job.target_key(config.decode_run(benches.BASELINE))
+
+    def run(self, config: BenchmarkRun, directory: pathlib.Path) -> Mapping[str, Any]:
+        key = self.affinity(config)
+        # Another target is freed first: there may be no memory for both.
+        self._targets = {one: target for one, target in self._targets.items() if one == key}
+        bench = benches.prepare(config, target=self._targets.get(key))
+        with results.open_directory(directory, config) as opened:
+            values = benchmark_run.run(bench, opened, Display.silent())
+        self._targets[key] = bench.target
+        return {
+            f"{row['task']}.{row['strategy']}.{name}": row[name]
+            for row in results.rows(values)
+            if row["strategy"] != bench.baseline
+            for name in self.metrics
+        }

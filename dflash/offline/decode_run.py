@@ -1,0 +1,310 @@
+"""A decode run from its prompts to its summary: pending prompts, records, display.
+
+A conversation of several turns takes several rounds, since a later turn's prompt contains the
+model's answer to the turn before. Each round decodes every prompt that is ready.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from dflash import paths
+from dflash.config.schema import DecodeRun
+from dflash.inference.engine import Engine
+from dflash.inference.request import Completion, Tokens, max_length
+from dflash.inference.stats import SchedulerStats
+from dflash.loading.job import Job
+from dflash.offline.decoding import decode
+from dflash.offline.usage import Usage
+from dflash.parallel import distributed
+from dflash.runs import dates, outputs
+from dflash.runs import records as records_lib
+from dflash.runs.directory import RunDirectory, check_config
+from dflash.runs.display import Display, prompt_text, summary_line
+from dflash.runs.outputs import Record, Summary
+from dflash.runs.records import Records
+from dflash.runs.shards import Shard
+from dflash.text.prompts import Prompt
+from dflash.text.tokenizer import IncrementalDecoder
+
+
+class RunRecords(NamedTuple):
+    """The finished prompts of a run, and those decoded without drafting if it asks for them."""
+
+    drafted: Records
+    baseline: Records | None
+
+
+@contextlib.contextmanager
+def open_records(
+    directory: str | os.PathLike | None,
+    config: DecodeRun,
+    date: datetime.date | None = None,
+    shard: Shard | None = None,
+) -> Iterator[RunRecords]:
+    """The records of a run: in a work directory, or in memory; on all processes but the first.
+
+    Args:
+      directory: the work directory; None for none.
+      config: the run's config.
+      date: the run's date, kept for later starts; see `dates.find`.
+      shard: which part of the prompts, of a run that is divided.
+    Raises:
+      WorkdirError: the directory cannot be used.
+    """
+    path = directory if jax.process_index() == 0 else None
+    file = str if shard is None else shard.file
+    with contextlib.ExitStack() as stack:
+        if shard is not None and path is not None:
+            records_lib.check_division(paths.to_path(path), shard)
+        held = stack.enter_context(
+            RunDirectory(path, config, is_used=records_lib.has_outputs, shard=shard)
+        )
+        if date is not None:
+            held.write(dates.FILE, f"{date}\n")
+
+        def records(name: str) -> Records:
+            return stack.enter_context(
+                records_lib.open_in(held, file(name), file(records_lib.RESULTS))
+            )
+
+        drafted = records(records_lib.OUTPUTS)
+        baseline = records(records_lib.BASELINE) if config.decode.baseline else None
+        if shard is not None and held.path is not None:
+            # Of two shards that began at once with two configs, one has written its own last.
+            check_config(held.path, config)
+        yield RunRecords(drafted, baseline)
+
+
+def open_display(*, stream: bool) -> Display:
+    """The display of this process: of several, only the first has a real one."""
+    return Display(stream=stream) if jax.process_index() == 0 else Display.silent()
+
+
+def load_weights(job: Job) -> Job:
+    """Fills a job's models in place; returns the job."""
+    job.load_weights()
+    return job
+
+
+def run(
+    job: Job,
+    records: RunRecords,
+    display: Display,
+    *,
+    load: Callable[[Job], Job] = load_weights,
+    profile_dir: str | None = None,
+) -> dict[str, Any]:
+    """Decodes the pending prompts, and summarizes all, those of earlier runs included.
+
+    Args:
+      job: its weights are read only if a prompt is pending.
+      records: of this run and of earlier ones in the same work directory.
+      display: shows text as it is accepted.
+      load: returns the job with its weights.
+      profile_dir: where a profiler trace goes, or None.
+    Returns:
+      the content of results.json.
+    Raises:
+      UserError: see its subclasses.
+    """
+    drafted, baseline = records
+    ready = _ready(job, drafted)
+    plain_ready = [] if baseline is None else _ready(job, baseline)
+    if ready or plain_ready:
+        with display.status("loading weights"):
+            job = load(job)
+    else:
+        display.note("nothing left to do: all prompts were finished before")
+    usage = Usage()
+    cycle_ms = _decode(job, drafted, ready, display, profile_dir, usage)
+    if plain_ready:
+        with display.status("decoding without drafting"):
+            _decode(job.without_drafting(), baseline, plain_ready, Display.silent())
+    return report(job, records, display, cycle_ms, usage)
+
+
+def all_turns(job: Job) -> list[Prompt]:
+    """Every turn of a job's conversations as a prompt of its own, in order of their indices.
+
+    The model's answers between turns are decoded for this; without later turns nothing is.
+
+    Args:
+      job: its weights are in place.
+    Raises:
+      InputError: the chat template refuses, or a conversation has grown too long.
+    """
+    # No turn follows the last answer, so that one is not needed.
+    asked = [
+        dataclasses.replace(prompt, later_turns=prompt.later_turns[:-1])
+        for prompt in job.prompts
+        if prompt.later_turns
+    ]
+    job_between, records = dataclasses.replace(job, prompts=tuple(asked)), Records()
+    _decode(job_between, records, _ready(job_between, records), Display.silent())
+    done, turns = records.completed(), []
+    for prompt in job.prompts:
+        turns.append(dataclasses.replace(prompt, later_turns=()))
+        for turn in range(1, len(prompt.indices)):
+            turns.append(job.follow(prompt, turn, done[prompt.index + turn - 1]))
+    return turns
+
+
+def _decode(
+    job: Job,
+    records: Records,
+    ready: list[Prompt],
+    display: Display,
+    profile_dir: str | None = None,
+    usage: Usage | None = None,
+) -> dict[str, float]:
+    """Decodes the prompts that are ready, round by round; adds to `usage`.
+
+    Returns:
+      milliseconds of a cycle by block size; empty where there was no choice.
+    """
+    engine, clock_s = None, 0.0
+    while ready:
+        engine = _engine(job, engine, ready)
+        with display.compiling() as progress:
+            engine.compile((len(prompt.ids) for prompt in ready), progress)
+        with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
+            clock_s = _round(job, engine, ready, records, display, clock_s, usage or Usage())
+        ready = _ready(job, records)
+    if engine is None or engine.cycle_seconds is None:
+        return {}
+    times = zip(engine.block_sizes, engine.cycle_seconds, strict=True)
+    return {str(size): 1e3 * seconds for size, seconds in times}
+
+
+def _ready(job: Job, records: Records) -> list[Prompt]:
+    """The prompts that can be decoded now: of each conversation its next turn."""
+    ready = []
+    done = records.completed()
+    for prompt in records.pending(job.prompts):
+        turn = next(turn for turn, index in enumerate(prompt.indices) if index not in done)
+        ready.append(job.follow(prompt, turn, done[prompt.index + turn - 1]) if turn else prompt)
+    return _agree(ready)
+
+
+def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that the first process found ready: it alone reads earlier runs' records."""
+    return distributed.from_first(list(ready))
+
+
+def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:
+    """The engine so far, or a new one if a conversation has outgrown it."""
+    needed = max_length(job.requests(ready))
+    if engine is not None and engine.has_room(needed, len(job.stop_ids)):
+        return engine
+    return job.engine(ready)
+
+
+def _round(
+    job: Job,
+    engine: Engine,
+    ready: Sequence[Prompt],
+    records: Records,
+    display: Display,
+    clock_s: float,
+    usage: Usage,
+) -> float:
+    """Decodes prompts; returns the clock in seconds, which continues from `clock_s`."""
+    by_index = {prompt.index: prompt for prompt in ready}
+    words = {index: IncrementalDecoder(job.tokenizer) for index in by_index}
+    display.expect(
+        {index: len(prompt.ids) for index, prompt in by_index.items()},
+        {index: prompt_text(_asked(prompt)) for index, prompt in by_index.items()},
+    )
+    reached_s, begin, tokens = clock_s, time.perf_counter(), 0
+
+    def tell(stats: SchedulerStats) -> None:
+        seconds = time.perf_counter() - begin
+        slots = engine.layout.batch_size
+        usage.add(stats, slots=slots, tokens=tokens, seconds=seconds)
+
+    for event in decode(engine, job.requests(ready), tell):
+        if isinstance(event, Tokens):
+            display.token(event.id, words[event.id].push(event.ids))
+            continue
+        tokens += len(event.output_ids)
+        display.token(event.id, words.pop(event.id).flush())
+        reached_s = clock_s + event.decode_clock_s
+        record = _record(by_index[event.id], event, job.tokenizer, reached_s)
+        display.finish(event.id, summary_line(records.append(record)))
+    return reached_s
+
+
+def _asked(prompt: Prompt) -> str | tuple[Mapping[str, Any], ...] | None:
+    """Text or messages of a prompt; None for token ids."""
+    return prompt.text if prompt.messages is None else prompt.messages
+
+
+def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -> Record:
+    """A line of outputs.jsonl."""
+    return Record(
+        index=prompt.index,
+        prompt=_asked(prompt),
+        prompt_ids=prompt.ids,
+        output_ids=completion.output_ids,
+        text=tokenizer.decode(completion.output_ids),
+        finish_reason=completion.finish_reason,
+        acceptance_lengths=completion.acceptance_lengths,
+        prefill_ms=completion.prefill_ms,
+        decode_ms=completion.decode_ms,
+        decode_clock_s=clock_s,
+        block_sizes=completion.block_sizes,
+    )
+
+
+def report(
+    job: Job,
+    records: RunRecords,
+    display: Display,
+    cycle_ms: dict[str, float],
+    usage: Usage | None = None,
+) -> dict[str, Any]:
+    """Summarizes all prompts, those of earlier runs in the same work directory included.
+
+    Args:
+      job: of the run.
+      records: all of them are finished.
+      display: shows the summary.
+      cycle_ms: milliseconds of a cycle by block size; empty where there was no choice.
+      usage: of this start of the run; None where it has decoded nothing.
+    Returns:
+      the content of results.json.
+    """
+    done, longest = records.drafted.completed(), job.drafter.longest_path
+    summary: Summary = outputs.summarize(done.values(), block_size=longest)
+    devices = [f"{device.platform}:{device.device_kind}" for device in job.target.sharding.devices]
+    facts: dict[str, Any] = {
+        "answers": job.grade(done),
+        "devices": devices,
+        "processes": jax.process_count(),
+        "versions": outputs.versions(),
+    }
+    if records.baseline is not None:
+        plain = records.baseline.completed()
+        comparison = outputs.compare(done, plain, block_size=longest)
+        facts["baseline"] = dataclasses.asdict(comparison)
+    if cycle_ms:
+        facts["cycle_ms"] = cycle_ms
+    facts |= usage.facts() if usage is not None else {}
+    if job.shard.count > 1:
+        facts["shard"] = str(job.shard)
+    records.drafted.write_results(summary, **facts)
+    display.results(summary)
+    if cycle_ms:
+        display.block_sizes(cycle_ms, summary.block_size_histogram)
+    if records.baseline is not None:
+        display.comparison(done, plain, summary, comparison)
+    if facts["answers"]:
+        display.note("\nanswers  {correct} of {checked} correct".format(**facts["answers"]))
+    return {**dataclasses.asdict(summary), **facts}

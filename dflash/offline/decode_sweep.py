@@ -1,0 +1,98 @@
+"""Points of a sweep that decode; models stay loaded while the next point needs them."""
+
+import dataclasses
+import datetime
+import io
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from dflash import errors
+from dflash.config import loader
+from dflash.config.schema import DecodeRun
+from dflash.loading import job as jobs
+from dflash.loading import weights
+from dflash.loading.job import Job
+from dflash.offline import decode_run
+from dflash.runs import dates
+from dflash.runs.display import Display
+from dflash.runs.sweeps import Runner
+
+
+class DecodePoints(Runner):
+    """Decodes; a point's directory is a work directory of `dflash.decode`."""
+
+    metrics = (
+        "tau",
+        "tokens_per_second",
+        "ttft_ms",
+        "tpot_ms",
+        "cycles",
+        "prompts",
+        "output_tokens",
+        "decode_seconds",
+    )
+    shown = ("tau", "tokens_per_second")
+
+    def __init__(self, display: Display):
+        super().__init__(display)
+        self._weights = Weights(display)
+        self._checked: dict[str, Job] = {}
+
+    def check(self, config: DecodeRun) -> None:
+        self._checked[loader.config_hash(config)] = _prepare(config, datetime.date.today())
+
+    def affinity(self, config: DecodeRun) -> str:
+        return jobs.target_key(config)
+
+    def run(self, config: DecodeRun, directory: pathlib.Path) -> Mapping[str, Any]:
+        date = dates.find(directory)
+        job = self._checked.pop(loader.config_hash(config), None)
+        if job is None or job.date != date:  # begun on another day
+            job = _prepare(config, date)
+        with decode_run.open_records(directory, config, date) as records:
+            return decode_run.run(job, records, Display.silent(), load=self._weights)
+
+
+class Weights:
+    """Fills jobs with weights; reads only those that differ from the previous job's."""
+
+    def __init__(self, display: Display):
+        """Takes the display, which gets a line for each load."""
+        self._display = display
+        self._loaded: dict[str, tuple[str, Any]] = {}  # key and model by role
+
+    def __call__(self, job: Job) -> Job:
+        """The job with its models filled.
+
+        Raises:
+          CheckpointError: a checkpoint is damaged, or does not fit.
+        """
+        wanted = {"target": jobs.target_key(job.config), "drafter": _drafter_key(job.config)}
+        # Models that are no longer needed are freed first: there may be no memory for both.
+        self._loaded = {
+            role: (key, model) for role, (key, model) in self._loaded.items() if key == wanted[role]
+        }
+        models = {role: self._model(role, key, job) for role, key in wanted.items()}
+        return dataclasses.replace(job, **models)
+
+    def _model(self, role: str, key: str, job: Job) -> Any:
+        if role not in self._loaded:
+            model, source = getattr(job, role), getattr(job, f"{role}_source")
+            with self._display.status(f"loading the {role}"):
+                weights.load(model, source, job.target.sharding)
+            self._loaded[role] = key, model
+        return self._loaded[role][1]
+
+
+def _drafter_key(config: DecodeRun) -> str:
+    return loader.config_hash({"target": jobs.target_key(config), "drafter": config.drafter})
+
+
+def _prepare(config: DecodeRun, date: datetime.date) -> Job:
+    named = config.prompts
+    if not named.text and named.file is None and named.dataset is None:
+        raise errors.ConfigError(
+            "prompts: required: text, file or dataset; a sweep reads no prompts from stdin"
+        )
+    return jobs.prepare(config, stdin=io.StringIO(), date=date)

@@ -1,0 +1,60 @@
+"""A list of prompts that several runs have divided among themselves, and the summary of all."""
+
+import os
+
+import jax
+
+from dflash import paths
+from dflash.config import loader
+from dflash.loading.job import Job
+from dflash.offline import decode_run
+from dflash.runs import records as records_lib
+from dflash.runs import shards
+from dflash.runs.directory import check_config
+from dflash.runs.display import Display
+from dflash.runs.records import Records
+from dflash.runs.shards import Shard
+
+
+def sum_up(
+    job: Job, directory: str | os.PathLike, display: Display, *, shard: Shard | None = None
+) -> None:
+    """Writes the summary of all shards of a run.
+
+    Args:
+      job: with the prompts of all shards.
+      directory: the work directory.
+      display: shows the summary.
+      shard: the one that has just finished; if others have not, it says so and leaves the summary
+        to the last of them.
+    Raises:
+      WorkdirError: some shards have not finished, or belong to another config.
+    """
+    if jax.process_index() > 0:
+        return
+    path = paths.to_path(directory)
+    check_config(path, job.config)
+    found = shards.shards_in(path, records_lib.OUTPUTS)
+    shards.check_count(path, records_lib.OUTPUTS, shard or found[0])
+    count = found[0].count
+    if shard is not None:
+        missing = shards.missing(path, records_lib.RESULTS, count)
+        if missing:
+            display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
+            return
+    digest = loader.config_hash(job.config)
+
+    def joined(name: str) -> Records:
+        records = records_lib.join(path, digest, name, count)
+        left = {prompt.index for prompt in records.pending(job.prompts)}
+        unfinished = [
+            one
+            for one in shards.Shard(0, count).all()
+            if any(p.index in left for p in one.of(job.prompts))
+        ]
+        shards.check_finished(path, unfinished)
+        return records
+
+    drafted = joined(records_lib.OUTPUTS)
+    baseline = joined(records_lib.BASELINE) if job.config.decode.baseline else None
+    decode_run.report(job, decode_run.RunRecords(drafted, baseline), display, {})

@@ -1,0 +1,227 @@
+"""A prepared training run: abstract models, data, checks; no weights yet."""
+
+import dataclasses
+import datetime
+import functools
+import itertools
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import optax
+
+from dflash import errors
+from dflash.config.schema import PromptsConfig
+from dflash.config.train_schema import TrainRun
+from dflash.data import datasets, held_out, mixture, store
+from dflash.data.batches import Batches
+from dflash.data.datasets import Dataset
+from dflash.data.example import Split
+from dflash.data.mixture import Mixture
+from dflash.loading import models
+from dflash.parallel import agreement
+from dflash.parallel import sharding as shardings
+from dflash.parallel.sharding import Sharding
+from dflash.text import prompts, tokenizer
+from dflash.text.tokenizer import Tokenizer
+from dflash.training import step as steps_lib
+from dflash.training import tasks, train_plan
+from dflash.training.optimizer import make_optimizer, make_schedule
+from dflash.training.state import Params
+from dflash.training.tasks import Task
+
+# (params of the learner in the compute dtype) -> metrics, including "tau".
+DraftingTest = Callable[[Params], Mapping[str, float]]
+
+COUNTED_TOKENS = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A prepared training run.
+
+    Attributes:
+      config: the run's config.
+      sharding: the run's mesh and rules.
+      task: models, which are abstract, and loss.
+      tokenizer: tokenizer of the data and of held-out prompts.
+      tokenizer_directory: its files are exported with the weights; None for plain bytes.
+    """
+
+    config: TrainRun
+    sharding: Sharding
+    task: Task
+    tokenizer: Tokenizer
+    tokenizer_directory: pathlib.Path | None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of the rows of a batch that this process reads."""
+        return steps_lib.rows_of_process(self.sharding, self.config.train.batch_size)
+
+    def optimizer(self, steps: int) -> tuple[optax.GradientTransformation, Any]:
+        """The optimizer, and the schedule of its learning rate."""
+        config = self.config.optimizer
+        return make_optimizer(config, steps), make_schedule(config, steps)
+
+    @functools.cached_property
+    def _datasets(self) -> dict[str, Dataset]:
+        return datasets.find_all(self.config.data)
+
+    @functools.cached_property
+    def training_rows(self) -> Mixture:
+        """All rows to learn from.
+
+        Raises:
+          InputError: the data are malformed.
+        """
+        return self._open("train")
+
+    @functools.cached_property
+    def held_out_rows(self) -> Mixture:
+        """All rows for validation; see `training_rows`."""
+        return self._open("validation")
+
+    def _open(self, split: Split) -> Mixture:
+        return mixture.open_mixture(
+            self.config.data,
+            self._datasets,
+            self.tokenizer,
+            split=split,
+            vocab_size=self.task.target.arch.vocab_size,
+        )
+
+    def batches(
+        self, rows: Mixture, *, batch_size: int | None = None, state: Any = None
+    ) -> Batches:
+        """Endless batches of this process's rows, from the position `state` on.
+
+        Args:
+          rows: the rows to read.
+          batch_size: rows per batch, over all processes; None for those of a training step.
+          state: position to resume from; None for the beginning.
+        Raises:
+          InputError: the data do not fill a batch, or `state` belongs to others.
+        """
+        size = batch_size or self.config.train.batch_size
+        mine = steps_lib.rows_of_process(self.sharding, size)
+        return Batches(rows, batch_size=size, mine=mine, state=state)
+
+    def batches_per_epoch(self) -> int:
+        """Number of batches in one pass over the training data.
+
+        Raises:
+          InputError: they do not fill a batch.
+        """
+        self.batches(self.training_rows)
+        return self.training_rows.num_rows // self.config.train.batch_size
+
+    def token_counts(self) -> np.ndarray:
+        """How often each token is a label in the batches of the run, int64 [V].
+
+        Equal on every process. Of a long run only the beginning counts, which is enough to rank
+        the tokens.
+        """
+        source = Batches(self.training_rows, batch_size=1)
+        seen = self.steps() * self.config.train.batch_size
+        rows = min(seen, self.training_rows.num_rows, COUNTED_TOKENS // self.config.data.length)
+        counts = np.zeros(self.task.target.arch.vocab_size, np.int64)
+        for row in itertools.islice(source, rows):
+            counts += np.bincount(row["tokens"][row["loss_mask"] != 0], minlength=len(counts))
+        return counts
+
+    def steps(self) -> int:
+        """Total optimizer steps.
+
+        Raises:
+          InputError: the data do not fill a batch.
+        """
+        wanted = self.config.train
+        if wanted.steps is not None:
+            return wanted.steps
+        return math.ceil(wanted.epochs * self.batches_per_epoch())
+
+    @functools.cached_property
+    def held_out_prompts(self) -> dict[str, list[tuple[int, ...]]]:
+        """Token ids of the prompts that τ is measured on, by data set.
+
+        Raises:
+          InputError: a file of prompts is unusable.
+        """
+        wanted = self.config.evaluation
+        if wanted.prompts_file is not None:
+            config = PromptsConfig(file=wanted.prompts_file)
+            vocab_size = self.task.target.arch.vocab_size
+            found = prompts.read_prompts(config, self.tokenizer, vocab_size=vocab_size, stdin=None)
+            name = pathlib.Path(wanted.prompts_file).stem
+            return {name: [prompt.ids for prompt in found[: wanted.prompts]]}
+        directory = store.data_directory(self.config.data.data_dir)
+        return agreement.first_alone(
+            "held-out prompts",
+            lambda: held_out.mixed_prompts(
+                self._datasets, self.tokenizer, directory, limit=wanted.prompts
+            ),
+        )
+
+    def drafting_test(self, kind: Callable[..., DraftingTest]) -> DraftingTest | None:
+        """A test that measures τ on held-out prompts; None if the run wants none.
+
+        Args:
+          kind: `offline.evaluation.DraftingTest`, which this package must not import.
+        """
+        if not self.config.evaluation.prompts or not self.task.drafts:
+            return None
+        return kind(
+            self.task.target,
+            self.task.working,
+            self.config.evaluation_decode,
+            self.held_out_prompts,
+            stop_ids=self.task.target.arch.eos_token_id,
+        )
+
+    def plan(self) -> train_plan.Plan:
+        """The plan of the run, made without reading data."""
+        steps = self.config.train.steps
+        optimizer, _ = self.optimizer(steps or 1)
+        return train_plan.make_plan(self.task, optimizer, steps=steps)
+
+
+def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = False) -> Job:
+    """Builds and checks everything that a run needs before its weights.
+
+    Args:
+      config: the run's config.
+      date: what chat templates print as the date; None for today.
+      dry: for a plan only; uses no device and downloads nothing.
+    Raises:
+      UserError: the config, data or checkpoints are unusable.
+    """
+    mesh = dataclasses.asdict(config.mesh)
+    placed = shardings.make_sharding(mesh, config.sharding_rules, abstract=dry)
+    task = tasks.make_task(config, placed, download=not dry)
+    directory = task.target_source.directory
+    if config.tokenizer is not None:
+        directory = models.find_directory(config.tokenizer, download=not dry)
+    words = tokenizer.for_target(directory, thinking=config.data.thinking, date=date)
+    if not dry:
+        agreement.check_same("tokenizer", words.fingerprint)
+    job = Job(config, placed, task, words, directory)
+    _check(job)
+    return job
+
+
+def _check(job: Job) -> None:
+    """Raises UserError if tokenizer or rows do not fit."""
+    arch, length = job.task.target.arch, job.config.data.length
+    if job.tokenizer.vocab_size > arch.vocab_size:
+        raise errors.ConfigError(
+            f"tokenizer: {job.tokenizer_directory or 'of plain bytes'} has "
+            f"{job.tokenizer.vocab_size} tokens, but the target's vocabulary is {arch.vocab_size}"
+        )
+    if length > arch.max_position_embeddings:
+        raise errors.ConfigError(
+            f"data.length: {length}, but the target was made for "
+            f"{arch.max_position_embeddings} positions"
+        )

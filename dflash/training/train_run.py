@@ -1,0 +1,236 @@
+"""A training run, from its work directory to its exported weights."""
+
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash import errors, paths
+from dflash.checkpoints import files as checkpoint_files
+from dflash.config import loader
+from dflash.parallel import agreement
+from dflash.runs import files
+from dflash.runs.directory import CONFIG, RunDirectory
+from dflash.training import features, rundir
+from dflash.training import state as states
+from dflash.training import step as steps_lib
+from dflash.training.checkpoints import Checkpoints, RestoredCheckpoint
+from dflash.training.evaluation import Evaluation
+from dflash.training.report import Report
+from dflash.training.state import Params, TrainState
+from dflash.training.train_job import DraftingTest, Job
+from dflash.training.trainer import Batches, LoopConfig, Outcome, StepFunctions, Trainer
+
+
+def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -> Outcome:
+    """Trains, from scratch or from the newest checkpoint in the directory.
+
+    Args:
+      job: the prepared run.
+      directory: its work directory, held by this run.
+      drafting_test: measures τ; None if τ is not measured.
+    Raises:
+      UserError: data, weights, numbers or files are unusable.
+    """
+    _publish_export(directory)
+    steps = job.steps()
+    frozen = job.task.load_frozen(job.token_counts)
+    keep_last = job.config.train.keep_last
+    with Checkpoints(directory.path / rundir.CHECKPOINTS, keep_last=keep_last) as checkpoints:
+        notes: list[str] = []
+        start = _begin(job, directory, checkpoints, steps, notes.append)
+        with _open_report(job, directory, steps, start.step) as report:
+            for note in notes:
+                report.note(note)
+            train_step = _train_step(job, steps, start.state)
+            evaluation = Evaluation(job, frozen, drafting_test)
+            trainer = Trainer(
+                _loop_config(job, steps, evaluation),
+                StepFunctions(
+                    train=lambda state, batch: train_step(state, frozen, batch),
+                    evaluate=evaluation,
+                    export=functools.partial(_export, job, directory),
+                ),
+                state=start.state,
+                step=start.step,
+                batches=_training_batches(job, directory, frozen, start.metadata["data"], report),
+                sharding=job.sharding,
+                checkpoints=checkpoints,
+                metadata=start.metadata,
+                report=report,
+            )
+            outcome = trainer.run()
+            report.note(_finish(job, directory, start.step, outcome, steps))
+    return outcome
+
+
+def _begin(
+    job: Job, directory: RunDirectory, checkpoints: Checkpoints, steps: int, note
+) -> RestoredCheckpoint:
+    """The newest good checkpoint, or the state before the first step if there is none."""
+    optimizer, _ = job.optimizer(steps)
+    _, abstract = states.split(job.task.learner)
+    found = checkpoints.restore(states.abstract(abstract, optimizer, job.sharding), note)
+    if found is None:
+        params = job.task.fresh_params()
+        state = states.create(params, optimizer, job.config.train.seed, job.sharding)
+        return RestoredCheckpoint(0, state, {"data": None, "identity": rundir.identity(job.config)})
+    if not rundir.same_run(found.metadata.get("identity"), job.config):
+        raise errors.WorkdirError(
+            f"{directory.path}: holds checkpoints of another config than its {CONFIG} "
+            "says: use another --workdir, or delete this one"
+        )
+    note(f"continuing after step {found.step}")
+    return found
+
+
+def _open_report(job: Job, directory: RunDirectory, steps: int, first_step: int) -> Report:
+    return Report(
+        directory.path if jax.process_index() == 0 else None,
+        steps=steps,
+        first_step=first_step,
+        tokens_per_step=job.config.train.batch_size * job.config.data.length,
+    )
+
+
+def _train_step(job: Job, steps: int, state: TrainState):
+    optimizer, schedule = job.optimizer(steps)
+    return steps_lib.make_train_step(
+        job.task.loss,
+        optimizer,
+        schedule,
+        dtype=job.task.dtype,
+        accumulate_steps=job.config.optimizer.accumulate_steps,
+        sharding=job.sharding,
+        state=state,
+    )
+
+
+def _loop_config(job: Job, steps: int, evaluation: Evaluation) -> LoopConfig:
+    config = job.config
+    return LoopConfig(
+        steps=steps,
+        rows=config.train.batch_size,
+        log_every=config.train.log_every,
+        checkpoint_every=config.train.checkpoint_every,
+        evaluate_every=config.evaluation.every if evaluation.measures_something else 0,
+        goal=evaluation.goal,
+        evaluation=evaluation.fingerprint,
+        patience=config.evaluation.patience,
+    )
+
+
+def _training_batches(
+    job: Job, directory: RunDirectory, frozen: Params, state: Any, report: Report
+) -> Batches:
+    """The training batches; with `train.features=cached`, they include target features."""
+    source = job.batches(job.training_rows, state=state)
+    agreement.check_same("data", source.state())
+    if job.config.train.features == "online" or not job.task.drafts:
+        return source
+    given = job.config.train.feature_cache or str(directory.path / rundir.FEATURES)
+    base = paths.to_path(given)
+    if any(base.glob("*/process-*-of-*")):
+        report.note(f"{base}: has features cached by an earlier version, not read: delete them")
+    rows = job.training_rows
+    caches = [
+        _feature_cache(job, corpus, base, frozen, report) for corpus in range(len(rows.corpora))
+    ]
+    return features.CachedBatches(source, rows, caches)
+
+
+def _feature_cache(
+    job: Job, corpus: int, base: pathlib.Path, frozen: Params, report: Report
+) -> features.FeatureCache:
+    """Features of the rows of a corpus that the run reads."""
+    rows, batch_size = job.training_rows, job.config.train.batch_size
+    compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
+    name = rows.corpora[corpus].corpus.name
+    wanted = min(len(rows.corpora[corpus]), rows.most_drawn(corpus, job.steps() * batch_size))
+
+    def features_of(numbers: Sequence[int]) -> dict[str, np.ndarray]:
+        batch = rows.read([(corpus, number) for number in numbers])
+        placed = steps_lib.place(batch, job.sharding, batch_size)
+        return {name: _local_rows(x) for name, x in compute(frozen, placed).items()}
+
+    return features.open_cache(
+        base / f"{name.replace('/', '-')}-{_cache_key(job, corpus)}",
+        order=rows.order(corpus, 0),
+        num_rows=wanted,
+        rows=steps_lib.rows_by_process(job.sharding, batch_size),
+        compute=features_of,
+        progress=lambda done: report.note(f"features of {name}: {min(done, wanted)}/{wanted} rows"),
+    )
+
+
+def _cache_key(job: Job, corpus: int) -> str:
+    """A hash of everything that the rows of a corpus, their order and features depend on."""
+    source = job.task.target_source
+    weights = features.fingerprint(source.directory) if source.directory else source.seed
+    rows = job.training_rows
+    return features.cache_key(
+        loader.non_defaults(job.config.target),
+        rows.corpora[corpus].corpus.fingerprint,
+        rows.length,
+        (rows.seed, corpus),
+        job.config.train.dtype,
+        job.task.working.feature_layers,
+        job.config.loss.uses_target_hidden,
+        weights,
+    )
+
+
+def _local_rows(array: jax.Array) -> np.ndarray:
+    """This process's rows of an array that is sharded by rows or replicated."""
+    pieces = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(pieces[start].data) for start in sorted(pieces)])
+
+
+def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> None:
+    """Writes the weights to hf/; at any time it or the directory that replaces it is whole."""
+    fresh = _fresh_export(directory)
+    if jax.process_index() == 0:
+        files.remove_tree(fresh)
+    job.task.export(params, fresh, job.tokenizer_directory)
+    _publish_export(directory)
+
+
+def _publish_export(directory: RunDirectory) -> None:
+    """Puts a whole new export into place; after a kill, that of an earlier start."""
+    fresh, final = _fresh_export(directory), directory.path / rundir.EXPORT
+    if jax.process_index() == 0 and _is_export(fresh):
+        with files.explained(final):
+            files.publish(fresh, final, checkpoint_files.CONFIG)
+    agreement.wait_for_all("export published")
+
+
+def _fresh_export(directory: RunDirectory) -> pathlib.Path:
+    return directory.path / f".{rundir.EXPORT}.new"
+
+
+def _is_export(path: pathlib.Path) -> bool:
+    return (path / checkpoint_files.CONFIG).is_file()
+
+
+def _finish(
+    job: Job, directory: RunDirectory, first_step: int, outcome: Outcome, steps: int
+) -> str:
+    """Exports the last weights if there are no best ones; returns a line about the result."""
+    if outcome.step < steps and not outcome.stalled:
+        return f"stopped after step {outcome.step} of {steps}; run the same command to continue"
+    export = directory.path / rundir.EXPORT
+    if _is_export(export) and first_step == steps:
+        return f"all {steps} steps were done before; {export} holds the weights"
+    if outcome.stalled:
+        return (
+            f"ended after step {outcome.step} of {steps}: no better score in "
+            f"{job.config.evaluation.patience} evaluations (evaluation.patience); {export} holds "
+            f"the weights of step {outcome.best['step']}, the best"
+        )
+    if not (_is_export(export) and outcome.best):
+        _export(job, directory, outcome.state.params, outcome.step)
+        return f"done: {export} holds the weights of step {outcome.step}"
+    return f"done: {export} holds the weights of step {outcome.best['step']}, the best"

@@ -1,0 +1,124 @@
+"""Tests of dispatches that cover fewer slots than there are."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engines import engine, expected, make_requests, random_prompts
+from support.models import drafter, takes
+
+from dflash.inference import adaptive, batch_buckets
+from dflash.inference.request import Completion
+from dflash.inference.scheduler import Scheduler
+
+PROMPTS = random_prompts([9, 16, 5, 12, 3, 14])
+LIMITS = [12, 3, 8, 5, 7, 4]
+
+
+class Watch:
+    """An engine that notes the width of every dispatch."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.widths = []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def generate(self, state, width=None):
+        self.widths.append(width)
+        return self._inner.generate(state, width)
+
+
+def check(run, **how) -> list[int]:
+    """One request alone, four more, then another one; returns the widths of the dispatches."""
+    watch = Watch(run)
+    one = Scheduler(watch)
+    requests = make_requests(PROMPTS, LIMITS, **how)
+    events = []
+    for group in (requests[:1], requests[1:5], requests[5:]):
+        for request in group:
+            one.submit(request)
+        while not one.idle:
+            events += one.step()
+    done = {event.id: event for event in events if isinstance(event, Completion)}
+    found = [(done[i].output_ids, done[i].finish_reason) for i in range(len(PROMPTS))]
+    assert found == expected(PROMPTS, LIMITS, **how)
+    return watch.widths
+
+
+# State in pages, in arrays, in both with rows that depend on the next token, and of refused rows.
+@pytest.mark.parametrize("name", ["autoregressive", "dflash", "eagle3", "lookahead"])
+def test_every_kind_of_state_is_cut_and_put_back(name):
+    options = {"block_size": 3} if takes(name, "block_size") else {}
+    run = engine(drafter(name, **options), batch_size=4, sync_every=2, partial_dispatches=True)
+    used = check(run, temperature=0.8, seed=2)
+    assert used[0] == used[-1] == 1, "one sequence alone needs one slot"
+    assert max(used) == 4
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "eagle3"])
+def test_each_replica_computes_its_own_first_slots(name):
+    model = drafter(name, mesh=(2, 1, 1), block_size=3)
+    run = engine(model, mesh=(2, 1, 1), batch_size=8, sync_every=2, partial_dispatches=True)
+    assert run.layout.widths == (1, 4)
+    assert set(check(run, temperature=0.0)) == {1, 4}
+
+
+@functools.cache
+def adaptive_engine():
+    options = {"batch_size": 4, "sync_every": 2, "partial_dispatches": True}
+    return engine(drafter("dflash", block_size=2), adaptive_blocks=True, **options)
+
+
+def test_the_block_size_is_chosen_by_the_times_of_the_width():
+    """Drafting pays where few slots are computed and not where all are, or so it is told."""
+    run = adaptive_engine()
+    sizes = run.block_sizes
+    run.cycle_seconds = tuple(adaptive.only(0, sizes).tolist())
+    run._partial_seconds = (tuple(adaptive.only(len(sizes) - 1, sizes).tolist()),)
+    one = Scheduler(run)
+    requests = make_requests(PROMPTS, 6, temperature=0.0)
+    one.submit(requests[0])
+    alone, together = [], []
+    while not one.idle:
+        alone += [event for event in one.step() if isinstance(event, Completion)]
+    for request in requests[1:4]:
+        one.submit(request)
+    while not one.idle:
+        together += [event for event in one.step() if isinstance(event, Completion)]
+    assert set(alone[0].block_sizes) == {sizes[-1]}
+    assert together[0].block_sizes[-1] == 1
+
+
+def test_cycles_are_timed_at_every_width():
+    run = adaptive_engine()
+    run.cycle_seconds = None
+    measured = run._measured()
+    assert measured.shape == (2, 2)
+    assert (measured > 0).all()
+    assert run.cycle_seconds == tuple(measured[-1].tolist())
+
+
+@given(slots=st.integers(1, 300))
+def test_few_widths_reach_from_one_slot_to_all(slots):
+    found = batch_buckets.widths(slots)
+    assert found[0] == 1
+    assert found[-1] == slots
+    assert list(found) == sorted(set(found))
+    assert len(found) <= 2 + np.log2(slots) / 2
+
+
+def test_what_is_put_back_lies_where_it_was():
+    whole = jax.numpy.arange(24).reshape(2, 12)
+    part = batch_buckets._first(whole, (2, 4), 2)
+    assert part.tolist() == [[0, 1, 6, 7], [12, 13, 18, 19]]
+    put = batch_buckets._put(whole, -part, 2)
+    assert batch_buckets._first(put, (2, 4), 2).tolist() == (-part).tolist()
+    rest = np.array(whole) % 6 >= 2
+    assert np.array(put)[rest].tolist() == np.array(whole)[rest].tolist()
+    with pytest.raises(ValueError, match="more than the number of slots"):
+        batch_buckets._first(whole, (1, 4), 1)

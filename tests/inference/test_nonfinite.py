@@ -1,0 +1,102 @@
+"""Logits that are not finite end the run, and the message says where they began."""
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.engines import decode, engine, random_prompts
+from support.models import ARCHITECTURE, drafter, make_sharding
+
+from dflash import errors
+from dflash.inference import cycle, nonfinite, verify
+from dflash.inference.engine import Engine
+from dflash.models.qwen3 import Qwen3
+from dflash.parallel import parameters
+
+PROMPTS = random_prompts([5, 9])
+
+
+def make_target() -> Qwen3:
+    model = Qwen3(ARCHITECTURE, dtype=jnp.dtype("float32"), sharding=make_sharding())
+    parameters.initialize(model, jax.random.key(0))
+    return model
+
+
+@functools.cache
+def sound_engine(name: str) -> Engine:
+    return engine(drafter(name), batch_size=2, sync_every=3, on=make_target())
+
+
+def damaged(name: str, path: str, value: float, at=...) -> Engine:
+    """An engine that shares its programs, with a value in a tensor of its target."""
+    target = make_target()
+    param = dict(parameters.named_parameters(target))[path]
+    param.set_value(param.get_value().at[at].set(value))
+    twin = copy.copy(sound_engine(name))
+    twin.target, twin._target_params = target, nnx.state(target)
+    return twin
+
+
+def message(run: Engine, prompts=PROMPTS, **how) -> str:
+    with pytest.raises(errors.NumericsError) as caught:
+        decode(run, prompts, 12, **how)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("path", "at", "stage", "tensor"),
+    [
+        ("layers.1.mlp.down_proj.kernel", (3, 3), "layer 1 (of 0 to 1)", "layers.1.mlp.down_proj"),
+        # A single column: all other logits are finite.
+        ("lm_head.kernel", (slice(None), 7), "the output head", "lm_head"),
+        ("norm.scale", 3, "the final norm", "norm"),
+    ],
+)
+def test_a_tensor_with_a_nan_is_named(path, at, stage, tensor, temperature):
+    said = message(damaged("ngram", path, jnp.nan, at), temperature=temperature)
+    assert said.startswith(
+        "prompt 0: the target's logits for token 1 of the output (position 5) are not finite; "
+        f"the first that gives such values is {stage}: its weights are not: "
+    )
+    assert tensor in said.rpartition(": ")[2]
+
+
+def test_weights_may_be_finite_and_their_products_not():
+    said = message(damaged("ngram", "layers.0.mlp.up_proj.kernel", 3e38))
+    assert "layer 0 (of 0 to 1): its weights are finite, so its values exceed float32" in said
+
+
+def test_the_sequence_and_the_position_are_those_of_the_first_bad_token():
+    """A token's embedding is damaged: all is well until it is said."""
+    whole = decode(sound_engine("none"), PROMPTS, 12, temperature=0.8)
+    # Of the second prompt, a token that neither prompt holds nor the first output.
+    before = {*PROMPTS[0], *PROMPTS[1], *whole[0].output_ids}
+    output = whole[1].output_ids
+    place = next(i for i, token in enumerate(output) if i and token not in before)
+    run = damaged("none", "embed_tokens.embedding", jnp.inf, output[place])
+    said = message(run, temperature=0.8)
+    assert said.startswith(
+        f"prompt 1: the target's logits for token {place + 2} of the output "
+        f"(position {9 + place + 1}) are not finite; the first that gives such values is "
+        "the embedding: its weights are not: model.embed_tokens.weight"
+    )
+
+
+def test_a_row_counts_only_if_it_commits_a_token():
+    """Rows past the accepted ones come of refused drafts; a tree's rows are those of its path."""
+    logits = np.zeros((2, 3, 5), np.float32)
+    logits[0, 2, 4], logits[1, 1, 0] = np.nan, np.inf
+    picked = jnp.argmax(jnp.array(logits), axis=-1)
+    assert nonfinite.finite_rows(jnp.array(logits), picked).tolist() == [
+        [True, True, False], [True, False, True],
+    ]  # fmt: skip
+    result = verify.VerifyResult(jnp.array([1, 1]), jnp.array([[0, 1], [0, 2]]), jnp.array([0, 0]))
+    sound = cycle._sound_rows(result, jnp.array(logits))  # of rejection: no samples
+    assert cycle._along(result.path, sound).tolist() == [[True, True], [True, True]]
+    chain = cycle._sound_rows(result._replace(path=None, sampled=picked), jnp.array(logits))
+    assert cycle._along(None, chain).tolist() == [[True, True, False], [True, False, True]]
