@@ -123,7 +123,7 @@ def _measure(command: cli.Command) -> dict[str, Any]:
     ):
         if config.study is not None:
             return benchmark_run.study(config, directory, display, wide=wide)
-        divided = shard is None and distributed.made_by_first(
+        divided = shard is None and distributed.compute_on_first(
             lambda: shards.is_divided(path, merge_benchmarks.ROUNDS)
         )
         if divided:
@@ -133,7 +133,7 @@ def _measure(command: cli.Command) -> dict[str, Any]:
         )
     if shard is None or command.workdir is None:
         return values
-    missing = distributed.made_by_first(
+    missing = distributed.compute_on_first(
         lambda: shards.missing(path, merge_benchmarks.ROUNDS, shard.count)
     )
     if missing:

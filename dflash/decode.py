@@ -48,7 +48,7 @@ def _decode(command: cli.Command) -> None:
     if command.dry_run:
         print("\n".join(job.plan().lines()))
         return
-    divided = command.shard is None and distributed.made_by_first(
+    divided = command.shard is None and distributed.compute_on_first(
         lambda: shards.is_divided(command.workdir, records.OUTPUTS)
     )
     with contextlib.closing(decode_run.open_display(stream=command.stream)) as display:

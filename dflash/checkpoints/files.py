@@ -191,4 +191,4 @@ def _process_index() -> int:
 def _barrier(name: str) -> None:
     from dflash.parallel import agreement  # imports jax
 
-    agreement.wait_for_all(name)
+    agreement.barrier(name)

@@ -89,7 +89,7 @@ def open_mixture(
     opened = []
     for name in config.shares:
         open_one = functools.partial(_open_rows, config, sets[name], tokenizer, split, vocab_size)
-        opened.append(agreement.first_alone(f"{name}/{split}", open_one))
+        opened.append(agreement.run_first_process_first(f"{name}/{split}", open_one))
     return Mixture(tuple(opened), tuple(config.shares.values()), config.seed)
 
 

@@ -103,7 +103,7 @@ class Work:
         if jax.process_index() == 0:
             with files.explained(self.path / name):
                 files.write_whole(self.path / name, files.to_json(content))
-        agreement.wait_for_all(f"{name} written")
+        agreement.barrier(f"{name} written")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def open_directory(
     ) as directory:
         if first:
             directory.write(dates.FILE, f"{date}\n")
-        agreement.wait_for_all("work directory taken")
+        agreement.barrier("work directory taken")
         yield directory
 
 
@@ -180,7 +180,7 @@ def _answer(work: Work) -> int:
         with files.explained(made or work.path / ANSWERS):
             lines = _all_answers(work.path / "answers", list(runs)) if runs else _lines(made)
             files.write_whole(work.path / ANSWERS, lines)
-    agreement.wait_for_all(f"{ANSWERS} written")
+    agreement.barrier(f"{ANSWERS} written")
     return 0
 
 

@@ -228,7 +228,7 @@ def prepare(
         return read_prompts(job, config.prompts, stdin=stdin)
 
     # Of several processes the first one's standard input and files count.
-    return with_prompts(job, read() if dry else distributed.made_by_first(read))
+    return with_prompts(job, read() if dry else distributed.compute_on_first(read, [Prompt]))
 
 
 def prepare_models(

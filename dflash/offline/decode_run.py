@@ -195,7 +195,7 @@ def _ready(job: Job, records: Records) -> list[Prompt]:
 
 def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
     """The prompts that the first process found ready: it alone reads earlier runs' records."""
-    return distributed.from_first(list(ready))
+    return distributed.broadcast(list(ready), [Prompt])
 
 
 def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:

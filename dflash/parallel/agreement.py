@@ -1,6 +1,6 @@
-"""Agree, then act: what one of several processes finds or fails at, all of them know.
+"""Agreement of several processes: a value or failure of one of them becomes known to all.
 
-Values travel through the key-value store of jax's coordination service, which needs no device. So
+Values travel through the key-value store of JAX's coordination service, which needs no device. So
 processes can agree while their devices are busy, or before they have any.
 """
 
@@ -8,82 +8,84 @@ import contextlib
 import dataclasses
 import json
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed as _jax_distributed  # jax shows the store to nobody else
 
 from dflash import errors
+from dflash.parallel import jax_internals, messages
 
-Done = TypeVar("Done")
+Result = TypeVar("Result")
 
 _ROOT = "dflash"
 _FAILURE = f"{_ROOT}/failure"
 _LEAVING = f"{_ROOT}/leaving"
-_FOR_EVER_MS = 7 * 24 * 3600 * 1000  # a failure in the meantime is announced
-_LOOK_S = 1.0  # between two looks whether another process has failed
-_FAREWELL_MS = 5000  # for which a process that leaves waits for the others
+# Long waits are safe, because a failure of another process ends this one meanwhile.
+_NO_TIMEOUT_MS = 7 * 24 * 3600 * 1000
+_POLL_S = 1.0  # interval at which a process checks whether another one has failed
+_LEAVE_TIMEOUT_MS = 5000  # time that a leaving process waits for the others
 
 
-def from_all(name: str, value: Any) -> list[Any]:
-    """Every process's value, in the order of processes; all call this at the same place.
+def gather(name: str, value: Any) -> list[Any]:
+    """Returns every process's value, ordered by process index; all processes must call this.
 
     Args:
-      name: of the question; it may be asked any number of times.
-      value: anything that can be pickled.
+      name: Name of the exchange, the same on all processes; it may be used repeatedly.
+      value: This process's value, of the types that `messages.encode` accepts.
+    Raises:
+      UserError: The message of a process cannot be decoded.
     """
     if jax.process_count() == 1:
         return [value]
-    return _ask_all(name, value, jax.process_index(), jax.process_count())
+    return _gather(name, value, jax_internals.coordination())
 
 
-def wait_for_all(name: str) -> None:
-    """Returns once every process has called it with this name; at once where there is only one."""
-    from_all(name, None)
+def barrier(name: str) -> None:
+    """Returns once every process has called it with this name; at once for a single process."""
+    gather(name, None)
 
 
-def first_alone(name: str, do: Callable[[], Done]) -> Done:
-    """Does something on every process, on the first one before it begins on the others.
+def run_first_process_first(name: str, function: Callable[[], Result]) -> Result:
+    """Calls a function on every process, and completes process 0's call before the others begin.
 
-    So the first one leaves files where others find them, if they see the same directory.
+    Files that process 0 writes are then there for the others, if they share the directory.
     """
     if jax.process_index() == 0:
-        done = do()
-        wait_for_all(name)
-        return done
-    wait_for_all(name)
-    return do()
+        result = function()
+        barrier(name)
+        return result
+    barrier(name)
+    return function()
 
 
-def check_same(what: str, value: Any) -> None:
-    """Refuses a value that differs between processes.
+def check_same(name: str, value: Any) -> None:
+    """Raises if a value differs between processes.
 
     Args:
-      what: the name of the value, for the message.
-      value: this process's; compared with `==`.
+      name: Name of the value, for the message.
+      value: This process's value; compared with `==`.
     Raises:
-      InputError: on all processes; it names the first one that differs from process 0.
+      InputError: On all processes; names the first process that differs from process 0.
     """
-    first, *others = from_all(f"same {what}", value)
+    first, *others = gather(f"same {name}", value)
     for process, other in enumerate(others, start=1):
         if other != first:
             raise errors.InputError(
-                f"{what}: {_difference(first, other, process)}; give all processes the same files"
+                f"{name}: {_difference(first, other, process)}; give all processes the same files"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What ended a run of several processes.
+    """The failure that ended a run of several processes.
 
     Attributes:
-      process: the first process that failed.
-      status: exit status of all.
-      lines: what it was, for the terminal.
+      process: Index of the process that failed first.
+      status: Exit status of all processes.
+      lines: Error message for the terminal.
     """
 
     process: int
@@ -92,99 +94,112 @@ class Failure:
 
 
 class ProcessGroup:
-    """The processes of a run, which leave together: one that fails takes all others with it.
+    """The processes of a run, which end together: when one fails, all others exit too.
 
-    While it is open, a thread of every process waits for the news of a failure. It prints the lines
-    and ends its process, whatever that is waiting for: a collective that another process will
-    never enter cannot be interrupted in another way.
+    While the group is open, a thread of every process watches for a failure of another one. The
+    thread prints the message and ends its process, whatever the process is waiting for: a
+    collective that another process will never enter cannot be interrupted in any other way.
 
     Attributes:
-      process: index of this process.
+      process: Index of this process.
     """
 
-    def __init__(self, say: Callable[[Failure], None]):
-        """Opens it; the processes have joined.
+    def __init__(self, report: Callable[[Failure], None]):
+        """Opens the group; `jax.distributed` must be initialized.
 
         Args:
-          say: prints a failure.
+          report: Prints a failure.
         """
-        state = _jax_distributed.global_state
-        self.process, self._client = state.process_id, state.client
-        self._count = state.num_processes
-        self._say = say
+        self._coordination = jax_internals.coordination()
+        self.process, self._client = self._coordination.process, self._coordination.client
+        self._report = report
         self._closing = threading.Lock()  # its holder decides how the process ends
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="group", daemon=True)
         self._watcher.start()
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Refuses processes that were started with other facts; needs no device.
+        """Raises if processes were started differently; needs no device.
 
+        Args:
+          facts: Values that must be equal on all processes, by the name to print.
         Raises:
-          UserError: names the first process that differs from process 0, and in what.
+          ConfigError: Names the first process that differs from process 0, and the value.
         """
-        first, *others = _ask_all("start", dict(facts), self.process, self._count)
+        first, *others = _gather("start", dict(facts), self._coordination)
         for process, other in enumerate(others, start=1):
             for key in {**first, **other}:
                 if first.get(key) != other.get(key):
-                    found = _difference(first.get(key), other.get(key), process)
-                    raise errors.ConfigError(f"{key}: {found}; start all processes of a run alike")
+                    difference = _difference(first.get(key), other.get(key), process)
+                    raise errors.ConfigError(
+                        f"{key}: {difference}; start all processes of a run alike"
+                    )
 
     def leave(self, status: int, lines: tuple[str, ...]) -> None:
         """Announces that this process has failed, and ends it with all others; never returns.
 
-        Of several failures the first counts, on every process.
+        If several processes fail, all of them report the first failure.
         """
         self._closing.acquire()
-        mine = Failure(self.process, status, lines)
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first
-            self._client.key_value_set(_FAILURE, json.dumps(dataclasses.asdict(mine)))
+        own = Failure(self.process, status, lines)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another failure came first
+            self._client.key_value_set(_FAILURE, json.dumps(dataclasses.asdict(own)))
         try:
-            first = self._client.blocking_key_value_get(_FAILURE, _FAREWELL_MS)
-        except jax.errors.JaxRuntimeError:  # the process that keeps the store is gone
-            self._end(mine)
-        self._end(_read(first))
+            first = self._client.blocking_key_value_get(_FAILURE, _LEAVE_TIMEOUT_MS)
+        except jax.errors.JaxRuntimeError:  # the process that hosts the store is gone
+            self._end(own)
+        self._end(_parse_failure(first))
 
     def close(self) -> None:
-        """The run has ended well: this process ends by itself."""
+        """Closes the group after a successful run; this process then ends by itself."""
         self._closing.acquire()
         self._closed.set()
-        self._watcher.join()  # a thread must not be within jax when Python ends
+        self._watcher.join()  # no thread may be inside JAX when Python exits
 
     def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_S):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is no such key
+        while not self._closed.wait(_POLL_S):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key does not exist yet
                 text = self._client.key_value_try_get(_FAILURE)
                 if self._closing.acquire(blocking=False):
-                    self._end(_read(text))
+                    self._end(_parse_failure(text))
                 return
 
     def _end(self, failure: Failure) -> None:
-        """Prints, waits until all others know too, and ends the process."""
-        self._say(failure)
-        # If one went before the others know, they would fail at its absence instead.
+        """Reports the failure, waits until the other processes know it, and exits."""
+        self._report(failure)
+        # A process that exited before the others know would make them fail at its absence instead.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._client.wait_at_barrier(_LEAVING, _FAREWELL_MS)
+            self._client.wait_at_barrier(_LEAVING, _LEAVE_TIMEOUT_MS)
         if self.process == 0:
-            time.sleep(0.5)  # it keeps the store, in which the others wait
-        os._exit(failure.status)  # a normal end would wait for devices, and for the others
+            time.sleep(0.5)  # it hosts the store, at which the others still wait
+        os._exit(failure.status)  # a normal exit would wait for devices and for the others
 
 
-def _ask_all(name: str, value: Any, process: int, count: int) -> list[Any]:
-    client = _jax_distributed.global_state.client
+def _gather(name: str, value: Any, coordination: jax_internals.Coordination) -> list[Any]:
+    client, process = coordination.client, coordination.process
     number = client.key_value_increment(f"{_ROOT}/count/{name}/{process}", 1)
-    place = f"{_ROOT}/value/{name}/{number}"
-    client.key_value_set_bytes(f"{place}/{process}", pickle.dumps(value))
-    client.wait_at_barrier(f"{_ROOT}/wait/{name}/{number}", _FOR_EVER_MS)
-    found = [
-        client.blocking_key_value_get_bytes(f"{place}/{i}", _FOR_EVER_MS) for i in range(count)
-    ]
-    return [pickle.loads(one) for one in found]
+    prefix = f"{_ROOT}/value/{name}/{number}"
+    client.key_value_set_bytes(f"{prefix}/{process}", messages.encode(value))
+    client.wait_at_barrier(f"{_ROOT}/wait/{name}/{number}", _NO_TIMEOUT_MS)
+    values = []
+    for index in range(coordination.num_processes):
+        message = client.blocking_key_value_get_bytes(f"{prefix}/{index}", _NO_TIMEOUT_MS)
+        try:
+            values.append(messages.decode(message))
+        except ValueError as error:
+            raise errors.UserError(
+                f"process {index}: its message {name!r} cannot be decoded: {error}; start all "
+                "processes with the same version of dflash"
+            ) from error
+    return values
 
 
-def _read(text: str) -> Failure:
-    values = json.loads(text)
-    return Failure(values["process"], values["status"], tuple(values["lines"]))
+def _parse_failure(text: str) -> Failure:
+    try:
+        fields = json.loads(text)
+        return Failure(int(fields["process"]), int(fields["status"]), tuple(fields["lines"]))
+    except (ValueError, TypeError, LookupError):
+        return Failure(0, errors.UserError.exit_status, ("the reported failure is not readable",))
 
 
 def _difference(first: Any, other: Any, process: int) -> str:

@@ -1,24 +1,24 @@
-"""Joins the processes of a multi-host run."""
+"""Joins the processes of a multi-host run, and broadcasts values of process 0 to the others."""
 
 import os
-import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from dflash import errors
+from dflash.parallel import messages
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 AUTO = "auto"
-_MESSAGE_BYTES = 4096  # of what one process tells all others at once
+_MESSAGE_BYTES = 4096  # size of the first message of a broadcast
 _SIZE_BYTES = 8
-_PATIENCE_S = 300  # for which a process waits for the others at the start
-_HEARTBEAT_S = 15  # after which a process that is not heard of counts as dead, and all others leave
+_JOIN_TIMEOUT_S = 300  # time that a process waits for the others at the start
+_HEARTBEAT_S = 15  # a process that is silent for longer counts as dead, and all others leave
 
 
 def initialize(
@@ -26,70 +26,79 @@ def initialize(
 ) -> None:
     """Joins this process to the others; does nothing if no argument is given.
 
-    Must run before anything touches a device.
+    Must be called before any device is used.
 
     Args:
-      coordinator_address: "host:port" of process 0, or "auto" where jax detects the cluster (TPU
+      coordinator_address: "host:port" of process 0, or "auto" where JAX detects the cluster (TPU
         pods, Slurm, Kubernetes, …).
-      num_processes: number of processes.
-      process_id: index of this process, from 0.
+      num_processes: Number of processes.
+      process_id: Index of this process, from 0.
     Raises:
-      ConfigError: some of the three are missing or inconsistent.
-      UserError: no cluster is detected, or jax refuses. If the other processes cannot be reached,
-        this one ends with a line that says so.
+      ConfigError: Some of the three are missing or inconsistent.
+      UserError: No cluster is detected, or JAX cannot join. If the other processes cannot be
+        reached in time, this process prints an error and exits.
     """
-    given = {
+    flags = {
         "--coordinator_address": coordinator_address,
         "--num_processes": num_processes,
         "--process_id": process_id,
     }
-    if all(value is None for value in given.values()):
+    if all(value is None for value in flags.values()):
         return
     if coordinator_address == AUTO:
         _join(None, num_processes, process_id)
         return
-    missing = [flag for flag, value in given.items() if value is None]
+    missing = [flag for flag, value in flags.items() if value is None]
     if missing:
         raise errors.ConfigError(
-            f"{', '.join(missing)}: required: {', '.join(given)} go together "
+            f"{', '.join(missing)}: required: {', '.join(flags)} go together "
             f"(or --coordinator_address={AUTO} alone)"
         )
     _check(coordinator_address, num_processes, process_id)
     _join(coordinator_address, num_processes, process_id)
 
 
-def from_first(value: Any) -> Any:
-    """The first process's value, on all processes; others' values do not count.
+def broadcast(value: Any, types: Sequence[type] = ()) -> Any:
+    """Returns process 0's value on all processes; the arguments of the others are ignored.
 
-    It travels pickled, among processes that run one program. It waits for what the devices do.
+    It is a collective on devices, so it waits for the programs that run there.
 
     Args:
-      value: anything that can be pickled.
+      value: Value of the types that `messages.encode` accepts.
+      types: Dataclasses that it may contain.
+    Raises:
+      UserError: The message of process 0 cannot be decoded.
     """
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils
 
-    encoded = pickle.dumps(value)
-    # Few sizes, since each is a program: most values fit into the first message.
+    encoded = messages.encode(value)
+    # Each size compiles a program, so there are few of them: most values fit into one message.
     first = np.zeros(_MESSAGE_BYTES, np.uint8)
     head = len(encoded).to_bytes(_SIZE_BYTES, "little") + encoded[: _MESSAGE_BYTES - _SIZE_BYTES]
     first[: len(head)] = np.frombuffer(head, np.uint8)
     first = multihost_utils.broadcast_one_to_all(first).tobytes()
     size = int.from_bytes(first[:_SIZE_BYTES], "little")
-    found = first[_SIZE_BYTES : _SIZE_BYTES + size]
-    if len(found) < size:
-        missing = size - len(found)
-        rest = np.zeros(1 << (missing - 1).bit_length(), np.uint8)
-        mine = np.frombuffer(encoded[len(found) : size], np.uint8)[:missing]
-        rest[: len(mine)] = mine
-        found += multihost_utils.broadcast_one_to_all(rest).tobytes()[:missing]
-    return pickle.loads(found)
+    received = first[_SIZE_BYTES : _SIZE_BYTES + size]
+    if len(received) < size:
+        missing = size - len(received)
+        second = np.zeros(1 << (missing - 1).bit_length(), np.uint8)
+        own = np.frombuffer(encoded[len(received) : size], np.uint8)[:missing]
+        second[: len(own)] = own
+        received += multihost_utils.broadcast_one_to_all(second).tobytes()[:missing]
+    try:
+        return messages.decode(received, types)
+    except ValueError as error:
+        raise errors.UserError(
+            f"process 0: its broadcast cannot be decoded: {error}; start all processes with the "
+            "same version of dflash"
+        ) from error
 
 
-def made_by_first(make: Callable[[], Made]) -> Made:
-    """What the first process makes, on all processes; the others make nothing."""
-    return from_first(make() if jax.process_index() == 0 else None)
+def compute_on_first(function: Callable[[], Result], types: Sequence[type] = ()) -> Result:
+    """Calls `function` on process 0 only, and returns its result on all; see `broadcast`."""
+    return broadcast(function() if jax.process_index() == 0 else None, types)
 
 
 def _check(coordinator_address: str, num_processes: int, process_id: int) -> None:
@@ -108,19 +117,19 @@ def _check(coordinator_address: str, num_processes: int, process_id: int) -> Non
 
 
 def _join(coordinator_address: str | None, num_processes, process_id) -> None:
-    # jax would abort with a stack trace at the end of its own patience.
-    given_up = threading.Timer(_PATIENCE_S, _give_up, (coordinator_address or AUTO,))
-    given_up.daemon = True
-    given_up.start()
-    # On CPUs two programs without a common array may run in another order in another process, and
-    # each then waits in a collective for the other. So they run as they are called.
+    # JAX's own timeout aborts the process with a stack trace.
+    timer = threading.Timer(_JOIN_TIMEOUT_S, _exit_unjoined, (coordinator_address or AUTO,))
+    timer.daemon = True
+    timer.start()
+    # With asynchronous dispatch on CPUs, two programs that share no array may run in a different
+    # order in each process, and then deadlock in their collectives.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.distributed.initialize(
             coordinator_address,
             num_processes,
             process_id,
-            initialization_timeout=2 * _PATIENCE_S,
+            initialization_timeout=2 * _JOIN_TIMEOUT_S,
             heartbeat_timeout_seconds=_HEARTBEAT_S,
         )
     except (RuntimeError, ValueError) as error:
@@ -129,14 +138,14 @@ def _join(coordinator_address: str | None, num_processes, process_id) -> None:
             f"--coordinator_address={coordinator_address or AUTO}: cannot join: {reason}"
         ) from error
     finally:
-        given_up.cancel()
+        timer.cancel()
 
 
-def _give_up(address: str) -> None:
-    """Ends a process that waits for others, which nothing can interrupt."""
+def _exit_unjoined(address: str) -> None:
+    """Exits although the main thread waits for other processes, which nothing can interrupt."""
     print(
         f"error: --coordinator_address={address}: not all processes have joined within "
-        f"{_PATIENCE_S} s: start all of them, and see that every host can reach this address",
+        f"{_JOIN_TIMEOUT_S} s: start all of them, and check that every host can reach this address",
         file=sys.stderr,
         flush=True,
     )

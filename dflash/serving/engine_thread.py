@@ -17,11 +17,11 @@ from typing import Protocol
 import jax
 
 from dflash.inference.engine import Engine
-from dflash.inference.request import Event, Request
+from dflash.inference.request import Event, Request, Sampling
 from dflash.inference.scheduler import Scheduler, SchedulerStats
 from dflash.parallel import distributed
 from dflash.serving.tracks import Tracks
-from dflash.text.grammar import Vocabulary
+from dflash.text.grammar import Grammar, Vocabulary
 
 # Other processes wait for a word of the first one; it speaks at least so often.
 _HEARTBEAT_S = 5.0
@@ -60,6 +60,8 @@ class Stop:
 
 
 Command = Submit | Cancel | Flush | Profile | Stop
+# Dataclasses that process 0 may send to the others.
+_MESSAGE_TYPES = (Submit, Cancel, Flush, Profile, Stop, Request, Sampling, Grammar)
 
 
 class _StoppedEarly(Exception):
@@ -149,7 +151,8 @@ class EngineThread(threading.Thread):
                 heard.append(self._commands.get())
         if not several:
             return heard
-        return [self._at_home(one) for one in distributed.from_first(list(map(_portable, heard)))]
+        commands = distributed.broadcast(list(map(_portable, heard)), _MESSAGE_TYPES)
+        return [self._at_home(command) for command in commands]
 
     def _at_home(self, command: Command) -> Command:
         """A command that was portable, with this process's vocabulary in its grammar."""

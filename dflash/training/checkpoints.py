@@ -89,25 +89,25 @@ class Checkpoints:
         logging.set_verbosity(logging.FATAL)
         orbax_io.hide_abandoned()
         with self._explained("opened"):
-            kind = distributed.made_by_first(self._find_kind)
+            marked = distributed.compute_on_first(self._needs_markers)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._keep,
             cleanup_tmp_directories=True,
-            temporary_path_class=kind,
+            temporary_path_class=atomicity.CommitFileTemporaryPath if marked else None,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_file_sums),
         )
         with self._explained("opened"):
             self._manager = ocp.CheckpointManager(self._directory, options=options)
             self._good = self._manager.latest_step()
 
-    def _find_kind(self) -> type | None:
-        """How Orbax is to tell whole checkpoints: by their name, or by a file that comes last."""
+    def _needs_markers(self) -> bool:
+        """Returns whether Orbax marks whole checkpoints by a last file instead of by their name."""
         self._directory.mkdir(parents=True, exist_ok=True)
         if files.renames_directories(self._directory):
-            return None
+            return False
         for sums in self._directory.glob(f"*/{_FILE_SUMS}"):  # whole, perhaps by their name
             (sums.parent / atomicity.COMMIT_SUCCESS_FILE).touch()
-        return atomicity.CommitFileTemporaryPath
+        return True
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, in order."""
@@ -179,7 +179,7 @@ class Checkpoints:
           WorkdirError: the newest one cannot be read, though it is not damaged; or all are
             damaged, now or at an earlier start.
         """
-        found = distributed.from_first(self.steps())
+        found = distributed.broadcast(self.steps())
         for step in reversed(found):
             restored, damage = self._try(step, like)
             if restored is None:
@@ -222,7 +222,7 @@ class Checkpoints:
         """
         path = self._directory / str(step)
         # Before any process begins to restore, which all can only do together.
-        damage = next(filter(None, agreement.from_all("damage", _find_damage(path))), None)
+        damage = next(filter(None, agreement.gather("damage", _find_damage(path))), None)
         if damage is not None:
             return None, damage
         try:
@@ -271,7 +271,7 @@ class Checkpoints:
             files.remove_tree(aside)
             aside.parent.mkdir(exist_ok=True)
             files.move_tree(self._directory / str(step), aside)
-        agreement.wait_for_all(f"checkpoint {step} set aside")
+        agreement.barrier(f"checkpoint {step} set aside")
         self._manager.reload()
 
     @contextlib.contextmanager

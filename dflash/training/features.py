@@ -202,7 +202,7 @@ def open_cache(
         _check_files(parts)
         _check_shared(directory, len(parts))
         _build(directory, parts, order, min(num_rows, len(order)), rows, compute, progress)
-        agreement.wait_for_all("feature cache")
+        agreement.barrier("feature cache")
     return FeatureCache(directory, parts)
 
 
@@ -230,7 +230,7 @@ def _check_files(parts: Sequence[_Part]) -> None:
 
 def _check_shared(directory: pathlib.Path, seen: Any) -> None:
     """Refuses a directory in which another process sees something else."""
-    if any(other != seen for other in agreement.from_all("feature cache", seen)):
+    if any(other != seen for other in agreement.gather("feature cache", seen)):
         raise errors.InputError(
             f"{directory}: not the same directory for all processes: set train.feature_cache to "
             "one that all of them see"
@@ -256,7 +256,7 @@ def _build(
         _clear(path)
         own = [mine.index(row) for row in writers.get(jax.process_index(), ())]
         written = _write_files(path, [{k: x[own] for k, x in one.items()} for one in group])
-        sizes = agreement.from_all("files of the feature cache", written)
+        sizes = agreement.gather("files of the feature cache", written)
         end = min(begin + len(group) * batch_size, len(order))
         every_size = dict(itertools.chain.from_iterable(one.items() for one in sizes))
         part = _Part(path, begin, end, batch_size, writers, every_size)
@@ -286,7 +286,7 @@ def _groups(
         group.append(compute([int(order[(first + row) % len(order)]) for row in mine]))
         if size is None:
             num_bytes = max(1, sum(array.nbytes for array in group[0].values()))
-            wanted = agreement.from_all("batches of a part", math.ceil(_PART_BYTES / num_bytes))
+            wanted = agreement.gather("batches of a part", math.ceil(_PART_BYTES / num_bytes))
             size = max(wanted)
         if len(group) == size:
             yield group
@@ -310,7 +310,7 @@ def _clear(path: pathlib.Path) -> None:
     if jax.process_index() == 0:
         files.remove_tree(path)
         path.mkdir()
-    agreement.wait_for_all("part of the feature cache")
+    agreement.barrier("part of the feature cache")
     _check_shared(path.parent, path.is_dir())
 
 

@@ -47,7 +47,7 @@ def open_directory(path: str | os.PathLike, config: TrainRun, date: datetime.dat
     )
     if jax.process_index() == 0:
         directory.write(dates.FILE, f"{date}\n")
-    agreement.wait_for_all("work directory taken")
+    agreement.barrier("work directory taken")
     return directory
 
 

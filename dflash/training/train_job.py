@@ -158,7 +158,7 @@ class Job:
             name = pathlib.Path(wanted.prompts_file).stem
             return {name: [prompt.ids for prompt in found[: wanted.prompts]]}
         directory = store.data_directory(self.config.data.data_dir)
-        return agreement.first_alone(
+        return agreement.run_first_process_first(
             "held-out prompts",
             lambda: held_out.mixed_prompts(
                 self._datasets, self.tokenizer, directory, limit=wanted.prompts

@@ -204,7 +204,7 @@ def _publish_export(directory: RunDirectory) -> None:
     if jax.process_index() == 0 and _is_export(fresh):
         with files.explained(final):
             files.publish(fresh, final, checkpoint_files.CONFIG)
-    agreement.wait_for_all("export published")
+    agreement.barrier("export published")
 
 
 def _fresh_export(directory: RunDirectory) -> pathlib.Path:

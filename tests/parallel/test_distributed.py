@@ -77,12 +77,12 @@ def test_a_failure_to_join_names_the_address(monkeypatch):
 
 
 def test_processes_that_do_not_come_are_one_line():
-    code = "from dflash.parallel import distributed as d; d._PATIENCE_S = 2; "
+    code = "from dflash.parallel import distributed as d; d._JOIN_TIMEOUT_S = 2; "
     code += f"d.initialize('localhost:{free_port()}', 2, 1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert re.fullmatch(
         r"error: --coordinator_address=localhost:\d+: not all processes have joined within 2 s: "
-        r"start all of them, and see that every host can reach this address\n",
+        r"start all of them, and check that every host can reach this address\n",
         done.stderr,
     )
