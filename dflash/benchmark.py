@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 
 from absl import flags
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import benchmark_schema
+from dflash.storage import paths
 
 
 def _define_flags(values: flags.FlagValues) -> None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.compiler.forecast import PLAIN, Forecast
 from dflash.config import loader, tpu_schema
-from dflash.runs import files
+from dflash.storage import files, paths
 
 if TYPE_CHECKING:
     from dflash.compiler.compile_points import Job, Machine

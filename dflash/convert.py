@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.checkpoints import checkpoint, files
 from dflash.cli import preflight
 from dflash.cli import subcommand as cli
 from dflash.config import registry, schema
+from dflash.storage import paths
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -10,10 +10,11 @@ from typing import NoReturn
 
 from absl import flags
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import registry
 from dflash.config import sweep as sweeps
+from dflash.storage import paths
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -61,9 +62,10 @@ def _sweep(command: cli.Command) -> int:
     if command.workdir is None:
         raise errors.ConfigError("--workdir: required: where points and their table go")
     # jax is imported here, after all points have been validated.
-    from dflash.runs import files, shards
+    from dflash.runs import shards
     from dflash.runs import sweeps as driver
     from dflash.runs.display import Display
+    from dflash.storage import files
 
     kind = registry.load(registry.RUNS[sweep.run].implementation)
     directory = paths.to_path(command.workdir)

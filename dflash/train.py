@@ -12,9 +12,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import train_schema
+from dflash.storage import paths
 
 if TYPE_CHECKING:
     from dflash.training.trainer import Outcome

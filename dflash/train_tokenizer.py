@@ -7,12 +7,13 @@ from typing import NoReturn
 
 from absl import flags
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.checkpoints.files import check_vacant
 from dflash.cli import preflight
 from dflash.cli import subcommand as cli
 from dflash.config.data_schema import DataConfig
 from dflash.data import datasets, tokenizer_training
+from dflash.storage import paths
 
 
 def _define_flags(values: flags.FlagValues) -> None:

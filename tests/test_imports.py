@@ -1,6 +1,6 @@
 """Tests of the structure: who may import whom, and what an import may do.
 
-Imports go one way: errors, paths, registry, config → {parallel, text} → runs → {kernels,
+Imports go one way: errors, storage, config → {parallel, text} → runs → {kernels,
 checkpoints} → {layers, data} → {models, drafters} → inference → {offline, serving, training} →
 {compiler, measure} → distillation → entry points. A package may import whatever stands left of it,
 and itself; packages in braces never import each other. dflash/__init__.py stands leftmost; what it
@@ -23,7 +23,7 @@ from dflash.config import registry
 ROOT = "dflash"
 PACKAGE = pathlib.Path(dflash.__file__).parent
 LEVELS = (
-    {"", "errors", "paths", "buckets", "config", "assets"},  # "" is dflash/__init__.py
+    {"", "errors", "storage", "config", "assets"},  # "" is dflash/__init__.py
     {"parallel", "text"},
     {"runs"},
     {"kernels", "checkpoints"},

@@ -9,9 +9,10 @@ import pathlib
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.checkpoints import files, foreign, hf_config, weight_formats
 from dflash.config import schema
+from dflash.storage import paths
 
 if TYPE_CHECKING:
     import jax.numpy as jnp

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dflash import errors
 from dflash.config import encoding
-from dflash.runs.files import copy_file, publish, remove_tree, sync
+from dflash.storage.files import copy_file, publish, remove_tree, sync
 
 CONFIG = "config.json"
 # Copied unchanged along with the weights. Python files are the code that `auto_map` in config.json

@@ -10,9 +10,10 @@ from typing import Any
 
 import safetensors
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.checkpoints import files
-from dflash.runs.files import view
+from dflash.storage import paths
+from dflash.storage.files import view
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

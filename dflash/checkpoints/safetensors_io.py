@@ -23,7 +23,7 @@ from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import INDEX, WEIGHTS, StoredTensor, read_headers
 from dflash.checkpoints.tensor_map import Piece
 from dflash.parallel import parameters
-from dflash.runs import files as run_files
+from dflash.storage import files as run_files
 
 MAX_SHARD_BYTES = 5 * 2**30
 # Computed from the config here, but stored as a buffer by some older checkpoints.

@@ -5,10 +5,11 @@ import os
 import pathlib
 from collections.abc import Callable, Iterable
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.config import locations as places
 from dflash.config import registry
+from dflash.storage import paths
 
 
 def check(configs: Iterable[object], *, files: bool = True) -> None:

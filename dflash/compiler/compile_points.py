@@ -37,7 +37,7 @@ from dflash.loading import decode_plan, models
 from dflash.models.decoder import Decoder
 from dflash.parallel.chips import Chip
 from dflash.parallel.sharding import Sharding
-from dflash.runs import files
+from dflash.storage import files
 
 # Tokens that the caches of a compiled program have room for; any will do, so they are few.
 _CAPACITY = 1024

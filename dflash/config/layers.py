@@ -9,7 +9,7 @@ import ml_collections
 from dflash import errors
 from dflash.config import encoding, registry, strict_yaml
 from dflash.config.strict_yaml import Node
-from dflash.paths import in_bucket, to_path
+from dflash.storage.paths import in_bucket, to_path
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yml", ".yaml")

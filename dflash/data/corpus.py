@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dflash import errors
-from dflash.runs import files
+from dflash.storage import files
 
 SUPERVISED = np.uint32(2**31)  # the mark of a token that a model learns to predict
 _TOKENS, _FACTS = "tokens.bin", "facts.json"

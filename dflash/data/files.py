@@ -13,8 +13,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.data.example import Example, Split, pair, split_of
+from dflash.storage import paths
 from dflash.text import jsonl
 
 TASK = "jsonl"

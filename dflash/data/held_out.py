@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash.data.datasets import Dataset
 from dflash.data.example import Split
-from dflash.runs import files
+from dflash.storage import files
 from dflash.text.tokenizer import Tokenizer
 
 Prompt = Mapping[str, Any]  # "prompt_ids" or "messages"

@@ -13,7 +13,7 @@ import zipfile
 import numpy as np
 
 from dflash.data.corpus import SUPERVISED, Corpus
-from dflash.runs import files
+from dflash.storage import files
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from dflash import errors
 from dflash.data.datasets import Dataset
 from dflash.data.example import SPLITS, Example, Split
-from dflash.runs import files
+from dflash.storage import files
 
 # Records that an iteration reads at once: one at a time takes as long as encoding them.
 _READ_AT_ONCE = 256

@@ -8,7 +8,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from dflash import paths
 from dflash.config.distill_schema import DistillRun
 from dflash.config.schema import DecodeRun, PromptsConfig
 from dflash.config.train_schema import TrainRun
@@ -17,6 +16,7 @@ from dflash.loading.job import Job as DecodeJob
 from dflash.measure import roofline
 from dflash.measure.roofline import Machine, Work
 from dflash.parallel import chips, parameters
+from dflash.storage import paths
 from dflash.text import jsonl
 from dflash.training import train_job as training_jobs
 from dflash.training.train_job import Job as TrainJob

@@ -10,8 +10,9 @@ from dflash.config.schema import PromptsConfig
 from dflash.config.sweep import Sweep
 from dflash.distillation import distill_plan, recipe_comparison, stages
 from dflash.loading import job as decode_jobs
-from dflash.runs import dates, files, sweeps
+from dflash.runs import dates, sweeps
 from dflash.runs.sweeps import Runner
+from dflash.storage import files
 
 TABLE, PLOT = "recipes.md", "tau_by_training_time.png"
 

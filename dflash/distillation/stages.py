@@ -28,7 +28,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash import paths
 from dflash.checkpoints import files as checkpoint_files
 from dflash.config import distill_schema
 from dflash.config.distill_schema import DistillRun
@@ -40,9 +39,10 @@ from dflash.offline import decode_run as decoding
 from dflash.offline.decode_sweep import Weights
 from dflash.offline.evaluation import DraftingTest
 from dflash.parallel import agreement, parameters
-from dflash.runs import dates, files, outputs, records
+from dflash.runs import dates, outputs, records
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
+from dflash.storage import files, paths
 from dflash.training import rundir
 from dflash.training import train_job as training_jobs
 from dflash.training import train_run as training

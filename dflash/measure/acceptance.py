@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.measure import published, workload
+from dflash.storage import paths
 
 # Share of cycles that committed 1, 2, … tokens, or their number, by task.
 Histograms = Mapping[str, Sequence[float]]

@@ -14,9 +14,10 @@ from dflash import errors
 from dflash.inference.request import Completion
 from dflash.measure.parts import Parts
 from dflash.measure.samples import Sample, TaskRound
-from dflash.runs import files, shards
+from dflash.runs import shards
 from dflash.runs.directory import RunDirectory
 from dflash.runs.shards import Shard
+from dflash.storage import files
 
 ROUNDS = "rounds.json"
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.config import registry
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.config.schema import PromptsConfig
 from dflash.loading import job as jobs
 from dflash.measure import published
 from dflash.runs.shards import Shard
+from dflash.storage import paths
 from dflash.text import jsonl
 from dflash.text.prompts import Prompt
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dflash import paths
 from dflash.config.schema import DecodeRun
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Tokens, max_length
@@ -30,6 +29,7 @@ from dflash.runs.display import Display, prompt_text, summary_line
 from dflash.runs.outputs import Record, Summary
 from dflash.runs.records import Records
 from dflash.runs.shards import Shard
+from dflash.storage import paths
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import IncrementalDecoder
 

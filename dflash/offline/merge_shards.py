@@ -4,7 +4,6 @@ import os
 
 import jax
 
-from dflash import paths
 from dflash.config import loader
 from dflash.loading.job import Job
 from dflash.offline import decode_run
@@ -14,6 +13,7 @@ from dflash.runs.directory import check_config
 from dflash.runs.display import Display
 from dflash.runs.records import Records
 from dflash.runs.shards import Shard
+from dflash.storage import paths
 
 
 def sum_up(

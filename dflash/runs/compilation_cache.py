@@ -20,7 +20,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 
-from dflash import paths
+from dflash.storage import paths
 
 OFF = "off"
 MAX_BYTES = 2 * 2**30  # of all programs that are kept

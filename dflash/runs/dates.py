@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dflash import errors, paths
-from dflash.runs import files
+from dflash import errors
+from dflash.storage import files, paths
 
 FILE = "date.txt"
 

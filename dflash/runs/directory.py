@@ -14,10 +14,10 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.config import loader, strict_yaml
-from dflash.runs import files
 from dflash.runs.shards import Shard
+from dflash.storage import files, paths
 
 CONFIG = "config.yml"
 _LOCK = ".lock"

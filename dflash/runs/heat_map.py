@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash.config.sweep import Sweep, label
-from dflash.runs import files
+from dflash.storage import files
 
 MAX_PANELS = 16
 MAX_LABEL = 30  # characters of a step

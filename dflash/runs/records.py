@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.runs import files, growing, outputs, shards
+from dflash.runs import outputs, shards
 from dflash.runs.directory import RunDirectory
+from dflash.storage import files, growing
 from dflash.text import prompts as prompts_lib
 
 OUTPUTS = "outputs.jsonl"

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from dflash import errors, paths
+from dflash import errors
+from dflash.storage import paths
 
 AUTO = "auto"
 _NAME = re.compile(r"\.(\d+)-of-(\d+)(?=\.)")

@@ -20,10 +20,11 @@ from typing import Any, ClassVar
 from dflash import errors
 from dflash.config import loader
 from dflash.config.sweep import Point, Sweep, label
-from dflash.runs import files, heat_map, shards
+from dflash.runs import heat_map, shards
 from dflash.runs.directory import another_config, check_config
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
+from dflash.storage import files
 
 POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
 

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.config import encoding, schema
+from dflash.storage import paths
 
 MAX_DEPTH = 100  # of nested values
 # Each token of a sequence takes a byte at least, so a longer line is no prompt that could be used.

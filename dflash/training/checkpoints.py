@@ -22,7 +22,7 @@ from orbax.checkpoint.path import atomicity
 from dflash import errors
 from dflash.checkpoints import orbax_io
 from dflash.parallel import agreement, distributed
-from dflash.runs import files
+from dflash.storage import files
 from dflash.training import state as states
 from dflash.training.state import TrainState
 

@@ -29,7 +29,7 @@ from dflash import errors
 from dflash.data.batches import Batches
 from dflash.data.mixture import Mixture
 from dflash.parallel import agreement
-from dflash.runs import files
+from dflash.storage import files
 
 Arrays = dict[str, np.ndarray]
 

@@ -15,8 +15,7 @@ import rich.progress
 import rich.table
 import rich.text
 
-from dflash import paths
-from dflash.runs import files, growing
+from dflash.storage import files, growing, paths
 from dflash.training import rundir
 
 Metrics = Mapping[str, float]

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash import errors, paths
+from dflash import errors
 from dflash.checkpoints import files as checkpoint_files
 from dflash.config import loader
 from dflash.parallel import agreement
-from dflash.runs import files
 from dflash.runs.directory import CONFIG, RunDirectory
+from dflash.storage import files, paths
 from dflash.training import features, rundir
 from dflash.training import state as states
 from dflash.training import step as steps_lib

@@ -11,7 +11,7 @@ from dflash import errors
 from dflash.checkpoints import checkpoint, safetensors_io, tensor_map
 from dflash.checkpoints.tensor_map import Rows, Stack
 from dflash.parallel import parameters
-from dflash.runs import files
+from dflash.storage import files
 
 HEADS, KEY, VALUE, WIDTH, INNER, EXPERTS = 3, 2, 4, 8, 6, 4
 BOTH = "kv_b.weight"

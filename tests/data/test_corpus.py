@@ -12,7 +12,7 @@ from dflash.data import corpus as corpora
 from dflash.data import packing
 from dflash.data.batches import Batches
 from dflash.data.mixture import Mixture
-from dflash.runs import files
+from dflash.storage import files
 
 LENGTH = 2048
 

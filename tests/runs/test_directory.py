@@ -9,8 +9,8 @@ import pytest
 
 from dflash import errors
 from dflash.config import loader, schema
-from dflash.runs import files
 from dflash.runs.directory import RunDirectory
+from dflash.storage import files
 
 CONFIG = schema.DecodeRun(target=schema.TargetConfig(checkpoint="weights"))
 

@@ -13,7 +13,7 @@ from dflash.checkpoints import files as checkpoint_files
 from dflash.config import loader, schema
 from dflash.data import corpus
 from dflash.runs import directory as directories
-from dflash.runs import files
+from dflash.storage import files
 from dflash.training import checkpoints as checkpoints_lib
 
 

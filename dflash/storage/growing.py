@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from dflash import paths
-from dflash.runs import files
+from dflash.storage import files, paths
 
 INTERVAL_S = 10.0  # between two writings of an object
 _SHARE = 10  # an object is written for at most one part in so many of the time

@@ -15,13 +15,13 @@ from safetensors import numpy as safetensors
 from support import buckets, tiny_distillation, toy
 from support.models import make_target
 
-from dflash import convert, decode, distill, errors, paths
+from dflash import convert, decode, distill, errors
 from dflash.checkpoints import checkpoint, safetensors_header, safetensors_io, tensor_map
 from dflash.config import loader, schema
 from dflash.distillation import stages
 from dflash.inference.scheduler import Scheduler
-from dflash.runs import files, growing
 from dflash.runs.directory import RunDirectory
+from dflash.storage import files, growing, paths
 from dflash.training.checkpoints import DAMAGED, Checkpoints
 
 CONFIG = """
@@ -36,7 +36,7 @@ PROMPTS = [[1, 2, 3], [5], [6, 7] * 9, [7, 7], [4, 3, 2, 1]]
 STUCK = """
 import itertools, sys, time
 from dflash import decode
-from dflash.runs import growing
+from dflash.storage import growing
 growing.INTERVAL_S, growing._SHARE = 0.02, 0
 append, before = growing._GrowingObject.append, itertools.count()
 def wait_or_append(self, data):
@@ -278,12 +278,12 @@ def test_a_library_that_is_absent_is_named(monkeypatch):
 
 def test_a_server_that_does_not_answer_ends_a_run_within_seconds():
     """In a process of its own, since the library keeps its address."""
-    code = "from dflash import preflight; preflight.check_writable('gs://shelf/w')"
+    code = "from dflash.cli import preflight; preflight.check_writable('gs://shelf/w')"
     environment = os.environ | {
         "STORAGE_EMULATOR_HOST": "http://127.0.0.1:9",
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
-    code = f"import dflash.buckets as b; b.CHECK_SECONDS = 1\n{code}"
+    code = f"import dflash.storage.buckets as b; b.CHECK_SECONDS = 1\n{code}"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dflash import errors, paths
+from dflash import errors
+from dflash.storage import paths
 
 if TYPE_CHECKING:
     import numpy as np

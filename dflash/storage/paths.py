@@ -27,7 +27,7 @@ def to_path(given: str | os.PathLike) -> pathlib.Path:
     if not in_bucket(text):
         return pathlib.Path(given).expanduser()
     check_scheme(text)
-    from dflash import buckets  # libraries that most runs can do without
+    from dflash.storage import buckets  # libraries that most runs can do without
 
     return buckets.BucketPath(text)
 

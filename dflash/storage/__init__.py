@@ -1,0 +1,1 @@
+"""Reads and writes files on disks and in buckets of object stores."""
