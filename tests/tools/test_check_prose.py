@@ -1,0 +1,123 @@
+"""The prose checker finds what style.md excludes, and passes what it asks for."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+_FILE = pathlib.Path(__file__).parents[2] / "tools" / "check_prose.py"
+_SPEC = importlib.util.spec_from_file_location("check_prose", _FILE)
+check_prose = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(check_prose)
+
+GOOD = '''"""Paged key/value cache of one layer."""
+
+
+class Cache:
+    """Pages of keys and values.
+
+    Attributes:
+      pages: int32 [B, P]; page of each position.
+      size: Page size, in tokens.
+    """
+
+    @property
+    def name(self):
+        """Name of the cache."""
+
+    def read(self, batch):
+        """Reads the pages of a batch.
+
+        Args:
+          batch: Batch size.
+
+        Returns:
+          keys float32 [B, T, H].
+
+        Raises:
+          ValueError: The batch is empty.
+        """
+        # Donate the state so that XLA updates it in place.
+'''
+
+
+def problems(tmp_path, source):
+    path = tmp_path / "sample.py"
+    path.write_text(source, encoding="utf-8")
+    return [problem.text for problem in check_prose.problems(path)]
+
+
+def function(docstring):
+    return f'def f():\n    """{docstring}"""\n'
+
+
+def test_good_prose_passes(tmp_path):
+    assert problems(tmp_path, GOOD) == []
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        "Returns x.",
+        "Lazily reads a tensor.",
+        "Names the mesh axes.",
+        "Draws a token for each row.",
+        "Converts, checks and writes a checkpoint.",
+        "Writes e.g. `a.json`.",
+    ],
+)
+def test_a_function_starts_with_a_verb(tmp_path, summary):
+    assert problems(tmp_path, function(summary)) == []
+
+
+@pytest.mark.parametrize(
+    ("summary", "problem"),
+    [
+        ("What the rows attend to.", "'What'"),
+        ("Whether the run fits.", "'Whether'"),
+        ("Rows of a batch.", "not with a verb"),
+        ("The rows of a batch.", "not with a verb"),
+        ("Tokens that were accepted.", "not with a verb"),
+        ("returns x.", "capital"),
+        ("Returns x", "period"),
+        ("Returns x. It is new.", "more than one sentence"),
+    ],
+)
+def test_a_bad_summary_is_found(tmp_path, summary, problem):
+    assert any(problem in text for text in problems(tmp_path, function(summary)))
+
+
+@pytest.mark.parametrize(
+    "entry", ["of both.", "theirs.", "likewise.", "see there.", "as it is.", "Q.", "of the batch."]
+)
+@pytest.mark.parametrize("section", ["Args", "Attributes"])
+def test_a_bare_entry_is_found(tmp_path, section, entry):
+    source = function(f"Returns x.\n\n    {section}:\n      size: {entry}\n    ")
+    assert len(problems(tmp_path, source)) == 1
+
+
+def test_a_lower_case_result_is_found(tmp_path):
+    source = function("Returns x.\n\n    Returns:\n      the cache.\n    ")
+    assert "capital" in problems(tmp_path, source)[0]
+
+
+def test_house_words_are_found_in_comments_and_messages(tmp_path):
+    source = 'x = 1  # whoever reads it\nraise ValueError("nobody asked for it")\n'
+    assert [text.split(" is ")[0] for text in problems(tmp_path, source)] == [
+        "'whoever'",
+        "'nobody asked'",
+    ]
+
+
+def test_line_numbers_are_those_of_the_file(tmp_path):
+    path = tmp_path / "sample.py"
+    path.write_text(function("Returns x.\n\n    Args:\n      size: theirs.\n    "))
+    assert [problem.line for problem in check_prose.problems(path)] == [5]
+
+
+def test_the_command_exits_with_1_on_problems(tmp_path, capsys):
+    (tmp_path / "a.py").write_text(function("What."))
+    assert check_prose.main([str(tmp_path)]) == 1
+    assert "a.py:2: " in capsys.readouterr().out
+    (tmp_path / "a.py").write_text(function("Returns x."))
+    assert check_prose.main([str(tmp_path), "--summary"]) == 0
