@@ -22,7 +22,7 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
       UserError: something is missing or of another kind; a line for each, with its key.
     """
     found: dict[str, type[errors.UserError]] = {}
-    trouble = functools.cache(paths.trouble)  # each bucket is looked up once
+    trouble = functools.cache(paths.find_problem)  # each bucket is looked up once
     for key, place, given in dict.fromkeys(one for c in configs for one in places.locations(c)):
         try:
             if place == "disk":
@@ -84,12 +84,14 @@ def check_local(given: str | None) -> None:
         )
 
 
-def check_bucket(given: str | None, trouble: Callable[[str], str | None] = paths.trouble) -> None:
+def check_bucket(
+    given: str | None, trouble: Callable[[str], str | None] = paths.find_problem
+) -> None:
     """Refuses a URL whose bucket cannot be reached; anything else passes.
 
     Args:
       given: a path, a URL or None.
-      trouble: says what is wrong with a bucket; see `paths.trouble`.
+      trouble: says what is wrong with a bucket; see `paths.find_problem`.
     Raises:
       ConfigError: it is not there, or gives no answer; or see `paths.check_scheme`.
     """

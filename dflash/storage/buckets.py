@@ -1,7 +1,12 @@
-"""Paths in buckets: what the rest of the program uses of pathlib.Path, for an object store.
+"""Paths in buckets: the methods of pathlib.Path that this program uses, for an object store.
 
-An object appears whole, under its name, when its writing ends. It cannot be appended to or renamed.
-A directory is what the names of several objects begin with: it is there while one of them is.
+`etils.epath` has the same idea, and Orbax demands its class, so `BucketPath` extends it. Its own
+file access is replaced, because it caches listings that other processes change, renames directories
+by copying objects in any order, cannot create an object only if it is absent, publishes objects
+whose writing failed, and raises dozens of the libraries' exceptions.
+
+An object appears as a whole under its name when its writing ends. It cannot be appended to or
+renamed. A directory is a common prefix of object names, and exists while such an object does.
 """
 
 import contextlib
@@ -21,20 +26,20 @@ from etils.epath import gpath
 
 from dflash import errors
 
-CHECK_SECONDS = 8.0  # for the first answer of a bucket
+CHECK_SECONDS = 8.0  # time limit for the first answer of a bucket
 
-_PIECE_BYTES = 8 * 2**20
-_SUMS = ("crc32c", "md5Hash", "ETag", "etag")  # the first that a store has of an object
-
+_READ_BYTES = 2**20
+_WRITE_BYTES = 8 * 2**20
+_CHECKSUMS = ("crc32c", "md5Hash", "ETag", "etag")  # in order of preference
 _DENIED = ("401", "403")
 
 
-class Status(NamedTuple):
-    """Size and time of an object, by the names of os.stat_result and by those of epath.
+class ObjectStat(NamedTuple):
+    """Size and modification time of an object, by the names of os.stat_result and of epath.
 
     Attributes:
-      st_size: bytes.
-      st_mtime_ns: time of the last writing, in nanoseconds since 1970.
+      st_size: Size in bytes.
+      st_mtime_ns: Time of the last write, in nanoseconds since 1970.
     """
 
     st_size: int
@@ -42,31 +47,31 @@ class Status(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.st_size
 
     @property
     def mtime(self) -> int:
-        """Seconds since 1970."""
+        """Time of the last write, in seconds since 1970."""
         return self.st_mtime_ns // 10**9
 
 
 class BucketPath(gpath.PosixGPath):
-    """A path such as gs://bucket/runs/7; failures are OSErrors with one line of a reason."""
+    """A path such as gs://bucket/runs/7; every failure is an OSError with a one-line reason."""
 
     def check_bucket(self) -> None:
-        """Raises OSError unless the bucket is there and answers within `CHECK_SECONDS`."""
-        files, bucket = self._files, str(self).partition("://")[2].partition("/")[0]
+        """Raises OSError unless the bucket exists and answers within `CHECK_SECONDS`."""
+        store, bucket = self._store, str(self).partition("://")[2].partition("/")[0]
 
-        async def look() -> None:
+        async def look_up() -> None:
             try:
-                await files._info(str(self))
+                await store._info(str(self))
             except FileNotFoundError:
-                await files._ls(bucket)
+                await store._ls(bucket)
 
-        with _explained(self):
+        with _as_os_errors(self):
             try:
-                fsspec.asyn.sync(files.loop, look, timeout=CHECK_SECONDS)
+                fsspec.asyn.sync(store.loop, look_up, timeout=CHECK_SECONDS)
             except FileNotFoundError as error:
                 raise OSError(errno.ENOENT, f"no bucket {bucket!r}", str(self)) from error
             except fsspec.asyn.FSTimeoutError as error:
@@ -74,29 +79,27 @@ class BucketPath(gpath.PosixGPath):
                 raise OSError(errno.ETIMEDOUT, reason, str(self)) from error
 
     def exists(self) -> bool:
-        return self._info() is not None
+        return self._kind() is not None
 
     def is_dir(self) -> bool:
-        return (self._info() or {}).get("type") == "directory"
+        return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        return (self._info() or {}).get("type") == "file"
+        return self._kind() == "file"
 
     def is_symlink(self) -> bool:
         return False
 
-    def stat(self) -> Status:
-        with _explained(self):
-            info = self._files.info(str(self))
-            changed = info.get("mtime") or info.get("LastModified") or info.get("last_modified")
-        moment = changed.timestamp() if isinstance(changed, datetime.datetime) else 0
-        return Status(info["size"], int(moment * 1e9))
+    def stat(self) -> ObjectStat:
+        info = self._info()
+        changed = info.get("mtime") or info.get("LastModified") or info.get("last_modified")
+        seconds = changed.timestamp() if isinstance(changed, datetime.datetime) else 0
+        return ObjectStat(info["size"], int(seconds * 1e9))
 
     def checksum(self) -> str:
-        """A checksum of the content, by the store's own account, with its kind in front."""
-        with _explained(self):
-            info = self._files.info(str(self))
-        return next((f"{kind}:{info[kind]}" for kind in _SUMS if info.get(kind)), "")
+        """Returns the checksum that the store keeps of the content, such as "crc32c:…"."""
+        info = self._info()
+        return next((f"{kind}:{info[kind]}" for kind in _CHECKSUMS if info.get(kind)), "")
 
     def iterdir(self) -> Iterator["BucketPath"]:
         entries = self._entries()
@@ -106,39 +109,31 @@ class BucketPath(gpath.PosixGPath):
 
     def glob(self, pattern: str) -> Iterator["BucketPath"]:
         first, _, rest = pattern.partition("/")
-        for one in self._entries():
-            if fnmatch.fnmatchcase(one.name, first):
-                yield from one.glob(rest) if rest else (one,)
+        for entry in self._entries():
+            if fnmatch.fnmatchcase(entry.name, first):
+                yield from entry.glob(rest) if rest else (entry,)
 
     def rglob(self, pattern: str) -> Iterator["BucketPath"]:
-        """Objects below this path, however deep, by their own names; no directories."""
-        with _explained(self):
-            names = self._files.find(str(self))
-        for one in map(self._named, sorted(names)):
-            if fnmatch.fnmatchcase(one.name, pattern) and one != self:
-                yield one
+        """Yields the objects at any depth whose last name matches; yields no directories."""
+        with _as_os_errors(self):
+            names = self._store.find(str(self))
+        for path in map(self._with_scheme, sorted(names)):
+            if fnmatch.fnmatchcase(path.name, pattern) and path != self:
+                yield path
 
     def mkdir(self, mode: int | None = None, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: directories are there once something is in them."""
+        """Does nothing: a directory exists once it contains an object."""
 
     def rmdir(self) -> None:
-        """Does nothing: directories are gone once nothing is in them."""
+        """Does nothing: a directory is gone once it contains no object."""
 
     def unlink(self, missing_ok: bool = False) -> None:
-        try:
-            with _explained(self):
-                self._files.rm_file(str(self))
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
+        with _as_os_errors(self, missing_ok=missing_ok):
+            self._store.rm_file(str(self))
 
     def rmtree(self, missing_ok: bool = False) -> None:
-        try:
-            with _explained(self):
-                self._files.rm(str(self), recursive=True)
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
+        with _as_os_errors(self, missing_ok=missing_ok):
+            self._store.rm(str(self), recursive=True)
 
     def rename(self, target: Any) -> "BucketPath":
         raise OSError(errno.EOPNOTSUPP, "a bucket cannot rename", str(self))
@@ -146,27 +141,29 @@ class BucketPath(gpath.PosixGPath):
     replace = rename
 
     def copy(self, dst: Any, overwrite: bool = True) -> "BucketPath":
-        """Copies an object within the store, where its bytes do not leave it."""
-        with _explained(self):
-            self._files.cp_file(str(self), os.fspath(dst))
+        """Copies an object within the store, which transfers nothing to this machine."""
+        with _as_os_errors(self):
+            self._store.cp_file(str(self), os.fspath(dst))
         return self._new(dst)
 
     def touch(self, mode: int = 0o666, exist_ok: bool = True) -> None:
         self.write_bytes(b"")
 
     def open(self, mode: str = "r", encoding: str | None = None, **text: Any) -> IO:
-        """Opens an object; what is written is there when it closes, and never if it fails.
+        """Opens an object; written content appears on close, and never if the block fails.
 
         Args:
-          mode: r or w, and b for bytes; xb writes nothing where something is.
-          encoding: of a text; UTF-8 by default.
-          **text: see io.TextIOWrapper.
+          mode: "r" or "w", with "b" for bytes; "xb" creates the object only if it is absent.
+          encoding: Encoding of text; UTF-8 by default.
+          **text: Options of io.TextIOWrapper.
         """
-        if mode.strip("bt") not in ("r", "w", "x"):
+        kind = mode.strip("bt")
+        if kind not in ("r", "w", "x"):
             raise OSError(errno.EOPNOTSUPP, "a bucket cannot append to objects", str(self))
-        with _explained(self):
-            file = self._files.open(str(self), mode.strip("t").removesuffix("b") + "b")
-        file = _Object(self, file)
+        with _as_os_errors(self):
+            file = _Object(self, self._store.open(str(self), f"{kind}b"))
+        if kind == "r":
+            file = io.BufferedReader(file, _READ_BYTES)
         text.pop("buffering", None)
         return file if "b" in mode else io.TextIOWrapper(file, encoding or "utf-8", **text)
 
@@ -177,13 +174,13 @@ class BucketPath(gpath.PosixGPath):
         return self.read_bytes().decode(encoding or "utf-8", errors)
 
     def read_range(self, begin: int | None, end: int | None) -> bytes:
-        """Bytes `begin` to `end` - 1."""
-        with _explained(self):
-            return self._files.cat_file(str(self), begin, end)
+        """Returns the bytes from `begin` up to but not including `end`."""
+        with _as_os_errors(self):
+            return self._store.cat_file(str(self), begin, end)
 
     def write_bytes(self, data: bytes) -> int:
-        with _explained(self):
-            self._files.pipe_file(str(self), bytes(data))
+        with _as_os_errors(self):
+            self._store.pipe_file(str(self), bytes(data))
         return len(data)
 
     def write_text(self, data: str, encoding: str | None = None, errors: str = "strict") -> int:
@@ -199,32 +196,34 @@ class BucketPath(gpath.PosixGPath):
         return self
 
     @property
-    def _files(self) -> fsspec.AbstractFileSystem:
+    def _store(self) -> fsspec.AbstractFileSystem:
         return _file_system(str(self).partition("://")[0])
 
-    def _info(self) -> dict[str, Any] | None:
+    def _info(self) -> dict[str, Any]:
+        with _as_os_errors(self):
+            return self._store.info(str(self))
+
+    def _kind(self) -> str | None:
+        """Returns "file" or "directory", or None if nothing has this name."""
         try:
-            with _explained(self):
-                return self._files.info(str(self))
+            return self._info()["type"]
         except FileNotFoundError:
             return None
 
     def _entries(self) -> list["BucketPath"]:
-        """What is right below this path; nothing where nothing is."""
-        try:
-            with _explained(self):
-                names = self._files.ls(str(self), detail=False)
-        except FileNotFoundError:
-            return []
-        return [one for one in map(self._named, sorted(names)) if one != self]
+        """Returns the objects and directories directly below this path."""
+        names = []
+        with _as_os_errors(self, missing_ok=True):
+            names = self._store.ls(str(self), detail=False)
+        return [path for path in map(self._with_scheme, sorted(names)) if path != self]
 
-    def _named(self, name: str) -> "BucketPath":
-        """The path of a name as the libraries write it: without the scheme."""
+    def _with_scheme(self, name: str) -> "BucketPath":
+        """Returns the path of a name that a library reports, which lacks the scheme."""
         return self._new(f"{str(self).partition('://')[0]}://{name.rstrip('/')}")
 
 
 class _Object(io.RawIOBase):
-    """An open object; a `with` block that fails leaves the object as it was."""
+    """An open object. A `with` block that fails leaves the stored object unchanged."""
 
     def __init__(self, path: BucketPath, file: Any):
         self._path, self._file = path, file
@@ -239,28 +238,11 @@ class _Object(io.RawIOBase):
     def seekable(self) -> bool:
         return self._file.seekable()
 
-    def read(self, size: int = -1) -> bytes:
-        with _explained(self._path):
-            return self._file.read(size)
-
     def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
+        with _as_os_errors(self._path):
+            data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
-
-    def readline(self, size: int = -1) -> bytes:
-        with _explained(self._path):
-            line = self._file.readline()
-        if 0 <= size < len(line):
-            self._file.seek(size - len(line), io.SEEK_CUR)
-            line = line[:size]
-        return line
-
-    def __next__(self) -> bytes:
-        line = self.readline()
-        if not line:
-            raise StopIteration
-        return line
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return self._file.seek(offset, whence)
@@ -269,56 +251,59 @@ class _Object(io.RawIOBase):
         return self._file.tell()
 
     def write(self, data: Any) -> int:
-        with _explained(self._path):
-            content = memoryview(data).cast("B")
-            for begin in range(0, len(content), _PIECE_BYTES):  # the library copies what it gets
-                self._file.write(content[begin : begin + _PIECE_BYTES])
+        content = memoryview(data).cast("B")
+        with _as_os_errors(self._path):
+            # The library copies its argument, so pass large data in pieces.
+            for begin in range(0, len(content), _WRITE_BYTES):
+                self._file.write(content[begin : begin + _WRITE_BYTES])
         return len(content)
 
     def close(self) -> None:
         if not self.closed:
             super().close()
-            with _explained(self._path):
+            with _as_os_errors(self._path):
                 self._file.close()
 
     def __exit__(self, kind: Any, *unused: Any) -> None:
         if kind is not None and self.writable():
-            self._discard()
+            with contextlib.suppress(Exception):  # the upload has not begun yet
+                self._file.discard()
+            self._file.closed = True
         self.close()
-
-    def _discard(self) -> None:
-        with contextlib.suppress(Exception):  # of an upload that has not begun
-            self._file.discard()
-        self._file.closed = True
 
 
 @functools.cache
 def _file_system(scheme: str) -> fsspec.AbstractFileSystem:
-    """The library's access to a kind of store, one for the process.
+    """Returns the process's one fsspec file system for a scheme.
 
     Raises:
-      OSError: it cannot be set up.
+      OSError: It cannot be set up.
     """
-    # It logs pages about failures, which would hide the one line of ours.
+    # gcsfs logs pages about a failure, which would hide our one line.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # Of what is in a bucket, others write too: no listing is kept.
+    # Other processes write to the bucket too, so do not cache listings.
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 
 
 @contextlib.contextmanager
-def _explained(path: BucketPath) -> Iterator[None]:
-    """Turns whatever the libraries raise into an OSError with its path and one line of a reason."""
+def _as_os_errors(path: BucketPath, *, missing_ok: bool = False) -> Iterator[None]:
+    """Turns the libraries' exceptions into an OSError with the path and a one-line reason.
+
+    Args:
+      path: Path to name.
+      missing_ok: Suppress FileNotFoundError.
+    """
     try:
         yield
-    except OSError as error:
-        if error.filename is not None:
+    except Exception as error:  # of fsspec, google-auth, aiohttp, botocore, …
+        if missing_ok and isinstance(error, FileNotFoundError):
+            return
+        if isinstance(error, OSError) and error.filename is not None:
             raise
-        raise _as_os_error(error, path) from error
-    except Exception as error:  # of google-auth, aiohttp, botocore, …
-        raise _as_os_error(error, path) from error
+        raise _to_os_error(error, path) from error
 
 
-def _as_os_error(error: Exception, path: BucketPath) -> OSError:
+def _to_os_error(error: Exception, path: BucketPath) -> OSError:
     text = " ".join(str(error).split()) or type(error).__name__
     number, reason = errno.EIO, errors.shorten(text, 160)
     if isinstance(error, FileNotFoundError):

@@ -1,6 +1,7 @@
-"""Files that outlive a crash: written whole or not at all; failures of the disk as one line.
+"""Crash-safe files: each is written completely or not at all, on a disk or in a bucket.
 
-What is done otherwise in a bucket (`buckets.BucketPath`) than in a file system, is done here.
+The differences between a file system and a bucket (`buckets.BucketPath`) are handled here, so that
+other modules need not know them.
 """
 
 import concurrent.futures
@@ -25,18 +26,18 @@ from dflash.storage import paths
 if TYPE_CHECKING:
     import numpy as np
 
-_COPIED_BYTES = 8 * 2**20  # at a time
-_AT_ONCE = 16  # requests to a bucket that wait for their answers
+_COPY_BYTES = 8 * 2**20  # size of the buffer that copies a file
+_MAX_REQUESTS = 16  # concurrent requests to a bucket
 
 
 def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> None:
-    """Writes a file so that readers see the old content or the new, never a part.
+    """Writes a file atomically: readers see either the old content or all of the new.
 
     Args:
-      path: the file; replaced if it exists.
-      content: text, which is written as UTF-8, bytes, or parts of them, written as they come.
+      path: File to create or replace.
+      content: Text, which is written as UTF-8, bytes, or an iterable of bytes.
     Raises:
-      OSError: it cannot be written; the old file stays.
+      OSError: The file cannot be written; the old one stays.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     parts = [data] if isinstance(data, bytes) else data
@@ -44,7 +45,7 @@ def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> N
         with path.open("wb") as file:
             file.writelines(parts)
         return
-    # Its own, since runs on several machines may write the same file.
+    # The name is random, because runs on several machines may write the same file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -59,17 +60,17 @@ def write_whole(path: pathlib.Path, content: str | bytes | Iterable[bytes]) -> N
 
 
 def publish(source: pathlib.Path, target: pathlib.Path, marker: str) -> None:
-    """Gives a directory its final name; where directories cannot be renamed, copies it there.
+    """Renames a directory to its final name, or copies it where directories cannot be renamed.
 
-    A directory with this name is replaced. It counts as whole while it holds the file `marker`,
-    which is the first thing to go and the last to come.
+    An existing directory of this name is replaced. A directory counts as complete while it contains
+    the file `marker`, so the marker is removed first and written last.
 
     Args:
-      source: a whole directory beside `target`; it is gone afterwards.
-      target: its final name.
-      marker: a file of it.
+      source: A complete directory beside `target`; it is gone afterwards.
+      target: Final name of the directory.
+      marker: Name of a file in the directory.
     Raises:
-      OSError: it cannot be written; then `source` stays.
+      OSError: The directory cannot be written; then `source` stays.
     """
     (target / marker).unlink(missing_ok=True)
     remove_tree(target)
@@ -82,40 +83,40 @@ def publish(source: pathlib.Path, target: pathlib.Path, marker: str) -> None:
 
 
 def copy_tree(source: pathlib.Path, target: pathlib.Path, marker: str) -> None:
-    """Copies a directory; its file `marker`, which says that it is whole, comes last.
+    """Copies a directory; the file `marker`, which shows that it is complete, is copied last.
 
     Raises:
-      OSError: it cannot be read or written.
+      OSError: A file cannot be read or written.
     """
     if paths.in_bucket(source) or paths.in_bucket(target):
-        found = [one.relative_to(source) for one in source.rglob("*") if one.is_file()]
-        for name in sorted(found, key=lambda name: str(name) == marker):
+        names = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+        for name in sorted(names, key=lambda name: str(name) == marker):
             copy_file(source / name, target / name)
         return
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(marker), dirs_exist_ok=True)
-    for one in target.rglob("*"):
-        sync(one)
+    for path in target.rglob("*"):
+        sync(path)
     write_whole(target / marker, (source / marker).read_bytes())
 
 
 def copy_file(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies the content of a file, piece by piece; within a bucket, the store does it.
+    """Copies the content of a file; between objects, the store itself copies it.
 
     Raises:
-      OSError: it cannot be read or written.
+      OSError: A file cannot be read or written.
     """
     if paths.in_bucket(source) and paths.in_bucket(target):
         source.copy(target)
     else:
         with source.open("rb") as content, target.open("wb") as copy:
-            shutil.copyfileobj(content, copy, _COPIED_BYTES)
+            shutil.copyfileobj(content, copy, _COPY_BYTES)
 
 
 def remove_tree(directory: pathlib.Path) -> None:
-    """Removes a directory with all that is in it, if it is there.
+    """Removes a directory and its content, if it exists.
 
     Raises:
-      OSError: something cannot be removed.
+      OSError: A file cannot be removed.
     """
     if paths.in_bucket(directory):
         directory.rmtree(missing_ok=True)
@@ -124,26 +125,26 @@ def remove_tree(directory: pathlib.Path) -> None:
 
 
 def renames_directories(directory: pathlib.Path) -> bool:
-    """Whether the file system of a directory can rename directories, as tried with one."""
-    tried = directory / f".{secrets.token_hex(4)}.tmp"
-    renamed = tried.with_name(f"{tried.name}.renamed")
-    tried.mkdir()
+    """Renames a temporary directory, and returns whether the file system supports that."""
+    temporary = directory / f".{secrets.token_hex(4)}.tmp"
+    renamed = temporary.with_name(f"{temporary.name}.renamed")
+    temporary.mkdir()
     try:
-        tried.rename(renamed)
+        temporary.rename(renamed)
     except OSError:
         return False
     finally:
-        for one in (tried, renamed):
+        for path in (temporary, renamed):
             with contextlib.suppress(FileNotFoundError):
-                one.rmdir()
+                path.rmdir()
     return True
 
 
 def move_tree(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Moves a directory to where nothing is; in a bucket each of its objects.
+    """Moves a directory to a name that does not exist yet; in a bucket, object by object.
 
     Raises:
-      OSError: it cannot be read or written.
+      OSError: A file cannot be read or written.
     """
     if paths.in_bucket(source):
         copy_tree(source, target, marker="")
@@ -153,15 +154,15 @@ def move_tree(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def view(path: pathlib.Path, begin: int, end: int) -> "np.ndarray":
-    """Bytes `begin` to `end` - 1 of a file: mapped into memory, or fetched from a bucket.
+    """Returns the bytes [begin, end) of a file: memory-mapped, or fetched from a bucket.
 
     Returns:
       uint8 [end - begin]; read-only.
     Raises:
-      OSError: it cannot be read.
-      ValueError: the file is shorter.
+      OSError: The file cannot be read.
+      ValueError: The file is shorter.
     """
-    import numpy as np  # which --help can do without
+    import numpy as np  # imported here, so that --help stays fast
 
     if begin == end:
         return np.empty(0, np.uint8)
@@ -174,18 +175,23 @@ def view(path: pathlib.Path, begin: int, end: int) -> "np.ndarray":
 
 
 def call_all(path: pathlib.Path, calls: Iterable[Callable[[], None]]) -> None:
-    """Makes calls that each read something of a file: in a bucket several at once, which wait."""
+    """Makes calls that read parts of a file: one by one, or concurrently in a bucket.
+
+    Args:
+      path: The file that is read.
+      calls: Functions to call.
+    """
     if not paths.in_bucket(path):
         for call in calls:
             call()
         return
-    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        for done in [pool.submit(call) for call in calls]:
-            done.result()
+    with concurrent.futures.ThreadPoolExecutor(_MAX_REQUESTS) as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result()
 
 
 def checksum(path: pathlib.Path) -> str:
-    """A checksum of a file's content; of an object the one that the store keeps, with its kind."""
+    """Returns a checksum of a file's content; for an object, the one that the store keeps."""
     if paths.in_bucket(path):
         return path.checksum()
     with path.open("rb") as file:
@@ -193,15 +199,15 @@ def checksum(path: pathlib.Path) -> str:
 
 
 def same_checksum(one: str, other: str) -> bool:
-    """Whether two checksums are equal; those of different kinds cannot be compared, and pass."""
+    """Returns whether checksums are equal, or of different kinds, which cannot be compared."""
     kinds = (text.partition(":")[0] if ":" in text else "" for text in (one, other))
     return one == other or len({*kinds}) > 1
 
 
 def sync(path: pathlib.Path) -> None:
-    """Makes a file, or the names in a directory, survive a power failure."""
+    """Forces a file, or the names in a directory, to disk."""
     if paths.in_bucket(path):
-        return  # an object that is there is safe
+        return  # an object that exists is already durable
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -213,17 +219,19 @@ def to_json(values: Mapping[str, Any]) -> str:
     """Returns the text of a JSON file.
 
     Raises:
-      ValueError: a number is not finite.
+      ValueError: A number is not finite.
     """
     return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 @contextlib.contextmanager
 def explained(path: pathlib.Path) -> Iterator[None]:
-    """Turns failures of the file system into one line.
+    """Turns an OSError of the block into a one-line WorkdirError.
 
+    Args:
+      path: Path to name if the error names none.
     Raises:
-      WorkdirError: in place of an OSError.
+      WorkdirError: The block raised an OSError.
     """
     try:
         yield
@@ -234,10 +242,10 @@ def explained(path: pathlib.Path) -> Iterator[None]:
 
 
 def create(path: pathlib.Path, content: str) -> None:
-    """Writes a file unless it is there.
+    """Writes a file unless it already exists.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: The file cannot be written.
     """
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,25 +255,26 @@ def create(path: pathlib.Path, content: str) -> None:
 
 @contextlib.contextmanager
 def waiting_lock(path: pathlib.Path) -> Iterator[None]:
-    """Holds a lock file for a moment; other processes that want it wait. A bucket has no locks.
+    """Holds a lock file while other processes wait for it; does nothing in a bucket.
 
     Raises:
-      OSError: the file cannot be made.
+      OSError: The file cannot be created.
     """
     if paths.in_bucket(path):
         yield
         return
     with path.open("w") as file:
         with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
+            fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it when the file is closed
         yield
 
 
 @contextlib.contextmanager
 def ended_in_order(directory: pathlib.Path) -> Iterator[None]:
-    """In a bucket, makes SIGTERM end the block as an exception does, if it would only kill.
+    """Makes SIGTERM raise SystemExit in the block, if the directory is in a bucket.
 
-    Whatever is not written yet is then written as the block is left. On a disk nothing waits.
+    Growing files are then closed, which writes their last lines. Files on a disk need no such care,
+    and a handler that the program has already installed stays.
     """
     main = threading.current_thread() is threading.main_thread()
     if not (
@@ -280,22 +289,22 @@ def ended_in_order(directory: pathlib.Path) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def lock(path: pathlib.Path, patience_s: float) -> int | None:
-    """Keeps other processes out while a lock file is open.
+def lock(path: pathlib.Path, timeout_s: float) -> int | None:
+    """Locks a file until its descriptor is closed.
 
     Args:
-      path: the file; made if it is missing.
-      patience_s: how long to wait for another process that has it.
+      path: Lock file; created if it is missing.
+      timeout_s: Time to wait for another process that holds the lock.
     Returns:
-      the file's descriptor, to be closed; None in a bucket, which has no locks.
+      The file's descriptor, which the caller closes; None in a bucket, which has no locks.
     Raises:
-      BlockingIOError: another process has it.
-      OSError: the file cannot be made.
+      BlockingIOError: Another process holds the lock.
+      OSError: The file cannot be created.
     """
     if paths.in_bucket(path):
         return None
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,5 +314,5 @@ def lock(path: pathlib.Path, patience_s: float) -> int | None:
                 os.close(descriptor)
                 raise
         except OSError:
-            return descriptor  # some network file systems have no locks; the run can do without
-        time.sleep(patience_s / 20)
+            return descriptor  # some network file systems have no locks; go on without one
+        time.sleep(timeout_s / 20)

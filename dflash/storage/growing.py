@@ -1,8 +1,8 @@
-"""Files that grow: each line is there once it is appended, or, in a bucket, some seconds later.
+"""Files that are appended to: each line is stored at once, or, in a bucket, within seconds.
 
-An object store has no appending. What a file in a bucket holds is kept in memory, and the object is
-written anew now and then by a thread of its own, and when the file is closed. A kill loses what was
-appended since the last writing.
+Object stores cannot append. The content of a file in a bucket is therefore kept in memory, and a
+background thread rewrites the object periodically, and once more when the file is closed. A kill
+loses what was appended since the last write.
 """
 
 import abc
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from dflash.storage import files, paths
 
-INTERVAL_S = 10.0  # between two writings of an object
-_SHARE = 10  # an object is written for at most one part in so many of the time
-_PATIENCE_S = 300.0  # for which an object may fail to be written before its run ends
+INTERVAL_S = 10.0  # least time between two writes of an object
+_PAUSE_RATIO = 10  # each pause is at least this many times as long as the write before it
+_FAILURE_TIMEOUT_S = 300.0  # time for which writes of an object may fail before the run ends
 
 
 class GrowingFile(abc.ABC):
@@ -25,38 +25,38 @@ class GrowingFile(abc.ABC):
 
     @abc.abstractmethod
     def lines(self) -> Iterator[bytes]:
-        """What is in the file, line by line, with the ends of lines."""
+        """Yields the lines of the file, with their line ends."""
 
     @abc.abstractmethod
     def cut(self, num_bytes: int) -> None:
-        """Keeps only the beginning of what earlier runs wrote."""
+        """Truncates the content of earlier runs to its first `num_bytes`."""
 
     @abc.abstractmethod
     def append(self, data: bytes) -> None:
-        """Adds to the end.
+        """Appends data.
 
         Raises:
-          OSError: it cannot be written; or, in a bucket, what was appended minutes ago could not.
+          OSError: The file cannot be written; in a bucket, writes have failed for minutes.
         """
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Makes what was appended survive a power failure; nothing of the kind in a bucket."""
+        """Makes appended data survive a power failure; does nothing in a bucket."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Closes the file.
 
         Raises:
-          OSError: an object cannot be written.
+          OSError: The object cannot be written.
         """
 
 
 def open_file(path: pathlib.Path) -> GrowingFile:
-    """Opens a file to append to it, and makes it if it is missing.
+    """Opens a file for appending, and creates it if it is missing.
 
     Raises:
-      OSError: it cannot be read or written.
+      OSError: The file cannot be read or written.
     """
     return _GrowingObject(path) if paths.in_bucket(path) else _LocalFile(path)
 
@@ -72,12 +72,12 @@ class _LocalFile(GrowingFile):
 
     def cut(self, num_bytes: int) -> None:
         os.ftruncate(self._descriptor, num_bytes)
-        files.sync(self._path.parent)  # the file's name is there after a crash
+        files.sync(self._path.parent)  # so that the name of a new file survives a crash
 
     def append(self, data: bytes) -> None:
         written = os.write(self._descriptor, data)
-        if written < len(data):  # a full disk; the next run drops the incomplete line
-            raise OSError(f"only {written} of {len(data)} bytes fitted")
+        if written < len(data):  # the disk is full; the next run drops the incomplete line
+            raise OSError(f"only {written} of {len(data)} bytes were written")
 
     def sync(self) -> None:
         os.fsync(self._descriptor)
@@ -95,12 +95,12 @@ class _GrowingObject(GrowingFile):
             self._content = bytearray(path.read_bytes())
         except FileNotFoundError:
             self._content = bytearray()
-            path.write_bytes(b"")  # other runs see that this one has begun
-        self._changed = False  # since the object was written
-        self._failure: tuple[float, OSError] | None = None  # since when, and the last one
+            path.write_bytes(b"")  # shows other runs that this one has begun
+        self._changed = False  # whether the content differs from the stored object
+        self._failure: tuple[float, OSError] | None = None  # time of the first, and the last error
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._writer = threading.Thread(target=self._write_at_intervals, daemon=True)
+        self._writer = threading.Thread(target=self._write_periodically, daemon=True)
         self._writer.start()
 
     def lines(self) -> Iterator[bytes]:
@@ -112,8 +112,9 @@ class _GrowingObject(GrowingFile):
             del self._content[num_bytes:]
 
     def append(self, data: bytes) -> None:
-        if self._failure is not None and time.monotonic() - self._failure[0] > _PATIENCE_S:
-            raise self._failure[1]
+        failure = self._failure
+        if failure is not None and time.monotonic() - failure[0] > _FAILURE_TIMEOUT_S:
+            raise failure[1]
         with self._lock:
             self._changed = True
             self._content += data
@@ -127,7 +128,7 @@ class _GrowingObject(GrowingFile):
             self._writer.join()
             self._write()
 
-    def _write_at_intervals(self) -> None:
+    def _write_periodically(self) -> None:
         pause_s = INTERVAL_S
         while not self._closing.wait(pause_s):
             begin = time.monotonic()
@@ -137,7 +138,7 @@ class _GrowingObject(GrowingFile):
             except OSError as error:
                 since = begin if self._failure is None else self._failure[0]
                 self._failure = since, error
-            pause_s = max(INTERVAL_S, _SHARE * (time.monotonic() - begin))
+            pause_s = max(INTERVAL_S, _PAUSE_RATIO * (time.monotonic() - begin))
 
     def _write(self) -> None:
         with self._lock:

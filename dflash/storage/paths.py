@@ -1,4 +1,4 @@
-"""Paths: of a file system, or in a bucket of an object store, by one function."""
+"""Paths on a disk or in a bucket of an object store, behind one function."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import pathlib
 from dflash import errors
 
 _URL = "://"
-# Scheme of a URL -> the library that reads and writes there, and how to get it.
+# URL scheme -> the library that accesses the store, and how to install it.
 _LIBRARIES = {
     "gs": ("gcsfs", "pip install 'dflash[gcs]'"),
     "s3": ("s3fs", "pip install s3fs"),
@@ -15,50 +15,51 @@ _LIBRARIES = {
 }
 
 
-def to_path(given: str | os.PathLike) -> pathlib.Path:
-    """The path that is given: `~` is the home directory, gs://bucket/x an object in a bucket.
+def to_path(path: str | os.PathLike) -> pathlib.Path:
+    """Returns a path object: a `BucketPath` for a URL such as gs://bucket/x, else a `pathlib.Path`.
 
-    Of pathlib.Path, a path in a bucket has what `buckets.BucketPath` names.
+    A leading `~` is expanded to the home directory. A `BucketPath` has the methods of
+    `pathlib.Path` that this program uses.
 
     Raises:
-      ConfigError: it is a URL of another kind, or a library for it is absent.
+      ConfigError: The URL has an unknown scheme, or the library for it is not installed.
     """
-    text = os.fspath(given)
+    text = os.fspath(path)
     if not in_bucket(text):
-        return pathlib.Path(given).expanduser()
+        return pathlib.Path(path).expanduser()
     check_scheme(text)
-    from dflash.storage import buckets  # libraries that most runs can do without
+    from dflash.storage import buckets  # imports fsspec and etils, which most runs do not need
 
     return buckets.BucketPath(text)
 
 
 def in_bucket(path: str | os.PathLike) -> bool:
-    """Whether a path is a URL: of an object, or of what objects' names begin with."""
+    """Returns whether a path is a URL, that is, names an object or a prefix of objects."""
     return _URL in os.fspath(path)
 
 
 def check_scheme(url: str) -> None:
-    """Refuses URLs that nothing here can read.
+    """Raises if a URL cannot be read or written.
 
     Raises:
-      ConfigError: no such scheme, no bucket, or a library is absent; the message names the URL.
+      ConfigError: The scheme is unknown, the bucket is missing, or the library is not installed.
     """
-    scheme, _, rest = url.partition(_URL)
+    scheme, _, name = url.partition(_URL)
     if scheme not in _LIBRARIES:
-        known = ", ".join(f"{one}{_URL}" for one in _LIBRARIES)
-        raise errors.ConfigError(f"{url}: no such kind of path; known are {known} and plain paths")
-    if not rest.strip("/"):
+        known = ", ".join(f"{scheme}{_URL}" for scheme in _LIBRARIES)
+        raise errors.ConfigError(f"{url}: unknown kind of path; expected {known} or a plain path")
+    if not name.strip("/"):
         raise errors.ConfigError(f"{url}: no bucket; expected {scheme}{_URL}BUCKET/NAME")
     library, advice = _LIBRARIES[scheme]
     if not _is_installed(library):
         raise errors.ConfigError(f"{url}: needs {library}; {advice}")
 
 
-def trouble(bucket: str) -> str | None:
-    """Looks a bucket up, for a few seconds; returns what is wrong with it, None for nothing.
+def find_problem(bucket: str) -> str | None:
+    """Contacts a bucket for a few seconds; returns what is wrong with it, or None.
 
     Args:
-      bucket: as `bucket_of` returns it.
+      bucket: URL of the bucket, as `bucket_of` returns it.
     """
     try:
         to_path(bucket).check_bucket()
@@ -68,18 +69,18 @@ def trouble(bucket: str) -> str | None:
 
 
 def absolute(path: pathlib.Path) -> pathlib.Path:
-    """The path from the root on, without . and .. in it; a path in a bucket as it is."""
+    """Returns the absolute path without `.` and `..`; a path in a bucket is returned unchanged."""
     return path if in_bucket(path) else pathlib.Path(os.path.abspath(path))
 
 
 def bucket_of(url: str) -> str:
-    """The bucket that a URL names, such as gs://bucket."""
-    scheme, _, rest = url.partition(_URL)
-    return f"{scheme}{_URL}{rest.partition('/')[0]}"
+    """Returns the bucket of a URL, such as gs://bucket."""
+    scheme, _, name = url.partition(_URL)
+    return f"{scheme}{_URL}{name.partition('/')[0]}"
 
 
 def _is_installed(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
-    except ValueError:  # what a module that is set to None in sys.modules leads to
+    except ValueError:  # sys.modules maps the name to None
         return False

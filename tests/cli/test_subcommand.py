@@ -297,6 +297,6 @@ def test_a_url_is_no_directory(tmp_path, given):
     config.write_text(CONFIG + "\n".join(more))
     flags = given if isinstance(given, dict) else {}
     overrides = () if flags else (given,)
-    refused = "foo://b/w: no such kind of path|gs://b/w: must be on a file system"
+    refused = "foo://b/w: unknown kind of path|gs://b/w: must be on a file system"
     with pytest.raises(errors.ConfigError, match=refused):
         cli.parse(train.SUBCOMMAND, config, *overrides, **flags)

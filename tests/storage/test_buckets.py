@@ -37,7 +37,7 @@ STUCK = """
 import itertools, sys, time
 from dflash import decode
 from dflash.storage import growing
-growing.INTERVAL_S, growing._SHARE = 0.02, 0
+growing.INTERVAL_S, growing._PAUSE_RATIO = 0.02, 0
 append, before = growing._GrowingObject.append, itertools.count()
 def wait_or_append(self, data):
     time.sleep(600 if next(before) == 2 else 0)
@@ -251,7 +251,7 @@ def test_a_distillation_in_a_bucket_is_that_on_a_disk(bucket, tmp_path):
     ("given", "message"),
     [
         ("gs://no-such-bucket/w", "cannot be reached: no bucket 'no-such-bucket'"),
-        ("foo://b/w", "no such kind of path; known are gs://, s3://, az:// and plain paths"),
+        ("foo://b/w", "unknown kind of path; expected gs://, s3://, az:// or a plain path"),
         ("gs://", "no bucket; expected gs://BUCKET/NAME"),
     ],
 )
