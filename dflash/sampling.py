@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.config.schema import DecodeConfig
+from dflash.config.schema import DecodeConfig, SamplingConfig
 from dflash.inference.request import Request
 from dflash.text import grammar as grammars
 from dflash.text.grammar import Vocabulary
@@ -78,19 +78,9 @@ class Sampling:
 
     def applied_to(self, config: DecodeConfig) -> DecodeConfig:
         """The config with what is given here in place of its own."""
-        given = {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "max_new_tokens": self.max_tokens,
-            "min_new_tokens": self.min_tokens,
-            "seed": self.seed,
-            "ignore_eos": self.ignore_eos,
-        }
+        names = {name: name for name in (*_SAMPLING, "ignore_eos")}
+        names |= {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        given = {key: getattr(self, name) for key, name in names.items()}
         given = {key: value for key, value in given.items() if value is not None}
         stop_ids = (*config.stop_ids, *self.stop_token_ids)
         return dataclasses.replace(config, **given, stop_ids=stop_ids)
@@ -126,15 +116,14 @@ class Sampling:
 
 
 _GRAMMARS = ("json_schema", "regex", "lark")
-_INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed", "logprobs")
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+_SAMPLING = {field.name: field.type for field in dataclasses.fields(SamplingConfig)}
+_INTEGERS = (
+    *(name for name, kind in _SAMPLING.items() if kind is int),
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
 )
+_NUMBERS = tuple(name for name, kind in _SAMPLING.items() if kind is float)
 
 
 def _check_type(name: str, value: Any, kind: type, expected: str) -> None:

@@ -221,7 +221,7 @@ def test_unusable_models_are_the_commands_errors(arguments, given, kind, message
         (["a"], {"top_p": "x"}, "Sampling: top_p: expected a number, got 'x'"),
         (["a"], {"seed": 1.5}, "Sampling: seed: expected an integer, got 1.5"),
         (["a"], {"stop_token_ids": [-4]}, "prompt 0: stop id -4 is outside the vocabulary"),
-        (["a"], {"min_p": 1.5}, "prompt 0: min_p: 1.5, expected 0 (off) to 1"),
+        (["a"], {"min_p": 1.5}, "prompt 0: min_p: 1.5, expected a number from 0 to 1"),
         (["a"], {"logit_bias": {"5": 1.0}}, "Sampling: logit_bias: expected token ids that are"),
         (["a"], {"logit_bias": {5: "x"}}, "Sampling: logit_bias: expected biases that are numbers"),
         (["a"], {"logit_bias": {70000: 1.0}}, "prompt 0: logit_bias: token 70000 is outside"),

@@ -313,14 +313,10 @@ def _as_configured(state, engine: Engine):
     def every(one: jax.Array, value: Any) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(value, one.dtype), one.shape)
 
-    drawn = {
-        name: every(getattr(state.sampling, name), getattr(config, name))
-        for name in ("temperature", "top_k", "top_p", "min_p")
-    }
     asked = dataclasses.replace(
         jax.tree.map(every, state.controls, asked), text=state.controls.text
     )
-    sampling = dataclasses.replace(state.sampling, **drawn)
+    sampling = state.sampling.filled(config)
     return dataclasses.replace(state, sampling=sampling, controls=asked)
 
 

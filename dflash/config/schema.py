@@ -383,10 +383,12 @@ class Eagle3Config(LayeredDrafterConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-    """Sampling, the end of a sequence, and the shape of the decode loop."""
+class SamplingConfig:
+    """Sampling parameters of a sequence, with their defaults and bounds.
 
-    max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
+    Configs (`DecodeConfig`) and requests (`inference.request.Sampling`) derive from it.
+    """
+
     temperature: float = option(0.0, minimum=0.0)  # 0: greedy
     top_k: int = option(0, minimum=0)  # 0: off
     top_p: float = option(1.0, minimum=0.0, maximum=1.0)
@@ -394,8 +396,15 @@ class DecodeConfig:
     presence_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
     frequency_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
     repetition_penalty: float = option(1.0, minimum=0.01, maximum=100.0)  # 1: off
-    min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # before any stop token
     seed: int = option(0, minimum=0, maximum=2**32 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig(SamplingConfig):
+    """Sampling, the end of a sequence, and the shape of the decode loop."""
+
+    max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
+    min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # before any stop token
     verify: Literal["coupled", "rejection"] = "coupled"
     stop_ids: tuple[int, ...] = option((), minimum=0)  # in addition to the checkpoint's
     ignore_eos: bool = False

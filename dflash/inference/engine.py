@@ -33,6 +33,7 @@ from dflash.inference.pages import Layout, Slot
 from dflash.inference.pieces import GREEDY, Piece, pack, padded
 from dflash.inference.programs import Programs
 from dflash.inference.request import Request, check_request
+from dflash.inference.sampling import SamplingParams
 from dflash.inference.state import DecodeState, Report
 from dflash.models.decoder import Decoder
 
@@ -161,10 +162,10 @@ class Engine:
         samplings = [
             pieces[lane].sampling if lane in pieces else GREEDY for lane in range(self.num_lanes)
         ]
-        scalars = map(np.stack, zip(*(one.scalars() for one in samplings), strict=True))
+        numbers = jax.tree.map(lambda *one: np.stack(one), *map(SamplingParams.of, samplings))
         params = self._target_params, self._drafter_params
         asked = self._asked(pieces)
-        cache, *drawn = run(*params, state.cache, lanes, chunk, asked, *scalars)
+        cache, *drawn = run(*params, state.cache, lanes, chunk, asked, numbers)
         return dataclasses.replace(state, cache=cache), *drawn
 
     def _asked(self, pieces: Mapping[int, Piece]) -> Asked:
@@ -260,15 +261,15 @@ class Engine:
         """
         stop_ids = np.full(self.num_stop_ids, NO_STOP, np.int32)
         stop_ids[: len(set(request.stop_ids))] = sorted(set(request.stop_ids))
-        numbers = (np.int32(lane), np.int32(slot.index))
+        where = (np.int32(lane), np.int32(slot.index))
         asked = self._plain(1).controls
         if not controls.is_plain(request):
             asked = controls.of_request(request, said, self.layout.max_length)
             asked = jax.tree.map(lambda x: x[None], asked)
         length = len(request.prompt) + max(1, len(said))
         return self.program("insert")(
-            state, lanes, anchors, *numbers, self._page_row(slot), np.int32(length),
-            np.int32(request.limit), stop_ids, asked, *request.sampling.scalars(),
+            state, lanes, anchors, *where, self._page_row(slot), np.int32(length),
+            np.int32(request.limit), stop_ids, asked, SamplingParams.of(request.sampling),
         )  # fmt: skip
 
     def generate(self, state: DecodeState, width: int | None = None) -> tuple[DecodeState, Report]:

@@ -27,7 +27,7 @@ from dflash.inference.lowering import lower, zeros
 from dflash.inference.pages import Layout
 from dflash.inference.prefill import Chunk, prefill_chunk
 from dflash.inference.request import Sampling
-from dflash.inference.sampling import SamplingParams, sequence_params
+from dflash.inference.sampling import SamplingParams
 from dflash.inference.state import DecodeState
 from dflash.layers.linear import matmul_precision
 from dflash.models.decoder import Decoder
@@ -286,15 +286,15 @@ class Programs(ContextPrograms):
         cache, lanes, lines = self.abstract_state().cache, self.abstract_lanes(), self.num_lanes
         anchors = self._whole((lines,), jnp.int32)
 
-        def prefill(target_params, drafter_params, cache, lanes, chunk, asked, *sampling):
+        def prefill(target_params, drafter_params, cache, lanes, chunk, asked, sampling):
             target = nnx.merge(self._target_graph, target_params)
             drafter = nnx.merge(self._drafter_graph, drafter_params)
-            params = jax.tree.map(lambda x: x[:, 0], jax.vmap(sequence_params)(*sampling))
+            params = sampling.with_keys()
             return prefill_chunk(target, drafter, cache, lanes, chunk, params, asked)
 
         return lower(
             prefill, *self._weights, cache, lanes, self._abstract_chunk(rows),
-            self._abstract_asked(lines), *self._sampling_scalars(lines),
+            self._abstract_asked(lines), self._abstract_sampling(lines, None),
             out=(cache, lanes, anchors, self._abstract_logprobs(lines)), donate=(2, 3),
         )  # fmt: skip
 
@@ -310,7 +310,7 @@ class Programs(ContextPrograms):
         stop_ids = self._whole((self.num_stop_ids,), jnp.int32)
 
         def insert(
-            state, lanes, anchors, lane, slot, table, length, limit, stop_ids, asked, *sampling
+            state, lanes, anchors, lane, slot, table, length, limit, stop_ids, asked, sampling
         ):
             anchor = anchors[lane]
             # What a sequence has said before this one may be on the device alone.
@@ -318,7 +318,7 @@ class Programs(ContextPrograms):
                 jnp.reshape(length - 1, 1), anchor[None, None], jnp.ones(1, jnp.int32)
             )
             ended = (length >= limit) | jnp.any(anchor == stop_ids) | (anchor == nonfinite.NO_TOKEN)
-            params = sequence_params(*sampling)
+            params = jax.tree.map(lambda x: x[None], sampling).with_keys()
             page_table = state.cache.page_table.at[slot].set(table)
             return DecodeState(
                 length=state.length.at[slot].set(length),
@@ -339,10 +339,11 @@ class Programs(ContextPrograms):
                 concluded=state.concluded,
             )
 
-        number = self._scalar()
+        number, one = self._scalar(), SamplingParams.of(Sampling())
         return lower(
             insert, state, lanes, anchors, number, number, table, number, number, stop_ids,
-            self._abstract_asked(1).controls, *self._sampling_scalars(), out=state, donate=(0,),
+            self._abstract_asked(1).controls, jax.tree.map(self._replicated, one),
+            out=state, donate=(0,),
         )  # fmt: skip
 
     # --- what is not finite ---------------------------------------------------------------------
@@ -417,19 +418,12 @@ class Programs(ContextPrograms):
         found = jax.eval_shape(lambda: logprobs.zeros(shape, self.target.arch.vocab_size))
         return jax.tree.map(self._replicated, found)
 
-    def _sampling_scalars(self, *lanes: int) -> list[jax.ShapeDtypeStruct]:
-        """What `Sampling.scalars` gives, of each lane if there are any."""
-        return [self._whole((*lanes, *x.shape), x.dtype) for x in Sampling().scalars()]
-
     def _abstract_sampling(self, batch: int, name: str | None) -> SamplingParams:
-        floats = self.sharding.abstract((batch,), (name,), jnp.float32)
-        return SamplingParams(
-            seed=self.sharding.abstract((batch, 2), (name, None), jnp.uint32),
-            temperature=floats,
-            top_k=self.sharding.abstract((batch,), (name,), jnp.int32),
-            top_p=floats,
-            min_p=floats,
-        )
+        def place(x):
+            names = (name, *(None,) * x.ndim)
+            return self.sharding.abstract((batch, *x.shape), names, x.dtype)
+
+        return jax.tree.map(place, SamplingParams.of(Sampling()))
 
     def _seconds(self) -> jax.ShapeDtypeStruct:
         shape = len(self.layout.widths), len(self.rules.block_sizes)

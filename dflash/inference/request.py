@@ -8,19 +8,16 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-import numpy as np
-
 from dflash import errors
-from dflash.config.schema import DecodeConfig
+from dflash.config.schema import INT32_MAX, SamplingConfig, option
 from dflash.text.grammar import Grammar
 
 MAX_LOGPROBS = 20  # likeliest tokens that are reported beside the drawn one
 MAX_BIASED = 300  # tokens that a request may bias
-_MAX_SEED = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(SamplingConfig):
     """How the tokens of one sequence are drawn.
 
     Attributes:
@@ -37,42 +34,14 @@ class Sampling:
       logit_bias: (token, bias) pairs; each bias is added to its token's logit.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    sequence: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    sequence: int = option(0, minimum=0)
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @classmethod
-    def from_config(cls, config: DecodeConfig, sequence: int = 0) -> "Sampling":
-        """What a config asks for, for sequence number `sequence` of the run."""
-        return cls(
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            seed=config.seed,
-            sequence=sequence,
-            min_p=config.min_p,
-            presence_penalty=config.presence_penalty,
-            frequency_penalty=config.frequency_penalty,
-            repetition_penalty=config.repetition_penalty,
-        )
-
-    def scalars(self) -> tuple[np.generic, ...]:
-        """sequence, seed, temperature, top_k, top_p, min_p, in the dtypes that programs take."""
-        return (
-            np.int32(self.sequence),
-            np.uint32(self.seed),
-            np.float32(self.temperature),
-            np.int32(self.top_k),
-            np.float32(self.top_p),
-            np.float32(self.min_p),
-        )
+    def from_config(cls, config: SamplingConfig, sequence: int = 0) -> "Sampling":
+        """Returns the config's sampling parameters for sequence number `sequence` of the run."""
+        names = [field.name for field in dataclasses.fields(SamplingConfig)]
+        return cls(**{name: getattr(config, name) for name in names}, sequence=sequence)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,27 +211,24 @@ def check_request(
     _check_output(where, request)
 
 
+def bounds_of(field: dataclasses.Field) -> tuple[float, float]:
+    """Returns the inclusive bounds of a sampling parameter; math.inf: no upper bound."""
+    low, high = field.metadata["minimum"], field.metadata["maximum"]
+    if high is None:
+        high = INT32_MAX if field.type is int else math.inf
+    return low, high
+
+
 def _check_sampling(where: str, sampling: Sampling) -> None:
-    penalty = "a number from -2 to 2"
-    ranges = {
-        "temperature": (0.0 <= sampling.temperature < math.inf, "a number of 0 or more"),
-        "top_k": (0 <= sampling.top_k < 2**31, "0 (off) to 2147483647"),
-        "top_p": (0.0 <= sampling.top_p <= 1.0, "0 to 1"),
-        "min_p": (0.0 <= sampling.min_p <= 1.0, "0 (off) to 1"),
-        "seed": (0 <= sampling.seed <= _MAX_SEED, f"0 to {_MAX_SEED}"),
-        "sequence": (0 <= sampling.sequence < 2**31, "0 to 2147483647"),
-        "presence_penalty": (-2.0 <= sampling.presence_penalty <= 2.0, penalty),
-        "frequency_penalty": (-2.0 <= sampling.frequency_penalty <= 2.0, penalty),
-        "repetition_penalty": (
-            0.01 <= sampling.repetition_penalty <= 100.0,
-            "a number from 0.01 to 100, where 1 is off",
-        ),
-    }
-    for name, (holds, expected) in ranges.items():
-        if not holds:
-            raise errors.InputError(
-                f"{where}: {name}: {getattr(sampling, name)}, expected {expected}"
-            )
+    for field in dataclasses.fields(sampling):
+        if not field.metadata:
+            continue
+        value, low, high = getattr(sampling, field.name), *bounds_of(field)
+        if not (low <= value <= high and math.isfinite(value)):
+            number = "" if field.type is int else "a number "
+            words = f"of {low:g} or more" if high == math.inf else f"from {low:g} to {high:g}"
+            expected = number + words if number else f"{low} to {high}"
+            raise errors.InputError(f"{where}: {field.name}: {value}, expected {expected}")
     _check_bias(where, sampling.logit_bias)
 
 

@@ -9,10 +9,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dflash.config.schema import SamplingConfig
 from dflash.drafters.base import Candidates
 from dflash.drafters.parts.draft_vocabulary import DraftTokens
 from dflash.inference import top_k_top_p
+from dflash.inference.request import Sampling
 
 # Rejection verification needs noise that is independent between its three uses; coupled
 # verification needs it to be the same, and uses COUPLED alone.
@@ -38,24 +41,41 @@ class SamplingParams:
     top_p: jax.Array
     min_p: jax.Array
 
+    @classmethod
+    def of(cls, sampling: Sampling) -> "SamplingParams":
+        """Returns the host's numbers of one sequence, as numpy scalars without a batch axis.
 
-def sequence_params(
-    index: jax.Array,
-    seed: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-) -> SamplingParams:
-    """The parameters, B = 1, of sequence number `index` under a seed; all arguments are scalars."""
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
-    return SamplingParams(
-        seed=jax.random.key_data(key)[None],
-        temperature=temperature[None],
-        top_k=top_k[None],
-        top_p=top_p[None],
-        min_p=min_p[None],
-    )
+        Its seed is the pair (seed, sequence number); `with_keys` makes key data of it.
+        """
+        return cls(
+            seed=np.array([sampling.seed, sampling.sequence], np.uint32),
+            **{name: dtype(getattr(sampling, name)) for name, dtype in _NUMBERS.items()},
+        )
+
+    def with_keys(self) -> "SamplingParams":
+        """Returns the parameters with the key data of each (seed, sequence number) as seeds."""
+
+        def key_data(pair):
+            key = jax.random.key(pair[0], impl="threefry2x32")
+            return jax.random.key_data(jax.random.fold_in(key, pair[1]))
+
+        return dataclasses.replace(self, seed=jax.vmap(key_data)(self.seed))
+
+    def filled(self, config: SamplingConfig) -> "SamplingParams":
+        """Returns the parameters with the config's in every sequence; seeds stay."""
+        values = {
+            name: jnp.full_like(getattr(self, name), getattr(config, name)) for name in _NUMBERS
+        }
+        return dataclasses.replace(self, **values)
+
+
+# The parameters that filter and scale logits, with their dtypes on the device.
+_NUMBERS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,13 +43,7 @@ def occupy(
       vocab_size: of the target.
     """
     table = jnp.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
-    params = dataclasses.replace(
-        state.sampling,
-        temperature=jnp.full_like(state.sampling.temperature, sampling.temperature),
-        top_k=jnp.full_like(state.sampling.top_k, sampling.top_k),
-        top_p=jnp.full_like(state.sampling.top_p, sampling.top_p),
-        min_p=jnp.full_like(state.sampling.min_p, sampling.min_p),
-    )
+    params = state.sampling.filled(sampling)
     empty = jax.tree.map(jnp.zeros_like, state.adaptive)
     # An argument of the program, or the compiler would compute caches ahead and keep them.
     phase = state.length[0].astype(jnp.float32)

@@ -17,10 +17,10 @@ from dflash.config.registry import DRAFTERS
         ("drafter.architecture.vocab_size=9", "drafter.architecture.vocab_size: unknown key; "
          "did you mean 'target.architecture.vocab_size'?"),
         ("mesh.z=1", "mesh.z: unknown key; expected one of data, fsdp, tensor, expert"),
-        ("decode.copy=1", "decode.copy: unknown key; expected one of max_new_tokens, temperature, "
-         "top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, "
-         "min_new_tokens, seed, verify, stop_ids, ignore_eos, baseline, batch_size, sync_every, "
-         "max_length, page_size, num_pages, kv_dtype, prefill_chunk, prefix_cache, "
+        ("decode.copy=1", "decode.copy: unknown key; expected one of temperature, top_k, "
+         "top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed, "
+         "max_new_tokens, min_new_tokens, verify, stop_ids, ignore_eos, baseline, batch_size, "
+         "sync_every, max_length, page_size, num_pages, kv_dtype, prefill_chunk, prefix_cache, "
          "partial_dispatches"),
         ("decode.seed=abc", "decode.seed: expected an integer in [0, 4294967295], got 'abc'"),
         ("decode.seed=true", "decode.seed: expected an integer in [0, 4294967295], got true"),

@@ -105,8 +105,8 @@ def test_text_grows_by_what_was_committed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"min_p": 1.5}, "min_p: 1.5, expected 0 (off) to 1"),
-        ({"min_p": float("nan")}, "min_p: nan, expected 0 (off) to 1"),
+        ({"min_p": 1.5}, "min_p: 1.5, expected a number from 0 to 1"),
+        ({"min_p": float("nan")}, "min_p: nan, expected a number from 0 to 1"),
         ({"presence_penalty": 2.5}, "presence_penalty: 2.5, expected a number from -2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty: -3, expected a number from -2 to 2"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0, expected a number from 0.01 to"),
