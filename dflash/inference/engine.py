@@ -27,10 +27,10 @@ from dflash import errors
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import adaptive, block_choice, controls, cycle, nonfinite, timing
-from dflash.inference.first_token import Asked
+from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import Layout, Slot
-from dflash.inference.pieces import GREEDY, Piece, pack, padded
+from dflash.inference.pieces import GREEDY, PrefillChunk, pack, padded
 from dflash.inference.programs import Programs
 from dflash.inference.request import Request, check_request
 from dflash.inference.sampling import SamplingParams
@@ -106,7 +106,7 @@ class Engine:
         # of them; measured by `compile` where there is a choice.
         self.cycle_seconds: tuple[float, ...] | None = None
         self._partial_seconds: tuple[tuple[float, ...], ...] = ()
-        self._plain_asked: dict[int, Asked] = {}
+        self._plain_asked: dict[int, FirstTokenConstraints] = {}
         # Acceptance statistics of earlier runs, where there is a choice; see `retire`.
         self._known: block_choice.Pool | None = None
 
@@ -140,7 +140,7 @@ class Engine:
         return self.program("new_lanes")()
 
     def prefill(
-        self, state: DecodeState, lanes: Any, pieces: Mapping[int, Piece]
+        self, state: DecodeState, lanes: Any, pieces: Mapping[int, PrefillChunk]
     ) -> tuple[DecodeState, Any, jax.Array, Logprobs]:
         """Runs the next piece of the prompt in every lane that has one.
 
@@ -168,7 +168,7 @@ class Engine:
         cache, *drawn = run(*params, state.cache, lanes, chunk, asked, numbers)
         return dataclasses.replace(state, cache=cache), *drawn
 
-    def _asked(self, pieces: Mapping[int, Piece]) -> Asked:
+    def _asked(self, pieces: Mapping[int, PrefillChunk]) -> FirstTokenConstraints:
         """What the sequences of all lanes ask of their first tokens."""
         plain = self._plain(self.num_lanes)
         given = {lane: one.asked for lane, one in pieces.items() if one.asked is not None}
@@ -179,7 +179,7 @@ class Engine:
             jax.tree.map(lambda all, mine, lane=lane: all.__setitem__(lane, mine), host, one)
         return host
 
-    def _plain(self, lanes: int) -> Asked:
+    def _plain(self, lanes: int) -> FirstTokenConstraints:
         """What sequences ask for that ask for nothing: on the device, and made once."""
         if lanes not in self._plain_asked:
             self._plain_asked[lanes] = self.program("plain", lanes)()
@@ -208,7 +208,7 @@ class Engine:
             )
         for start in range(0, length, self.layout.longest_chunk):
             end = min(start + self.layout.longest_chunk, length)
-            piece = Piece.of(text, start, end, slot.pages, request.sampling, fresh=not start)
+            piece = PrefillChunk.of(text, start, end, slot.pages, request.sampling, fresh=not start)
             state, lanes, anchors, _ = self.prefill(state, lanes, {lane: piece})
         return self.insert(state, lanes, anchors, lane, slot, request, said)
 
@@ -368,7 +368,7 @@ class Engine:
             end, step = len(pages) * self.layout.page_size, self.layout.longest_chunk
             for start in range(0, end, step):
                 last = min(start + step, end)
-                piece = Piece.of(text, start, last, pages, GREEDY, fresh=not start)
+                piece = PrefillChunk.of(text, start, last, pages, GREEDY, fresh=not start)
                 chunk = pack({lane: piece}, self.num_lanes, self.layout)
                 run = self.program("replay", chunk.tokens.shape[1])
                 lanes = run(self._target_params, self._drafter_params, lanes, chunk)

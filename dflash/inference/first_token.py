@@ -17,7 +17,7 @@ from dflash.text import grammar
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class FirstTokenConstraints:
     """What n sequences ask of their first tokens.
 
     Attributes:
@@ -30,7 +30,7 @@ class Asked:
 
 
 def draw(
-    logits: jax.Array, length: jax.Array, sampling: SamplingParams, asked: Asked
+    logits: jax.Array, length: jax.Array, sampling: SamplingParams, asked: FirstTokenConstraints
 ) -> tuple[jax.Array, Logprobs]:
     """Draws the token after each prompt.
 
@@ -69,18 +69,20 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def abstract(lanes: int, max_length: int, vocab_size: int, sharding: Sharding) -> Asked:
+def abstract(
+    lanes: int, max_length: int, vocab_size: int, sharding: Sharding
+) -> FirstTokenConstraints:
     """Shapes of what the sequences of `lanes` lanes ask for, on every device."""
-    return Asked(
+    return FirstTokenConstraints(
         controls.abstract(lanes, None, max_length, sharding),
         sharding.abstract((lanes, num_words(vocab_size)), (None, None), jnp.int32),
     )
 
 
-def plain(lanes: int, max_length: int, vocab_size: int) -> Asked:
+def plain(lanes: int, max_length: int, vocab_size: int) -> FirstTokenConstraints:
     """What the sequences of `lanes` lanes ask for that ask for nothing; numpy arrays."""
     allowed = np.tile(allow_all(vocab_size), (lanes, 1))
-    return Asked(controls.plain(lanes, max_length), allowed)
+    return FirstTokenConstraints(controls.plain(lanes, max_length), allowed)
 
 
 def allow_all(vocab_size: int) -> np.ndarray:

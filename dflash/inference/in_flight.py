@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dflash.inference.first_token import Asked
+from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.request import Request, TokenLogprobs
 from dflash.inference.state import Report
@@ -14,7 +14,7 @@ from dflash.text.grammar import Matcher
 
 
 @dataclasses.dataclass(eq=False)
-class InFlight:
+class ActiveRequest:
     """A request and how far it has come; it holds a slot and pages from its prefill to its end.
 
     Attributes:
@@ -30,7 +30,7 @@ class InFlight:
     request: Request
     submitted_at: float
     matcher: Matcher | None = None
-    asked: Asked | None = None
+    asked: FirstTokenConstraints | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     block_sizes: list[int] = dataclasses.field(default_factory=list)
@@ -79,7 +79,7 @@ class GivenPrefill:
     """A chunk that the device was given: by lane, its sequences and whether they are complete."""
 
     enqueued_at: float
-    sequences: dict[int, tuple[InFlight, bool]]
+    sequences: dict[int, tuple[ActiveRequest, bool]]
     anchors: jax.Array
     logprobs: Logprobs
     others_wait: bool  # whether sequences of the batch stand still meanwhile

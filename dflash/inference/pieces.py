@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dflash.inference.first_token import Asked
+from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.pages import Layout
-from dflash.inference.prefill import Chunk
+from dflash.inference.prefill import ChunkInputs
 from dflash.inference.request import Sampling
 
 GREEDY = Sampling()
@@ -15,7 +15,7 @@ OPEN = -1  # in place of the token after a piece, where the target is to draw it
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class PrefillChunk:
     """Tokens of a sequence that one call runs.
 
     Attributes:
@@ -34,7 +34,7 @@ class Piece:
     pages: Sequence[int]
     sampling: Sampling
     fresh: bool
-    asked: Asked | None = None
+    asked: FirstTokenConstraints | None = None
 
     @classmethod
     def of(
@@ -46,8 +46,8 @@ class Piece:
         sampling: Sampling,
         *,
         fresh: bool,
-        asked: Asked | None = None,
-    ) -> "Piece":
+        asked: FirstTokenConstraints | None = None,
+    ) -> "PrefillChunk":
         """Tokens start … end - 1 of a text; if it goes on, it says which token follows."""
         following = text[end] if end < len(text) else OPEN
         asked = None if end < len(text) else asked
@@ -55,10 +55,10 @@ class Piece:
 
 
 # Of a lane without a prompt: its rows go to the scratch page.
-IDLE = Piece((), 0, OPEN, (), GREEDY, fresh=False)
+IDLE = PrefillChunk((), 0, OPEN, (), GREEDY, fresh=False)
 
 
-def pack(pieces: Mapping[int, Piece], lanes: int, layout: Layout) -> Chunk:
+def pack(pieces: Mapping[int, PrefillChunk], lanes: int, layout: Layout) -> ChunkInputs:
     """The next piece of every lane, padded to the size of one program.
 
     Args:
@@ -76,7 +76,7 @@ def pack(pieces: Mapping[int, Piece], lanes: int, layout: Layout) -> Chunk:
         )
     rows = layout.chunk(longest)
     chosen = [pieces.get(lane, IDLE) for lane in range(lanes)]
-    return Chunk(
+    return ChunkInputs(
         tokens=np.stack([padded(one.tokens, rows) for one in chosen]),
         start=np.array([one.start for one in chosen], np.int32),
         count=np.array([len(one.tokens) for one in chosen], np.int32),

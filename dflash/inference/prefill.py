@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dflash.drafters.base import Drafter
 from dflash.inference import first_token
-from dflash.inference.first_token import Asked
+from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
@@ -22,7 +22,7 @@ from dflash.models.decoder import Decoder
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class ChunkInputs:
     """The next tokens of the prompts in n lanes, of at most T tokens each.
 
     Attributes:
@@ -47,9 +47,9 @@ def prefill_chunk(
     drafter: Drafter,
     cache: PagedCache,
     lanes: Any,
-    chunk: Chunk,
+    chunk: ChunkInputs,
     sampling: SamplingParams,
-    asked: Asked,
+    asked: FirstTokenConstraints,
 ) -> tuple[PagedCache, Any, jax.Array, Logprobs]:
     """Runs one chunk of each prompt.
 
@@ -62,8 +62,8 @@ def prefill_chunk(
       sampling: of the n sequences.
       asked: what they ask of their first tokens.
     Returns:
-      cache; lanes; the token after each chunk int32 [n], `broken.NO_TOKEN` if its logits were not
-      finite; log-probabilities [n] of those that the target has drawn.
+      cache; lanes; the token after each chunk, int32 [n], or `nonfinite.NO_TOKEN` if its logits
+      were not finite; log-probabilities [n] of those that the target has drawn.
     """
     rows = jnp.arange(chunk.tokens.shape[1])
     with jax.named_scope("target"):
@@ -86,7 +86,7 @@ def prefill_chunk(
 def observe_chunk(
     drafter: Drafter,
     lanes: Any,
-    chunk: Chunk,
+    chunk: ChunkInputs,
     following: jax.Array,
     features: jax.Array,
     heads: Decoder,
@@ -103,7 +103,7 @@ def observe_chunk(
         return drafter.observe(lanes, chunk.start, tokens, chunk.count, features, heads)
 
 
-def replay_chunk(drafter: Drafter, lanes: Any, chunk: Chunk, heads: Decoder) -> Any:
+def replay_chunk(drafter: Drafter, lanes: Any, chunk: ChunkInputs, heads: Decoder) -> Any:
     """Shows cached tokens to a drafter whose state depends on tokens alone.
 
     Args: see `prefill_chunk`; `chunk.following` is known.

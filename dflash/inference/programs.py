@@ -25,7 +25,7 @@ from dflash.inference import (
 from dflash.inference.context_programs import ContextPrograms
 from dflash.inference.lowering import lower, zeros
 from dflash.inference.pages import Layout
-from dflash.inference.prefill import Chunk, prefill_chunk
+from dflash.inference.prefill import ChunkInputs, prefill_chunk
 from dflash.inference.request import Sampling
 from dflash.inference.sampling import SamplingParams
 from dflash.inference.state import DecodeState
@@ -398,10 +398,10 @@ class Programs(ContextPrograms):
         spare = adaptive.spare_rows(self.rules.block_sizes)
         return self.drafter.init_state(batch, self.layout.capacity + spare)
 
-    def _abstract_chunk(self, rows: int) -> Chunk:
+    def _abstract_chunk(self, rows: int) -> ChunkInputs:
         lanes = self.num_lanes
         per_lane = self._whole((lanes,), jnp.int32)
-        return Chunk(
+        return ChunkInputs(
             tokens=self._whole((lanes, rows), jnp.int32),
             start=per_lane,
             count=per_lane,
@@ -410,7 +410,7 @@ class Programs(ContextPrograms):
             table=self._whole((lanes, self.layout.prefill_pages), jnp.int32),
         )
 
-    def _abstract_asked(self, lanes: int) -> first_token.Asked:
+    def _abstract_asked(self, lanes: int) -> first_token.FirstTokenConstraints:
         vocab_size = self.target.arch.vocab_size
         return first_token.abstract(lanes, self.layout.max_length, vocab_size, self.sharding)
 

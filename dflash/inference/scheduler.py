@@ -24,17 +24,17 @@ import numpy as np
 from dflash.inference import constrained, controls, first_token, nonfinite
 from dflash.inference.adaptive import spare_rows
 from dflash.inference.engine import Engine
-from dflash.inference.first_token import Asked
+from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.in_flight import (
+    ActiveRequest,
     GivenCycles,
     GivenPrefill,
-    InFlight,
     committed,
     committed_logprobs,
     refused,
 )
 from dflash.inference.pages import PagePool, Slot
-from dflash.inference.pieces import Piece
+from dflash.inference.pieces import PrefillChunk
 from dflash.inference.prefix_cache import PrefixCache
 from dflash.inference.request import Completion, Event, Request, TokenLogprobs, Tokens
 from dflash.inference.state import DecodeState, Report
@@ -55,10 +55,10 @@ class Scheduler:
         """
         layout = engine.layout
         self._engine, self._layout, self._fill_at_once = engine, layout, fill_at_once
-        self._queue: collections.deque[InFlight] = collections.deque()
+        self._queue: collections.deque[ActiveRequest] = collections.deque()
         # By lane and by slot, in the order of admission: the last one is the youngest.
-        self._entering: dict[int, InFlight] = {}
-        self._running: dict[int, InFlight] = {}
+        self._entering: dict[int, ActiveRequest] = {}
+        self._running: dict[int, ActiveRequest] = {}
         self._ids: set[int] = set()  # of all requests in flight
         self._pool = PagePool(layout.num_replicas, layout.pages_per_replica)
         # What the device was given and has not been waited for, in order.
@@ -90,12 +90,12 @@ class Scheduler:
         matcher = request.grammar and request.grammar.matcher()
         asked = None
         if not controls.is_plain(request):
-            asked = Asked(
+            asked = FirstTokenConstraints(
                 controls.of_request(request, (), self._layout.max_length),
                 first_token.allowed_first(request, matcher, self._engine.vocab_size),
             )
         self._ids.add(request.id)
-        self._queue.append(InFlight(request, time.perf_counter(), matcher, asked))
+        self._queue.append(ActiveRequest(request, time.perf_counter(), matcher, asked))
 
     def cancel(self, id: int) -> bool:
         """Drops a request, whose slot and pages are free at once; no further events come of it.
@@ -208,7 +208,7 @@ class Scheduler:
             end = min(start + self._layout.longest_chunk, one.context)
             sampling, fresh = one.request.sampling, not one.touched
             asked = None if one.output_ids else one.asked
-            pieces[lane] = Piece.of(
+            pieces[lane] = PrefillChunk.of(
                 one.text, start, end, one.pages, sampling, fresh=fresh, asked=asked
             )
             one.prefilled, one.touched = end, True
@@ -223,7 +223,7 @@ class Scheduler:
             if complete:
                 self._insert(lane, one, anchors)
 
-    def _insert(self, lane: int, one: InFlight, anchors: jax.Array) -> None:
+    def _insert(self, lane: int, one: ActiveRequest, anchors: jax.Array) -> None:
         """Moves a prefilled sequence from its lane to its slot."""
         slot = Slot(one.slot, one.pages)
         self._state = self._engine.insert(
@@ -284,7 +284,7 @@ class Scheduler:
         return begin, self._done_at
 
     def _begin(
-        self, one: InFlight, anchor: int, now: float, logprobs: Sequence[TokenLogprobs]
+        self, one: ActiveRequest, anchor: int, now: float, logprobs: Sequence[TokenLogprobs]
     ) -> list[Event]:
         """The first token of a request; the device has decided alike whether it is the last."""
         request = one.request
@@ -335,7 +335,7 @@ class Scheduler:
                 fresh = committed(report, index, np.flatnonzero(counts[:, index]))
                 raise self._engine.explain(one.request, [*one.output_ids, *fresh])
 
-    def _finish(self, one: InFlight, now: float) -> Completion:
+    def _finish(self, one: ActiveRequest, now: float) -> Completion:
         self._vacate(one)
         self._ids.discard(one.request.id)
         return Completion(
@@ -355,7 +355,7 @@ class Scheduler:
 
     # --- slots and pages ------------------------------------------------------------------------
 
-    def _vacate(self, one: InFlight) -> None:
+    def _vacate(self, one: ActiveRequest) -> None:
         """Ends a sequence's stay in its slot, or in its lane on the way there."""
         share = self._layout.replica_of(one.slot)
         if self._running.get(one.slot) is one:
@@ -367,7 +367,7 @@ class Scheduler:
         self._pool.give_back(share, one.pages)
         one.slot, one.pages = None, ()
 
-    def _publish(self, one: InFlight) -> None:
+    def _publish(self, one: ActiveRequest) -> None:
         """Publishes the full pages of a running sequence, as far as the drafter has rows too."""
         # The drafter may lack the last rows of plain cycles.
         rows = one.length - 1 - spare_rows(self._engine.block_sizes)
@@ -395,7 +395,7 @@ class Scheduler:
             slots = [Slot(index, one.pages) for index, one in self._running.items()]
             self._state = self._engine.set_pages(self._state, slots)
 
-    def _missing_pages(self, one: InFlight) -> int:
+    def _missing_pages(self, one: ActiveRequest) -> int:
         return self._layout.pages_ahead(one.length, one.request.limit) - len(one.pages)
 
     def _preempt_youngest(self, share: int) -> None:
@@ -419,7 +419,7 @@ class Scheduler:
             self._queue.popleft()
         return bool(self._entering)
 
-    def _overtakes(self, one: InFlight) -> bool:
+    def _overtakes(self, one: ActiveRequest) -> bool:
         """Whether a prompt must wait, to enter its slot in the order of the queue.
 
         That matters for forced acceptance lengths alone, which are those of sequences in this
@@ -433,7 +433,7 @@ class Scheduler:
     def _num_chunks(self, tokens: int) -> int:
         return -(-tokens // self._layout.longest_chunk)
 
-    def _place(self, one: InFlight) -> bool:
+    def _place(self, one: ActiveRequest) -> bool:
         """Gives a sequence a slot, with the lane of its share, and pages; False if there are none.
 
         Of several shares it takes the one that has most of its pages cached.
@@ -452,7 +452,7 @@ class Scheduler:
                 return True
         return False
 
-    def _take_pages(self, one: InFlight, share: int, cached: Sequence[int]) -> bool:
+    def _take_pages(self, one: ActiveRequest, share: int, cached: Sequence[int]) -> bool:
         """Holds the cached pages, and takes the others that the sequence needs."""
         self._pool.hold(share, cached)
         fresh = self._pool.take(share, self._missing_pages(one) - len(cached))
@@ -462,7 +462,7 @@ class Scheduler:
         one.pages = (*cached, *fresh)
         return True
 
-    def _enter(self, one: InFlight, slot: int, lane: int, cached: Sequence[int]) -> None:
+    def _enter(self, one: ActiveRequest, slot: int, lane: int, cached: Sequence[int]) -> None:
         """Begins the prefill of a sequence behind its cached pages."""
         tokens = len(cached) * self._layout.page_size
         if cached:

@@ -17,7 +17,7 @@ from support.engines import (
 from support.models import drafter, make_architecture
 
 from dflash.inference.pages import Slot
-from dflash.inference.pieces import GREEDY, Piece
+from dflash.inference.pieces import GREEDY, PrefillChunk
 from dflash.inference.request import Request
 
 
@@ -69,7 +69,7 @@ def test_a_prompt_must_fit(compiled, length):
 @pytest.mark.parametrize("length", [0, 17])
 def test_a_piece_is_at_most_a_chunk(compiled, length):
     run, _ = compiled
-    piece = Piece.of((1,) * 40, 0, length, (1, 2, 3), GREEDY, fresh=True)
+    piece = PrefillChunk.of((1,) * 40, 0, length, (1, 2, 3), GREEDY, fresh=True)
     with pytest.raises(
         ValueError, match=f"pieces of {length} to {length} tokens, expected 1 to 16"
     ):
