@@ -18,7 +18,7 @@ from dflash.config import train_schema
 from dflash.storage import paths
 
 if TYPE_CHECKING:
-    from dflash.training.trainer import Outcome
+    from dflash.training.trainer import TrainOutcome
 
 SUBCOMMAND = cli.Subcommand(
     "train",
@@ -105,7 +105,7 @@ def _train(command: cli.Command) -> int:
     return _outcome(command).exit_status
 
 
-def _outcome(command: cli.Command) -> "Outcome":
+def _outcome(command: cli.Command) -> "TrainOutcome":
     """Trains, from scratch or from the work directory's newest checkpoint."""
     import jax
 

@@ -19,7 +19,7 @@ from dflash.parallel import chips, parameters
 from dflash.storage import paths
 from dflash.text import jsonl
 from dflash.training import train_job as training_jobs
-from dflash.training.train_job import Job as TrainJob
+from dflash.training.train_job import TrainJob
 from dflash.training.train_plan import step_flops
 
 _BYTES_PER_TOKEN = 2 * 8 + 4  # of an answer: twice as JSON, and as rows for training

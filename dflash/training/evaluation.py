@@ -10,13 +10,13 @@ from dflash.training import outlook
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.state import Params
-from dflash.training.train_job import DraftingTest, Job
+from dflash.training.train_job import DraftingTest, TrainJob
 
 
 class Evaluation:
     """A function: params -> metrics on held-out data; its programs are compiled once."""
 
-    def __init__(self, job: Job, frozen: Params, drafting_test: DraftingTest | None):
+    def __init__(self, job: TrainJob, frozen: Params, drafting_test: DraftingTest | None):
         self._job, self._frozen, self._drafting_test = job, frozen, drafting_test
         # Read before the first step, so that unusable data are an error at once.
         self._rows, self._held_out = _held_out_batches(job)
@@ -64,7 +64,7 @@ class Evaluation:
         return {name: total / max(seen, 1e-9) for name, total in totals.items()}
 
 
-def _held_out_batches(job: Job) -> tuple[int, list[dict[str, np.ndarray]]]:
+def _held_out_batches(job: TrainJob) -> tuple[int, list[dict[str, np.ndarray]]]:
     """Rows of a held-out batch, at most those of a piece in training; and the batches."""
     config = job.config
     wanted = config.evaluation.batches

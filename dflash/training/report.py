@@ -21,7 +21,7 @@ from dflash.training import rundir
 Metrics = Mapping[str, float]
 
 
-class Report:
+class TrainReport:
     """Shows the progress of a run and writes its metrics; only process 0 has output."""
 
     def __init__(

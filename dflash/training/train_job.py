@@ -39,7 +39,7 @@ COUNTED_TOKENS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TrainJob:
     """A prepared training run.
 
     Attributes:
@@ -181,14 +181,14 @@ class Job:
             stop_ids=self.task.target.arch.eos_token_id,
         )
 
-    def plan(self) -> train_plan.Plan:
+    def plan(self) -> train_plan.TrainPlan:
         """The plan of the run, made without reading data."""
         steps = self.config.train.steps
         optimizer, _ = self.optimizer(steps or 1)
         return train_plan.make_plan(self.task, optimizer, steps=steps)
 
 
-def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = False) -> Job:
+def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = False) -> TrainJob:
     """Builds and checks everything that a run needs before its weights.
 
     Args:
@@ -207,12 +207,12 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     words = tokenizer.for_target(directory, thinking=config.data.thinking, date=date)
     if not dry:
         agreement.check_same("tokenizer", words.fingerprint)
-    job = Job(config, placed, task, words, directory)
+    job = TrainJob(config, placed, task, words, directory)
     _check(job)
     return job
 
 
-def _check(job: Job) -> None:
+def _check(job: TrainJob) -> None:
     """Raises UserError if tokenizer or rows do not fit."""
     arch, length = job.task.target.arch, job.config.data.length
     if job.tokenizer.vocab_size > arch.vocab_size:

@@ -14,7 +14,7 @@ from dflash.training.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     """Size, memory and programs of a training run.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan:
         ]
 
 
-def make_plan(task: Task, optimizer, *, steps: int | None) -> Plan:
+def make_plan(task: Task, optimizer, *, steps: int | None) -> TrainPlan:
     """Plans a run from abstract models.
 
     Args:
@@ -78,7 +78,7 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> Plan:
         if steps is None
         else (f"{steps:,} steps of {rows} × {length} tokens = {steps * rows * length:,} tokens")
     )
-    return Plan(
+    return TrainPlan(
         mesh=dict(sharding.mesh.shape),
         counts=counts,
         memory_bytes=memory,

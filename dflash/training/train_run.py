@@ -19,13 +19,13 @@ from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints, RestoredCheckpoint
 from dflash.training.evaluation import Evaluation
-from dflash.training.report import Report
+from dflash.training.report import TrainReport
 from dflash.training.state import Params, TrainState
-from dflash.training.train_job import DraftingTest, Job
-from dflash.training.trainer import Batches, LoopConfig, Outcome, StepFunctions, Trainer
+from dflash.training.train_job import DraftingTest, TrainJob
+from dflash.training.trainer import Batches, LoopConfig, StepFunctions, Trainer, TrainOutcome
 
 
-def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -> Outcome:
+def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | None) -> TrainOutcome:
     """Trains, from scratch or from the newest checkpoint in the directory.
 
     Args:
@@ -68,7 +68,7 @@ def run(job: Job, directory: RunDirectory, drafting_test: DraftingTest | None) -
 
 
 def _begin(
-    job: Job, directory: RunDirectory, checkpoints: Checkpoints, steps: int, note
+    job: TrainJob, directory: RunDirectory, checkpoints: Checkpoints, steps: int, note
 ) -> RestoredCheckpoint:
     """The newest good checkpoint, or the state before the first step if there is none."""
     optimizer, _ = job.optimizer(steps)
@@ -87,8 +87,10 @@ def _begin(
     return found
 
 
-def _open_report(job: Job, directory: RunDirectory, steps: int, first_step: int) -> Report:
-    return Report(
+def _open_report(
+    job: TrainJob, directory: RunDirectory, steps: int, first_step: int
+) -> TrainReport:
+    return TrainReport(
         directory.path if jax.process_index() == 0 else None,
         steps=steps,
         first_step=first_step,
@@ -96,7 +98,7 @@ def _open_report(job: Job, directory: RunDirectory, steps: int, first_step: int)
     )
 
 
-def _train_step(job: Job, steps: int, state: TrainState):
+def _train_step(job: TrainJob, steps: int, state: TrainState):
     optimizer, schedule = job.optimizer(steps)
     return steps_lib.make_train_step(
         job.task.loss,
@@ -109,7 +111,7 @@ def _train_step(job: Job, steps: int, state: TrainState):
     )
 
 
-def _loop_config(job: Job, steps: int, evaluation: Evaluation) -> LoopConfig:
+def _loop_config(job: TrainJob, steps: int, evaluation: Evaluation) -> LoopConfig:
     config = job.config
     return LoopConfig(
         steps=steps,
@@ -124,7 +126,7 @@ def _loop_config(job: Job, steps: int, evaluation: Evaluation) -> LoopConfig:
 
 
 def _training_batches(
-    job: Job, directory: RunDirectory, frozen: Params, state: Any, report: Report
+    job: TrainJob, directory: RunDirectory, frozen: Params, state: Any, report: TrainReport
 ) -> Batches:
     """The training batches; with `train.features=cached`, they include target features."""
     source = job.batches(job.training_rows, state=state)
@@ -143,7 +145,7 @@ def _training_batches(
 
 
 def _feature_cache(
-    job: Job, corpus: int, base: pathlib.Path, frozen: Params, report: Report
+    job: TrainJob, corpus: int, base: pathlib.Path, frozen: Params, report: TrainReport
 ) -> features.FeatureCache:
     """Features of the rows of a corpus that the run reads."""
     rows, batch_size = job.training_rows, job.config.train.batch_size
@@ -166,7 +168,7 @@ def _feature_cache(
     )
 
 
-def _cache_key(job: Job, corpus: int) -> str:
+def _cache_key(job: TrainJob, corpus: int) -> str:
     """A hash of everything that the rows of a corpus, their order and features depend on."""
     source = job.task.target_source
     weights = features.fingerprint(source.directory) if source.directory else source.seed
@@ -189,7 +191,7 @@ def _local_rows(array: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(pieces[start].data) for start in sorted(pieces)])
 
 
-def _export(job: Job, directory: RunDirectory, params: Params, step: int) -> None:
+def _export(job: TrainJob, directory: RunDirectory, params: Params, step: int) -> None:
     """Writes the weights to hf/; at any time it or the directory that replaces it is whole."""
     fresh = _fresh_export(directory)
     if jax.process_index() == 0:
@@ -216,7 +218,7 @@ def _is_export(path: pathlib.Path) -> bool:
 
 
 def _finish(
-    job: Job, directory: RunDirectory, first_step: int, outcome: Outcome, steps: int
+    job: TrainJob, directory: RunDirectory, first_step: int, outcome: TrainOutcome, steps: int
 ) -> str:
     """Exports the last weights if there are no best ones; returns a line about the result."""
     if outcome.step < steps and not outcome.stalled:

@@ -15,7 +15,7 @@ from dflash.parallel.sharding import Sharding
 from dflash.training import outlook
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints
-from dflash.training.report import Report
+from dflash.training.report import TrainReport
 from dflash.training.signals import StopSignal
 from dflash.training.state import Params, TrainState
 
@@ -70,7 +70,7 @@ class StepFunctions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TrainOutcome:
     """The result of a run.
 
     Attributes:
@@ -127,7 +127,7 @@ class Trainer:
         sharding: Sharding,
         checkpoints: Checkpoints,
         metadata: Mapping[str, Any],
-        report: Report,
+        report: TrainReport,
     ):
         """Takes over `state`, which is donated.
 
@@ -161,7 +161,7 @@ class Trainer:
         self._saved = step
         self._compiled = False
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainOutcome:
         """Trains up to the last step, or until a signal asks to stop.
 
         Raises:
@@ -186,7 +186,7 @@ class Trainer:
             early = self._stalled and self._step < config.steps
             ended = early or self._step == config.steps
         status = 0 if ended else stop.exit_status
-        return Outcome(self._state, self._step, self._best, status, early)
+        return TrainOutcome(self._state, self._step, self._best, status, early)
 
     @property
     def _stalled(self) -> bool:

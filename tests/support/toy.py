@@ -16,7 +16,7 @@ from dflash.parallel import parameters, sharding
 from dflash.training import state as states
 from dflash.training import step as steps_lib
 from dflash.training.checkpoints import Checkpoints
-from dflash.training.report import Report
+from dflash.training.report import TrainReport
 from dflash.training.trainer import LoopConfig, StepFunctions, Trainer
 
 VOCAB, WIDTH, ROWS, LENGTH = 16, 16, 8, 8
@@ -136,7 +136,7 @@ class Run:
             )
             mine = steps_lib.rows_of_process(self.sharding, ROWS)
             batches = Counting(metadata["data"], mine=mine, poison_at=self.poison_at)
-            with Report(
+            with TrainReport(
                 self.directory if jax.process_index() == 0 else None,
                 steps=self.steps,
                 first_step=self.started_at,

@@ -17,7 +17,7 @@ TARGET = (
 )
 
 
-def make_job(recipe, *overrides, dry) -> train_job.Job:
+def make_job(recipe, *overrides, dry) -> train_job.TrainJob:
     path = f"configs/train/{recipe}.yml"
     config = loader.load(path, [*TARGET, *overrides], train_schema.TrainRun)
     return train_job.prepare(config, dry=dry)

@@ -29,7 +29,7 @@ def target(tmp_path):
     return directory
 
 
-def prepare(target, *overrides, date=None) -> train_job.Job:
+def prepare(target, *overrides, date=None) -> train_job.TrainJob:
     overrides = f"target.checkpoint={target}", *overrides
     config = loader.load("configs/train/tiny_medusa.yml", overrides, train_schema.TrainRun)
     return train_job.prepare(config, date=date, dry=True)

@@ -9,7 +9,7 @@ import tensorboardX
 
 from dflash import errors
 from dflash.training import report as report_lib
-from dflash.training.report import Report
+from dflash.training.report import TrainReport
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,9 @@ class Terminal(io.StringIO):
 
 
 def open_report(directory, stream, first_step=0):
-    return Report(directory, steps=100, first_step=first_step, tokens_per_step=50, stderr=stream)
+    return TrainReport(
+        directory, steps=100, first_step=first_step, tokens_per_step=50, stderr=stream
+    )
 
 
 def lines(directory):
