@@ -1,21 +1,18 @@
 """Settings that must stand before jax is imported: eight CPU devices, and quick compilation."""
 
-import atexit
 import contextlib
 import ctypes
 import gc
 import os
 import pathlib
-import shutil
 import signal
 import sys
-import tempfile
 
 # Modules that several tests share lie beside this file.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import hypothesis
 import pytest
-from support import tiers, xla_flags
+from support import program_cache, tiers, xla_flags
 
 # What a worker may hold between modules; within one, twice as much. See `pytest_runtest_teardown`.
 MOST_MAPPINGS = 15_000
@@ -26,11 +23,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A tenth of the time: no traceback for every operation, and fewer collections while tracing.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 gc.set_threshold(200_000, 50, 1000)
-# Programs are kept for one session, whose workers and commands share them, and never for the user.
+# Workers, commands and later runs share programs; those of users are left alone.
 if "DFLASH_TESTS_PROGRAMS" not in os.environ:
-    os.environ["DFLASH_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="dflash_tests_")
-    atexit.register(shutil.rmtree, os.environ["DFLASH_TESTS_PROGRAMS"], ignore_errors=True)
+    os.environ["DFLASH_TESTS_PROGRAMS"] = str(program_cache.directory())
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["DFLASH_TESTS_PROGRAMS"]
+# Compiling takes longer than loading from 50 ms on.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 # The same examples in every run, for as long as they take: a busy machine finds no other faults.
 hypothesis.settings.register_profile(
     "same",
@@ -46,22 +44,33 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests of tests/slow.txt too")
+    parser.addoption("--slow", action="store_true", help="run the tests of tiers/slow.txt too")
+    parser.addoption("--system", action="store_true", help="run the tests of tiers/system.txt too")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k leaves out others
+def pytest_configure(config):
+    for tier in tiers.TIERS:
+        config.addinivalue_line("markers", f"{tier}: listed in tests/tiers/{tier}.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m deselect others
 def pytest_collection_modifyitems(config, items):
-    """Leaves out slow tests, unless they are asked for by --slow or by name."""
+    """Marks tests by tier; deselects tiers that are not asked for by option, name or marker."""
     if config.args == config.getini("testpaths") and (
         stale := tiers.stale(item.nodeid for item in items)
     ):
-        raise pytest.UsageError(f"{tiers.SLOW}: no such test: {stale[0]}")
-    if config.getoption("--slow") or any("::" in one for one in config.args):
+        raise pytest.UsageError(f"no such test: {stale[0]}")
+    tier_of = {item: tiers.tier_of(item.nodeid) for item in items}
+    for item, tier in tier_of.items():
+        if tier:
+            item.add_marker(tier)
+    if config.getoption("markexpr") or any("::" in name for name in config.args):
         return
-    slow = [item for item in items if tiers.is_slow(item.nodeid)]
-    if slow:
-        items[:] = [item for item in items if item not in slow]
-        config.hook.pytest_deselected(items=slow)
+    left_out = {tier for tier in tiers.TIERS if not config.getoption(tier)}
+    deselected = [item for item in items if tier_of[item] in left_out]
+    if deselected:
+        items[:] = [item for item in items if tier_of[item] not in left_out]
+        config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_runtest_teardown(item, nextitem):

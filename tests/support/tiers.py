@@ -1,39 +1,53 @@
-"""Two tiers of tests: those that always run, and those of slow.txt."""
+"""Three tiers of tests: the default one, and those of tiers/slow.txt and tiers/system.txt."""
 
 import functools
 import pathlib
 import re
 from collections.abc import Iterable
 
-SLOW = pathlib.Path(__file__).parents[1] / "slow.txt"
+TIERS = ("slow", "system")
+DIRECTORY = pathlib.Path(__file__).parents[1] / "tiers"
 
 
-def is_slow(nodeid: str) -> bool:
-    """Whether a test, by its name in pytest, is one of slow.txt."""
-    return any(_matches(line, nodeid) for line in _slow().get(_split(nodeid)[0], ()))
+def tier_of(nodeid: str) -> str | None:
+    """Returns the name of the tier that lists a test, or None for the default tier.
+
+    Args:
+      nodeid: The test's name in pytest.
+    """
+    name = _split(nodeid)[0]
+    for tier in TIERS:
+        listed = _lines(tier)
+        lines = (*listed.get(name, ()), *listed.get(name.partition("::")[0], ()))
+        if any(_matches(line, nodeid) for line in lines):
+            return tier
+    return None
 
 
 def stale(nodeids: Iterable[str]) -> list[str]:
-    """Lines of slow.txt that name no test.
+    """Returns the lines of the lists that match no test.
 
     Args:
-      nodeids: of all tests.
+      nodeids: The names of all tests.
     """
     names: dict[str, list[str]] = {}
-    for one in nodeids:
-        names.setdefault(_split(one)[0], []).append(one)
-    lines = {line: name for name, lines in _slow().items() for line in lines}
+    for nodeid in nodeids:
+        name = _split(nodeid)[0]
+        names.setdefault(name, []).append(nodeid)
+        names.setdefault(name.partition("::")[0], []).append(nodeid)
     return [
-        line
-        for line, name in lines.items()
-        if not any(_matches(line, one) for one in names.get(name, ()))
+        f"{tier}.txt: {line}"
+        for tier in TIERS
+        for name, lines in _lines(tier).items()
+        for line in lines
+        if not any(_matches(line, nodeid) for nodeid in names.get(name, ()))
     ]
 
 
 def _split(nodeid: str) -> tuple[str, str]:
-    """The name of a test without the directory of all, and what its brackets hold."""
-    name, _, cases = nodeid.removeprefix("tests/").partition("[")
-    return name, cases.removesuffix("]")
+    """Splits a node id into the test's name below tests/ and the id of its case."""
+    name, _, case = nodeid.removeprefix("tests/").partition("[")
+    return name, case.removesuffix("]")
 
 
 def _matches(line: str, nodeid: str) -> bool:
@@ -42,10 +56,10 @@ def _matches(line: str, nodeid: str) -> bool:
 
 
 @functools.cache
-def _slow() -> dict[str, list[str]]:
-    """Lines by the name of the test."""
-    found: dict[str, list[str]] = {}
-    for line in SLOW.read_text().splitlines():
+def _lines(tier: str) -> dict[str, list[str]]:
+    """Returns the lines of a tier's list, by the test or file that they name."""
+    lines: dict[str, list[str]] = {}
+    for line in (DIRECTORY / f"{tier}.txt").read_text().splitlines():
         if line and not line.startswith("#"):
-            found.setdefault(line.partition(" ")[0], []).append(line)
-    return found
+            lines.setdefault(line.partition(" ")[0], []).append(line)
+    return lines
