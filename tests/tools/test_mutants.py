@@ -1,0 +1,27 @@
+"""Tests of the list of mutants: each fault still has its place, and its tests are there."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+_SPEC = importlib.util.spec_from_file_location("mutants_run", ROOT / "tools" / "mutants" / "run.py")
+run = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(run)
+MUTANTS = run.load()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_has_its_place_and_its_tests(mutant):
+    source = (ROOT / mutant.path).read_text()
+    assert mutant.apply(source) != source
+    paths = [word for word in mutant.tests if word.startswith("tests/")]
+    assert paths
+    assert all((ROOT / path.partition("::")[0]).exists() for path in paths)
+
+
+def test_a_fault_without_a_place_is_an_error():
+    mutant = run.Mutant("a:0", "errors.py", "nowhere to be found", "x", ("tests/",))
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        mutant.apply((ROOT / mutant.path).read_text())
