@@ -58,7 +58,7 @@ def follow(model: nnx.Module, directory: pathlib.Path, stored: StoredFormat) -> 
 def projections(model: nnx.Module) -> Iterator[tuple[str, Any]]:
     """Dotted path and module of every kernel that may be kept in eight bits."""
     for path, module in nnx.iter_modules(model):
-        if hasattr(module, "narrow") and path and "_proj" in str(path[-1]):
+        if hasattr(module, "quantize") and path and "_proj" in str(path[-1]):
             yield ".".join(map(str, path)), module
 
 

@@ -9,7 +9,7 @@ from dflash.config.schema import location, option
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The data of a training run; the names of data sets are in dflash/registry.py."""
+    """The data of a training run; the names of data sets are in dflash/config/registry.py."""
 
     mixture: Mapping[str, float] = option({}, minimum=0.0)  # share of the rows, by data set
     # Of the data set jsonl; without a mixture, they are all of it.

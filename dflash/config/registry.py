@@ -141,7 +141,7 @@ DRAFTERS: Mapping[str, Entry] = Entries(
             "dflash.drafters.eagle3.drafter:Eagle3", "dflash.config.schema:Eagle3Config"
         ),
         "autoregressive": Entry(
-            "dflash.drafters.autoregressive.drafter:Autoregressive",
+            "dflash.drafters.autoregressive:Autoregressive",
             "dflash.config.schema:AutoregressiveConfig",
         ),
         "dflash2": Entry(

@@ -1,6 +1,6 @@
 """The data sets by name: what their contents depend on, and their examples, split by split.
 
-A new one is a class here or anywhere, and a line in dflash/registry.py.
+A new one is a class here or anywhere, and a line in dflash/config/registry.py.
 """
 
 import abc

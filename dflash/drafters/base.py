@@ -118,6 +118,8 @@ class Drafter(nnx.Module):
       feature_layers: target layers whose outputs `observe` receives, concatenated.
       num_draft_tokens: G, the number of tokens in every proposal.
       has_probs: proposals bring probabilities where verification asks for them.
+      drafts_with_model: The drafter is a language model of its own; `create` then also takes
+        `family`, the class of that model.
       prefix_cache_mode: how the state of a prefix comes back without running the target
         over it, given that at least one more token is observed then.
         "rows": from what `read_rows` returned for its positions. The rest of the state is made anew
@@ -131,6 +133,7 @@ class Drafter(nnx.Module):
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 0
     has_probs: bool = False
+    drafts_with_model: ClassVar[bool] = False
     prefix_cache_mode: ClassVar[Literal["rows", "tokens", "never"]] = "never"
     rows_ahead: ClassVar[int] = 0
 

@@ -5,6 +5,7 @@ The two steps are separate: building is cheap and finds what does not fit; loadi
 
 import dataclasses
 import pathlib
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,12 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import checkpoint, files, hf_config, quantization, weight_formats
 from dflash.config import registry, schema
-from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
+from dflash.config.schema import (
+    AutoregressiveConfig,
+    DrafterConfig,
+    TargetArchitecture,
+    TargetConfig,
+)
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
@@ -101,15 +107,19 @@ def build_drafter(
         config = dataclasses.replace(config, block_size=largest)
     entry = registry.find(registry.DRAFTERS, config.name, "drafter.name")
     kind = registry.load(entry.implementation)
-    # A strategy without architectures of its own looks its checkpoint up among the targets.
-    if source.hf is not None and kind.hf_architectures:
+    options = {}
+    if kind.drafts_with_model:
+        options["family"] = _draft_model_family(config, source)
+    elif source.hf is not None:
         stated = hf_config.read_classes(source.hf, file=str(source.directory / files.CONFIG))
         if not set(stated) & set(kind.hf_architectures):
             raise errors.CheckpointError(
                 f"{source.directory}: config.json: architectures {list(stated)} is no "
                 f"{config.name!r} drafter ({', '.join(kind.hf_architectures)})"
             )
-    model = kind.create(config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding)
+    model = kind.create(
+        config, source.hf, target, dtype=jnp.dtype(dtype), sharding=sharding, **options
+    )
     _quantize(model, source, getattr(config, "quantization", None), "drafter")
     return model
 
@@ -186,10 +196,35 @@ def find_strategy(reference: str) -> str:
 
 def _drafts_with_models() -> str:
     for name, entry in registry.DRAFTERS.items():
-        keys = {field.name for field in dataclasses.fields(registry.load(entry.schema))}
-        if "checkpoint" in keys and not registry.load(entry.implementation).hf_architectures:
+        if registry.load(entry.implementation).drafts_with_model:
             return name
     raise LookupError("no strategy drafts with language models")
+
+
+def _draft_model_family(config: AutoregressiveConfig, source: Source) -> type:
+    """Returns the class of a draft model: by its checkpoint, or the family that the config names.
+
+    Raises:
+      CheckpointError: No registered family has the checkpoint's architecture.
+      ConfigError: There is no such family, or the config cannot state its whole architecture.
+    """
+    if source.hf is not None:
+        return find_class(source.hf, source.directory, registry.TARGETS)[1]
+    entry = registry.find(registry.TARGETS, config.family, "drafter.family")
+    if not _is_dense(entry):
+        dense = (name for name, entry in registry.TARGETS.items() if _is_dense(entry))
+        raise errors.ConfigError(
+            f"drafter.family: {config.family!r} has experts or attention of its own, which "
+            "drafter.architecture does not state; use drafter.checkpoint, or a family of "
+            f"{', '.join(dense)}"
+        )
+    return registry.load(entry.implementation)
+
+
+def _is_dense(entry: registry.Entry) -> bool:
+    """Returns whether `TargetArchitecture` alone describes the targets of a family."""
+    stated = typing.get_type_hints(registry.load(entry.schema))["architecture"]
+    return TargetArchitecture in typing.get_args(stated)
 
 
 def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:

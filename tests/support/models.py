@@ -151,12 +151,14 @@ def drafter(
     Drafts trees where asked to, else what the strategy drafts by default.
     """
     entry = registry.DRAFTERS[name]
-    model = registry.load(entry.implementation).create(
+    kind = registry.load(entry.implementation)
+    model = kind.create(
         _drafter_config(registry.load(entry.schema), block_size, tree, short_pass),
         None,
         arch,
         dtype=jnp.dtype("float32"),
         sharding=make_sharding(*mesh),
+        **({"family": Qwen3} if kind.drafts_with_model else {}),
     )
     parameters.initialize(model, jax.random.key(1))
     return model

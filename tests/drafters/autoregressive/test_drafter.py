@@ -10,8 +10,8 @@ from support.models import ARCHITECTURE, make_sharding, target
 
 from dflash import errors
 from dflash.config import schema
-from dflash.drafters.autoregressive import shape as shapes
-from dflash.drafters.autoregressive.drafter import Autoregressive
+from dflash.drafters import autoregressive
+from dflash.drafters.autoregressive import Autoregressive
 from dflash.loading import models
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
@@ -75,7 +75,7 @@ def test_random_weights_are_of_the_family_that_is_named():
 
 def test_width_vocabulary_and_context_follow_the_target():
     options = schema.DraftModelArchitecture(num_hidden_layers=1)
-    decoder = shapes.for_target(ARCHITECTURE, options).decoder
+    decoder = autoregressive.architecture_for(ARCHITECTURE, options)
     assert decoder.num_hidden_layers == 1
     assert decoder.hidden_size == ARCHITECTURE.hidden_size
     assert decoder.vocab_size == ARCHITECTURE.vocab_size
@@ -120,7 +120,7 @@ def test_a_mesh_splits_the_pages_as_it_splits_the_batch():
 
 def test_random_weights_of_a_family_whose_shape_is_not_stated():
     with pytest.raises(errors.ConfigError) as caught:
-        shapes.for_target(ARCHITECTURE, None, "qwen3_moe")
+        build(schema.AutoregressiveConfig(checkpoint="random", family="qwen3_moe"))
     assert str(caught.value) == (
         "drafter.family: 'qwen3_moe' has experts or attention of its own, which "
         "drafter.architecture does not state; use drafter.checkpoint, or a family of qwen3, llama3"

@@ -1,7 +1,7 @@
 """A smaller language model as drafter: it writes its draft token by token.
 
-Source: Leviathan et al. 2023. The model is any target of the registry, as it is: its own embedding,
-its own head, its own paged cache.
+Source: Leviathan et al. 2023. The model is of any target family, with its own embedding, output
+head and paged cache.
 """
 
 import dataclasses
@@ -12,10 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.config.schema import AutoregressiveConfig, TargetArchitecture
-from dflash.drafters.autoregressive import shape as shapes
+from dflash.config.schema import (
+    AutoregressiveConfig,
+    DraftModelArchitecture,
+    TargetArchitecture,
+)
 from dflash.drafters.base import Drafter
-from dflash.drafters.parts import chain
+from dflash.drafters.parts import chain, decoder_shape
 from dflash.layers.cache import PagedCache, batch_axes
 
 PAGE_TOKENS = 128
@@ -39,6 +42,7 @@ class Autoregressive(Drafter):
     """The drafter; each sequence has its pages from start to end, so there is no page pool."""
 
     has_probs = True
+    drafts_with_model = True
     prefix_cache_mode = "rows"
 
     def __init__(self, model: nnx.Module, *, block_size: int, page_size: int = PAGE_TOKENS):
@@ -49,16 +53,30 @@ class Autoregressive(Drafter):
 
     @classmethod
     def create(
-        cls, config: AutoregressiveConfig, hf, target: TargetArchitecture, *, dtype, sharding
+        cls,
+        config: AutoregressiveConfig,
+        hf,
+        target: TargetArchitecture,
+        *,
+        family: type,
+        dtype,
+        sharding,
     ) -> "Autoregressive":
-        """An abstract drafter, checked against its target; see `Drafter.create`."""
+        """Creates an abstract drafter and checks it against its target; see `Drafter.create`.
+
+        Args:
+          family: Class of the draft model, one of the registered target families.
+        """
         if hf is None:
-            shape = shapes.for_target(target, config.architecture, config.family)
+            arch = architecture_for(target, config.architecture)
         else:
-            shape = shapes.read(hf)
-        shape = shapes.fit(shape, target)
-        model = shape.family(shape.decoder, dtype=dtype, sharding=sharding)
-        return cls(model, block_size=config.block_size)
+            arch = family.architecture_from_hf(hf)
+        if arch.vocab_size != target.vocab_size:
+            raise errors.CheckpointError(
+                f"drafter.checkpoint: another vocabulary than the target's: {arch.vocab_size} "
+                f"tokens, the target has {target.vocab_size}; use a model of the target's family"
+            )
+        return cls(family(arch, dtype=dtype, sharding=sharding), block_size=config.block_size)
 
     @property
     def checkpointed(self) -> nnx.Module:
@@ -183,3 +201,21 @@ class Autoregressive(Drafter):
         raise errors.ConfigError(
             "drafter.name: a draft model is trained as a target (task=target), not as a drafter"
         )
+
+
+def architecture_for(
+    target: TargetArchitecture, options: DraftModelArchitecture | None
+) -> TargetArchitecture:
+    """Returns the architecture of a draft model without a checkpoint, as a config asks for it.
+
+    Raises:
+      ConfigError: The options contradict one another.
+    """
+    options = options or DraftModelArchitecture()
+    return decoder_shape.for_target(
+        target,
+        options,
+        num_hidden_layers=options.num_hidden_layers,
+        hidden_size=options.hidden_size,
+        tie_word_embeddings=options.tie_word_embeddings,
+    )

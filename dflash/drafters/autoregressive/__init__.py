@@ -1,1 +1,0 @@
-"""A smaller language model as drafter."""
