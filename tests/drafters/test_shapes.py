@@ -24,7 +24,7 @@ from dflash.config import (
     tpu_schema,
     train_schema,
 )
-from dflash.drafters.autoregressive import shape as draft_model
+from dflash.drafters import autoregressive
 from dflash.drafters.parts import decoder_shape
 from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.models.qwen3 import Qwen3
@@ -44,7 +44,7 @@ TARGET = make_architecture(vocab_size=600)
 
 def test_every_drafter_with_weights_of_its_own_has_a_shape_module():
     assert set(WITH_SHAPES) == {"dflash", "dflash2", "dspark", "eagle3", "medusa"}
-    for name in (*WITH_SHAPES, "autoregressive"):
+    for name in WITH_SHAPES:
         module = f"{kind_of(name).__module__.removesuffix('.drafter')}.shape"
         assert {"read", "for_target", "fit"} <= set(vars(__import__(module, fromlist=["read"])))
 
@@ -67,8 +67,9 @@ def test_nothing_follows_the_targets_attention(name):
     known = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
     known += ("tie_word_embeddings", "eos_token_id")
     bare = types.SimpleNamespace(**{field: getattr(TARGET, field) for field in known})
-    module = draft_model if name == "autoregressive" else kind_of(name).shapes
-    assert module.for_target(bare, None) == module.for_target(TARGET, None)
+    kind = kind_of(name)
+    make = autoregressive.architecture_for if kind.drafts_with_model else kind.architecture_for
+    assert make(bare, None) == make(TARGET, None)
 
 
 @pytest.mark.parametrize(
