@@ -152,7 +152,7 @@ def test_shipped_drafters_have_the_layers_of_their_targets(path):
     """As published drafters do; each states so itself, but for its number of layers."""
     config, target = SHIPPED[path]
     if config.name == "autoregressive":
-        decoder = draft_model.for_target(target, config.architecture).decoder
+        decoder = autoregressive.architecture_for(target, config.architecture)
         stated = {"num_attention_heads": 16, "hidden_size": 1024, "tie_word_embeddings": True}
         target = dataclasses.replace(target, **stated)
     else:
