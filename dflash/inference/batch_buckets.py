@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from dflash.inference.lowering import zeros
+from dflash.parallel.sharding import zeros
 
 _STEP = 4  # each width is so many times the one before
 

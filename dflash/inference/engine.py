@@ -23,17 +23,16 @@ import jax
 import numpy as np
 from flax import nnx
 
-from dflash import errors
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import adaptive, block_choice, controls, cycle, nonfinite, timing
+from dflash.inference import adaptive, block_choice, controls, cycle, programs, timing
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import Layout, Slot
 from dflash.inference.pieces import GREEDY, PrefillChunk, pack, padded
-from dflash.inference.programs import Programs
 from dflash.inference.request import Request, check_request
 from dflash.inference.sampling import SamplingParams
+from dflash.inference.shapes import Shapes
 from dflash.inference.state import DecodeState, Report
 from dflash.models.decoder import Decoder
 
@@ -92,7 +91,7 @@ class Engine:
             partial=config.partial_dispatches,
         )
         self.num_stop_ids = num_stop_ids
-        self._programs = Programs(
+        self.shapes = Shapes(
             target,
             drafter,
             config,
@@ -100,8 +99,9 @@ class Engine:
             rules=self.rules,
             num_stop_ids=num_stop_ids,
         )
-        self._target_params = nnx.state(target)
-        self._drafter_params = nnx.state(drafter)
+        self._programs = programs.Programs(self.shapes)
+        self.target_params = nnx.state(target)
+        self.drafter_params = nnx.state(drafter)
         # Of each block size, in seconds, when all slots are busy, and when a dispatch covers fewer
         # of them; measured by `compile` where there is a choice.
         self.cycle_seconds: tuple[float, ...] | None = None
@@ -163,7 +163,7 @@ class Engine:
             pieces[lane].sampling if lane in pieces else GREEDY for lane in range(self.num_lanes)
         ]
         numbers = jax.tree.map(lambda *one: np.stack(one), *map(SamplingParams.of, samplings))
-        params = self._target_params, self._drafter_params
+        params = self.target_params, self.drafter_params
         asked = self._asked(pieces)
         cache, *drawn = run(*params, state.cache, lanes, chunk, asked, numbers)
         return dataclasses.replace(state, cache=cache), *drawn
@@ -199,7 +199,7 @@ class Engine:
           ValueError: the prompt is empty, or leaves no room for a new token; or the slot has more
             pages than a sequence may own.
         """
-        self._page_row(slot)  # checks it
+        self.page_row(slot)  # checks it
         lanes, lane = self.new_lanes(), self.layout.replica_of(slot.index)
         text, length = (*request.prompt, *said), len(request.prompt) + max(len(said) - 1, 0)
         if not 0 < length < self.layout.max_length:
@@ -211,27 +211,6 @@ class Engine:
             piece = PrefillChunk.of(text, start, end, slot.pages, request.sampling, fresh=not start)
             state, lanes, anchors, _ = self.prefill(state, lanes, {lane: piece})
         return self.insert(state, lanes, anchors, lane, slot, request, said)
-
-    def explain(self, request: Request, said: Sequence[int]) -> errors.NumericsError:
-        """The error of a sequence whose next logits are not finite, after finding the layer.
-
-        Args:
-          request: the sequence.
-          said: its output so far.
-        """
-        tokens, sound = (*request.prompt, *said), True
-        rows = self.layout.longest_chunk
-        try:
-            cache = self.program("new_examined")()
-            run = self.program("examine", rows)
-            for start in range(0, len(tokens), rows):
-                part = tokens[start : start + rows]
-                where = np.int32(start), np.int32(len(part))
-                cache, found = run(self._target_params, cache, padded(part, rows)[None], *where)
-                sound = sound & jax.device_get(found)
-        except jax.errors.JaxRuntimeError:
-            sound = None
-        return nonfinite.error(self.target, request, said, sound)
 
     def insert(
         self,
@@ -268,7 +247,7 @@ class Engine:
             asked = jax.tree.map(lambda x: x[None], asked)
         length = len(request.prompt) + max(1, len(said))
         return self.program("insert")(
-            state, lanes, anchors, *where, self._page_row(slot), np.int32(length),
+            state, lanes, anchors, *where, self.page_row(slot), np.int32(length),
             np.int32(request.limit), stop_ids, asked, SamplingParams.of(request.sampling),
         )  # fmt: skip
 
@@ -282,11 +261,11 @@ class Engine:
         """
         whole = width in (None, self.layout.slots_per_replica)
         run = self.program("generate", *(() if whole else (width,)))
-        return run(self._target_params, self._drafter_params, state)
+        return run(self.target_params, self.drafter_params, state)
 
     def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
         """Drafts for every slot, for `conclude` to verify; consumes `state`."""
-        return self.program("draft")(self._target_params, self._drafter_params, state)
+        return self.program("draft")(self.target_params, self.drafter_params, state)
 
     def conclude(
         self, state: DecodeState, proposal: Proposal, allowed: np.ndarray, ready: np.ndarray
@@ -299,7 +278,7 @@ class Engine:
           allowed: int32 [B, R, ceil(V / 32)]; see `dispatch.conclude`.
           ready: bool [B]; constrained sequences whose masks are there.
         """
-        params = self._target_params, self._drafter_params
+        params = self.target_params, self.drafter_params
         return self.program("conclude")(*params, state, proposal, allowed, ready)
 
     def release(self, state: DecodeState, slot: int) -> DecodeState:
@@ -313,10 +292,10 @@ class Engine:
         """
         table = np.zeros((self.layout.batch_size, self.layout.pages_per_sequence), np.int32)
         for slot in slots:
-            table[slot.index] = self._page_row(slot)
+            table[slot.index] = self.page_row(slot)
         return self.program("set_pages")(state, table)
 
-    def _page_row(self, slot: Slot) -> np.ndarray:
+    def page_row(self, slot: Slot) -> np.ndarray:
         """A slot's row of the page table, int32 [pages of the longest sequence]."""
         most = self.layout.pages_per_sequence
         if len(slot.pages) > most:
@@ -325,61 +304,12 @@ class Engine:
             )
         return padded(slot.pages, most)
 
-    # --- the prefix cache -----------------------------------------------------------------------
-
-    def new_context(self) -> Any:
-        """Pages for the drafter's rows beside those of the target; () where it keeps none."""
-        return self.program("new_context")() if self._programs.keeps_rows else ()
-
-    def store(self, context: Any, state: DecodeState, slot: Slot, count: int) -> Any:
-        """Copies the drafter's rows of a slot's first pages; consumes `context`.
-
-        Args:
-          context: pages of the drafter's rows.
-          state: the batch.
-          slot: its pages say where to; 0 for rows that are not wanted.
-          count: number of pages.
-        """
-        if not self._programs.keeps_rows:
-            return context
-        where = np.int32(slot.index), self._page_row(slot), np.int32(count)
-        return self.program("store")(context, state.drafter, *where)
-
-    def restore(
-        self, lanes: Any, context: Any, lane: int, pages: Sequence[int], text: Sequence[int]
-    ):
-        """The drafter's state of a cached prefix; consumes `lanes`.
-
-        Args:
-          lanes: the drafter's state of the prompts in prefill.
-          context: pages of the drafter's rows.
-          lane: where the prompt is to be prefilled.
-          pages: those that were cached.
-          text: the prompt, which is longer than they are.
-        Returns:
-          lanes.
-        """
-        if self._programs.keeps_rows:
-            row = self._page_row(Slot(lane, tuple(pages)))
-            return self.program("restore")(
-                lanes, context, np.int32(lane), row, np.int32(len(pages))
-            )
-        if self._programs.replays:
-            end, step = len(pages) * self.layout.page_size, self.layout.longest_chunk
-            for start in range(0, end, step):
-                last = min(start + step, end)
-                piece = PrefillChunk.of(text, start, last, pages, GREEDY, fresh=not start)
-                chunk = pack({lane: piece}, self.num_lanes, self.layout)
-                run = self.program("replay", chunk.tokens.shape[1])
-                lanes = run(self._target_params, self._drafter_params, lanes, chunk)
-        return lanes
-
     # --- state ----------------------------------------------------------------------------------
 
     @property
     def num_lanes(self) -> int:
         """Prompts that are prefilled at once: one for each data replica."""
-        return self._programs.num_lanes
+        return self.shapes.num_lanes
 
     def new_state(self) -> DecodeState:
         """A batch of empty slots."""
@@ -409,7 +339,7 @@ class Engine:
 
     def run(self, name: str, state: DecodeState) -> Any:
         """Runs a program that was added on this state; see `add_program`."""
-        return self.program(name)(self._target_params, self._drafter_params, state)
+        return self.program(name)(self.target_params, self.drafter_params, state)
 
     def set_drafter(self, drafter: Drafter) -> None:
         """Takes other weights for the drafter; nothing is compiled again.
@@ -418,9 +348,9 @@ class Engine:
           ValueError: it is not built as the one before.
         """
         params = nnx.state(drafter)
-        if _shapes(params) != _shapes(self._drafter_params):
+        if _forms(params) != _forms(self.drafter_params):
             raise ValueError("the drafter's weights differ in shape or dtype from those before")
-        self._drafter_params = params
+        self.drafter_params = params
 
     def with_drafter(self, drafter: Drafter) -> "Engine | None":
         """An engine with another drafter that shares all programs of this one.
@@ -473,11 +403,11 @@ class Engine:
 
     def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
         """Names of the programs that prompts of these lengths (in tokens) need."""
-        return self._programs.names(prompt_lengths)
+        return programs.names(self.shapes, prompt_lengths)
 
     def abstract_state(self) -> DecodeState:
         """Shapes, dtypes and shardings of the state, without its memory."""
-        return self._programs.abstract_state()
+        return self.shapes.state()
 
     def _measured(self) -> np.ndarray:
         """Seconds of a cycle of each block size by width, float32 [W, S]; 1 for a single size.
@@ -506,5 +436,5 @@ class Engine:
         )
 
 
-def _shapes(params) -> Any:
+def _forms(params) -> Any:
     return jax.tree.map(lambda x: (x.shape, x.dtype), params)

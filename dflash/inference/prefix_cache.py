@@ -8,11 +8,14 @@ pages of their own with the same numbers, and from there into the lane of a prom
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from dflash.inference import programs
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool, Slot
+from dflash.inference.pieces import GREEDY, PrefillChunk, pack
 from dflash.inference.state import DecodeState
 
 
@@ -44,7 +47,9 @@ class PrefixCache:
           pool: hands them out.
         """
         self._engine, self._pool = engine, pool
-        self._context = engine.new_context()
+        self._keeps_rows = programs.keeps_rows(engine.shapes)
+        # Pages of the drafter's rows, beside those of the target.
+        self._context = engine.program("new_context")() if self._keeps_rows else ()
 
     def find(self, share: int, text: Sequence[int], length: int) -> tuple[int, ...]:
         """Pages of a share that hold the first tokens of a text, for a prompt of `length` of them.
@@ -56,9 +61,29 @@ class PrefixCache:
         most = (length - 1) // self._engine.layout.page_size
         return self._pool.find(share, list(self._keys(text))[:most])
 
-    def restore(self, lanes, lane: int, pages: Sequence[int], text: Sequence[int]):
-        """See `Engine.restore`."""
-        return self._engine.restore(lanes, self._context, lane, pages, text)
+    def restore(self, lanes: Any, lane: int, pages: Sequence[int], text: Sequence[int]) -> Any:
+        """Returns the drafter's state with that of a cached prefix in a lane.
+
+        Args:
+          lanes: The drafter's state of the prompts in prefill; consumed.
+          lane: Lane of the prompt.
+          pages: The cached pages.
+          text: Token ids of the prompt, which is longer than they are.
+        """
+        engine = self._engine
+        if self._keeps_rows:
+            row = engine.page_row(Slot(lane, tuple(pages)))
+            where = np.int32(lane), row, np.int32(len(pages))
+            return engine.program("restore")(lanes, self._context, *where)
+        if programs.replays(engine.shapes):
+            end, step = len(pages) * engine.layout.page_size, engine.layout.longest_chunk
+            for start in range(0, end, step):
+                last = min(start + step, end)
+                piece = PrefillChunk.of(text, start, last, pages, GREEDY, fresh=not start)
+                chunk = pack({lane: piece}, engine.num_lanes, engine.layout)
+                run = engine.program("replay", chunk.tokens.shape[1])
+                lanes = run(engine.target_params, engine.drafter_params, lanes, chunk)
+        return lanes
 
     def publish(
         self, state: DecodeState, slot: Slot, text: Sequence[int], rows: int, begin: int
@@ -83,9 +108,11 @@ class PrefixCache:
         for i in range(begin, len(keys)):
             if self._pool.publish(share, slot.pages[i], keys[i]):
                 fresh[i] = slot.pages[i]
-        if any(fresh):
-            target = Slot(slot.index, tuple(fresh))
-            self._context = self._engine.store(self._context, state, target, len(fresh))
+        if any(fresh) and self._keeps_rows:
+            row = self._engine.page_row(Slot(slot.index, tuple(fresh)))
+            where = np.int32(slot.index), row, np.int32(len(fresh))
+            run = self._engine.program("store")
+            self._context = run(self._context, state.drafter, *where)
         return max(begin, len(keys))
 
     def _keys(self, text: Sequence[int]) -> Iterator[bytes]:

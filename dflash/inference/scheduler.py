@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dflash.inference import constrained, controls, first_token, nonfinite
+from dflash.inference import constrained, controls, examination, first_token, nonfinite
 from dflash.inference.adaptive import spare_rows
 from dflash.inference.engine import Engine
 from dflash.inference.first_token import FirstTokenConstraints
@@ -289,7 +289,7 @@ class Scheduler:
         """The first token of a request; the device has decided alike whether it is the last."""
         request = one.request
         if anchor == nonfinite.NO_TOKEN:
-            raise self._engine.explain(request, ())
+            raise examination.explain(self._engine, request, ())
         one.first_token_at = now
         one.extend([anchor])
         events: list[Event] = [
@@ -333,7 +333,7 @@ class Scheduler:
         for index, one in self._running.items():
             if report.nonfinite_at[index]:
                 fresh = committed(report, index, np.flatnonzero(counts[:, index]))
-                raise self._engine.explain(one.request, [*one.output_ids, *fresh])
+                raise examination.explain(self._engine, one.request, [*one.output_ids, *fresh])
 
     def _finish(self, one: ActiveRequest, now: float) -> Completion:
         self._vacate(one)

@@ -8,8 +8,10 @@ replication.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -198,3 +200,8 @@ def arrange(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
         return place(split=False)
     except NotImplementedError:  # an axis of the torus must serve two axes of the mesh
         return place(split=True)
+
+
+def zeros(abstract: Any) -> Any:
+    """Creates zeros in place of abstract arrays, inside a program."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)

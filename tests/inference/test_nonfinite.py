@@ -37,7 +37,7 @@ def damaged(name: str, path: str, value: float, at=...) -> Engine:
     param = dict(parameters.named_parameters(target))[path]
     param.set_value(param.get_value().at[at].set(value))
     twin = copy.copy(sound_engine(name))
-    twin.target, twin._target_params = target, nnx.state(target)
+    twin.target, twin.target_params = target, nnx.state(target)
     return twin
 
 

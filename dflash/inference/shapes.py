@@ -1,0 +1,247 @@
+"""Shapes, dtypes and shardings of everything that the engine's programs take and return.
+
+Programs are compiled ahead of time, so all of this is known before any array exists.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash.config.schema import DecodeConfig
+from dflash.drafters.base import Drafter, Proposal
+from dflash.inference import adaptive, controls, cycle, dispatch, first_token
+from dflash.inference.pages import Layout
+from dflash.inference.prefill import ChunkInputs
+from dflash.inference.request import Sampling
+from dflash.inference.sampling import SamplingParams
+from dflash.inference.state import DecodeState
+from dflash.layers.cache import PagedCache
+from dflash.models.decoder import Decoder
+from dflash.parallel.compiler_options import loop_options
+
+
+class Shapes:
+    """Abstract arguments and results of the programs over one target and one drafter.
+
+    Attributes:
+      target: The target, for its shape and placement. Its weights are arguments of programs.
+      drafter: The drafter, likewise without use of its weights.
+      config: Shape of the loop.
+      layout: Sizes of slots, pages and prefill chunks.
+      rules: How a cycle drafts and verifies.
+      num_stop_ids: Stop ids that a request may have.
+      sharding: Placement of arrays on the mesh.
+      weights: Abstract weights of the target and of the drafter.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafter,
+        config: DecodeConfig,
+        *,
+        layout: Layout,
+        rules: cycle.Rules,
+        num_stop_ids: int,
+    ):
+        """Splits the models into graphs, which are static, and abstract weights."""
+        self.target, self.drafter, self.config = target, drafter, config
+        self.layout, self.rules, self.num_stop_ids = layout, rules, num_stop_ids
+        self.sharding = target.sharding
+        self.target_graph, target_weights = nnx.split(target)
+        self.drafter_graph, drafter_weights = nnx.split(drafter)
+        # The engine may take other weights of the same shapes.
+        self.weights = _abstract(target_weights), _abstract(drafter_weights)
+
+    @property
+    def num_lanes(self) -> int:
+        """Prompts that are prefilled at once: one for each data replica."""
+        return self.layout.num_replicas
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Rows that a cycle may verify of a sequence, ascending."""
+        return self.rules.block_sizes
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the target's token ids."""
+        return self.target.arch.vocab_size
+
+    @property
+    def loop_options(self) -> dict[str, str]:
+        """Compiler options of programs that loop over cycles."""
+        return loop_options(self.sharding, self.target.dtype)
+
+    # --- single arrays --------------------------------------------------------------------------
+
+    @property
+    def replicated(self) -> jax.sharding.Sharding:
+        """Sharding of an array that every device holds whole."""
+        return self.scalar().sharding
+
+    def whole(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """Returns an array that every device holds whole."""
+        return self.sharding.abstract(shape, (None,) * len(shape), dtype)
+
+    def scalar(self) -> jax.ShapeDtypeStruct:
+        """Returns an int32 number."""
+        return self.whole(())
+
+    def table_row(self) -> jax.ShapeDtypeStruct:
+        """Returns the page table's row of one sequence, int32 [M]."""
+        return self.whole((self.layout.pages_per_sequence,))
+
+    def seconds(self) -> jax.ShapeDtypeStruct:
+        """Returns seconds of a cycle by batch bucket and block size, float32 [W, S]."""
+        return self.whole((len(self.layout.widths), len(self.block_sizes)), jnp.float32)
+
+    # --- the batch ------------------------------------------------------------------------------
+
+    def state(self, width: int | None = None) -> DecodeState:
+        """Returns the state of the batch.
+
+        Args:
+          width: Slots of each data replica; None for all. The pool of pages stays whole.
+        """
+        layout, target, drafter = self.layout, self.target, self.drafter
+        batch = (width or layout.slots_per_replica) * layout.num_replicas
+        ints = self.sharding.abstract((batch,), ("batch",), jnp.int32)
+        return DecodeState(
+            length=ints,
+            limit=ints,
+            anchor=ints,
+            active=self.sharding.abstract((batch,), ("batch",), jnp.bool_),
+            stop_ids=self.sharding.abstract((batch, self.num_stop_ids), ("batch", None), jnp.int32),
+            sampling=self.sampling(batch, "batch"),
+            controls=controls.abstract(batch, "batch", layout.max_length, self.sharding),
+            cache=target.new_cache(
+                batch=batch,
+                pages_per_sequence=layout.pages_per_sequence,
+                num_pages=layout.pages_per_replica * layout.num_replicas,
+                page_size=layout.page_size,
+                kv_dtype=self.config.kv_dtype,
+            ),
+            drafter=self._drafter_state(batch),
+            adaptive=adaptive.abstract(
+                self.block_sizes,
+                batch,
+                len(drafter.feature_layers) * target.arch.hidden_size,
+                target.dtype,
+                self.sharding,
+                len(layout.widths),
+            ),
+            nonfinite_at=ints,
+            concluded=self.scalar(),
+        )
+
+    def sampling(self, batch: int, name: str | None = None) -> SamplingParams:
+        """Returns the sampling parameters of `batch` sequences, split over the axis `name`."""
+
+        def place(x):
+            names = (name, *(None,) * x.ndim)
+            return self.sharding.abstract((batch, *x.shape), names, x.dtype)
+
+        return jax.tree.map(place, SamplingParams.of(Sampling()))
+
+    def one_sampling(self) -> SamplingParams:
+        """Returns the sampling parameters of one sequence, without a batch dimension."""
+        one = SamplingParams.of(Sampling())
+        return jax.tree.map(lambda x: self.whole(x.shape, x.dtype), one)
+
+    def proposal(self, run: Any) -> Proposal:
+        """Returns a proposal for the batch, for the host to read.
+
+        Tokens are on every device; probabilities are split as the target's are.
+
+        Args:
+          run: `dispatch.propose` over weights.
+        """
+        _, proposal = jax.eval_shape(run, *self.weights, self.state())
+        probs = proposal.probs
+        if probs is not None:
+            probs = self.sharding.abstract(probs.shape, ("batch", None, "vocab"), probs.dtype)
+        tokens = dataclasses.replace(proposal, probs=None)
+        tokens = jax.tree.map(lambda x: self.whole(x.shape, x.dtype), tokens)
+        return dataclasses.replace(tokens, probs=probs)
+
+    # --- prompts --------------------------------------------------------------------------------
+
+    def lanes(self) -> Any:
+        """Returns the drafter's state of the prompts in prefill."""
+        return self._drafter_state(self.num_lanes)
+
+    def chunk(self, rows: int) -> ChunkInputs:
+        """Returns a prefill chunk of `rows` tokens of every prompt."""
+        lanes = self.num_lanes
+        per_lane = self.whole((lanes,))
+        return ChunkInputs(
+            tokens=self.whole((lanes, rows)),
+            start=per_lane,
+            count=per_lane,
+            following=per_lane,
+            fresh=self.whole((lanes,), jnp.bool_),
+            table=self.whole((lanes, self.layout.prefill_pages)),
+        )
+
+    def constraints(self, lanes: int) -> first_token.FirstTokenConstraints:
+        """Returns the constraints on the first tokens of `lanes` sequences."""
+        length = self.layout.max_length
+        return first_token.abstract(lanes, length, self.vocab_size, self.sharding)
+
+    def context(self) -> Any:
+        """Returns the pages of the drafter's rows: one for each page of the target."""
+        num_pages = self.layout.pages_per_replica * self.layout.num_replicas
+        return self.drafter.context_pages(num_pages, self.layout.page_size)
+
+    def examined(self) -> PagedCache:
+        """Returns a cache of one sequence alone."""
+        pages = self.layout.prefill_pages
+        return self.target.new_cache(
+            batch=1,
+            pages_per_sequence=pages,
+            num_pages=pages + 1,
+            page_size=self.layout.page_size,
+            kv_dtype=self.config.kv_dtype,
+        )
+
+    def _drafter_state(self, batch: int) -> Any:
+        spare = adaptive.spare_rows(self.block_sizes)
+        return self.drafter.init_state(batch, self.layout.capacity + spare)
+
+    # --- functions over models ------------------------------------------------------------------
+
+    def over_models(self, function: Any) -> Any:
+        """Turns a function of (target, drafter, …) into one of (their weights, …)."""
+
+        def program(target_params, drafter_params, *args):
+            target = nnx.merge(self.target_graph, target_params)
+            return function(target, nnx.merge(self.drafter_graph, drafter_params), *args)
+
+        return program
+
+    def over_target(self, function: Any) -> Any:
+        """Turns a function of (target, …) into one of (its weights, …)."""
+        return lambda params, *args: function(nnx.merge(self.target_graph, params), *args)
+
+    def propose(self) -> Any:
+        """Returns `dispatch.propose` over weights."""
+
+        def propose(target, drafter, state):
+            return dispatch.propose(target, drafter, state, rules=self.rules)
+
+        return self.over_models(propose)
+
+
+def places(abstract: Any) -> Any:
+    """Returns the shardings of abstract arrays."""
+    return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+def _abstract(weights: Any) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights
+    )
