@@ -1,4 +1,4 @@
-"""The part of the decode state that chooses a block size for every cycle."""
+"""Device state that chooses a block size for every cycle."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ PLAIN = 0  # index of block size 1, at which nothing is drafted
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """The choice of the next block size, and the rows that the drafter has not observed yet.
+    """Choice of the next block size, and the rows that the drafter has not observed yet.
 
     Attributes:
-      choice: statistics, and the size of the next cycle.
-      backlog: rows that the drafter has not observed.
-      seconds: float32 [W, S]; of a cycle of each size, by the slots that a dispatch covers.
+      choice: Acceptance statistics, and the size of the next cycle.
+      backlog: Rows that the drafter has not observed yet.
+      seconds: float32 [W, S]; seconds of a cycle for each batch bucket and block size.
     """
 
     choice: BlockChoice
@@ -31,7 +31,7 @@ class Adaptive:
     seconds: jax.Array
 
     def insert(self, slot: jax.Array) -> "Adaptive":
-        """A new sequence in slot `slot`."""
+        """Resets the statistics and the backlog of slot `slot` for a new sequence."""
         count = self.backlog.count.at[slot].set(0)
         return dataclasses.replace(
             self,
@@ -40,7 +40,7 @@ class Adaptive:
         )
 
     def at_width(self, index: int) -> "Adaptive":
-        """Chooses by the cycle times of this entry of the widths."""
+        """Selects the cycle times of the batch bucket with this index."""
         choice = dataclasses.replace(self.choice, seconds=self.seconds[index])
         return dataclasses.replace(self, choice=choice)
 
@@ -70,14 +70,14 @@ class Adaptive:
         )
 
     def must_clear(self, active: jax.Array) -> jax.Array:
-        """bool []; whether the backlog must be cleared before the next cycle."""
+        """Returns whether the backlog must be cleared before the next cycle, bool []."""
         pending = self.backlog.pending(active)
         allowed = jnp.where(self.choice.index == PLAIN, backlog.ROWS - 1, 0)
         return jnp.any(pending > allowed)
 
 
 def spare_rows(sizes: tuple[int, ...]) -> int:
-    """Rows past its longest sequence that a drafter's state must have for the backlog."""
+    """Returns the extra rows that a drafter's state needs past the longest sequence."""
     return backlog.ROWS if len(sizes) > 1 else 0
 
 
@@ -89,15 +89,15 @@ def abstract(
     sharding: Sharding,
     num_widths: int = 1,
 ) -> Adaptive | None:
-    """The state, all zeros at first; None where there is one block size.
+    """Returns the abstract state, zero-initialized; None if there is only one block size.
 
     Args:
-      sizes: rows that a cycle may verify, ascending.
-      batch: B.
-      width: of the features that the drafter observes, C·D.
-      dtype: of these features.
-      sharding: where it lives.
-      num_widths: W; numbers of slots that a dispatch may cover.
+      sizes: Numbers of rows that a cycle may verify, ascending.
+      batch: Batch size B.
+      width: Width C·D of the features that the drafter observes.
+      dtype: Dtype of the features.
+      sharding: Sharding of the arrays.
+      num_widths: Number W of batch buckets.
     """
     if len(sizes) == 1:
         return None
@@ -109,22 +109,22 @@ def abstract(
 
 
 def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
-    """The state with a table of cycle times, float32 [W, S]."""
+    """Returns the state with this table of cycle times, float32 [W, S]."""
     return state and dataclasses.replace(state, seconds=seconds).at_width(-1)
 
 
 def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:
-    """The state with the statistics of earlier sequences, if there are any."""
+    """Returns the state with the statistics of earlier sequences, if there are any."""
     if state is None or pool is None:
         return state
-    # Copies: a dispatch consumes its state.
+    # Copy the statistics, because a dispatch donates its state.
     tried, accepted = map(jnp.copy, pool)
     choice = dataclasses.replace(state.choice, pool_tried=tried, pool_accepted=accepted)
     return dataclasses.replace(state, choice=choice)
 
 
 def only(index: int, sizes: Sequence[int]) -> np.ndarray:
-    """A table, float32 [S], that forces one size: all others take infinitely long."""
+    """Returns a table, float32 [S], that forces one size by making all others infinitely slow."""
     seconds = np.full(len(sizes), np.inf, np.float32)
     seconds[index] = 1.0
     return seconds

@@ -20,12 +20,12 @@ ROWS = 32  # capacity of a backlog
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Backlog:
-    """The last `count` rows before each anchor's position, of at most W.
+    """Last `count` rows before each anchor's position, at most W = ROWS.
 
     Attributes:
       count: int32 [B], in [0, W].
       tokens: int32 [B, W + 1]; row i holds tokens[:, i] and is followed by tokens[:, i + 1].
-      features: [B, W, C·D]; of the rows.
+      features: Features of the rows, [B, W, C·D].
     """
 
     count: jax.Array
@@ -33,7 +33,7 @@ class Backlog:
     features: jax.Array
 
     def pending(self, active: jax.Array) -> jax.Array:
-        """int32 [B]; rows that an active sequence's drafter state lacks."""
+        """Returns the number of rows that each active sequence's drafter lacks, int32 [B]."""
         return jnp.where(active, self.count, 0)
 
     def append(self, tokens: jax.Array, num_committed: jax.Array, features: jax.Array) -> "Backlog":
@@ -63,32 +63,32 @@ class Backlog:
         """Lets the drafter observe all rows.
 
         Args:
-          drafter: of the state.
-          state: the drafter's; covers the positions before position - count.
+          drafter: Drafter that observes the rows.
+          state: State of the drafter, which covers the positions before position - count.
           anchor: int32 [B]; the token after the last row.
-          position: int32 [B]; of the anchors.
+          position: int32 [B]; position of each anchor.
           active: bool [B]; rows of other sequences are ignored.
-          heads: the target's embedding and output head.
+          heads: The target's embedding and output head.
         Returns:
-          the drafter's state, covering the positions before `position`, and an empty backlog.
+          The drafter's state, covering the positions before `position`, and an empty backlog.
         """
         count = self.pending(active)
         start = position - count
-        # The row after the last one is the anchor's. For a sequence without rows that is the first
-        # one, which some drafters run right away.
+        # The row after the last one is the anchor's. A sequence without rows has the anchor in its
+        # first row, which some drafters run at once.
         tokens = jnp.where(jnp.arange(ROWS + 1) == count[:, None], anchor[:, None], self.tokens)
         state = drafter.observe(state, start, tokens, count, self.features, heads)
         return state, dataclasses.replace(self, count=jnp.zeros_like(self.count))
 
 
 def abstract(batch: int, width: int, dtype: jnp.dtype, sharding: Sharding) -> Backlog:
-    """An abstract backlog; filled with zeros it is empty.
+    """Returns an abstract backlog; zeros mean an empty one.
 
     Args:
-      batch: B.
-      width: C·D, of the features.
-      dtype: of the features.
-      sharding: where it lives.
+      batch: Batch size B.
+      width: Width C·D of the features.
+      dtype: Dtype of the features.
+      sharding: Sharding of the arrays.
     """
     return Backlog(
         count=sharding.abstract((batch,), ("batch",), jnp.int32),

@@ -1,9 +1,9 @@
-"""Dispatches over the first slots of a batch, for times when the others are empty.
+"""Dispatches over the first slots of a batch, used while the other slots are empty.
 
-A cycle computes rows for every slot that its program covers, empty ones too. With few sequences in
-a large batch most of them are waste: beyond some hundred rows a TPU's cycle takes longer with each
-of them, and a CPU's from the first on. So there is one program for each of a few *widths*: numbers
-of slots of each share of the pool. Sequences take the first slot that is free.
+A cycle computes rows for every slot that its program covers, empty ones included. With few
+sequences in a large batch most of that work is wasted: each row adds time beyond some hundred rows
+on a TPU, and from the first row on a CPU. So there is one program for each of a few *batch
+buckets*, which are numbers of slots per replica. Sequences take the first free slot.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from jax import lax
 
 from dflash.parallel.sharding import zeros
 
-_STEP = 4  # each width is so many times the one before
+_STEP = 4  # Ratio of consecutive batch buckets.
 
 
 def widths(slots_per_replica: int) -> tuple[int, ...]:
-    """Slots of each share that a dispatch may cover, ascending, from 1 to all of them."""
+    """Returns the batch buckets: slots per replica that a dispatch may cover, ascending."""
     found = {1, slots_per_replica}
     width = slots_per_replica
     while width := width // _STEP:
@@ -27,17 +27,16 @@ def widths(slots_per_replica: int) -> tuple[int, ...]:
 
 
 def over_first_slots(function: Callable, shapes: Any, num_replicas: int) -> Callable:
-    """A function of the models and the first slots of a state, as one of the whole state.
+    """Wraps a function of the first slots' state as a function of the whole state.
 
-    What a dispatch copies to and fro is what these slots own alone, such as the drafter's context;
-    the target's pages stay in place.
+    Only per-slot data, such as the drafter's context, is copied; the target's pages stay in place.
 
     Args:
-      function: (target, drafter, state) -> (state, report).
-      shapes: the state that it takes: of W slots in each share, in place of all.
-      num_replicas: consecutive pieces of equal size that slots, and what they own, come in.
+      function: Function (target, drafter, state) -> (state, report).
+      shapes: Abstract state of the first W slots of each replica, which `function` takes.
+      num_replicas: Number of equal, consecutive parts that the slot axis is divided into.
     Returns:
-      (target, drafter, state) -> (state, report); the report's other slots are all zeros.
+      Function (target, drafter, state) -> (state, report); the report's other slots are zero.
     """
 
     def run(target, drafter, state):
@@ -51,7 +50,7 @@ def over_first_slots(function: Callable, shapes: Any, num_replicas: int) -> Call
 
 
 def _first(x: jax.Array, shape: tuple[int, ...], num_replicas: int) -> jax.Array:
-    """The part of `x` that has this shape: the beginning of every piece."""
+    """Returns the part of `x` that has this shape: the beginning of each replica's part."""
     axis = _axis(x.shape, shape)
     if axis is None:
         return x
@@ -60,7 +59,7 @@ def _first(x: jax.Array, shape: tuple[int, ...], num_replicas: int) -> jax.Array
 
 
 def _put(x: jax.Array, part: jax.Array, num_replicas: int) -> jax.Array:
-    """`x` with a part in the place that `_first` took it from."""
+    """Writes a part back into `x` where `_first` took it from."""
     axis = _axis(x.shape, part.shape)
     if axis is None:
         return part
@@ -69,7 +68,7 @@ def _put(x: jax.Array, part: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def _axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
-    """The dimension that counts slots, or what they own; None if there is none."""
+    """Returns the axis whose size depends on the number of slots; None if there is none."""
     axes = [i for i, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
     if len(axes) > 1:
         raise ValueError(f"shapes {whole} and {part} differ in more than the number of slots")
@@ -77,5 +76,5 @@ def _axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
 
 
 def _pieces(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """`x` with a dimension split into `count` pieces of equal size."""
+    """Splits an axis of `x` into `count` parts of equal size."""
     return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])

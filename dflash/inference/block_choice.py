@@ -3,11 +3,11 @@
 The time of a cycle of each size is measured once. The tokens that it commits are estimated from
 conditional acceptance rates: how often draft g was accepted when all drafts before it had been. The
 chance that draft g is accepted is the product of these rates up to g. A draft that was not
-verified, or that followed a refused one, carries no information, so short blocks say nothing about
-longer ones. Trials do: now and then a cycle takes the next larger size. It takes longer but commits
-no less, so a trial loses at most the difference of the two times; one is made when a share of
+verified, or that followed a rejected one, carries no information, so short blocks give no estimate
+for longer ones. Occasional trials of the next larger size do. A trial takes longer but commits no
+fewer tokens, so it loses at most the difference of the two times; it is made once the fraction
 `TRIALS` of the time spent covers that loss. Tokens committed beyond the smaller block are credited
-at the promised speed, so successful trials follow each other, and a better size is soon the best.
+at the expected speed, so successful trials follow each other and a better size soon wins.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from dflash.parallel.sharding import Sharding
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-TRIALS = 0.01  # most of the time that trials may cost
+TRIALS = 0.01  # Largest fraction of the time that trials may cost.
 
 # The prior of a sequence's rate is the pooled rate of all sequences; the prior of a pooled rate is
 # that of the drafts before it; the first one's is PRIOR, high enough that drafting is tried at all.
@@ -38,13 +38,13 @@ class BlockChoice:
       tried: float32 [B, G]; how often draft g was verified after all before it were accepted, with
         exponential decay.
       accepted: float32 [B, G]; how often it was then accepted.
-      pool_tried: float32 [G]; of all sequences.
-      pool_accepted: float32 [G]; likewise.
-      seconds: float32 [S]; of a cycle of each size.
-      credit: float32 []; seconds that trials may cost at present.
+      pool_tried: float32 [G]; sum of `tried` over all sequences, past ones included.
+      pool_accepted: float32 [G]; sum of `accepted` over all sequences, past ones included.
+      seconds: float32 [S]; seconds of a cycle of each size.
+      credit: float32 []; seconds that trials may currently cost.
       best: int32 []; index of the size with the highest expected speed.
-      promise: float32 []; its expected tokens per second, of all sequences together.
-      index: int32 []; of the size of the next cycle: the best, or for a trial the next larger.
+      promise: float32 []; expected tokens per second of that size, summed over all sequences.
+      index: int32 []; index of the next cycle's size: the best, or the next larger for a trial.
     """
 
     tried: jax.Array
@@ -63,22 +63,22 @@ Pool = tuple[jax.Array, jax.Array]
 
 
 def pool(choice: BlockChoice) -> Pool:
-    """The statistics of all sequences together."""
+    """Returns the pooled statistics of all sequences."""
     return choice.pool_tried, choice.pool_accepted
 
 
 def block_sizes(largest: int) -> tuple[int, ...]:
-    """Sizes to choose from, ascending, from 1 (plain decoding) to `largest`."""
+    """Returns the sizes to choose from, ascending, from 1 (plain decoding) to `largest`."""
     return (*(size for size in SIZES if size < largest), largest)
 
 
 def abstract(batch: int, sizes: tuple[int, ...], sharding: Sharding) -> BlockChoice:
-    """An abstract choice; filled with zeros it knows nothing, and `seconds` must be set.
+    """Returns an abstract choice; zeros mean no statistics, and `seconds` must be set.
 
     Args:
-      batch: B.
+      batch: Batch size B.
       sizes: S block sizes, ascending.
-      sharding: where it lives.
+      sharding: Sharding of the arrays.
     """
     per_sequence = sharding.abstract((batch, sizes[-1] - 1), ("batch", None), jnp.float32)
     pool = sharding.abstract((sizes[-1] - 1,), (None,), jnp.float32)
@@ -107,7 +107,7 @@ def forget(choice: BlockChoice, slot: jax.Array) -> BlockChoice:
 
 
 def rates(choice: BlockChoice) -> jax.Array:
-    """float32 [B, G]; how likely each draft is accepted if all before it are."""
+    """Returns each draft's acceptance rate given that all earlier ones are accepted, [B, G]."""
     tried, accepted = choice.pool_tried, choice.pool_accepted
     tried_before, accepted_before = jnp.cumsum(tried) - tried, jnp.cumsum(accepted) - accepted
     prior = (accepted_before + PRIOR_WEIGHT * PRIOR) / (tried_before + PRIOR_WEIGHT)
@@ -116,7 +116,7 @@ def rates(choice: BlockChoice) -> jax.Array:
 
 
 def expected_tokens(rates: jax.Array, left: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """float32 [B, S]; tokens that a cycle of each size is expected to commit.
+    """Returns the expected number of tokens that a cycle of each size commits, float32 [B, S].
 
     Args:
       rates: float32 [B, G]; see `rates`.
@@ -135,8 +135,8 @@ def choose(
     """Chooses the size of the next cycle, one for the whole batch.
 
     Args:
-      choice: the statistics.
-      active: bool [B]; sequences that count.
+      choice: Acceptance statistics and cycle times.
+      active: bool [B]; sequences to take into account.
       left: int32 [B]; tokens until each one's limit.
       sizes: S block sizes.
     """
@@ -155,17 +155,17 @@ def learn(
     """Updates the statistics with the outcome of the cycle that `choice` chose.
 
     Args:
-      choice: as it was before the cycle.
-      num_committed: int32 [B]; tokens that it committed, 0 for an empty slot.
+      choice: Statistics before the cycle.
+      num_committed: int32 [B]; tokens committed by the cycle, 0 for an empty slot.
       left: int32 [B]; tokens until each one's limit, before the cycle.
       sizes: S block sizes.
     """
     sizes = jnp.array(sizes)
     drafts = sizes[choice.index] - 1
     draft = jnp.arange(choice.tried.shape[1])
-    # The first draft that committed nothing is the last informative one: it was refused, or the
-    # sequence ended before it. An end counts as a refusal, since blocks reach past it; a limit does
-    # not, since it is known ahead.
+    # The first draft that was not committed is the last informative one: it was rejected, or the
+    # sequence ended before it. A stop token counts as a rejection, since blocks reach past it; the
+    # length limit does not, since it is known in advance.
     num_useful = num_committed[:, None] - 1
     goes_on = (num_committed < left)[:, None]
     tried = (draft < drafts) & (draft < num_useful + goes_on)
@@ -183,12 +183,12 @@ def learn(
         accepted=choice.accepted * fade + accepted,
         pool_tried=choice.pool_tried * pool_fade + tried.sum(axis=0),
         pool_accepted=choice.pool_accepted * pool_fade + accepted.sum(axis=0),
-        # Enough for one trial at most: credit saved up must not end in a burst of them.
+        # Cap the credit at one trial, so that saved credit does not cause a burst of trials.
         credit=jnp.minimum(credit, _trial_seconds(choice.seconds, choice.best)),
     )
 
 
 def _trial_seconds(seconds: jax.Array, best: jax.Array) -> jax.Array:
-    """The most that a cycle of the next larger size may lose; 0 if there is none."""
+    """Returns the most seconds that a trial of the next larger size may lose; 0 if none exists."""
     larger = seconds[jnp.minimum(best + 1, len(seconds) - 1)]
     return jnp.maximum(larger - seconds[best], 0)

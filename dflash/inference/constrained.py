@@ -1,8 +1,8 @@
 """Dispatches with sequences whose outputs must match grammars.
 
-Which tokens a grammar allows after a draft is known on the host alone. So the first cycle of such
-a dispatch stops between draft and verification: the host reads the drafts, and says for each row
-which tokens may follow. The other sequences then run on to the end of the dispatch.
+Only the host can compute which tokens a grammar allows after a draft. So the first cycle of such a
+dispatch stops between draft and verification: the host reads the drafts and computes a mask of the
+allowed tokens for each row. The other sequences then continue to the end of the dispatch.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ def generate(
     """Runs one dispatch; consumes `state`.
 
     Args:
-      engine: runs it.
-      state: the batch.
-      ready: by slot, constrained sequences, with matchers that have seen all of their output. Other
-        constrained sequences stand still.
-      others: whether there are sequences that are not constrained.
-      width: slots of each share that hold all sequences; see `Engine.generate`.
+      engine: Engine that runs the dispatch.
+      state: State of the batch.
+      ready: Constrained sequences by slot, with matchers that have consumed all of their output.
+        Other constrained sequences wait.
+      others: Whether there are unconstrained sequences.
+      width: Batch bucket that holds all sequences; see `Engine.generate`.
     Returns:
-      state; reports of the parts of the dispatch.
+      The new state, and the reports of the parts of the dispatch.
     """
     reports = []
     if ready:

@@ -1,4 +1,4 @@
-"""One cycle: draft, verify, commit, observe. Pure functions that run on the device."""
+"""Draft, verify, commit and observe steps of one decode cycle, as pure device functions."""
 
 import dataclasses
 import functools
@@ -22,13 +22,14 @@ Revise = Callable[[Drafter, Any, verify.VerifyResult], verify.VerifyResult]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is compiled into the loop; everything else belongs to the sequences.
+    """Static settings of the decode loop; all other settings are per-sequence device state.
 
     Attributes:
-      block_sizes: rows that a cycle may verify of a sequence, ascending; the last is the drafter's.
-      rejection: verify by rejection, not by coupling.
-      revise: applied to every result. For measurements alone: the output is then meaningless, but
-        the work is the same.
+      block_sizes: Numbers of rows that a cycle may verify per sequence, ascending; the last one is
+        the drafter's block size.
+      rejection: Whether to verify by rejection instead of by coupling.
+      revise: Function applied to every `VerifyResult`, for measurements only: the output becomes
+        meaningless, but the work stays the same.
     """
 
     block_sizes: tuple[int, ...]
@@ -37,13 +38,13 @@ class Rules:
 
 
 class Outcome(NamedTuple):
-    """What a cycle committed.
+    """Tokens committed by one cycle.
 
     Attributes:
       tokens: int32 [B, longest path].
-      count: int32 [B]; how many of them count.
-      logprobs: of the tokens, where sequences want them.
-      refused: int32 [B, drafts]; those that were not accepted, and -1 in place of the others.
+      count: int32 [B]; number of valid entries in each row of `tokens`.
+      logprobs: Log-probabilities of the tokens, zero where no sequence requests them.
+      refused: int32 [B, drafts]; rejected drafts, and -1 in place of accepted ones.
     """
 
     tokens: jax.Array
@@ -58,11 +59,11 @@ def cycle(
     """Advances every active slot by one draft and one target forward.
 
     Args:
-      target: the model that verifies.
-      drafter: the strategy that proposes.
-      state: see its invariant.
-      rules: what is compiled into the loop.
-      block_size: rows to verify, at most the drafter's.
+      target: Model that verifies.
+      drafter: Strategy that proposes.
+      state: Decode state that satisfies the invariant of `DecodeState`.
+      rules: Static settings of the loop.
+      block_size: Rows to verify, at most the drafter's block size.
     """
     state, proposal = propose(target, drafter, state, rules=rules, block_size=block_size)
     return conclude(target, drafter, state, proposal, rules=rules)
@@ -71,7 +72,7 @@ def cycle(
 def propose(
     target: Decoder, drafter: Drafter, state: DecodeState, *, rules: Rules, block_size: int
 ) -> tuple[DecodeState, Proposal]:
-    """The first half of a cycle: a draft for every slot; see `cycle`."""
+    """Drafts a block for every slot: the first half of `cycle`."""
     sampler = SequenceSampler(state.sampling, with_probs=rules.rejection)
     with jax.named_scope("drafter"):
         proposal, drafter_state = _draft(drafter, block_size - 1, state, sampler, target)
@@ -87,13 +88,16 @@ def conclude(
     rules: Rules,
     allowed: jax.Array | None = None,
 ) -> tuple[DecodeState, Outcome]:
-    """The second half of a cycle: verifies a proposal, commits, and lets the drafter observe.
+    """Verifies a proposal, commits, and lets the drafter observe: the second half of `cycle`.
 
     Args:
-      state: as `propose` left it.
-      proposal: what it returned.
-      allowed: int32 [B, R, ceil(V / 32)] or None; which tokens may follow each row, see
-        `controls.shape_logits`.
+      target: Model that verifies.
+      drafter: Strategy that proposed.
+      state: State returned by `propose`.
+      proposal: Proposal returned by `propose`.
+      rules: Static settings of the loop.
+      allowed: int32 [B, R, ceil(V / 32)] or None; bit mask of the tokens that may follow each row,
+        see `controls.shape_logits`.
     """
     position = state.length - 1
     sampler = SequenceSampler(state.sampling, with_probs=rules.rejection)
@@ -103,7 +107,7 @@ def conclude(
         tree = trees.from_parents(proposal.parents, drafter.longest_path - 1)
     output, positions = _forward(target, drafter, state, rows, tree)
     logits = target.unembed(output.hidden)
-    result, sound = _judge(state, proposal, tree, logits, positions + 1, sampler, allowed)
+    result, finite = _judge(state, proposal, tree, logits, positions + 1, sampler, allowed)
     drafter_state = state.drafter
     if result.sampled is not None:
         drafter_state = drafter.review(drafter_state, proposal, result.sampled)
@@ -116,26 +120,20 @@ def conclude(
         with jax.named_scope("target"), jax.named_scope("attention"):
             cache = cache.compact(position, result.path, target.sharding)
         features = jnp.take_along_axis(features, result.path[..., None], axis=1)
-    sound = _along(result.path, sound)
-    num_committed, active, nonfinite_at = _commit(state, committed, sound, result.num_accepted + 1)
-    wanted = state.controls.logprobs & state.active
+    finite = _along(result.path, finite)
+    num_committed, active, nonfinite_at = _commit(state, committed, finite, result.num_accepted + 1)
+    with_logprobs = state.controls.logprobs & state.active
     outcome = Outcome(
         committed,
         num_committed,
-        logprobs.of_tokens(logits, committed, wanted, result.path),
+        logprobs.of_tokens(logits, committed, with_logprobs, result.path),
         _refused(proposal.tokens, result),
     )
+    state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
-    adaptive = state.adaptive
-    if adaptive is not None:
-        adaptive = adaptive.learn(num_committed, state.limit - state.length, rules.block_sizes)
-    if adaptive is not None and rows.shape[1] == 1:
-        adaptive = adaptive.put_aside(following, num_committed, features)
-    else:
-        with jax.named_scope("drafter"):
-            drafter_state = drafter.observe(
-                drafter_state, position, following, num_committed, features, target
-            )
+    drafter_state, adaptive = _observe(
+        target, drafter, state, following, num_committed, features, rules
+    )
     last = jnp.maximum(num_committed - 1, 0)[:, None]
     anchor = jnp.take_along_axis(committed, last, axis=1)[:, 0]
     state = dataclasses.replace(
@@ -152,8 +150,26 @@ def conclude(
     return state, outcome
 
 
+def _observe(target, drafter, state, following, num_committed, features, rules):
+    """Lets the drafter observe the committed rows, or defers them to the backlog.
+
+    Returns:
+      The drafter's state and the state that chooses block sizes, both after the cycle.
+    """
+    drafter_state, adaptive = state.drafter, state.adaptive
+    if adaptive is not None:
+        adaptive = adaptive.learn(num_committed, state.limit - state.length, rules.block_sizes)
+    if adaptive is not None and features.shape[1] == 1:
+        return drafter_state, adaptive.put_aside(following, num_committed, features)
+    with jax.named_scope("drafter"):
+        drafter_state = drafter.observe(
+            drafter_state, state.length - 1, following, num_committed, features, target
+        )
+    return drafter_state, adaptive
+
+
 def _forward(target, drafter, state, rows, tree):
-    """The target over the anchor and the drafts: its output, and the rows' positions."""
+    """Runs the target over the anchor and the drafts; returns its output and the row positions."""
     depth = jnp.arange(rows.shape[1]) if tree is None else tree.depth
     positions = state.length[:, None] - 1 + depth
     with jax.named_scope("target"):
@@ -170,7 +186,7 @@ def _forward(target, drafter, state, rows, tree):
 def _draft(
     drafter: Drafter, count: int, state: DecodeState, sampler: SequenceSampler, heads: Heads
 ) -> tuple[Proposal, Any]:
-    """A proposal of `count` tokens, and the drafter's state."""
+    """Drafts `count` tokens per sequence; returns the proposal and the drafter's new state."""
     if count == drafter.num_draft_tokens:
         draft = drafter.draft
     elif count:
@@ -189,15 +205,18 @@ def _judge(
     sampler: SequenceSampler,
     allowed: jax.Array | None,
 ) -> tuple[verify.VerifyResult, jax.Array]:
-    """The result on a proposal, and whether the logits of each row are finite, bool [B, R].
+    """Verifies a proposal and checks each row for finite logits.
 
-    Both follow from logits that were shaped as the sequences ask for; see `controls`.
+    The logits are first shaped by the sequences' controls; see `controls`.
+
+    Returns:
+      The result of verification, and a mask of rows with finite logits, bool [B, R].
     """
     ancestry = None if tree is None else tree.ancestry
 
     def judge(logits):
         result = _verify(proposal, tree, logits, positions, sampler)
-        return result, _sound_rows(result, logits)
+        return result, _finite_rows(result, logits)
 
     def judge_shaped():
         shaped = controls.shape_logits(
@@ -213,7 +232,7 @@ def _judge(
 
     if allowed is not None:
         return judge_shaped()
-    # Two copies of the rule, rather than one over a choice of logits, which would be copied.
+    # Trace the rule in each branch: selecting the logits first would copy them.
     with jax.named_scope("if_shaped"):
         shapes = state.controls.shapes(state.length, state.active)
         return jax.lax.cond(shapes, judge_shaped, lambda: judge(logits))
@@ -226,7 +245,7 @@ def _verify(
     positions: jax.Array,
     sampler: SequenceSampler,
 ) -> verify.VerifyResult:
-    """Applies the rule for the proposal's form: chain or tree, coupled or by rejection."""
+    """Applies the rule for the form of the proposal: chain or tree, coupled or rejection."""
     positions = jnp.broadcast_to(positions, logits.shape[:2])
     if proposal.probs is not None:
         return _reject(proposal, tree, logits, positions, sampler.params)
@@ -239,7 +258,7 @@ def _verify(
 
 
 def _reject(proposal, tree, logits, positions, params) -> verify.VerifyResult:
-    """Rejection verification of a chain, or of a tree; see the rules."""
+    """Verifies a chain or a tree by rejection."""
     tokens, probs = proposal.tokens, proposal.probs
     if tree is None:
         return verify.rejection_chain(tokens, probs, logits, positions, params)
@@ -250,9 +269,9 @@ def _reject(proposal, tree, logits, positions, params) -> verify.VerifyResult:
 
 
 def _following_tokens(rows: jax.Array, result: verify.VerifyResult) -> jax.Array:
-    """The accepted drafts, then the bonus token: int32 [B, longest path].
+    """Returns the accepted drafts followed by the bonus token, int32 [B, longest path].
 
-    Of these num_accepted + 1 count.
+    Only the first num_accepted + 1 entries are valid.
     """
     along = _along(result.path, rows)
     following = jnp.roll(along, -1, axis=1)
@@ -261,22 +280,22 @@ def _following_tokens(rows: jax.Array, result: verify.VerifyResult) -> jax.Array
 
 
 def _refused(drafts: jax.Array, result: verify.VerifyResult) -> jax.Array:
-    """The drafts [B, G] that were not accepted, and -1 in place of the others."""
+    """Returns the rejected drafts [B, G], with -1 in place of accepted ones."""
     batch, count = drafts.shape
     rows = jnp.arange(count + 1)[None] if result.path is None else result.path
     rows = jnp.broadcast_to(rows, (batch, rows.shape[1]))
     accepted = jnp.arange(rows.shape[1]) <= result.num_accepted[:, None]
     slots = jnp.arange(batch)[:, None]
-    # Row 0 is the anchor. What lies past the accepted path goes nowhere.
+    # Row 0 is the anchor. Entries past the accepted path get an index that the scatter drops.
     taken = jnp.zeros((batch, count + 1), bool)
     taken = taken.at[slots, jnp.where(accepted, rows, count + 1)].set(True, mode="drop")
     return jnp.where(taken[:, 1:], -1, drafts)
 
 
 def _commit(
-    state: DecodeState, committed: jax.Array, sound: jax.Array, count: jax.Array
+    state: DecodeState, committed: jax.Array, finite: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cuts the accepted tokens: at the limit, the first stop token, the first unsound row.
+    """Truncates the accepted tokens at the limit, the first stop token, or a non-finite row.
 
     Returns:
       num_committed int32 [B]; active bool [B] and nonfinite_at int32 [B] after the cycle.
@@ -288,21 +307,22 @@ def _commit(
     count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
     count = jnp.where(state.active, count, 0)
     active = state.active & ~stopped & (state.length + count < state.limit)
-    wrong = ~sound & (jnp.arange(sound.shape[1]) < count[:, None])
-    is_wrong = wrong.any(axis=1)
-    first = jnp.argmax(wrong, axis=1).astype(jnp.int32)
-    nonfinite_at = jnp.where(is_wrong, state.length + first, state.nonfinite_at)
-    return jnp.where(is_wrong, first, count), active & (nonfinite_at == 0), nonfinite_at
+    nonfinite_rows = ~finite & (jnp.arange(finite.shape[1]) < count[:, None])
+    has_nonfinite = nonfinite_rows.any(axis=1)
+    first = jnp.argmax(nonfinite_rows, axis=1).astype(jnp.int32)
+    nonfinite_at = jnp.where(has_nonfinite, state.length + first, state.nonfinite_at)
+    return jnp.where(has_nonfinite, first, count), active & (nonfinite_at == 0), nonfinite_at
 
 
 def _along(path: jax.Array | None, rows: jax.Array) -> jax.Array:
-    """What rows [B, R] have along the accepted path; of a chain all rows are on it."""
+    """Gathers rows [B, R] along the accepted path; a chain keeps all of its rows."""
     return rows if path is None else jnp.take_along_axis(rows, path, axis=1)
 
 
-def _sound_rows(result: verify.VerifyResult, logits: jax.Array) -> jax.Array:
-    """Whether each row has finite logits: bool [B, R]."""
+def _finite_rows(result: verify.VerifyResult, logits: jax.Array) -> jax.Array:
+    """Returns a mask of the rows with finite logits, bool [B, R]."""
     picked = result.sampled
-    if picked is None:  # probabilities take the same argmax, which the compiler finds out
+    if picked is None:
+        # `sampling.probabilities` takes the same argmax, so XLA computes it only once.
         picked = jnp.argmax(logits, axis=-1)
     return nonfinite.finite_rows(logits, picked)

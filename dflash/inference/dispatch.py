@@ -1,4 +1,4 @@
-"""A dispatch: cycles in a loop on the device, until the host wants to know."""
+"""Dispatch of several decode cycles as one loop on the device."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ def run_cycles(
 ) -> tuple[DecodeState, Report]:
     """Runs cycles until `max_cycles` are done or no slot is active; see `cycle.cycle`.
 
-    A cycle of `conclude` counts as done. Constrained sequences wait: their tokens depend on masks,
-    which `conclude` is given.
+    A preceding cycle of `conclude` counts towards `max_cycles`. Constrained sequences wait, because
+    their tokens depend on masks that only `conclude` receives.
     """
     sizes, most = rules.block_sizes, max_cycles - state.concluded
     waiting = state.active & state.controls.constrained
@@ -69,15 +69,18 @@ def conclude(
     *,
     rules: Rules,
 ) -> tuple[DecodeState, Report]:
-    """The first cycle of a dispatch verifies a proposal under masks; see `cycle.conclude`.
+    """Verifies a proposal under masks, as the first cycle of a dispatch; see `cycle.conclude`.
 
-    `run_cycles` then does the others.
+    `run_cycles` runs the remaining cycles.
 
     Args:
-      state: as `propose` left it.
-      proposal: what it returned.
-      allowed: int32 [B, R, ceil(V / 32)]; all ones for sequences that are not constrained.
-      ready: bool [B]; constrained sequences whose masks are there. Others wait.
+      target: Model that verifies.
+      drafter: Strategy that proposed.
+      state: State returned by `propose`.
+      proposal: Proposal returned by `propose`.
+      allowed: int32 [B, R, ceil(V / 32)]; all ones for unconstrained sequences.
+      ready: bool [B]; constrained sequences whose masks are valid. Other constrained ones wait.
+      rules: Static settings of the loop.
     """
     waiting = state.active & state.controls.constrained & ~ready
     state = dataclasses.replace(state, active=state.active & ~waiting)
@@ -106,7 +109,7 @@ def _empty_report(
 
 
 def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> Report:
-    """The report with one more cycle, of this block size, after which the state is `state`."""
+    """Appends a cycle of block size `size` to the report; `state` is the state after it."""
     i, width = report.cycles, outcome.tokens.shape[1]
     return Report(
         cycles=i + 1,
@@ -123,7 +126,7 @@ def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> 
 
 
 def _choose(state: DecodeState, sizes: tuple[int, ...]) -> DecodeState:
-    """Chooses the next cycle's block size, where there is a choice."""
+    """Chooses the block size of the next cycle if there are several."""
     if state.adaptive is None:
         return state
     chosen = state.adaptive.choose(state.active, state.limit - state.length, sizes)
@@ -145,9 +148,9 @@ def _catch_up(target: Decoder, drafter: Drafter, carry):
 def _loop_by_size(go_on, steps, catch_up, carry):
     """Runs the step of the chosen size while `go_on` holds.
 
-    Each size has a loop of its own, which runs while that size is chosen, inside one loop over all
-    sizes. A switch in a single loop would compute the same, but loops update the caches in place,
-    while branches may copy them.
+    Each size has its own inner loop, which runs while that size is chosen; an outer loop iterates
+    over the sizes. A single loop with a switch would compute the same, but XLA may copy the caches
+    at a branch, whereas a loop updates them in place.
     """
 
     def must_clear(carry):

@@ -1,7 +1,7 @@
-"""Log-probabilities of committed tokens, and of the target's likeliest ones in their places.
+"""Log-probabilities of committed tokens and of the target's likeliest alternatives.
 
-They are of the target's raw logits, from the very pass that verified the tokens. Nothing of the
-vocabulary's size is computed while no sequence asks for them.
+They are computed from the target's raw logits of the pass that verified the tokens. Nothing of the
+vocabulary's size is computed unless a sequence requests them.
 """
 
 import dataclasses
@@ -16,30 +16,30 @@ from dflash.inference.request import MAX_LOGPROBS, TokenLogprobs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logprobs:
-    """Of tokens [...]; N = MAX_LOGPROBS, or the vocabulary if that is smaller.
+    """Log-probabilities of tokens [...], with N = min(MAX_LOGPROBS, V) alternatives.
 
     Attributes:
-      drawn: float32 [...]; of the committed token.
-      top_ids: int32 [..., N]; the likeliest tokens, the best first.
-      top: float32 [..., N]; theirs.
+      drawn: float32 [...]; log-probability of the committed token.
+      top_ids: int32 [..., N]; likeliest tokens, most likely first.
+      top: float32 [..., N]; log-probabilities of `top_ids`.
     """
 
     drawn: jax.Array
     top_ids: jax.Array
     top: jax.Array
 
-    def of(self, index: tuple[int, ...], count: int, wanted: int) -> list[TokenLogprobs]:
-        """The first `count` tokens of row `index`, each with the `wanted` likeliest ones."""
-        drawn, top = self.drawn[index][:count].tolist(), self.top[index][:count, :wanted].tolist()
-        top_ids = self.top_ids[index][:count, :wanted].tolist()
+    def of(self, index: tuple[int, ...], count: int, num_top: int) -> list[TokenLogprobs]:
+        """Returns the first `count` entries at `index`, each with `num_top` alternatives."""
+        drawn, top = self.drawn[index][:count].tolist(), self.top[index][:count, :num_top].tolist()
+        top_ids = self.top_ids[index][:count, :num_top].tolist()
         return [
-            TokenLogprobs(one, tuple(ids), tuple(values))
-            for one, ids, values in zip(drawn, top_ids, top, strict=True)
+            TokenLogprobs(logprob, tuple(ids), tuple(values))
+            for logprob, ids, values in zip(drawn, top_ids, top, strict=True)
         ]
 
 
 def zeros(shape: Sequence[int], vocab_size: int) -> Logprobs:
-    """What stands for tokens [*shape] whose log-probabilities nobody asked for."""
+    """Returns zero-filled `Logprobs` of the given shape."""
     count = min(MAX_LOGPROBS, vocab_size)
     return Logprobs(
         drawn=jnp.zeros(shape, jnp.float32),
@@ -51,13 +51,13 @@ def zeros(shape: Sequence[int], vocab_size: int) -> Logprobs:
 def of_tokens(
     logits: jax.Array, tokens: jax.Array, wanted: jax.Array, rows: jax.Array | None = None
 ) -> Logprobs:
-    """Log-probabilities of tokens, if any sequence wants them; else zeros.
+    """Computes log-probabilities of tokens if any sequence requests them; returns zeros otherwise.
 
     Args:
-      logits: float32 [B, R, V]; the target's own.
+      logits: float32 [B, R, V]; raw logits of the target.
       tokens: int32 [B, T]; token t follows row rows[b, t].
-      wanted: bool [B].
-      rows: int32 [B, T]; None: T = R, and token t follows row t.
+      wanted: bool [B]; sequences that request log-probabilities.
+      rows: int32 [B, T]; None means that T = R and token t follows row t.
     """
 
     def compute():

@@ -1,7 +1,7 @@
-"""Logits that are not finite: noticed in every cycle at no cost, explained only when it happened.
+"""Detection of non-finite logits in every cycle, and their explanation after a failure.
 
-An argmax over logits with a NaN is that NaN's index, so a row is sound if the one logit that it
-picks is finite. Nothing else of [rows, V] is read again.
+The argmax over logits that contain a NaN is that NaN's index, so it suffices to check the one logit
+that each row picks. No other element of [rows, V] is read again.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 
-NO_TOKEN = -1  # in place of a token that a prefill could not draw
+NO_TOKEN = -1  # Placeholder for a token that a prefill could not draw.
 
 
 def finite_rows(logits: jax.Array, picked: jax.Array) -> jax.Array:
-    """Whether the logit that each row picks is finite.
+    """Returns whether the logit that each row picks is finite.
 
     Args:
       logits: float32 [B, R, V].
-      picked: int32 [B, R]; each row's argmax, noise added or not.
+      picked: int32 [B, R]; argmax of each row, with or without noise.
     Returns:
       bool [B, R].
     """
@@ -33,15 +33,16 @@ def finite_rows(logits: jax.Array, picked: jax.Array) -> jax.Array:
 def examine_chunk(
     target: Decoder, cache: PagedCache, tokens: jax.Array, start: jax.Array, count: jax.Array
 ) -> tuple[PagedCache, jax.Array]:
-    """Runs a chunk of a sequence and looks at everything that is computed on the way.
+    """Runs a chunk of a sequence and checks the output of every stage for non-finite values.
 
     Args:
-      target: the model.
-      cache: of everything before `start`; batch 1.
-      tokens: int32 [1, T], of which `count` are the sequence's.
-      start, count: int32 [].
+      target: Target model.
+      cache: Cache of the positions before `start`, with batch size 1.
+      tokens: int32 [1, T]; the first `count` belong to the sequence.
+      start: int32 []; position of the first token.
+      count: int32 []; number of valid tokens.
     Returns:
-      the cache, and whether each of `stages` gave finite values, bool [stages].
+      The cache, and whether each of `stages` gave finite values, bool [stages].
     """
     positions = start + jnp.arange(tokens.shape[1])[None]
     depth = target.arch.num_hidden_layers
@@ -51,16 +52,16 @@ def examine_chunk(
     logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
     counted = jnp.arange(tokens.shape[1]) < count
 
-    def sound(rows):
+    def finite(rows):
         return jnp.all(jnp.isfinite(rows) | ~counted.reshape(1, -1, *[1] * (rows.ndim - 2)))
 
-    by_layer = [sound(layers[:, :, i]) for i in range(depth)]
-    ends = sound(output.hidden), jnp.isfinite(logits).all()
-    return output.cache, jnp.stack([sound(target.embed(tokens)), *by_layer, *ends])
+    by_layer = [finite(layers[:, :, i]) for i in range(depth)]
+    ends = finite(output.hidden), jnp.isfinite(logits).all()
+    return output.cache, jnp.stack([finite(target.embed(tokens)), *by_layer, *ends])
 
 
 def stages(target: Decoder) -> list[tuple[str, str]]:
-    """What a forward consists of, in order: names, and the paths of their parameters."""
+    """Returns the stages of a forward pass in order, as (name, parameter path prefix) pairs."""
     depth = target.arch.num_hidden_layers
     layers = [(f"layer {i} (of 0 to {depth - 1})", f"layers.{i}.") for i in range(depth)]
     head = "embed_tokens." if target.lm_head is None else "lm_head."
@@ -75,13 +76,13 @@ def stages(target: Decoder) -> list[tuple[str, str]]:
 def error(
     target: Decoder, request: Request, said: Sequence[int], sound: Sequence[bool] | None
 ) -> errors.NumericsError:
-    """What ends the run.
+    """Returns the error that reports where non-finite logits came from.
 
     Args:
-      target: with its weights.
-      request: the sequence.
-      said: its output before the token that could not be drawn.
-      sound: of each of `stages`; None where there was no memory to find out.
+      target: Target model with its weights.
+      request: Request whose decoding failed.
+      said: Output before the token that could not be drawn.
+      sound: Whether each of `stages` is finite; None if there was no memory to find out.
     """
     position = len(request.prompt) + len(said)
     where = (
@@ -103,7 +104,7 @@ def error(
 
 
 def _damaged(target: Decoder) -> list[str]:
-    """Paths of the parameters that are not finite."""
+    """Returns the paths of parameters with non-finite values."""
     finite = jax.jit(lambda x: jnp.isfinite(x).all())
     return [
         path for path, param in parameters.named_parameters(target) if not finite(param.get_value())

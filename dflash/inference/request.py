@@ -1,6 +1,6 @@
-"""What is asked of an engine: a prompt, how to sample, when to stop; and the events that answer.
+"""Requests to the engine (prompt, sampling, stopping), and the events that answer them.
 
-What each field does to the logits, and in which order, is defined in `inference/controls.py`.
+`inference/controls.py` defines how each field changes the logits, and in which order.
 """
 
 import collections
@@ -12,25 +12,25 @@ from dflash import errors
 from dflash.config.schema import INT32_MAX, SamplingConfig, option
 from dflash.text.grammar import Grammar
 
-MAX_LOGPROBS = 20  # likeliest tokens that are reported beside the drawn one
-MAX_BIASED = 300  # tokens that a request may bias
+MAX_LOGPROBS = 20  # Most alternatives reported per output token.
+MAX_BIASED = 300  # Most tokens that a request may bias.
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(SamplingConfig):
-    """How the tokens of one sequence are drawn.
+    """Sampling parameters of one sequence.
 
     Attributes:
-      temperature: 0 is greedy.
-      top_k: number of likeliest tokens to draw from; 0 is off.
-      top_p: probability mass of the likeliest tokens to draw from; 1 is off.
-      seed: of the noise, 0 to 2**32 - 1.
-      sequence: number of the sequence under this seed. Noise depends on the two alone.
-      min_p: smallest probability of a token to draw, as a share of the likeliest one's; 0 is off.
-      presence_penalty: subtracted from the logits of tokens that the output holds; 0 is off.
-      frequency_penalty: subtracted once for every time that the output holds the token; 0 is off.
-      repetition_penalty: divides positive logits of tokens that the prompt or the output holds,
-        and multiplies negative ones; 1 is off.
+      temperature: Sampling temperature; 0 is greedy.
+      top_k: Number of likeliest tokens to draw from; 0 is off.
+      top_p: Probability mass of the likeliest tokens to draw from; 1 is off.
+      seed: Seed of the noise, 0 to 2**32 - 1.
+      sequence: Number of the sequence under this seed. Noise depends only on these two numbers.
+      min_p: Smallest probability of a token to draw, relative to the likeliest token; 0 is off.
+      presence_penalty: Value subtracted from the logits of tokens in the output; 0 is off.
+      frequency_penalty: Value subtracted once per occurrence of the token in the output; 0 is off.
+      repetition_penalty: Divisor of positive logits, and factor of negative logits, of tokens in
+        the prompt or the output; 1 is off.
       logit_bias: (token, bias) pairs; each bias is added to its token's logit.
     """
 
@@ -46,19 +46,21 @@ class Sampling(SamplingConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt to decode. Nothing of it is compiled into a program.
+    """Prompt to decode, with its sampling and stopping parameters.
+
+    No field is compiled into a program, so one set of programs serves all requests.
 
     Attributes:
-      id: the caller's; no two requests in flight may share one.
-      prompt: token ids, at least one.
-      max_new_tokens: number of output tokens at which the sequence ends.
-      sampling: how tokens are drawn.
-      stop_ids: tokens that end the sequence; at most as many as the engine has room for.
-      min_new_tokens: output tokens before which no stop token is drawn.
-      logprobs: number of the target's likeliest tokens to report beside each output token, 0 to
+      id: Identifier chosen by the caller, unique among the requests in flight.
+      prompt: Token ids, at least one.
+      max_new_tokens: Number of output tokens at which the sequence ends.
+      sampling: Sampling parameters.
+      stop_ids: Tokens that end the sequence, at most as many as the engine supports.
+      min_new_tokens: Number of output tokens before which no stop token is drawn.
+      logprobs: Number of the target's likeliest tokens to report beside each output token, 0 to
         MAX_LOGPROBS; None reports nothing.
-      grammar: what the output must match, and may end only where it does; None: anything.
-      refused: whether to report drafts that were not accepted.
+      grammar: Grammar that the whole output must match; None leaves it unconstrained.
+      refused: Whether to report rejected drafts.
     """
 
     id: int
@@ -73,21 +75,21 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Length of the whole sequence in tokens at which it ends."""
+        """Returns the total length, prompt included, at which the sequence ends, in tokens."""
         return len(self.prompt) + self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """What the target thought of one output token and of others in its place.
+    """Log-probabilities of one output token and of the likeliest alternatives.
 
-    All are of the log-softmax of the target's raw logits: before penalties, biases, masks and
-    temperature, whatever the token was drawn from.
+    They are the log-softmax of the target's raw logits, before penalties, biases, masks and
+    temperature, regardless of the distribution that the token was drawn from.
 
     Attributes:
-      logprob: of the output token.
-      top_ids: the likeliest tokens, the best first, as many as the request asked for.
-      top_logprobs: theirs.
+      logprob: Log-probability of the output token.
+      top_ids: Likeliest tokens, most likely first, as many as requested.
+      top_logprobs: Log-probabilities of `top_ids`.
     """
 
     logprob: float
@@ -100,15 +102,14 @@ class Tokens:
     """Newly committed tokens of the request `id`.
 
     Attributes:
-      id: the request's.
-      ids: tokens of one or more cycles, or the first token, which comes from the prefill.
-      acceptance_lengths: how many tokens each of these cycles has committed; none for the first.
-        The last token of a cycle is the target's own, unless the output ended within the draft.
-      logprobs: one for each of the ids, if the request asked for them.
-      block_sizes: rows that the target verified in each of these cycles.
-      refused: of each of these cycles the drafts that were not accepted, in the order in which they
-        were drafted, if the request asked for them.
-      cached_tokens: of the prompt, taken from the prefix cache; said with the first token.
+      id: Identifier of the request.
+      ids: Tokens of one or more cycles, or the first token, which comes from the prefill.
+      acceptance_lengths: Tokens committed by each cycle; empty for the first token. The last token
+        of a cycle is the target's own, unless the output ended within the draft.
+      logprobs: Log-probabilities of each token, if requested.
+      block_sizes: Rows that the target verified in each cycle.
+      refused: Rejected drafts of each cycle in the order of drafting, if requested.
+      cached_tokens: Prompt tokens taken from the prefix cache; set with the first token only.
     """
 
     id: int
@@ -122,23 +123,24 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A finished request.
+    """Output and statistics of a finished request.
 
     Attributes:
-      id: the request's.
-      output_ids: without the prompt.
-      finish_reason: "stop" (a stop token, which is the last output id), "length", or "error": the
-        output could not be continued as its grammar demands, so it does not match.
-      acceptance_lengths: tokens committed in each cycle, bonus included. The first output token
+      id: Identifier of the request.
+      output_ids: Output tokens, without the prompt.
+      finish_reason: "stop" (the last output id is a stop token), "length", or "error" (the output
+        ended before it matched its grammar).
+      acceptance_lengths: Tokens committed in each cycle, bonus included. The first output token
         comes from the prefill, so they sum to len(output_ids) - 1.
-      block_sizes: rows that the target verified in each of these cycles.
-      prefill_ms: from the prompt's dispatch to its first token, later prefills included.
-      decode_ms: from the first token to the last, on the wall clock.
-      decode_clock_s: seconds that dispatches of cycles had taken in total when it finished.
-      finished_at: time of the last token, in seconds of time.perf_counter.
-      preemptions: how often it lost its slot for want of pages and was prefilled again.
-      cached_tokens: tokens of the prompt that the prefix cache already held.
-      queued_ms: from its submission to the start of its first prefill.
+      block_sizes: Rows that the target verified in each cycle.
+      prefill_ms: Time from the prompt's dispatch to its first token, in milliseconds, including
+        prefills after preemptions.
+      decode_ms: Wall-clock time from the first token to the last, in milliseconds.
+      decode_clock_s: Total time of all dispatches of cycles at the end of this request, in seconds.
+      finished_at: Time of the last token, in seconds of time.perf_counter.
+      preemptions: Number of times that the request lost its slot because pages ran out.
+      cached_tokens: Prompt tokens found in the prefix cache.
+      queued_ms: Time from submission to the start of the first prefill, in milliseconds.
     """
 
     id: int
@@ -156,7 +158,7 @@ class Completion:
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length; nan if there was no cycle."""
+        """Returns the mean acceptance length (τ); nan if there was no cycle."""
         lengths = self.acceptance_lengths
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
@@ -165,21 +167,22 @@ Event = Tokens | Completion
 
 
 def max_length(requests: Iterable[Request]) -> int:
-    """Tokens of the longest of the sequences, prompt and output together."""
+    """Returns the length of the longest sequence in tokens, prompt and output together."""
     return max(request.limit for request in requests)
 
 
 def check_request(
     request: Request, *, max_length: int, vocab_size: int, num_stop_ids: int | None = None
 ) -> None:
-    """Refuses what cannot be decoded.
+    """Raises if a request cannot be decoded.
 
     Args:
-      max_length: tokens that the cache holds of a sequence.
-      vocab_size: of the target.
-      num_stop_ids: stop ids that the engine has room for; None: unknown yet.
+      request: Request to check.
+      max_length: Tokens that the cache holds per sequence.
+      vocab_size: Vocabulary size of the target.
+      num_stop_ids: Stop ids that the engine supports; None skips this check.
     Raises:
-      InputError: one line that names the request and what is wrong with it.
+      InputError: A field is out of range; the message names the request and the field.
     """
     where = f"prompt {request.id}"
     if not request.prompt:
@@ -212,7 +215,7 @@ def check_request(
 
 
 def bounds_of(field: dataclasses.Field) -> tuple[float, float]:
-    """Returns the inclusive bounds of a sampling parameter; math.inf: no upper bound."""
+    """Returns the inclusive bounds of a sampling parameter; math.inf means no upper bound."""
     low, high = field.metadata["minimum"], field.metadata["maximum"]
     if high is None:
         high = INT32_MAX if field.type is int else math.inf

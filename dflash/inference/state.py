@@ -1,4 +1,4 @@
-"""The state of the decode loop, and the report of one dispatch."""
+"""Device state of the decode loop, and the report of one dispatch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,26 +17,26 @@ from dflash.layers.cache import PagedCache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """A batch of B slots.
+    """Device state of a batch of B slots.
 
-    Invariant at the top of every cycle: the target's cache and the drafter's state hold exactly the
-    positions below length - 1, the anchor's own position. `length` is the only count there is.
+    Invariant at the start of every cycle: the target's cache and the drafter's state hold exactly
+    the positions below length - 1, which is the anchor's position. No other counter exists.
 
     Attributes:
       length: int32 [B]; committed tokens, the anchor included.
       limit: int32 [B]; length at which the sequence ends.
       anchor: int32 [B]; the last committed token.
       active: bool [B]; the slot holds a sequence that has not ended.
-      stop_ids: int32 [B, E]; tokens that end each sequence, filled up with -1.
-      sampling: how each sequence draws.
-      controls: what shapes its logits.
-      cache: the target's.
-      drafter: the drafter's own state.
-      adaptive: chooses block sizes; None if there is one. Rows in its backlog are those that the
-        drafter's state still lacks.
-      nonfinite_at: int32 [B]; position of the first token whose logits were not finite, which ended
-        the sequence; 0 if there was none.
-      concluded: int32 []; cycles of the current dispatch that are done before its loop begins.
+      stop_ids: int32 [B, E]; tokens that end each sequence, padded with -1.
+      sampling: Sampling parameters of each sequence.
+      controls: Logit controls of each sequence.
+      cache: Key/value cache of the target.
+      drafter: State of the drafter.
+      adaptive: State that chooses block sizes; None if there is only one size. Its backlog holds
+        the rows that the drafter has not observed yet.
+      nonfinite_at: int32 [B]; position of the first token with non-finite logits, which ended the
+        sequence; 0 if there was none.
+      concluded: int32 []; cycles of the current dispatch that were run before its loop.
     """
 
     length: jax.Array
@@ -56,18 +56,18 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What happened in one dispatch of at most C cycles, each of up to R = longest path tokens.
+    """Result of one dispatch of at most C cycles, each of up to R = longest path tokens.
 
     Attributes:
       cycles: int32 []; cycles run.
       tokens: int32 [C, B, R]; committed tokens of each cycle.
-      num_committed: int32 [C, B]; how many of them count. 0 for a slot that was not active.
-      active: bool [B]; after the dispatch.
-      block_sizes: int32 [C]; rows that each cycle verified of a sequence.
-      nonfinite_at: int32 [B]; see the state.
-      logprobs: of the tokens, where sequences want them; None where they were left behind.
-      refused: int32 [C, B, G]; drafts that were not accepted, and -1 in place of the others; None
-        where they were left behind.
+      num_committed: int32 [C, B]; number of valid tokens; 0 for an inactive slot.
+      active: bool [B]; slots that are still active after the dispatch.
+      block_sizes: int32 [C]; rows that each cycle verified per sequence.
+      nonfinite_at: int32 [B]; same as in `DecodeState`.
+      logprobs: Log-probabilities of the tokens; None if they were dropped before the transfer.
+      refused: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they were
+        dropped before the transfer.
     """
 
     cycles: jax.Array
@@ -81,7 +81,7 @@ class Report:
 
     @classmethod
     def joined(cls, reports: Sequence["Report"]) -> "Report":
-        """The report of a dispatch in several parts, from theirs; numpy arrays."""
+        """Returns the report of a dispatch from the reports of its parts, as numpy arrays."""
         *_, last = reports
         if len(reports) == 1:
             return last
@@ -90,12 +90,12 @@ class Report:
         return dataclasses.replace(last, cycles=sum(int(one.cycles) for one in reports), **whole)
 
     def by_cycle(self) -> dict[str, Any]:
-        """The fields that have an entry for every cycle."""
+        """Returns the fields with one entry per cycle."""
         names = "tokens", "num_committed", "block_sizes", "logprobs", "refused"
         return {name: getattr(self, name) for name in names}
 
     def with_only(self, *, logprobs: bool, refused: bool) -> "Report":
-        """Leaves behind what nobody asked for, since it takes time to fetch."""
+        """Returns the report without fields that no request needs, to save their transfer."""
         return dataclasses.replace(
             self,
             logprobs=self.logprobs if logprobs else None,
