@@ -160,7 +160,7 @@ def _large_steps(jaxpr):
 
 def judge_at_once(state, proposal, tree, logits, positions, sampler, allowed):
     result = cycle._verify(proposal, tree, logits, positions, sampler)
-    return result, cycle._sound_rows(result, logits)
+    return result, cycle._finite_rows(result, logits)
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
