@@ -1,18 +1,18 @@
-"""Errors that a user can act on: each is one or more plain lines, never a traceback.
+"""Errors that a user can act on, reported as plain lines without a traceback.
 
-Every message names the file, key or token at fault and what to do about it. Entry points print
-the lines on stderr and exit with `exit_status`: 2 for what was given to a run (config, input,
-checkpoints), 1 for the run itself.
+Every message names the file, key or token at fault and says what to do about it. Entry points
+print the message on stderr and exit with `exit_status`: 2 for problems of the input (config,
+prompts, checkpoints), 1 for problems of the run itself.
 """
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-_MAX_CHARACTERS = 1000  # of a line; a value that it quotes may be a whole file
+_MAX_CHARACTERS = 1000  # per line; a quoted value may be a whole file
 
 
 class UserError(Exception):
-    """A problem outside the program; the message says what it is and how to fix it."""
+    """Problem outside the program; the message names it and how to fix it."""
 
     exit_status = 1
 
@@ -43,7 +43,7 @@ class CheckpointError(UserError):
 
 
 class NumericsError(UserError):
-    """A model computes values that are not finite; the message says where that begins."""
+    """A model computes non-finite values; the message names where they first appear."""
 
 
 class WorkdirError(UserError):
@@ -51,5 +51,5 @@ class WorkdirError(UserError):
 
 
 def shorten(text: str, characters: int = _MAX_CHARACTERS) -> str:
-    """The beginning of a text that may be too long to show."""
+    """Returns `text`, cut to `characters` and marked with an ellipsis if longer."""
     return text if len(text) <= characters else f"{text[:characters]}…"

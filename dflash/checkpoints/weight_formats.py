@@ -1,4 +1,4 @@
-"""Weights in eight bits: how kernels are kept, and what checkpoints say of theirs."""
+"""Formats of quantized weights that config.json declares."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ from typing import Any
 from dflash import errors
 from dflash.checkpoints import files, foreign, hf_config
 
-INT8, FLOAT8 = "int8", "float8_e4m3fn"
 _GROUP = "quantization_config"
 _BLOCK = "weight_block_size"
 _FP8, _COMPRESSED = "fp8", "compressed-tensors"
@@ -17,29 +16,14 @@ _NUM_BITS, _PACKED_BITS = 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightFormat:
-    """How a kernel [in, out] is kept in eight bits: values, and scales that multiply them.
-
-    Attributes:
-      dtype: of the values, INT8 or FLOAT8.
-      block: inputs and outputs that share a scale; None: all inputs of one output.
-      int8_products: rows are turned into int8 too, each by a scale of its own, so that products are
-        of integers.
-    """
-
-    dtype: str
-    block: tuple[int, int] | None = None
-    int8_products: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class StoredFormat:
-    """How a checkpoint keeps the weights that it has in eight bits.
+    """Format of the quantized weights of a checkpoint.
 
     Attributes:
-      block: outputs and inputs that share a scale, as files orient them; None: one scale an output.
-      scale_suffix: what the name of a tensor of scales has in place of "weight".
-      is_packed: eight values of four bits share an int32, in tensors called "weight_packed".
+      block: Outputs and inputs that share a scale, in the orientation of the files; None for one
+        scale per output.
+      scale_suffix: Replacement of "weight" in the names of tensors that hold scales.
+      is_packed: Eight four-bit values share an int32, in tensors named "weight_packed".
     """
 
     block: tuple[int, int] | None
@@ -54,7 +38,7 @@ class _Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """`weights` of a group of compressed-tensors."""
+    """The `weights` mapping of a compressed-tensors group."""
 
     num_bits: int
     strategy: str = "tensor"
@@ -64,12 +48,12 @@ class _Weights:
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
-    """What config.json says of weights in eight bits; None if all are plain.
+    """Returns the format of quantized weights in config.json; None if none are quantized.
 
     Raises:
-      CheckpointError: another format, or a field that is missing or unusable.
+      CheckpointError: The format is not supported, or a field is missing or unusable.
     """
-    text = config.get("text_config")  # the language model of one that sees as well
+    text = config.get("text_config")  # holds the language model of a multimodal model
     stated = foreign.quantization(config)
     if stated is None and isinstance(text, Mapping):
         stated = foreign.quantization(text)
@@ -91,7 +75,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
 
 
 def _compressed(group: Mapping[str, Any]) -> StoredFormat:
-    """The one group of compressed-tensors in which all linear layers must be."""
+    """Returns the format of the single compressed-tensors group, which covers all linear layers."""
     groups = hf_config.read_group(group, "config_groups")
     if len(groups) != 1:
         raise errors.CheckpointError(

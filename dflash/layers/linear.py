@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.checkpoints.weight_formats import WeightFormat
 from dflash.kernels import quantized as quantized
 from dflash.kernels.split_heads import rms_norm
+from dflash.layers.weight_format import WeightFormat
 from dflash.parallel import parameters
 from dflash.parallel.compiler_options import NARROW_IN_LOOPS
 from dflash.parallel.sharding import Sharding

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints.weight_formats import WeightFormat
 from dflash.kernels.grouped_matmul import for_platform, grouped_matmul
 from dflash.layers.cache import batch_axes
 from dflash.layers.linear import Kernel
 from dflash.layers.mlp import Mlp, gated
+from dflash.layers.weight_format import WeightFormat
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, files, hf_config, quantization, weight_formats
+from dflash.checkpoints import checkpoint, files, hf_config, weight_formats
 from dflash.config import registry, schema
 from dflash.config.schema import (
     AutoregressiveConfig,
@@ -21,6 +21,7 @@ from dflash.config.schema import (
     TargetArchitecture,
     TargetConfig,
 )
+from dflash.loading import quantization
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 

@@ -1,4 +1,4 @@
-"""Peak rates of accelerators: the one table behind every bound, ridge and roofline.
+"""Peak rates of accelerators, for every bound, ridge point and roofline.
 
 Source: the vendors' published peaks (dense bfloat16, no sparsity).
 """
@@ -15,12 +15,12 @@ class Chip:
     """Peak rates and memory of one chip.
 
     Attributes:
-      name: its name in topologies, such as "v5p".
-      tflops: peak bfloat16 TFLOP/s.
-      hbm_gb_per_s: peak memory bandwidth in GB/s (10⁹ bytes).
-      hbm_gb: memory in GB, as the vendor counts them.
-      devices: jax devices per chip; each has an equal share of the rates and of the memory.
-      clock_ghz: clock rate in GHz, for the compiler's cycles; None if unpublished.
+      name: Name in topologies, such as "v5p".
+      tflops: Peak bfloat16 TFLOP/s.
+      hbm_gb_per_s: Peak memory bandwidth in GB/s (10⁹ bytes).
+      hbm_gb: Memory in the vendor's GB.
+      devices: Number of jax devices per chip, which share its rates and memory equally.
+      clock_ghz: Clock rate in GHz, to convert the compiler's cycles; None if unpublished.
     """
 
     name: str
@@ -32,22 +32,22 @@ class Chip:
 
     @property
     def ridge_rows(self) -> float:
-        """Rows of bfloat16 weights at which computing takes as long as reading the weights.
+        """Returns the number of rows at which a bfloat16 matmul takes as long as its weight reads.
 
-        A weight of two bytes takes two operations a row, so this is FLOP/s over bytes/s.
+        A two-byte weight takes two operations per row, so this is FLOP/s over bytes/s.
         """
         return self.tflops * 1e3 / self.hbm_gb_per_s
 
     def compute_ms(self, flops: float) -> float:
-        """Time of `flops` operations on one of the chip's devices, at its peak."""
+        """Returns the time of `flops` operations on one device at peak rate, in ms."""
         return flops / (self.tflops / self.devices * 1e9)
 
     def stream_ms(self, size_bytes: float) -> float:
-        """Time of moving `size_bytes` to or from one device's memory, at its peak."""
+        """Returns the time to move `size_bytes` to or from one device's memory at peak, in ms."""
         return size_bytes / (self.hbm_gb_per_s / self.devices * 1e6)
 
     def ideal_ms(self, flops: float, size_bytes: float) -> float:
-        """The longer of the two: a lower bound for any program on one device."""
+        """Returns a lower bound on the time of a program on one device, in ms."""
         return max(self.compute_ms(flops), self.stream_ms(size_bytes))
 
 
@@ -64,7 +64,7 @@ CHIPS: Mapping[str, Chip] = {
     )
 }
 
-# What jax calls devices (`device_kind`), where that is not the name itself.
+# Chip names by jax `device_kind`, in lower case.
 _DEVICE_KINDS: Mapping[str, str] = {
     "tpu v4": "v4",
     "tpu v5 lite": "v5e",
@@ -79,10 +79,10 @@ _DEVICE_KINDS: Mapping[str, str] = {
 
 
 def find(name: str) -> Chip:
-    """The chip of this name, in any case.
+    """Returns the chip of this name, ignoring case.
 
     Raises:
-      ConfigError: no such chip; the message offers the nearest one.
+      ConfigError: No chip has this name; the message suggests the nearest one.
     """
     if name.lower() in CHIPS:
         return CHIPS[name.lower()]
@@ -90,7 +90,7 @@ def find(name: str) -> Chip:
 
 
 def of_device_kind(kind: str) -> Chip | None:
-    """The chip behind a jax `device_kind`, such as "TPU v5 lite" or "NVIDIA H200"; else None."""
+    """Returns the chip of a jax `device_kind` ("TPU v5 lite", "NVIDIA H200"); None if unknown."""
     lower = kind.lower()
     if lower in _DEVICE_KINDS:
         return CHIPS[_DEVICE_KINDS[lower]]

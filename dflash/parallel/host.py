@@ -1,9 +1,12 @@
-"""Hosts without TPUs on which the TPU library is installed, for its compiler. Imports no jax."""
+"""Environment of hosts that use the TPU library as a compiler, without a TPU.
+
+This module must not import jax.
+"""
 
 import os
 import pathlib
 
-# What a TPU machine would answer; without it the library complains at length.
+# Stand-ins for a TPU machine's metadata, without which the library logs many warnings.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
@@ -16,7 +19,10 @@ _CHIPS = ("accel[0-9]*", "vfio/[0-9]*")  # below /dev
 
 
 def quiet_without_tpu() -> None:
-    """Keeps the TPU library silent where there is no chip; before jax first asks for devices."""
+    """Silences the TPU library on hosts without a TPU.
+
+    Call this before jax first looks up devices.
+    """
     if not any(any(pathlib.Path("/dev").glob(pattern)) for pattern in _CHIPS):
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

@@ -1,8 +1,8 @@
-"""Logical axes -> mesh axes: where every parameter, cache and activation lives.
+"""Mapping of logical axes to mesh axes, for every parameter, cache and activation.
 
-Code names the axes of an array by what they mean ("heads", "vocab", "batch"); a table of rules says
-over which mesh axes each is split. An axis that does not fit is an error up front, never silent
-replication.
+Logical axes name the dimensions of an array by meaning ("heads", "vocab", "batch"). Rules map each
+to the mesh axes that split it. A dimension that does not divide evenly raises an error; it is never
+silently replicated.
 """
 
 import dataclasses
@@ -25,7 +25,10 @@ MESH_AXES = tuple(field.name for field in dataclasses.fields(MeshConfig))
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """A mesh and the rules that map logical axes onto it. Hashable, so modules may hold it."""
+    """Mesh, and the rules that map logical axes onto it.
+
+    It is hashable, so that modules can hold it as static metadata.
+    """
 
     mesh: Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
@@ -41,20 +44,20 @@ class Sharding:
         return "unknown" if isinstance(self.mesh, AbstractMesh) else self.devices[0].platform
 
     def axes(self, name: str | None) -> tuple[str, ...]:
-        """Mesh axes of more than one device that logical axis `name` is split over."""
+        """Returns the mesh axes of more than one device that split logical axis `name`."""
         if name is None:
             return ()
         return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)
 
     def size(self, name: str | None) -> int:
-        """Number of pieces that logical axis `name` is split into."""
+        """Returns the number of shards of logical axis `name`."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes(name))
 
     def spec(self, *names: str | None) -> PartitionSpec:
-        """PartitionSpec of an array whose dimensions carry these logical names.
+        """Returns the PartitionSpec of an array whose dimensions have these logical names.
 
         Raises:
-          ConfigError: an unknown name, or two dimensions that want the same mesh axis.
+          ConfigError: A name has no rule, or two dimensions map to the same mesh axis.
         """
         used: dict[str, str] = {}
         entries = []
@@ -74,10 +77,10 @@ class Sharding:
         return PartitionSpec(*entries)
 
     def named(self, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
-        """NamedSharding of an array of this shape.
+        """Returns the NamedSharding of an array of this shape.
 
         Raises:
-          ConfigError: a dimension does not divide evenly over its mesh axes.
+          ConfigError: A dimension does not divide evenly over its mesh axes.
         """
         spec = self.spec(*names)
         for length, name in zip(shape, names, strict=True):
@@ -89,11 +92,11 @@ class Sharding:
         return NamedSharding(self.mesh, spec)
 
     def abstract(self, shape, names, dtype) -> jax.ShapeDtypeStruct:
-        """An abstract array: shape, dtype and sharding, without memory."""
+        """Returns an abstract array with shape, dtype and sharding, which takes no memory."""
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.named(shape, names))
 
     def replicated(self) -> NamedSharding:
-        """The sharding of an array that every device holds whole."""
+        """Returns the sharding of an array that is replicated on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, array: jax.Array, *names: str | None) -> jax.Array:
@@ -103,12 +106,12 @@ class Sharding:
         return jax.lax.with_sharding_constraint(array, self.named(array.shape, names))
 
     def map(self, function, in_names, out_names):
-        """`function` run once per device on its own shards (jax.shard_map), or as it is on one.
+        """Wraps `function` in `jax.shard_map`; returns it unchanged on a single device.
 
         Args:
-          function: takes and returns arrays, or pytrees of arrays of one layout.
-          in_names: per argument, the logical names of its dimensions.
-          out_names: per result, likewise.
+          function: Function of arrays, or of pytrees whose arrays share one layout.
+          in_names: Logical names of the dimensions of each argument.
+          out_names: Logical names of the dimensions of each result.
         """
         if self.mesh.size == 1:
             return function
@@ -121,21 +124,21 @@ class Sharding:
         )
 
     def index(self, name: str) -> jax.Array | int:
-        """Inside `map`: which piece of logical axis `name` this device holds."""
+        """Returns the index of this device's shard of logical axis `name`, inside `map`."""
         return jax.lax.axis_index(self.axes(name)) if self.axes(name) else 0
 
 
 def make_sharding(
     axis_sizes: Mapping[str, int], rules: Mapping[str, Sequence[str]], *, abstract: bool = False
 ) -> Sharding:
-    """Builds the mesh that a config asks for.
+    """Builds the sharding of a config.
 
     Args:
-      axis_sizes: devices along each of `MESH_AXES`; 1 where left out.
-      rules: logical axis -> mesh axes.
-      abstract: describe the mesh without touching a device (`--dry_run`).
+      axis_sizes: Number of devices along each of `MESH_AXES`; 1 if omitted.
+      rules: Mesh axes by logical axis.
+      abstract: Build an abstract mesh, without touching devices (`--dry_run`).
     Raises:
-      ConfigError: rules name an unknown mesh axis, or more devices are wanted than there are.
+      ConfigError: A rule names an unknown mesh axis, or the mesh needs more devices than exist.
     """
     for name, axes in rules.items():
         for axis in axes:
@@ -144,14 +147,14 @@ def make_sharding(
                 raise errors.ConfigError(f"sharding_rules.{name}: unknown mesh axis {axis!r}{near}")
     batch, pages = rules.get("batch"), rules.get("pages")
     if pages is not None and tuple(pages) != tuple(batch or ()):
-        # Page tables index a device's own pages: a sequence and its pages must live together.
+        # Page tables index pages of the same device: a sequence must share it with its pages.
         raise errors.ConfigError(
             f"sharding_rules: batch {list(batch or ())} and pages {list(pages)} differ; "
             "give both the same axes"
         )
     frozen = tuple(sorted((name, tuple(axes)) for name, axes in rules.items()))
     shape = tuple(axis_sizes.get(axis, 1) for axis in MESH_AXES)
-    # Explicit axes, jax's default, would make every layer spell out the sharding of its outputs.
+    # With explicit axes, jax's default, every layer would have to declare its output sharding.
     types = (AxisType.Auto,) * len(MESH_AXES)
     if abstract:
         return Sharding(AbstractMesh(shape, MESH_AXES, axis_types=types), frozen)
@@ -171,16 +174,18 @@ def make_sharding(
 
 
 def arrange(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
-    """Devices by mesh axes: neighbors along an axis are close to each other, slices far apart.
+    """Arranges devices in a mesh so that neighbors along an axis are physically close.
+
+    Only the data axis crosses TPU slices.
 
     Args:
-      devices: all of them; those of a TPU know which slice they belong to.
-      shape: devices along each of `MESH_AXES`.
+      devices: All devices; TPU devices carry their slice index.
+      shape: Number of devices along each of `MESH_AXES`.
     Raises:
-      ConfigError: the data axis does not split over the slices.
+      ConfigError: The data axis does not divide over the slices.
     """
     tpu = devices[0].platform == "tpu"
-    # A described topology of one slice does not number it.
+    # Devices of an ahead-of-time topology with one slice have no slice index.
     slices = len({getattr(device, "slice_index", 0) for device in devices}) if tpu else 1
     if slices > 1 and shape[0] % slices:
         raise errors.ConfigError(
@@ -198,7 +203,7 @@ def arrange(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
 
     try:
         return place(split=False)
-    except NotImplementedError:  # an axis of the torus must serve two axes of the mesh
+    except NotImplementedError:  # two mesh axes have to share one axis of the torus
         return place(split=True)
 
 

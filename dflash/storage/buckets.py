@@ -223,7 +223,10 @@ class BucketPath(gpath.PosixGPath):
 
 
 class _Object(io.RawIOBase):
-    """An open object. A `with` block that fails leaves the stored object unchanged."""
+    """Open object of a bucket.
+
+    A `with` block that fails leaves the stored object unchanged.
+    """
 
     def __init__(self, path: BucketPath, file: Any):
         self._path, self._file = path, file

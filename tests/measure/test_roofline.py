@@ -7,7 +7,7 @@ import pytest
 from support import models
 from support.models import make_sharding, make_target
 
-from dflash.checkpoints import quantization
+from dflash.loading import quantization
 from dflash.measure import roofline
 from dflash.measure.roofline import Machine, Work
 from dflash.models.deepseek_v3 import DeepseekV3

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from dflash.checkpoints import checkpoint
-from dflash.checkpoints import quantization as narrowing
 from dflash.config import schema
+from dflash.loading import quantization as narrowing
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
 from dflash.parallel import parameters, sharding

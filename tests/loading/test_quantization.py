@@ -14,12 +14,12 @@ from support.models import drafter, family_architecture, make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.checkpoints import quantization as narrowing
 from dflash.config import registry
 from dflash.config.schema import TargetConfig
 from dflash.kernels import quantized as quantized
 from dflash.layers.transformer import join_projections
 from dflash.loading import models, weights
+from dflash.loading import quantization as narrowing
 from dflash.parallel import parameters
 from dflash.text import tokenizer
 

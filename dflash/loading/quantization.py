@@ -1,7 +1,7 @@
-"""Which kernels of a model are kept in eight bits: as a config asks, or as its checkpoint has them.
+"""Quantization of a model's kernels, as its config or its checkpoint declares.
 
-Only projections within layers: routers, norms, embeddings, output heads and the projection of
-features are small, or too sensitive, and stay as they are.
+Only projections within layers are quantized. Routers, norms, embeddings, output heads and the
+projection of features are small or sensitive to quantization, and keep their dtype.
 """
 
 import pathlib
@@ -13,39 +13,40 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import StoredTensor, read_headers
-from dflash.checkpoints.weight_formats import FLOAT8, INT8, StoredFormat, WeightFormat
+from dflash.checkpoints.weight_formats import StoredFormat
+from dflash.layers.weight_format import FLOAT8, INT8, WeightFormat
 
 W8A8 = "w8a8"
 _BY_CODE = {"I8": INT8, "F8_E4M3": FLOAT8}
 
 
-def quantize(model: nnx.Module, wanted: str | None) -> None:
-    """Has an abstract model keep its projections in eight bits.
+def quantize(model: nnx.Module, scheme: str | None) -> None:
+    """Declares the projections of an abstract model as quantized.
 
     Args:
-      model: weights that it is to get are plain.
-      wanted: of a config: INT8, FLOAT8 or W8A8; None leaves the model as it is.
+      model: Abstract model whose checkpoint is not quantized.
+      scheme: INT8, FLOAT8 or W8A8, as in the config; None leaves the model unchanged.
     """
-    if wanted is None:
+    if scheme is None:
         return
-    form = WeightFormat(INT8, int8_products=True) if wanted == W8A8 else WeightFormat(wanted)
+    form = WeightFormat(INT8, int8_products=True) if scheme == W8A8 else WeightFormat(scheme)
     for _, kernel in projections(model):
         kernel.quantize(form)
 
 
 def follow(model: nnx.Module, directory: pathlib.Path, stored: StoredFormat) -> None:
-    """Has an abstract model keep in eight bits what its checkpoint has in eight bits.
+    """Declares as quantized those projections of an abstract model that its checkpoint quantizes.
 
     Args:
-      model: reads the checkpoint.
-      directory: holds the checkpoint.
-      stored: what its config.json says of such weights.
+      model: Abstract model that the checkpoint belongs to.
+      directory: Directory of the checkpoint.
+      stored: Format of the quantized weights, from config.json.
     Raises:
-      CheckpointError: a tensor has no scales, or is in eight bits in part.
+      CheckpointError: A tensor has no scales, or only some tensors of a kernel are quantized.
     """
     model.scale_suffix = stored.scale_suffix
     tensors, packed = read_headers(directory), set()
-    # Files have [out, in].
+    # Files store kernels as [out, in].
     block = stored.block and (stored.block[1], stored.block[0])
     for path, kernel in projections(model):
         dtype = _dtype_of(model, f"{path}.kernel", kernel, tensors, stored)
@@ -56,7 +57,7 @@ def follow(model: nnx.Module, directory: pathlib.Path, stored: StoredFormat) -> 
 
 
 def projections(model: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """Dotted path and module of every kernel that may be kept in eight bits."""
+    """Yields the dotted path and module of every kernel that can be quantized."""
     for path, module in nnx.iter_modules(model):
         if hasattr(module, "quantize") and path and "_proj" in str(path[-1]):
             yield ".".join(map(str, path)), module
@@ -69,7 +70,7 @@ def _dtype_of(
     tensors: Mapping[str, StoredTensor],
     stored: StoredFormat,
 ) -> str | None:
-    """The dtype of a kernel's stored values; None if they are plain, or missing."""
+    """Returns the dtype of a kernel's stored values; None if not quantized, or missing."""
     shape = tensor_map.stored_shape(path, kernel.kernel.get_value().shape)
     names = {piece.name for piece in tensor_map.pieces(tensor_map.source_of(model, path), shape)}
     if stored.is_packed:
