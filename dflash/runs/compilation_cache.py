@@ -1,6 +1,6 @@
-"""jax's persistent compilation cache: where it is, how large it gets, when it is left alone.
+"""Location and size limit of jax's persistent compilation cache.
 
-    ~/.cache/dflash/programs/0.10.2-1c8c1bf5ef1e/       of one jaxlib on one kind of CPU
+    ~/.cache/dflash/programs/0.10.2-1c8c1bf5ef1e/       one jaxlib version on one kind of CPU
         jit_generate-4f0c….-cache                       a program, as jax writes it
 
 A program that was compiled for one kind of CPU may crash on another, and home directories are
@@ -24,28 +24,28 @@ from dflash.storage import paths
 
 OFF = "off"
 MAX_BYTES = 2 * 2**30  # of all programs that are kept
-_PROGRAMS = "*/*-cache"  # below the root; jax ends the names of its files so
+_PROGRAMS = "*/*-cache"  # below the root; jax appends the suffix
 _TROUBLE = "Error (reading|writing) persistent compilation cache entry"
-_CHECKED = 0o400  # the mode of a program that is known to be whole
+_CHECKED = 0o400  # file mode of a program that was verified to be complete
 _SETTLED_S = 60.0  # age at which no process is writing a program any more
 
 
 def default_root() -> pathlib.Path:
-    """The directory of all kept programs, in the user's cache directory."""
+    """Returns the root directory of compiled programs, in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return pathlib.Path(cache).expanduser() / "dflash" / "programs"
 
 
 def enable(where: str | None = None) -> pathlib.Path | None:
-    """Makes jax keep compiled programs; that a place cannot be used is no error.
+    """Enables jax's compilation cache; an unusable directory only disables it.
 
-    What the user has told jax itself (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE)
-    holds unless `where` says otherwise.
+    jax's own settings (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE) apply unless
+    `where` overrides them.
 
     Args:
-      where: "off", a directory, or None for the user's cache directory.
+      where: One of "off", a directory, or None for the user's cache directory.
     Returns:
-      The directory of the programs; None where none are kept.
+      Directory of the programs; None if the cache is disabled.
     """
     import jax
 
@@ -73,13 +73,13 @@ def enable(where: str | None = None) -> pathlib.Path | None:
 
 
 def machine() -> str:
-    """Names what a compiled program depends on: jaxlib, and what the CPU can do."""
+    """Returns a name for what compiled programs depend on: jaxlib version and CPU features."""
     jaxlib = importlib.metadata.version("jaxlib")
     return f"{jaxlib}-{hashlib.sha256(_cpu().encode()).hexdigest()[:12]}"
 
 
 def _cpu() -> str:
-    """The features of the CPU, as the system states them."""
+    """Returns the features of the CPU, as the operating system reports them."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -93,8 +93,8 @@ def _cpu() -> str:
 def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
     """Deletes damaged programs, and the least recently used ones beyond `max_bytes`.
 
-    jax writes a program in place: a run that was killed, or a full disk, leaves a part of one,
-    which jax would neither use nor replace.
+    jax writes programs in place. A killed run or a full disk leaves a truncated program, which jax
+    would neither use nor replace.
     """
     kept = []
     for path in root.glob(_PROGRAMS):
@@ -115,7 +115,7 @@ def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
 
 
 def _is_damaged(path: pathlib.Path, status: os.stat_result) -> bool:
-    """Whether a program is incomplete; one that is whole is marked as such, and read once only."""
+    """Returns whether a program is incomplete; marks complete ones, to read each only once."""
     if status.st_mode & 0o777 == _CHECKED or time.time() - status.st_mtime < _SETTLED_S:
         return False
     content = path.read_bytes()
@@ -125,7 +125,7 @@ def _is_damaged(path: pathlib.Path, status: os.stat_result) -> bool:
         # With the package zstandard, jax compresses otherwise, and checks as it reads.
         return not content.startswith(b"\x28\xb5\x2f\xfd")
     path.chmod(_CHECKED)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # reading it was no use of it
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # the check must not count as a use
     return False
 
 

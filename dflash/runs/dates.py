@@ -1,7 +1,7 @@
-"""The date of a run: chosen at its first start, the same at every later one and in every process.
+"""Date of a run, fixed at its first start and shared by all of its processes.
 
-Chat templates may print the date, so it decides prompts: a run that is resumed the next day, or
-whose hosts start around midnight, must not see another one.
+Chat templates may print the date, so prompts depend on it. It must not change when a run is
+resumed the next day, or when its hosts start around midnight.
 """
 
 import datetime
@@ -19,13 +19,15 @@ FILE = "date.txt"
 
 
 def find(directory: str | os.PathLike | None, *, shared: bool = False) -> datetime.date:
-    """The date kept in a work directory, else today; all processes of a run call this.
+    """Returns the date stored in a work directory, else today.
+
+    All processes of a run must call this.
 
     Args:
-      directory: of the run; may not exist yet; None for a run that leaves nothing.
-      shared: whether other runs have the directory too: the first one to ask decides for all.
+      directory: Work directory, which may not exist yet; None for a run without one.
+      shared: Store the date for other runs that share the directory; the first run decides.
     Raises:
-      WorkdirError: what is kept is not a date.
+      WorkdirError: The stored text is not a date.
     """
     date = datetime.date.today()
     if directory is not None and jax.process_index() == 0:
@@ -44,7 +46,7 @@ def _read(path: pathlib.Path) -> datetime.date | None:
     try:
         return datetime.date.fromisoformat(path.read_text(encoding="utf-8").strip())
     except (FileNotFoundError, NotADirectoryError):
-        return None  # taking the directory says what is wrong with it
+        return None  # `RunDirectory` reports any problem of the directory itself
     except (OSError, ValueError) as error:
         raise errors.WorkdirError(
             f"{path}: not a date such as 2026-01-31: mend it, or delete it for today's"

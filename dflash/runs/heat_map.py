@@ -1,4 +1,4 @@
-"""One metric over the axes of a sweep, as a heat map."""
+"""Heat maps of one metric over the axes of a sweep."""
 
 import io
 import itertools
@@ -22,15 +22,15 @@ def draw(
     Cells of unfinished points stay blank.
 
     Args:
-      sweep: all points.
-      metric: key of a number in each row; None leaves a cell blank.
-      rows: figures of finished points, by name.
-      path: the PNG file; written whole.
+      sweep: Sweep with all points.
+      metric: Key of a number in each row; None leaves a cell blank.
+      rows: Figures of finished points, by name.
+      path: PNG file, replaced atomically.
     Returns:
-      Whether a file was written: False if there is nothing to draw, or it could not be read: too
-      many panels, or steps whose values take many characters, such as whole groups.
+      Whether a file was written. False if there is nothing to draw, or the map would be illegible:
+      too many panels, or labels that are too long.
     Raises:
-      OSError: it cannot be written.
+      OSError: The file cannot be written.
     """
     panels = panels_of(sweep, metric, rows)
     values = itertools.chain.from_iterable(line for panel in panels.values() for line in panel)
@@ -61,7 +61,7 @@ def draw(
         axes.set_ylabel(", ".join(down))
         for (y, line), x in itertools.product(enumerate(panel), range(len(acrosses))):
             if line[x] is not None:
-                dark = line[x] <= (low + high) / 2  # all alike is drawn as the least
+                dark = line[x] <= (low + high) / 2  # equal values take the lowest color
                 color = "white" if dark else "black"
                 axes.text(x, y, f"{line[x]:.3g}", ha="center", va="center", color=color)
     figure.colorbar(image, ax=list(all_axes))
@@ -74,7 +74,7 @@ def draw(
 def panels_of(
     sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[list[float | None]]]:
-    """The grids of a heat map by title: [steps of one axis][steps of the other]."""
+    """Returns the grids of a heat map by title: [steps down][steps across]."""
     down, across, rest = _roles(sweep)
     downs, acrosses = _steps(sweep, down), _steps(sweep, across)
     keys = [key for axis in rest for key in axis]
@@ -90,7 +90,7 @@ def panels_of(
 
 
 def _roles(sweep: Sweep) -> tuple[Sequence[str], Sequence[str], Sequence[Sequence[str]]]:
-    """The axes drawn down and across, which are the two longest, and the rest."""
+    """Returns the axes drawn down and across, which are the two longest, and the rest."""
     lengths = {axis: len(_steps(sweep, axis)) for axis in sweep.axes}
     longest = sorted(sweep.axes, key=lambda axis: -lengths[axis])[:2]
     chosen = [axis for axis in sweep.axes if axis in longest]
@@ -100,7 +100,7 @@ def _roles(sweep: Sweep) -> tuple[Sequence[str], Sequence[str], Sequence[Sequenc
 
 
 def _steps(sweep: Sweep, axis: Sequence[str]) -> list[list[Any]]:
-    """The steps of an axis in order; one empty step if there is no axis."""
+    """Returns the steps of an axis in order; one empty step if there is no axis."""
     steps: list[list[Any]] = []
     for point in sweep.points.values():
         step = [point.values[key] for key in axis]

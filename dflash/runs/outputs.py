@@ -1,4 +1,4 @@
-"""The results of a decode run: a record per prompt, and their summary."""
+"""Results of a decode run: a record per prompt, and their summary."""
 
 import collections
 import dataclasses
@@ -76,11 +76,11 @@ def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
     on prompts that were in flight still counts, so throughput can only be too low.
 
     Args:
-      records: in any order.
-      block_size: the longest possible acceptance length.
+      records: Finished prompts, in any order.
+      block_size: Longest possible acceptance length.
 
     Raises:
-      ValueError: an acceptance length outside 1 … block_size.
+      ValueError: An acceptance length outside 1 … block_size.
     """
     records = list(records)
     lengths = [length for record in records for length in record.acceptance_lengths]
@@ -123,7 +123,7 @@ def compare(
     """Compares the finished prompts of a run, by index, with the baseline's.
 
     Raises:
-      ValueError: they are not the same prompts; or see `summarize`.
+      ValueError: The prompts differ, or `summarize` raises it.
     """
     if records.keys() != baseline.keys():
         raise ValueError("run and baseline have finished different prompts")
@@ -158,7 +158,7 @@ def decode(line: bytes) -> Record:
     """Reads back a line of outputs.jsonl.
 
     Raises:
-      ValueError: it is no such line, or its fields cannot come from one prompt; names the field.
+      ValueError: The line is not a record, or its fields are inconsistent; names the field.
     """
     try:
         fields = json.loads(line.decode("utf-8"))
@@ -183,7 +183,7 @@ _INTEGERS = {"prompt_ids": 0, "output_ids": 0, "acceptance_lengths": 1, "block_s
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the fields of a line that are not what a finished prompt leaves, and why."""
+    """Yields the invalid fields of a line, each with the reason."""
     if not _is_integer(values["index"], 0):
         yield "index", f"expected an integer >= 0, got {values['index']!r}"
     prompt = values["prompt"]
@@ -199,20 +199,20 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 <= value < math.inf:
             yield name, f"expected a finite number >= 0, got {value!r}"
-    sound = True
+    valid = True
     for name, low in _INTEGERS.items():
         if not isinstance(values[name], list):
-            sound = False
+            valid = False
             yield name, "expected a list"
         elif not all(_is_integer(item, low) for item in values[name]):
-            sound = False
+            valid = False
             yield name, f"expected integers >= {low}"
-    if sound:
+    if valid:
         yield from _cycle_problems(values)
 
 
 def _cycle_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What does not add up: each cycle commits at most its rows, all of them the output."""
+    """Yields inconsistent counts of tokens, cycles and rows, each with its field."""
     lengths, sizes = values["acceptance_lengths"], values["block_sizes"]
     if sizes and len(sizes) != len(lengths):
         yield "block_sizes", f"{len(sizes)} of them, but {len(lengths)} acceptance_lengths"

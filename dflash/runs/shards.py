@@ -1,7 +1,7 @@
-"""Shards: runs that divide one list of work among themselves and share one work directory.
+"""Shards: runs that divide a list of work among themselves and share a work directory.
 
-Shard i of n does items i, i + n, …, and knows nothing of the others. Its files carry its name, such
-as outputs.2-of-8.jsonl; the one that says that it is done is written last.
+Shard i of n processes items i, i + n, … independently of the others. Its files carry its name, such
+as outputs.2-of-8.jsonl; the file that marks it as finished is written last.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Shard:
     """One of several runs that divide a list.
 
     Attributes:
-      index: which one, from 0.
-      count: how many there are.
+      index: Index of the shard, from 0.
+      count: Number of shards.
     """
 
     index: int
@@ -36,16 +36,16 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def file(self, name: str) -> str:
-        """The name of its own file: outputs.jsonl becomes outputs.2-of-8.jsonl."""
+        """Returns the shard's name of a file: outputs.jsonl becomes outputs.2-of-8.jsonl."""
         stem, dot, suffix = name.rpartition(".")
         return f"{stem}.{self.index}-of-{self.count}{dot}{suffix}"
 
     def of(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Its items of a list."""
+        """Returns the shard's items of a list."""
         return items[self.index :: self.count]
 
     def all(self) -> list["Shard"]:
-        """All shards of the list."""
+        """Returns all shards of the list."""
         return [Shard(index, self.count) for index in range(self.count)]
 
 
@@ -56,10 +56,10 @@ def parse(text: str | None, environment: Mapping[str, str]) -> Shard | None:
     """Reads the flag --shard.
 
     Args:
-      text: "i/n"; "auto" for what a Kubernetes Job or a Slurm array tells; None for no shard.
-      environment: variables of the process.
+      text: "i/n"; "auto" to read the index of a Kubernetes Job or Slurm array; None for no shard.
+      environment: Environment variables of the process.
     Raises:
-      ConfigError: it is neither or out of range, or the environment names no shard.
+      ConfigError: The text is invalid or out of range, or the environment names no shard.
     """
     if text is None:
         return None
@@ -72,7 +72,7 @@ def parse(text: str | None, environment: Mapping[str, str]) -> Shard | None:
 
 
 def shards_in(directory: pathlib.Path, name: str) -> list[Shard]:
-    """The shards that have a file of this name in a directory, in order."""
+    """Returns the shards that have a file of this name in a directory, in order."""
     stem, _, suffix = name.rpartition(".")
     found = []
     for path in directory.glob(f"{stem}.*-of-*.{suffix}"):
@@ -83,10 +83,10 @@ def shards_in(directory: pathlib.Path, name: str) -> list[Shard]:
 
 
 def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
-    """Refuses a directory that is divided into another number of shards.
+    """Checks that a directory is not divided into another number of shards.
 
     Raises:
-      WorkdirError: it is.
+      WorkdirError: The directory holds files of another division.
     """
     others = {one.count for one in shards_in(directory, name)} - {shard.count}
     if others:
@@ -97,21 +97,21 @@ def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
 
 
 def is_divided(directory: str | os.PathLike | None, name: str) -> bool:
-    """Whether a work directory holds files of this name that belong to shards."""
+    """Returns whether a work directory holds files of this name that belong to shards."""
     return directory is not None and bool(shards_in(paths.to_path(directory), name))
 
 
 def missing(directory: pathlib.Path, name: str, count: int) -> list[Shard]:
-    """The shards of `count` that have no file of this name yet."""
+    """Returns the shards, of `count`, that have no file of this name yet."""
     present = set(shards_in(directory, name))
     return [one for one in Shard(0, count).all() if one not in present]
 
 
 def check_finished(directory: pathlib.Path, unfinished: Sequence[Shard]) -> None:
-    """Refuses to sum up a directory before all of its shards have finished.
+    """Checks that all shards of a directory have finished.
 
     Raises:
-      WorkdirError: some have not; it names them.
+      WorkdirError: Shards are unfinished; the message names them.
     """
     if unfinished:
         raise errors.WorkdirError(
@@ -121,7 +121,7 @@ def check_finished(directory: pathlib.Path, unfinished: Sequence[Shard]) -> None
 
 
 def listed(shards: Sequence[Shard], limit: int = 8) -> str:
-    """ "0/8, 3/8 and 4 more"."""
+    """Returns the shards as text, such as "0/8, 3/8 and 4 more"."""
     shown = ", ".join(map(str, shards[:limit]))
     return shown if len(shards) <= limit else f"{shown} and {len(shards) - limit} more"
 
