@@ -26,8 +26,9 @@ from dflash.parallel import agreement, distributed, sharding
 from dflash.runs import shards
 from dflash.runs.outputs import Record
 from dflash.runs.shards import Shard
-from dflash.text import prompts, tokenizer
+from dflash.text import prompts, tokenizer_loading
 from dflash.text.prompts import Prompt
+from dflash.text.tokenizer import Tokenizer
 
 _USUAL_LENGTH = 4096  # tokens of a sequence, where nothing tells how long they get
 Grader = Callable[..., bool | None]  # (text, *, finished)
@@ -55,7 +56,7 @@ class Job:
     drafter: Drafter
     target_source: Source
     drafter_source: Source
-    tokenizer: tokenizer.Tokenizer
+    tokenizer: Tokenizer
     prompts: tuple[Prompt, ...]
     max_length: int
     date: datetime.date | None = None
@@ -240,7 +241,7 @@ def prepare_models(
     target_source = models.find_target(config.target, download=not dry)
     target = models.build_target(config.target, target_source, dtype=config.dtype, sharding=placed)
     drafter_source, drafter = _find_drafter(config, target, target_source, download=not dry)
-    words = tokenizer.for_target(
+    words = tokenizer_loading.for_target(
         target_source.directory, thinking=config.prompts.thinking, date=date
     )
     if not dry:

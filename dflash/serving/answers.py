@@ -7,23 +7,23 @@ from typing import Any
 from dflash.inference.request import Tokens
 from dflash.serving.ask import Ask, Model
 from dflash.serving.output import Delta, Output, TokenText
-from dflash.serving.service import Call
+from dflash.serving.served_requests import RequestGroup
 
 Json = dict[str, Any]
 # Of an output and what it has gained: a choice, or a chunk's.
 Choice = Callable[[Output, Delta], Json]
 
 
-def outputs_of(ask: Ask, call: Call, model: Model) -> list[Output]:
+def outputs_of(ask: Ask, call: RequestGroup, model: Model) -> list[Output]:
     """The outputs of a call, none of which has said anything."""
     return [Output(i, request, ask, model) for i, request in enumerate(call.requests)]
 
 
-async def follow(call: Call, outputs: Sequence[Output]) -> AsyncIterator[dict[int, Delta]]:
+async def follow(call: RequestGroup, outputs: Sequence[Output]) -> AsyncIterator[dict[int, Delta]]:
     """Yields what outputs gain, by their index, each time all that has come.
 
     Raises:
-      Refusal: see `Call.events`.
+      Refusal: see `RequestGroup.events`.
     """
     async for news in call.events():
         deltas: dict[int, Delta] = {}
@@ -42,11 +42,11 @@ async def follow(call: Call, outputs: Sequence[Output]) -> AsyncIterator[dict[in
             yield deltas
 
 
-async def all_of(call: Call, outputs: Sequence[Output]) -> list[Delta]:
+async def all_of(call: RequestGroup, outputs: Sequence[Output]) -> list[Delta]:
     """Waits for all outputs; returns each as one delta.
 
     Raises:
-      Refusal: see `Call.events`.
+      Refusal: see `RequestGroup.events`.
     """
     whole = [Delta() for _ in outputs]
     async for deltas in follow(call, outputs):
@@ -130,7 +130,7 @@ def chat_chunk_choice(ask: Ask, model: Model) -> Choice:
 
 
 async def chunks(
-    ask: Ask, call: Call, model: Model, head: Json, choice: Choice, *, roles: bool
+    ask: Ask, call: RequestGroup, model: Model, head: Json, choice: Choice, *, roles: bool
 ) -> AsyncIterator[Json]:
     """The chunks of a stream, in OpenAI's form.
 
@@ -262,7 +262,7 @@ def generated(
 
 
 async def generated_chunks(
-    ask: Ask, call: Call, model: Model, *, id: str, begun_at: float
+    ask: Ask, call: RequestGroup, model: Model, *, id: str, begun_at: float
 ) -> AsyncIterator[Mapping[str, Any]]:
     """The chunks of a stream of /generate, each with all that was said so far."""
     outputs, tokens = outputs_of(ask, call, model), []

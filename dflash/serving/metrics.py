@@ -1,8 +1,8 @@
-"""Prometheus metrics: under vLLM's names, which clients parse, and some of our own."""
+"""Prometheus metrics, under vLLM's names, which its dashboards and clients parse, and our own."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -12,40 +12,103 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Event, Tokens
 from dflash.inference.scheduler import SchedulerStats
 from dflash.serving.ask import Ask, Model
-
-if TYPE_CHECKING:
-    from dflash.serving.service import Flight
+from dflash.serving.served_requests import CancelReason, ServedRequest
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
-_SECONDS_OF_REQUESTS = (
+_REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_SECONDS_OF_TOKENS = (
+_TOKEN_SECONDS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0),
 )
-_SECONDS_TO_FIRST = (
+_FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_SECONDS_OF_STEPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _CHOICES = (1, 2, 5, 10, 20)
 _LABELS = ("model_name", "engine")
 
+# name: (help text, labels beside `_LABELS`). prometheus_client appends _total to counters.
+_COUNTERS = {
+    "vllm:spec_decode_num_drafts": ("Verified cycles with drafts.", ()),
+    "vllm:spec_decode_num_draft_tokens": ("Drafted tokens.", ()),
+    "vllm:spec_decode_num_accepted_tokens": ("Accepted draft tokens.", ()),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": (
+        "Accepted draft tokens by position in the draft.",
+        ("position",),
+    ),
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", ()),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", ()),
+    "vllm:num_preemptions": ("Preemptions of running requests.", ()),
+    "vllm:prompt_tokens": ("Prefilled prompt tokens.", ()),
+    "vllm:generation_tokens": ("Generated tokens.", ()),
+    "vllm:request_success": ("Finished requests by finish reason.", ("finished_reason",)),
+    "dflash:dispatches": ("Dispatches of decode cycles.", ()),
+    "dflash:cycles": ("Decode cycles, summed over slots.", ()),
+    "dflash:block_sizes": ("Decode cycles by number of verified rows.", ("size",)),
+}
+_GAUGES = {
+    "vllm:num_requests_running": ("Requests that hold a slot.", ()),
+    "vllm:num_requests_waiting": ("Requests in the queue.", ()),
+    "vllm:kv_cache_usage_perc": ("Fraction of KV cache pages in use; 1 is full.", ()),
+    "vllm:cache_config_info": ("Layout of the KV cache.", ("block_size", "num_gpu_blocks")),
+}
+# name: (help text, upper bounds of the buckets).
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": ("Time to first token in seconds.", _FIRST_TOKEN_SECONDS),
+    "vllm:inter_token_latency_seconds": (
+        "Time between successive arrivals of tokens of a request in seconds.",
+        _TOKEN_SECONDS,
+    ),
+    "vllm:request_time_per_output_token_seconds": (
+        "Mean time per output token of a request, after the first, in seconds.",
+        _TOKEN_SECONDS,
+    ),
+    "vllm:e2e_request_latency_seconds": (
+        "End-to-end request latency in seconds.",
+        _REQUEST_SECONDS,
+    ),
+    "vllm:request_queue_time_seconds": (
+        "Time that a request waited in the queue in seconds.",
+        _REQUEST_SECONDS,
+    ),
+    "vllm:request_prefill_time_seconds": (
+        "Prefill time of a request in seconds.",
+        _REQUEST_SECONDS,
+    ),
+    "vllm:request_decode_time_seconds": (
+        "Decode time of a request in seconds.",
+        _REQUEST_SECONDS,
+    ),
+    "vllm:request_inference_time_seconds": (
+        "Prefill and decode time of a request in seconds.",
+        _REQUEST_SECONDS,
+    ),
+    "vllm:request_prompt_tokens": ("Prompt tokens per request.", _TOKENS),
+    "vllm:request_generation_tokens": ("Generated tokens per request.", _TOKENS),
+    "vllm:request_max_num_generation_tokens": ("Limit on generated tokens per request.", _TOKENS),
+    "vllm:request_params_max_tokens": ("The max_tokens parameter of requests.", _TOKENS),
+    "vllm:request_params_n": ("The n parameter of requests.", _CHOICES),
+    "vllm:iteration_tokens_total": ("Generated tokens per engine step.", _TOKENS),
+    "dflash:step_seconds": ("Duration of an engine step in seconds.", _STEP_SECONDS),
+}
+
 
 @dataclasses.dataclass
 class Totals:
-    """Plain counts since the start, of which the log takes differences.
+    """Counts since the start; the log prints their differences.
 
     Attributes:
-      prompt_tokens: of requests that came to their first token.
-      output_tokens: of all requests.
-      cycles: in which drafts were verified.
-      drafted: tokens that were proposed in them.
-      accepted: those of them that the target accepted.
-      accepted_at: likewise, by draft position from 0.
+      prompt_tokens: Prompt tokens of requests that have their first token.
+      output_tokens: Output tokens of all requests.
+      cycles: Cycles in which drafts were verified.
+      drafted: Tokens drafted in these cycles.
+      accepted: Drafted tokens that the target accepted.
+      accepted_at: Accepted tokens by position in the draft, from 0.
     """
 
     prompt_tokens: int = 0
@@ -57,112 +120,145 @@ class Totals:
 
 
 class Metrics:
-    """Counts what happens; no number of it is read back by the server, but by its log.
+    """Prometheus metrics of the server.
 
     Attributes:
-      totals: the counts that the log is made of.
+      registry: Collector registry that holds the metrics.
+      totals: Plain counts, for the log and for /server_info.
     """
 
     def __init__(self):
-        """All zero."""
+        """Creates all metrics, at zero."""
         self.registry = CollectorRegistry()
         self.totals = Totals()
-        self._reached: dict[Counter, int] = {}  # totals that the schedulers count
+        self._reported: dict[str, int] = {}  # schedulers' totals that counters already include
         self._labels = {"model_name": "", "engine": "0"}
-        self._make()
+        self._metrics: dict[str, Any] = {}
+        self._unlabeled: list[Any] = []  # metrics that have no labels beside `_LABELS`
+        for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
+            for name, (help, labels) in table.items():
+                metric = kind(name, help, (*_LABELS, *labels), registry=self.registry)
+                self._metrics[name] = metric
+                if not labels:
+                    self._unlabeled.append(metric)
+        for name, (help, buckets) in _HISTOGRAMS.items():
+            metric = Histogram(name, help, _LABELS, registry=self.registry, buckets=buckets)
+            self._metrics[name] = metric
+            self._unlabeled.append(metric)
 
     def text(self) -> bytes:
-        """What /metrics says."""
+        """Returns the metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
 
     def describe(self, model: Model, engine: Engine) -> None:
-        """Takes what is served: labels, and the numbers that do not change."""
+        """Sets labels and constants, and initializes all series so that the first scrape has them.
+
+        Args:
+          model: Facts about the served model.
+          engine: Engine that decodes with drafts.
+        """
         self._labels = {"model_name": model.name, "engine": "0"}
         self.totals.accepted_at = [0] * (engine.drafter.longest_path - 1)
-        self._cache_info.labels(
-            **self._labels,
-            block_size=str(engine.layout.page_size),
-            num_gpu_blocks=str(engine.layout.num_replicas * (engine.layout.pages_per_replica - 1)),
+        layout = engine.layout
+        self._metric(
+            "vllm:cache_config_info",
+            block_size=str(layout.page_size),
+            num_gpu_blocks=str(layout.num_replicas * (layout.pages_per_replica - 1)),
         ).set(1)
-        for metric in self._alone:  # there from the first scrape on
+        for metric in self._unlabeled:
             metric.labels(**self._labels)
         for place in range(len(self.totals.accepted_at)):
-            self._accepted_at.labels(**self._labels, position=str(place))
+            self._metric("vllm:spec_decode_num_accepted_tokens_per_pos", position=str(place))
         for reason in ("stop", "length", "abort"):
-            self._successes.labels(**self._labels, finished_reason=reason)
+            self._metric("vllm:request_success", finished_reason=reason)
 
     def admitted(self, ask: Ask, decode: DecodeConfig) -> None:
-        """A request was taken on."""
-        self._of(self._choices).observe(ask.choices)
-        self._of(self._limits).observe(ask.max_new_tokens or decode.max_new_tokens)
+        """Counts an HTTP request whose requests were admitted."""
+        self._observe("vllm:request_params_n", ask.choices)
+        limit = ask.max_new_tokens or decode.max_new_tokens
+        self._observe("vllm:request_params_max_tokens", limit)
 
     def stepped(
         self, events: Sequence[Event], stats: Mapping[str, SchedulerStats], seconds: float
     ) -> None:
-        """The engine has made a step of so many seconds."""
+        """Records an engine step.
+
+        Args:
+          events: Events that the step produced.
+          stats: Statistics of each track's scheduler after the step.
+          seconds: Duration of the step; 0 if no track was busy.
+        """
         tokens = sum(len(event.ids) for event in events if isinstance(event, Tokens))
         if tokens:
-            self._of(self._step_tokens).observe(tokens)
+            self._observe("vllm:iteration_tokens_total", tokens)
         if seconds:
-            self._of(self._step_seconds).observe(seconds)
-        every = list(stats.values())
-        self._of(self._running).set(sum(one.running + one.prefilling for one in every))
-        self._of(self._waiting).set(sum(one.waiting for one in every))
-        pages = sum(one.pages_total for one in every)
-        self._of(self._usage).set(sum(one.pages_used for one in every) / pages if pages else 0)
-        for counter, total in (
-            (self._preemptions, sum(one.preemptions for one in every)),
-            (self._cache_queries, sum(one.prefix_queries_tokens for one in every)),
-            (self._cache_hits, sum(one.prefix_hits_tokens for one in every)),
-            (self._dispatches, sum(one.dispatches for one in every)),
-            (self._cycles, sum(one.cycles for one in every)),
+            self._observe("dflash:step_seconds", seconds)
+        schedulers = list(stats.values())
+        pages = sum(one.pages_total for one in schedulers)
+        used = sum(one.pages_used for one in schedulers)
+        running = sum(one.running + one.prefilling for one in schedulers)
+        self._metric("vllm:num_requests_running").set(running)
+        self._metric("vllm:num_requests_waiting").set(sum(one.waiting for one in schedulers))
+        self._metric("vllm:kv_cache_usage_perc").set(used / pages if pages else 0)
+        for name, total in (
+            ("vllm:num_preemptions", sum(one.preemptions for one in schedulers)),
+            ("vllm:prefix_cache_queries", sum(one.prefix_queries_tokens for one in schedulers)),
+            ("vllm:prefix_cache_hits", sum(one.prefix_hits_tokens for one in schedulers)),
+            ("dflash:dispatches", sum(one.dispatches for one in schedulers)),
+            ("dflash:cycles", sum(one.cycles for one in schedulers)),
         ):
-            self._of(counter).inc(total - self._reached.get(counter, 0))
-            self._reached[counter] = total
+            self._metric(name).inc(total - self._reported.get(name, 0))
+            self._reported[name] = total
 
-    def tokens(self, flight: "Flight", event: Tokens, now: float) -> None:
-        """A request has gained tokens; called before the flight notes it."""
-        count = len(event.ids)
-        self._of(self._output_tokens).inc(count)
-        self.totals.output_tokens += count
-        if flight.first_at is None:
-            self._of(self._first).observe(now - flight.submitted_at)
-            self._of(self._prompt_tokens).inc(len(flight.request.prompt))
-            self.totals.prompt_tokens += len(flight.request.prompt)
-        elif count:
-            self._of(self._between).observe(now - flight.last_at)
-        self._speculated(event.acceptance_lengths, event.block_sizes)
+    def tokens(self, served: ServedRequest, event: Tokens, now: float) -> None:
+        """Counts new tokens of a request; call it before `served.count`."""
+        num_tokens = len(event.ids)
+        self._metric("vllm:generation_tokens").inc(num_tokens)
+        self.totals.output_tokens += num_tokens
+        if served.first_at is None:
+            prompt_tokens = len(served.request.prompt)
+            self._observe("vllm:time_to_first_token_seconds", now - served.submitted_at)
+            self._metric("vllm:prompt_tokens").inc(prompt_tokens)
+            self.totals.prompt_tokens += prompt_tokens
+        elif num_tokens:
+            self._observe("vllm:inter_token_latency_seconds", now - served.last_at)
+        self._count_cycles(event.acceptance_lengths, event.block_sizes)
 
-    def finished(self, flight: "Flight", done: Completion, now: float) -> None:
-        """A request has come to its end."""
-        self._ended(flight, done.finish_reason, now)
-        self._of(self._queued).observe(done.queued_ms / 1e3)
-        self._of(self._prefill).observe(done.prefill_ms / 1e3)
-        self._of(self._decode).observe(done.decode_ms / 1e3)
-        self._of(self._inference).observe((done.prefill_ms + done.decode_ms) / 1e3)
+    def finished(self, served: ServedRequest, done: Completion, now: float) -> None:
+        """Records a request that the engine has finished."""
+        self._ended(served, done.finish_reason, now)
+        prefill_s, decode_s = done.prefill_ms / 1e3, done.decode_ms / 1e3
+        self._observe("vllm:request_queue_time_seconds", done.queued_ms / 1e3)
+        self._observe("vllm:request_prefill_time_seconds", prefill_s)
+        self._observe("vllm:request_decode_time_seconds", decode_s)
+        self._observe("vllm:request_inference_time_seconds", prefill_s + decode_s)
 
-    def dropped(self, flight: "Flight", reason: Literal["stop", "abort"]) -> None:
-        """A request was cancelled: its client went away, or a stop string was found."""
-        self._ended(flight, reason, flight.last_at)
+    def cancelled(self, served: ServedRequest, reason: CancelReason) -> None:
+        """Records a request that a stop string ended, or whose client disconnected."""
+        self._ended(served, reason, served.last_at)
 
-    def _ended(self, flight: "Flight", reason: str, now: float | None) -> None:
-        self._successes.labels(**self._labels, finished_reason=reason).inc()
-        self._of(self._request_prompt).observe(len(flight.request.prompt))
-        self._of(self._request_output).observe(flight.tokens)
-        self._of(self._request_most).observe(flight.request.max_new_tokens)
+    def _ended(self, served: ServedRequest, reason: str, now: float | None) -> None:
+        self._metric("vllm:request_success", finished_reason=reason).inc()
+        self._observe("vllm:request_prompt_tokens", len(served.request.prompt))
+        self._observe("vllm:request_generation_tokens", served.tokens)
+        self._observe("vllm:request_max_num_generation_tokens", served.request.max_new_tokens)
         if now is not None:
-            self._of(self._end_to_end).observe(now - flight.submitted_at)
-        if flight.tokens > 1:
-            each = (flight.last_at - flight.first_at) / (flight.tokens - 1)
-            self._of(self._each).observe(each)
+            self._observe("vllm:e2e_request_latency_seconds", now - served.submitted_at)
+        if served.tokens > 1:
+            mean_s = (served.last_at - served.first_at) / (served.tokens - 1)
+            self._observe("vllm:request_time_per_output_token_seconds", mean_s)
 
-    def _speculated(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
-        """Counts cycles by their size and by how many drafts they accepted."""
+    def _count_cycles(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
+        """Counts cycles by block size and by accepted drafts.
+
+        Args:
+          lengths: Acceptance length of each cycle, the bonus token included.
+          sizes: Verified rows of each cycle.
+        """
         totals = self.totals
         for size in set(sizes):
-            chosen = self._block_sizes.labels(**self._labels, size=str(size))
-            chosen.inc(sizes.count(size))
-        lengths = [one for one, size in zip(lengths, sizes, strict=True) if size > 1]
+            self._metric("dflash:block_sizes", size=str(size)).inc(sizes.count(size))
+        lengths = [length for length, size in zip(lengths, sizes, strict=True) if size > 1]
         sizes = [size for size in sizes if size > 1]
         if not lengths:
             return
@@ -170,94 +266,17 @@ class Metrics:
         totals.cycles += len(lengths)
         totals.accepted += accepted
         totals.drafted += drafted
-        self._of(self._drafts).inc(len(lengths))
-        self._of(self._accepted).inc(accepted)
-        self._of(self._draft_tokens).inc(drafted)
+        self._metric("vllm:spec_decode_num_drafts").inc(len(lengths))
+        self._metric("vllm:spec_decode_num_accepted_tokens").inc(accepted)
+        self._metric("vllm:spec_decode_num_draft_tokens").inc(drafted)
         for place in range(max(lengths) - 1):
             count = sum(length - 1 > place for length in lengths)
             totals.accepted_at[place] += count
-            self._accepted_at.labels(**self._labels, position=str(place)).inc(count)
+            per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
+            self._metric(per_position, position=str(place)).inc(count)
 
-    def _of(self, metric):
-        return metric.labels(**self._labels)
+    def _metric(self, name: str, **labels: str) -> Any:
+        return self._metrics[name].labels(**self._labels, **labels)
 
-    # --- the metrics themselves -----------------------------------------------------------------
-
-    def _make(self) -> None:
-        self._alone: list = []  # those without labels of their own
-        count, gauge, spread = self._counter, self._gauge, self._histogram
-        # prometheus_client adds _total to counters.
-        self._drafts = count("vllm:spec_decode_num_drafts", "Cycles with drafts.")
-        self._draft_tokens = count("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
-        self._accepted = count("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.")
-        self._accepted_at = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafts by draft position.",
-            (*_LABELS, "position"),
-            registry=self.registry,
-        )
-        self._running = gauge("vllm:num_requests_running", "Requests with a slot.")
-        self._waiting = gauge("vllm:num_requests_waiting", "Requests in the queue.")
-        self._usage = gauge("vllm:kv_cache_usage_perc", "Used share of the pages; 1 is all.")
-        self._cache_info = Gauge(
-            "vllm:cache_config_info",
-            "Layout of the cache.",
-            (*_LABELS, "block_size", "num_gpu_blocks"),
-            registry=self.registry,
-        )
-        self._cache_queries = count("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self._cache_hits = count("vllm:prefix_cache_hits", "Those that were found.")
-        self._preemptions = count("vllm:num_preemptions", "Requests that lost their slot.")
-        self._prompt_tokens = count("vllm:prompt_tokens", "Tokens of prompts.")
-        self._output_tokens = count("vllm:generation_tokens", "Tokens of outputs.")
-        self._successes = Counter(
-            "vllm:request_success",
-            "Requests that ended, by reason.",
-            (*_LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        requests, tokens = _SECONDS_OF_REQUESTS, _SECONDS_OF_TOKENS
-        first = "vllm:time_to_first_token_seconds"
-        self._first = spread(first, "Seconds to the first token.", _SECONDS_TO_FIRST)
-        self._between = spread(
-            "vllm:inter_token_latency_seconds", "Seconds between arrivals of tokens.", tokens
-        )
-        self._each = spread(
-            "vllm:request_time_per_output_token_seconds", "Seconds of an output token.", tokens
-        )
-        self._end_to_end = spread("vllm:e2e_request_latency_seconds", "Of requests.", requests)
-        self._queued = spread("vllm:request_queue_time_seconds", "In the queue.", requests)
-        self._prefill = spread("vllm:request_prefill_time_seconds", "Of prompts.", requests)
-        self._decode = spread("vllm:request_decode_time_seconds", "Of outputs.", requests)
-        self._inference = spread("vllm:request_inference_time_seconds", "Of both.", requests)
-        self._request_prompt = spread("vllm:request_prompt_tokens", "Of a prompt.", _TOKENS)
-        self._request_output = spread("vllm:request_generation_tokens", "Of an output.", _TOKENS)
-        self._request_most = spread(
-            "vllm:request_max_num_generation_tokens", "Limit of an output.", _TOKENS
-        )
-        self._limits = spread("vllm:request_params_max_tokens", "Limits asked for.", _TOKENS)
-        self._choices = spread("vllm:request_params_n", "Outputs asked for.", _CHOICES)
-        self._step_tokens = spread("vllm:iteration_tokens_total", "Tokens of a step.", _TOKENS)
-        self._step_seconds = spread("dflash:step_seconds", "Of a step.", _SECONDS_OF_STEPS)
-        self._dispatches = count("dflash:dispatches", "Dispatches of cycles.")
-        self._cycles = count("dflash:cycles", "Cycles, of all slots together.")
-        self._block_sizes = Counter(
-            "dflash:block_sizes",
-            "Cycles of a request by the rows that were verified.",
-            (*_LABELS, "size"),
-            registry=self.registry,
-        )
-
-    def _counter(self, name: str, help: str) -> Counter:
-        return self._kept(Counter(name, help, _LABELS, registry=self.registry))
-
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return self._kept(Gauge(name, help, _LABELS, registry=self.registry))
-
-    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(name, help, _LABELS, registry=self.registry, buckets=buckets)
-        return self._kept(made)
-
-    def _kept(self, metric):
-        self._alone.append(metric)
-        return metric
+    def _observe(self, histogram: str, value: float) -> None:
+        self._metric(histogram).observe(value)

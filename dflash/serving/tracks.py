@@ -4,38 +4,17 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
 
 from dflash import errors
 from dflash.config.serve_schema import ServeRun
 from dflash.inference.engine import Engine
-from dflash.loading.models import Source
-from dflash.models.decoder import Decoder
+from dflash.loading.job import Job
 from dflash.runs.display import Display
 from dflash.serving.ask import NUM_STOP_IDS, Model
 from dflash.serving.token_names import TokenNames
 from dflash.text.grammar import Vocabulary
-from dflash.text.tokenizer import Tokenizer
 
 DRAFTED, PLAIN = "drafted", "plain"  # the tracks: with the drafter, and without
-
-
-class Job(Protocol):
-    """What is needed of `offline.job.Job`: models that were found and checked."""
-
-    config: Any
-    target: Decoder
-    target_source: Source
-    tokenizer: Tokenizer
-
-    def load_weights(self) -> None:
-        """Fills both models."""
-
-    def engine(self, *, num_stop_ids: int) -> Engine:
-        """An engine over them."""
-
-    def without_drafting(self) -> "Job":
-        """The same target without a drafter."""
 
 
 class Tracks:

@@ -1,7 +1,4 @@
-"""Text <-> token ids: tokenizer.json, sentencepiece, tiktoken, or plain bytes; chat templates.
-
-tokenizer = load_tokenizer(directory)
-ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+"""Interface of tokenizers, those that need no files, and decoding of ids as they arrive.
 
 decoder = IncrementalDecoder(tokenizer)
 for ids in stream:
@@ -10,7 +7,6 @@ print(decoder.flush())
 """
 
 import abc
-import datetime
 import functools
 import pathlib
 from collections.abc import Iterable
@@ -101,48 +97,6 @@ class Tokenizer(abc.ABC):
             "this checkpoint's tokenizer does not say which bytes its tokens write, which "
             "structured output needs"
         )
-
-
-def load_tokenizer(
-    directory: pathlib.Path, *, date: datetime.date | None = None, **template_variables: Any
-) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint; without one, token ids can still be decoded.
-
-    Args:
-      directory: directory of the checkpoint.
-      date: what chat templates that print the date print; None for today. A run has one date for
-        all of its processes, however often it is resumed: the prompts are then the same.
-      **template_variables: what the chat template may ask for, such as `enable_thinking`.
-    Raises:
-      InputError: it is damaged, or a library for it is absent.
-    """
-    from dflash.text import tiktoken_file, tokenizer_files  # which build on the classes here
-
-    date = date or datetime.date.today()
-    if (directory / TOKENIZER_JSON).exists():
-        return tokenizer_files.HuggingFaceTokenizer(directory, template_variables, date)
-    if (directory / SENTENCEPIECE_MODEL).exists():
-        return tokenizer_files.SentencePieceTokenizer(directory, template_variables, date)
-    if (directory / TIKTOKEN_MODEL).exists():
-        return tiktoken_file.TiktokenTokenizer(directory, template_variables, date)
-    return NoTokenizer(directory)
-
-
-def for_target(
-    directory: pathlib.Path | None, *, thinking: bool, date: datetime.date | None = None
-) -> Tokenizer:
-    """The tokenizer of a target, by which decoding and training make the same prompts.
-
-    Args:
-      directory: of the checkpoint; None for random weights, whose tokens are bytes.
-      thinking: whether the chat template asks for reasoning before the answer.
-      date: see `load_tokenizer`.
-    Raises:
-      InputError: see `load_tokenizer`.
-    """
-    if directory is None:
-        return ByteTokenizer()
-    return load_tokenizer(directory, date=date, enable_thinking=thinking)
 
 
 class ByteTokenizer(Tokenizer):

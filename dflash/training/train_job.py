@@ -24,7 +24,7 @@ from dflash.loading import models
 from dflash.parallel import agreement
 from dflash.parallel import sharding as shardings
 from dflash.parallel.sharding import Sharding
-from dflash.text import prompts, tokenizer
+from dflash.text import prompts, tokenizer_loading
 from dflash.text.tokenizer import Tokenizer
 from dflash.training import step as steps_lib
 from dflash.training import tasks, train_plan
@@ -204,7 +204,7 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     directory = task.target_source.directory
     if config.tokenizer is not None:
         directory = models.find_directory(config.tokenizer, download=not dry)
-    words = tokenizer.for_target(directory, thinking=config.data.thinking, date=date)
+    words = tokenizer_loading.for_target(directory, thinking=config.data.thinking, date=date)
     if not dry:
         agreement.check_same("tokenizer", words.fingerprint)
     job = TrainJob(config, placed, task, words, directory)

@@ -5,7 +5,7 @@ import pytest
 from dflash.data import tokenizer_training
 from dflash.data.generated import code
 from dflash.data.generated.word_problems import problems
-from dflash.text import tokenizer
+from dflash.text import tokenizer_loading
 
 
 @pytest.fixture(scope="session")
@@ -28,4 +28,4 @@ def words_directory(model_bytes, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def words(words_directory):
-    return tokenizer.load_tokenizer(words_directory)
+    return tokenizer_loading.load_tokenizer(words_directory)

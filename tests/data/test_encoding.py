@@ -10,7 +10,7 @@ from dflash.config.data_schema import DataConfig
 from dflash.data import corpus, datasets, encoding
 from dflash.data.example import Example, pair
 from dflash.data.generated.word_problems import problems
-from dflash.text import tokenizer
+from dflash.text import tokenizer, tokenizer_loading
 
 USER, BOT = "user", "assistant"
 
@@ -66,7 +66,7 @@ def with_template(words_directory, tmp_path, template):
     for path in words_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text(template)
-    return tokenizer.load_tokenizer(tmp_path)
+    return tokenizer_loading.load_tokenizer(tmp_path)
 
 
 def test_templates_that_rewrite_earlier_answers(words, words_directory, tmp_path):
@@ -110,7 +110,7 @@ def test_answers_that_follow_text_begin_without_a_space_of_their_own(tmp_path):
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
     opened = "{% if add_generation_prompt %}assistant:{% endif %}"
     (tmp_path / "chat_template.jinja").write_text(template + opened)
-    words = tokenizer.load_tokenizer(tmp_path)
+    words = tokenizer_loading.load_tokenizer(tmp_path)
     (document,) = encoding.encode(make((USER, "Hello"), (BOT, "Hello"), (USER, "H")), words)
     ids = (document & ~corpus.SUPERVISED).tolist()
     assert words.decode(ids) == "user:Helloassistant:Hello"

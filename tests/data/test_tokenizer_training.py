@@ -9,7 +9,8 @@ import dflash.train_tokenizer as command
 from dflash import errors
 from dflash.data import tokenizer_training
 from dflash.data.generated import code
-from dflash.text import tokenizer as tokenizers
+from dflash.text.tokenizer import IncrementalDecoder
+from dflash.text.tokenizer_loading import load_tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -34,7 +35,7 @@ INDENTED = st.lists(
 def test_any_text_is_spelled_back(words, text):
     ids = words.encode(text)
     assert words.decode(ids) == text
-    assert tokenizers.IncrementalDecoder(words).push(ids) == text or "\ufffd" in text
+    assert IncrementalDecoder(words).push(ids) == text or "\ufffd" in text
     assert all(0 <= token < words.vocab_size for token in ids)
 
 
@@ -96,7 +97,7 @@ def test_command(tmp_path, capsys):
     assert sorted(path.name for path in destination.iterdir()) == [
         "chat_template.jinja", "tokenizer.model", "tokenizer_config.json",
     ]  # fmt: skip
-    assert tokenizers.load_tokenizer(destination).vocab_size == 500
+    assert load_tokenizer(destination).vocab_size == 500
     status, _, err = run(capsys, destination, *arguments)
     assert status == 2
     assert "already exists" in err

@@ -21,7 +21,7 @@ from dflash.layers.transformer import join_projections
 from dflash.loading import models, weights
 from dflash.loading import quantization as narrowing
 from dflash.parallel import parameters
-from dflash.text import tokenizer
+from dflash.text import tokenizer_loading
 
 VOCABULARY = 20
 TOKENS = np.arange(12) % VOCABULARY
@@ -336,7 +336,7 @@ def test_logits_of_the_shipped_target_stay_close():
     text = (
         "Fatima has 38 coins and gives away 12. 38 - 12 = 26.\ndef add(a, b):\n    return a + b\n"
     )
-    tokens = np.array(tokenizer.load_tokenizer(directory).encode(text))
+    tokens = np.array(tokenizer_loading.load_tokenizer(directory).encode(text))
     exact = logits(build(directory), tokens)
     errors = {
         form: np.sqrt(np.mean((logits(build(directory, form), tokens) - exact) ** 2)) / exact.std()

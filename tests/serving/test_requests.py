@@ -14,7 +14,7 @@ from dflash.serving.refusal import Refusal
 from dflash.serving.sglang_requests import read_generate
 from dflash.serving.token_names import TokenNames
 from dflash.text.grammar import Vocabulary
-from dflash.text.tokenizer import for_target
+from dflash.text.tokenizer_loading import for_target
 
 TARGET = pathlib.Path(dflash.__file__).parent / "assets" / "tiny_target"
 END = 2  # <|end|>

@@ -12,7 +12,7 @@ from support.trained_tokenizers import (
 )
 
 from dflash.text import chat_template
-from dflash.text import tokenizer as tokenization
+from dflash.text.tokenizer_loading import load_tokenizer
 
 DATE = datetime.date(2024, 2, 29)
 
@@ -21,7 +21,7 @@ def test_template_file_goes_before_the_config(tmp_path):
     train_byte_level(tmp_path)
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": "config"})
     (tmp_path / "chat_template.jinja").write_text("file")
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "file"
 
 
@@ -29,7 +29,7 @@ def test_named_templates(tmp_path):
     train_byte_level(tmp_path)
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "plain"
 
 
@@ -96,14 +96,14 @@ def test_the_date_is_that_of_the_run(tmp_path):
     path = tmp_path / "chat_template.jinja"
     path.write_text("{{ strftime_now('%d %b %Y') }}")
     days = [datetime.date(2024, 12, 31), datetime.date(2025, 1, 1)]
-    first, second = (tokenization.load_tokenizer(tmp_path, date=day) for day in days)
+    first, second = (load_tokenizer(tmp_path, date=day) for day in days)
     assert first.render_chat(MESSAGES) == "31 Dec 2024"
     assert second.render_chat(MESSAGES) == "01 Jan 2025"
     assert first.fingerprint != second.fingerprint
-    today = tokenization.load_tokenizer(tmp_path)
+    today = load_tokenizer(tmp_path)
     assert today.render_chat(MESSAGES)[-4:] >= "2025"
     path.write_text("no date")
-    first, second = (tokenization.load_tokenizer(tmp_path, date=day) for day in days)
+    first, second = (load_tokenizer(tmp_path, date=day) for day in days)
     assert first.fingerprint == second.fingerprint
 
 
@@ -122,7 +122,7 @@ def test_special_tokens_by_the_config_before_the_map(tmp_path):
 @pytest.mark.parametrize("train", [train_byte_level, train_sentencepiece])
 def test_no_template(tmp_path, train):
     train(tmp_path)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert failure(tokenizer.encode_chat, MESSAGES) == (
         f"{tmp_path}: no chat template (chat_template.jinja, or chat_template in "
         "tokenizer_config.json); give plain text prompts or prompt_ids"
@@ -135,18 +135,18 @@ def test_template_variables_reach_the_template(tmp_path):
     template = "{% if enable_thinking is defined %}{{ enable_thinking }}{% else %}unset{% endif %}"
     (tmp_path / "chat_template.jinja").write_text(template)
     texts = [
-        tokenization.load_tokenizer(tmp_path, **variables).render_chat(MESSAGES)
+        load_tokenizer(tmp_path, **variables).render_chat(MESSAGES)
         for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
     ]
     assert texts == ["unset", "False", "True"]
     prints = {
-        tokenization.load_tokenizer(tmp_path, **variables).fingerprint
+        load_tokenizer(tmp_path, **variables).fingerprint
         for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True})
     }
     assert len(prints) == 3  # what was encoded with one is not what another encodes
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     plain, thinking = (
-        tokenization.load_tokenizer(tmp_path, **variables).fingerprint
+        load_tokenizer(tmp_path, **variables).fingerprint
         for variables in ({}, {"enable_thinking": False})
     )
     assert plain == thinking, "a variable that no template reads changes nothing"

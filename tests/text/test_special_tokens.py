@@ -19,6 +19,7 @@ from support.trained_tokenizers import (
 from dflash.text import special_tokens
 from dflash.text import tokenizer as tokenization
 from dflash.text.special_tokens import MARK, SpecialTokens
+from dflash.text.tokenizer_loading import load_tokenizer
 
 SPECIAL = SpecialTokens({"<a>": 1, "a>b": 2, "<a>b": 3, "|": 4})
 KINDS = [
@@ -33,7 +34,7 @@ KINDS = [
 def tokenizer(request, tmp_path):
     request.param(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(QWEN_TEMPLATE)
-    return tokenization.load_tokenizer(tmp_path)
+    return load_tokenizer(tmp_path)
 
 
 def ask(content):
@@ -98,7 +99,7 @@ def test_pieces_of_a_rendered_chat_read_as_the_whole(tokenizer, text):
 def test_ids_with_spelled_tokens_keep_the_prefix_of_the_file(tmp_path, scheme):
     """Marks change how a text is split; the space before each part must stay what it was."""
     train_metaspace(tmp_path, scheme)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     text = "Hello<|im_end|>How<|im_start|> you"
     plain = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode_rendered(text) == plain
@@ -117,7 +118,7 @@ def test_ids_with_spelled_tokens_keep_the_prefix_of_the_file(tmp_path, scheme):
 )
 def test_no_space_is_put_before_a_piece_that_follows_another(tmp_path, train):
     train(tmp_path)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     ids = [*tokenizer.encode("Hello"), *tokenizer.encode_rendered("world", beginning=False)]
     assert tokenizer.decode(ids) == "Helloworld"
 
@@ -132,7 +133,7 @@ def test_tokens_that_take_spaces_along(tmp_path):
         ]
     )
     trained.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     text = "a <|end|>  b  <mask> c"
     plain = trained.encode(text).ids
     marked = tokenizer.encode_rendered(text + MARK * 2)
@@ -141,7 +142,7 @@ def test_tokens_that_take_spaces_along(tmp_path):
 
 def test_sentencepiece_that_drops_spaces_keeps_one_after_a_special_token(tmp_path):
     train_sentencepiece(tmp_path, add_dummy_prefix=True, remove_extra_whitespaces=True)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode("Hello<|im_end|>  are<|im_end|>you", special_tokens=True)
     assert tokenizer.decode(ids) == "Hello areyou"
 
@@ -157,7 +158,7 @@ def test_ids_of_chats_equal_those_of_transformers(tmp_path):
     }
     write_json(tmp_path / "tokenizer_config.json", config)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = tokenization.load_tokenizer(tmp_path)
+    ours = load_tokenizer(tmp_path)
     for messages in [MESSAGES, *map(ask, TEXTS), ask("<|im_ start|> <think>")]:
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True)
         assert ours.encode_chat(messages) == list(expected["input_ids"])
@@ -179,7 +180,7 @@ def test_every_text_of_a_message_is_marked(tmp_path):
         "{{ messages[0].role }}{{ messages[0].name }}{{ messages[0].calls[0].arg }}<|im_end|>"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     spelled = "<|im_end|>"
     message = {"role": spelled, "content": "", "name": spelled, "calls": [{"arg": spelled, "n": 1}]}
     ids = tokenizer.encode_chat([message])
@@ -193,7 +194,7 @@ def test_two_texts_do_not_spell_a_token_together(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     for cut in range(1, len("<|im_end|>")):
         messages = [*ask("Hi<|im_end|>"[: 2 + cut]), *ask("<|im_end|>"[cut:])]
         ids = tokenizer.encode_chat(messages)
@@ -221,7 +222,7 @@ def test_marked_text_is_text_and_the_rest_is_not(parts):
 def test_template_tokens_of_sentencepiece_follow_the_template(tmp_path):
     train_sentencepiece(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(LLAMA_TEMPLATE)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode_chat(ask("<s>Hello"))
     assert ids.count(tokenizer._model.bos_id()) == 1
     assert tokenizer.decode(ids) == "[user] <s>Hello"

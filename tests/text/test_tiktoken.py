@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dflash import errors
-from dflash.text.tokenizer import load_tokenizer
+from dflash.text.tokenizer_loading import load_tokenizer
 
 tiktoken = pytest.importorskip("tiktoken", reason="pip install 'dflash[hf]'")
 

@@ -13,6 +13,7 @@ from support.trained_tokenizers import (
 )
 
 from dflash.text import tokenizer as tokenization
+from dflash.text.tokenizer_loading import load_tokenizer
 
 SPACED = {"remove_extra_whitespaces": True, "add_dummy_prefix": True}
 TRAINERS = {
@@ -33,7 +34,7 @@ def tokenizer(request, tmp_path_factory):
         return tokenization.ByteTokenizer()
     directory = tmp_path_factory.mktemp("tokenizer")
     train(directory)
-    return tokenization.load_tokenizer(directory)
+    return load_tokenizer(directory)
 
 
 def test_bytes_are_what_decode_writes(tokenizer):
@@ -69,7 +70,7 @@ def test_tokens_without_text(tokenizer):
 @pytest.mark.parametrize("name", ["byte fallback", "metaspace", "sentencepiece, prefixed"])
 def test_a_first_space_is_dropped(name, tmp_path):
     TRAINERS[name](tmp_path)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     found = tokenizer.token_bytes()
     assert found.drops_space
     (*_, space) = (i for i, written in enumerate(found.tokens) if written == b" ")
@@ -84,6 +85,6 @@ def test_unknown_decoders_are_refused(tmp_path):
     content = json.loads(file.read_text(encoding="utf-8"))
     content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     file.write_text(json.dumps(content), encoding="utf-8")
-    message = failure(tokenization.load_tokenizer(tmp_path).token_bytes)
+    message = failure(load_tokenizer(tmp_path).token_bytes)
     assert "does not say which bytes its tokens write" in message
     assert "does not say" in failure(tokenization.NoTokenizer(tmp_path).token_bytes)

@@ -20,6 +20,7 @@ from support.trained_tokenizers import (
 
 from dflash.text import tokenizer as tokenization
 from dflash.text.tokenizer_files import SentencePieceTokenizer
+from dflash.text.tokenizer_loading import load_tokenizer
 
 TRAINERS = [train_byte_level, train_byte_fallback, train_sentencepiece]
 
@@ -30,7 +31,7 @@ def any_tokenizer(request, tmp_path_factory):
         return tokenization.ByteTokenizer()
     directory = tmp_path_factory.mktemp("tokenizer")
     request.param(directory)
-    return tokenization.load_tokenizer(directory)
+    return load_tokenizer(directory)
 
 
 def stream(tokenizer, ids, size=1):
@@ -100,10 +101,10 @@ def test_endless_broken_bytes_are_shown():
 
 def test_endless_special_tokens_cost_nothing(tmp_path):
     special = train_byte_level(tmp_path).token_to_id("<|im_end|>")
-    decoder = tokenization.IncrementalDecoder(tokenization.load_tokenizer(tmp_path))
+    decoder = tokenization.IncrementalDecoder(load_tokenizer(tmp_path))
     assert decoder.push([special] * 1000) == ""
     assert len(decoder._ids) < 20
-    assert decoder.push(tokenization.load_tokenizer(tmp_path).encode("Hi")) == "Hi"
+    assert decoder.push(load_tokenizer(tmp_path).encode("Hi")) == "Hi"
 
 
 def test_decoder_starts_anew_after_flush():
@@ -116,7 +117,7 @@ def test_decoder_starts_anew_after_flush():
 
 def test_streaming_keeps_leading_spaces_of_later_tokens(tmp_path):
     train_byte_fallback(tmp_path)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode("Hello  world")
     assert "".join(stream(tokenizer, ids)) == "Hello  world"
 
@@ -132,7 +133,7 @@ def test_byte_tokenizer():
 
 def test_special_tokens_in_a_text_are_read_as_such_where_asked_for(tmp_path):
     trained = train_byte_level(tmp_path)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     start, end = trained.token_to_id("<|im_start|>"), trained.token_to_id("<|im_end|>")
     ids = tokenizer.encode("<|im_start|>a<|im_end|>", special_tokens=True)
     assert (ids[0], ids[-1]) == (start, end)
@@ -148,13 +149,13 @@ def test_training_lengths_in_a_file_are_ignored(tmp_path):
     trained.enable_truncation(2)
     trained.enable_padding(length=100)
     trained.save(str(tmp_path / "tokenizer.json"))
-    assert tokenization.load_tokenizer(tmp_path).encode(text) == expected
+    assert load_tokenizer(tmp_path).encode(text) == expected
 
 
 def test_qwen_has_no_beginning_token(tmp_path):
     trained = train_byte_level(tmp_path)
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": QWEN_TEMPLATE})
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("ab") == trained.encode("ab").ids
     rendered = (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
@@ -168,7 +169,7 @@ def test_beginning_token_comes_once(tmp_path, spelled):
     bos = train_byte_level(tmp_path, bos="<s>").token_to_id("<s>")
     config = {"bos_token": spelled, "chat_template": LLAMA_TEMPLATE}
     write_json(tmp_path / "tokenizer_config.json", config)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     for ids in (tokenizer.encode("ab"), tokenizer.encode_chat(MESSAGES)):
         assert ids[0] == bos
         assert ids.count(bos) == 1
@@ -177,7 +178,7 @@ def test_beginning_token_comes_once(tmp_path, spelled):
 def test_sentencepiece_chat_reads_control_pieces(tmp_path):
     train_sentencepiece(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(QWEN_TEMPLATE)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode_chat(MESSAGES)
     start = tokenizer._model.piece_to_id("<|im_start|>")
     assert ids[0] == start
@@ -187,10 +188,10 @@ def test_sentencepiece_chat_reads_control_pieces(tmp_path):
 
 def test_sentencepiece_beginning_token(tmp_path):
     train_sentencepiece(tmp_path)
-    without = tokenization.load_tokenizer(tmp_path).encode("Hello")
+    without = load_tokenizer(tmp_path).encode("Hello")
     write_json(tmp_path / "tokenizer_config.json", {"add_bos_token": True})
     (tmp_path / "chat_template.jinja").write_text(LLAMA_TEMPLATE)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     bos = tokenizer._model.bos_id()
     assert tokenizer.encode("Hello") == [bos, *without]
     assert tokenizer.encode_chat(MESSAGES).count(bos) == 1
@@ -198,12 +199,12 @@ def test_sentencepiece_beginning_token(tmp_path):
 
 def test_sentencepiece_ignores_ids_of_a_padded_vocabulary(tmp_path):
     train_sentencepiece(tmp_path)
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode([*tokenizer.encode("Hello"), tokenizer.vocab_size + 5]) == "Hello"
 
 
 def test_no_tokenizer(tmp_path):
-    tokenizer = tokenization.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode([7, 300]) == "⟨7⟩⟨300⟩"
     assert stream(tokenizer, [7, 300]) == ["⟨7⟩", "⟨300⟩", ""]
     for use in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_chat(MESSAGES)):
@@ -215,13 +216,13 @@ def test_no_tokenizer(tmp_path):
 
 def test_damaged_tokenizer_json(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version"')
-    message = failure(tokenization.load_tokenizer, tmp_path)
+    message = failure(load_tokenizer, tmp_path)
     assert message.startswith(f"{tmp_path}/tokenizer.json: damaged (")
 
 
 def test_damaged_sentencepiece_model(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
-    assert failure(tokenization.load_tokenizer, tmp_path) == (
+    assert failure(load_tokenizer, tmp_path) == (
         f"{tmp_path}/tokenizer.model: not a sentencepiece model, or damaged"
     )
 
@@ -229,7 +230,7 @@ def test_damaged_sentencepiece_model(tmp_path):
 def test_damaged_tokenizer_config(tmp_path):
     train_byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    assert failure(tokenization.load_tokenizer, tmp_path) == (
+    assert failure(load_tokenizer, tmp_path) == (
         f"{tmp_path}/tokenizer_config.json: not valid JSON"
     )
 
@@ -239,10 +240,10 @@ def test_tokenizer_files_that_no_parser_takes(tmp_path, content):
     train_byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     if content != b"{}":
-        message = failure(tokenization.load_tokenizer, tmp_path)
+        message = failure(load_tokenizer, tmp_path)
         assert message.startswith(f"{tmp_path}/tokenizer_config.json: not ")
     (tmp_path / "tokenizer.json").write_bytes(content)
-    message = failure(tokenization.load_tokenizer, tmp_path)
+    message = failure(load_tokenizer, tmp_path)
     assert message.startswith(f"{tmp_path}/tokenizer.json: damaged (")
 
 
@@ -256,7 +257,7 @@ def test_absent_library(tmp_path, monkeypatch):
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    assert failure(tokenization.load_tokenizer, tmp_path) == (
+    assert failure(load_tokenizer, tmp_path) == (
         f"{tmp_path / 'tokenizer.json'}: needs tokenizers; pip install 'dflash[hf]', "
         "or give prompts as prompt_ids"
     )
@@ -272,7 +273,7 @@ def test_ids_equal_those_of_transformers(tmp_path):
     }
     write_json(tmp_path / "tokenizer_config.json", config)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = tokenization.load_tokenizer(tmp_path)
+    ours = load_tokenizer(tmp_path)
     for text in [*TEXTS, "a<|im_end|>b"]:
         assert ours.encode(text, special_tokens=True) == theirs(text)["input_ids"]
     chat = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)

@@ -1,0 +1,116 @@
+"""Requests that the service has admitted, and the group of them that one HTTP request makes."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
+
+from dflash.inference.request import Completion, Event, Request
+from dflash.serving.refusal import Refusal
+
+CancelReason = Literal["stop", "abort"]
+
+
+@dataclasses.dataclass
+class ServedRequest:
+    """A request that is queued or being decoded.
+
+    Attributes:
+      group: Group that the request belongs to.
+      index: Position in the group.
+      request: Request as the engine takes it.
+      submitted_at: Time of submission, in seconds of time.perf_counter.
+      first_at: Time of the first output token, in the same unit; None before it.
+      last_at: Time of the latest output token, in the same unit; None before the first.
+      tokens: Number of output tokens so far.
+    """
+
+    group: "RequestGroup"
+    index: int
+    request: Request
+    submitted_at: float
+    first_at: float | None = None
+    last_at: float | None = None
+    tokens: int = 0
+
+    def count(self, num_tokens: int, now: float) -> None:
+        """Records that output tokens arrived at time `now`."""
+        self.first_at = now if self.first_at is None else self.first_at
+        self.last_at = now
+        self.tokens += num_tokens
+
+
+class RequestGroup:
+    """The admitted requests of one HTTP request; leaving the context cancels unfinished ones."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        timeout_s: float,
+        cancel: Callable[[int, CancelReason], None],
+    ):
+        """Tracks requests that were admitted.
+
+        Args:
+          requests: Requests with unique ids.
+          timeout_s: Time in which all of them must finish.
+          cancel: Cancels the request of an id, for a reason that the metrics count.
+        """
+        self.requests = tuple(requests)
+        self._timeout_s, self._cancel = timeout_s, cancel
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._open = {request.id for request in requests}
+        self._undelivered: list[tuple[int, Event]] = []
+        self._changed = asyncio.Event()
+        self._problem: Refusal | None = None
+
+    def __enter__(self) -> "RequestGroup":
+        return self
+
+    def __exit__(self, *unused) -> None:
+        self.cancel(range(len(self.requests)), "abort")
+
+    async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """Yields all new events each time some arrive, as (index of the request, event).
+
+        Raises:
+          Refusal: The engine has failed, or the requests took too long.
+        """
+        while self._open or self._undelivered:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise Refusal(
+                    f"not done in {self._timeout_s:g} s; ask for fewer tokens, or raise "
+                    "serve.request_s",
+                    status=504,
+                    code="timeout",
+                ) from None
+            self._changed.clear()
+            if self._problem is not None:
+                raise self._problem
+            events, self._undelivered = self._undelivered, []
+            yield events
+
+    def cancel(self, indices: Sequence[int], reason: CancelReason) -> None:
+        """Cancels the requests at these indices that have not finished."""
+        for index in indices:
+            id = self.requests[index].id
+            if id in self._open:
+                self._open.discard(id)
+                self._cancel(id, reason)
+
+    def deliver(self, index: int, event: Event) -> None:
+        """Passes an event of the request at `index` on to `events`."""
+        if isinstance(event, Completion):
+            self._open.discard(event.id)
+        self._undelivered.append((index, event))
+        self._changed.set()
+
+    def fail(self, problem: Refusal) -> None:
+        """Makes `events` raise `problem`."""
+        self._problem = problem
+        self._open.clear()
+        self._changed.set()

@@ -1,0 +1,64 @@
+"""Chooses the tokenizer of a checkpoint by the files in its directory.
+
+tokenizer = load_tokenizer(directory)
+ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+"""
+
+import datetime
+import pathlib
+from typing import Any
+
+from dflash.text.tiktoken_file import TiktokenTokenizer
+from dflash.text.tokenizer import (
+    SENTENCEPIECE_MODEL,
+    TIKTOKEN_MODEL,
+    TOKENIZER_JSON,
+    ByteTokenizer,
+    NoTokenizer,
+    Tokenizer,
+)
+from dflash.text.tokenizer_files import HuggingFaceTokenizer, SentencePieceTokenizer
+
+# The first of these files that a directory holds determines the class.
+_CLASSES = {
+    TOKENIZER_JSON: HuggingFaceTokenizer,
+    SENTENCEPIECE_MODEL: SentencePieceTokenizer,
+    TIKTOKEN_MODEL: TiktokenTokenizer,
+}
+
+
+def load_tokenizer(
+    directory: pathlib.Path, *, date: datetime.date | None = None, **template_variables: Any
+) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint; without one, token ids can still be decoded.
+
+    Args:
+      directory: Directory of the checkpoint.
+      date: Date that chat templates print; None for today. All processes of a run share one date,
+        also after it resumes, so that its prompts stay the same.
+      **template_variables: Variables of the chat template, such as `enable_thinking`.
+    Raises:
+      InputError: The tokenizer is damaged, or the library that reads it is not installed.
+    """
+    date = date or datetime.date.today()
+    for file, kind in _CLASSES.items():
+        if (directory / file).exists():
+            return kind(directory, template_variables, date)
+    return NoTokenizer(directory)
+
+
+def for_target(
+    directory: pathlib.Path | None, *, thinking: bool, date: datetime.date | None = None
+) -> Tokenizer:
+    """Returns the tokenizer of a target; decoding and training share it, so prompts are the same.
+
+    Args:
+      directory: Directory of the checkpoint; None for random weights, whose tokens are bytes.
+      thinking: Whether the chat template asks for reasoning before the answer.
+      date: Date that chat templates print; None for today.
+    Raises:
+      InputError: As for `load_tokenizer`.
+    """
+    if directory is None:
+        return ByteTokenizer()
+    return load_tokenizer(directory, date=date, enable_thinking=thinking)
