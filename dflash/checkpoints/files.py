@@ -37,7 +37,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-      CheckpointError: the file is missing, unreadable, or holds something else.
+      CheckpointError: The file is missing, unreadable, or holds something else.
     """
     try:
         content = json.loads(encoding.decode(path.read_bytes()))
@@ -77,14 +77,14 @@ def copy_companions(source: pathlib.Path, directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def staged(destination: pathlib.Path, marker: str = CONFIG) -> Iterator[pathlib.Path]:
-    """Yields an empty directory beside `destination` that takes its name once all is written.
+    """Yields an empty directory that is renamed to `destination` when the block ends.
 
-    Every process of a multi-host run enters; process 0 makes, publishes and cleans up. What is
-    written is whole once `destination` holds the file `marker`, which the block must write.
+    All processes of a multi-host run must enter; process 0 creates, publishes and cleans up. The
+    result is complete once `destination` holds the file `marker`, which the block must write.
 
     Raises:
       CheckpointError: `destination` exists and is not empty.
-      WorkdirError: it cannot be written.
+      WorkdirError: The directory cannot be written.
     """
     destination = destination.absolute()
     check_vacant(destination)
@@ -115,11 +115,11 @@ def staged(destination: pathlib.Path, marker: str = CONFIG) -> Iterator[pathlib.
 
 
 def check_vacant(destination: pathlib.Path) -> None:
-    """Refuses to write where something is already.
+    """Checks that nothing would be overwritten.
 
     Raises:
-      CheckpointError: `destination` is a file or a directory with something in it.
-      WorkdirError: it cannot be looked at.
+      CheckpointError: `destination` is a file or a directory that is not empty.
+      WorkdirError: The directory cannot be read.
     """
     try:
         if destination.is_dir() and not any(destination.iterdir()):
@@ -153,7 +153,7 @@ def track(items: Iterable[tuple[Item, int]], total_bytes: int, title: str) -> It
 
 
 def quote_some(names: Iterable[str], limit: int = 3) -> str:
-    """ "'a', 'b', 'c' and 7 more"."""
+    """Returns the names as text, such as "'a', 'b', 'c' and 7 more"."""
     names = sorted(names)
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
@@ -175,7 +175,7 @@ def _make_bar():
 
 
 def _sync_tree(directory: pathlib.Path) -> None:
-    """Forces a tree to disk, so that after a crash the name never stands for half of it."""
+    """Flushes a tree to disk, so that a crash cannot leave it partly written under its name."""
     for parent, _, names in os.walk(directory):
         for name in names:
             sync(pathlib.Path(parent, name))

@@ -1,4 +1,4 @@
-"""What is no checkpoint that can be used, by its name, and what to use instead."""
+"""Descriptions of unusable checkpoints, with advice on what to use instead."""
 
 import pathlib
 from collections.abc import Mapping
@@ -25,11 +25,7 @@ _METHODS = ("quant_method", "quant_algo", "quant_type")
 
 
 def describe(directory: pathlib.Path) -> str:
-    """What a directory without usable weights holds, and what to give instead.
-
-    Args:
-      directory: exists.
-    """
+    """Returns what an existing directory without usable weights holds, and what to use instead."""
     export = directory / "hf"
     if (export / "config.json").is_file():
         return f"a training directory; its weights are in {export}"
@@ -48,7 +44,7 @@ def describe(directory: pathlib.Path) -> str:
 
 
 def file_kind(path: pathlib.Path) -> str:
-    """What a file is that was given in place of a directory, and what to give instead."""
+    """Returns what a file passed as a directory is, and what to use instead."""
     for patterns, what, advice in _FORMATS:
         if any(path.match(pattern) for pattern in patterns.split()):
             return f"{what}; {advice}"
@@ -56,10 +52,10 @@ def file_kind(path: pathlib.Path) -> str:
 
 
 def quantization(config: Mapping[str, Any]) -> tuple[str, str | None, Mapping[str, Any]] | None:
-    """What a config.json says of weights in fewer bits; None if they are plain.
+    """Returns the declaration of quantized weights in config.json; None if there is none.
 
     Returns:
-      the field, the method that it names if any, and the field's content where it is a mapping.
+      Name of the field, its quantization method if stated, and its content if it is a mapping.
     """
     key = next((key for key in _QUANTIZED if config.get(key)), None)
     if key is None:

@@ -1,4 +1,4 @@
-"""What a checkpoint of safetensors holds, by the headers of its files: no tensor is read."""
+"""Headers of safetensors checkpoints, read without the tensors."""
 
 import contextlib
 import dataclasses
@@ -21,21 +21,21 @@ INDEX = "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies and what it is, as the header of its file says."""
+    """Location, dtype and shape of a stored tensor, from the header of its file."""
 
     file: pathlib.Path
     name: str
-    code: str  # dtype as safetensors spells it: "BF16"
+    code: str  # dtype in safetensors notation: "BF16"
     shape: tuple[int, ...]
-    begin: int  # place of its first byte in the file
-    end: int  # and after its last one
+    begin: int  # offset of the first byte in the file
+    end: int  # offset after the last byte
 
 
 def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
     """Describes every tensor of a checkpoint, by name, without reading any.
 
     Raises:
-      CheckpointError: a file is missing, truncated or corrupt, or the index lies.
+      CheckpointError: A file is missing, truncated or corrupt, or contradicts the index.
     """
     index = directory / INDEX
     if not index.exists():
@@ -69,9 +69,9 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(file: pathlib.Path) -> list[StoredTensor]:
-    """Reads the header of one file and checks that the file is all there.
+    """Reads the header of one file and checks that the file is complete.
 
-    The safetensors library finds the same faults, but does not say which tensor they cost.
+    The safetensors library finds the same faults, but does not name the damaged tensor.
     """
     again = "copy or download the file again"
     try:
@@ -106,7 +106,7 @@ def _read_header(file: pathlib.Path) -> list[StoredTensor]:
 
 @contextlib.contextmanager
 def _local(file: pathlib.Path, head: bytes, size: int) -> Iterator[pathlib.Path]:
-    """A file for the library: this one; of one in a bucket the header, and a hole for the rest."""
+    """Yields a local file with the same header; for one in a bucket, the data is a sparse hole."""
     if not paths.in_bucket(file):
         yield file
         return
@@ -120,7 +120,7 @@ def _local(file: pathlib.Path, head: bytes, size: int) -> Iterator[pathlib.Path]
 def _stored_tensor(
     file: pathlib.Path, name: str, start: int, entry: Mapping[str, Any]
 ) -> StoredTensor:
-    """One entry of a header; raises what a malformed one leads to."""
+    """Parses one header entry; raises ValueError, KeyError or TypeError if it is malformed."""
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not all(type(number) is int for number in (begin, end, *shape)):

@@ -1,8 +1,8 @@
-"""Which stored tensors a parameter is made of, where these are not one for one.
+"""Mapping of parameters to stored tensors, where these are not one to one.
 
-A module's `checkpoint_name(path)` returns the name of the tensor that a parameter is stored as, or
-one of the classes below: `Rows` of a tensor that holds several parameters, or a `Stack` of tensors
-that are one parameter. Reading and writing both follow it, a tensor at a time.
+A module's `checkpoint_name(path)` returns the name of the stored tensor of a parameter, `Rows` of a
+tensor that holds several parameters, or a `Stack` of tensors that form one parameter. Reading and
+writing both use this mapping, one tensor at a time.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Some rows of a stored tensor: a projection that is fused with others.
+    """Rows of a stored tensor, such as one of several fused projections.
 
     The tensor's rows are `groups` runs of `of` rows each, such as one for each head; the parameter
     has rows begin … end - 1 of every run, one run after another.
@@ -29,7 +29,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A tensor, or rows of one, for each index of the parameter's first dimension: experts."""
+    """Tensors stacked along the first dimension of a parameter, such as one per expert."""
 
     parts: tuple[str | Rows, ...]
 
@@ -42,15 +42,15 @@ PACKED = "weight_packed"  # in place of "weight"; see `StoredFormat`
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Rows of a stored tensor that lie side by side in a parameter too.
+    """Rows of a stored tensor that are contiguous in a parameter too.
 
     Attributes:
-      name: of the tensor.
-      shape: of the whole tensor.
-      first: its first row of the piece.
-      count: number of rows; None for a tensor without dimensions.
-      lead: index of the part of the parameter that holds the piece; () for the whole.
-      at: first row of the piece in that part, in the orientation of the tensor.
+      name: Name of the tensor.
+      shape: Shape of the whole tensor.
+      first: First row of the piece within the tensor.
+      count: Number of rows; None for a tensor without dimensions.
+      lead: Leading index into the parameter; () for the whole parameter.
+      at: First row of the piece within `parameter[lead]`, in the orientation of the tensor.
     """
 
     name: str
@@ -62,38 +62,38 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Tensor and parameter are one and the same."""
+        """Returns whether the piece is both the whole tensor and the whole parameter."""
         return not self.lead and self.shape[:1] == (() if self.count is None else (self.count,))
 
 
 def pieces(source: Source, shape: tuple[int, ...]) -> list[Piece]:
-    """Everything that a parameter is made of.
+    """Returns the pieces of stored tensors that form a parameter.
 
     Args:
-      source: what `checkpoint_name` returns for it.
-      shape: of the parameter, in the orientation of the tensors; see `stored_shape`.
+      source: Result of `checkpoint_name` for the parameter.
+      shape: Shape of the parameter in the orientation of the tensors; see `stored_shape`.
     Raises:
-      ValueError: the source does not fill this shape exactly.
+      ValueError: The source does not fill this shape exactly.
     """
     return list(_pieces(source, tuple(shape), ()))
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter as files orient it: a kernel is stored transposed."""
+    """Returns the shape of a parameter as stored in files, where kernels are transposed."""
     return (*shape[:-2], shape[-1], shape[-2]) if is_transposed(path) else tuple(shape)
 
 
 def is_transposed(path: str) -> bool:
-    """Whether the last two dimensions of the parameter at a dotted path are swapped in files."""
+    """Returns whether files swap the last two dimensions of the parameter at a dotted path."""
     return path.endswith((".kernel", _SCALES))
 
 
 def source_of(module: nnx.Module, path: str) -> Source:
-    """What the parameter at a dotted path is stored as; scales are beside the kernel's tensors.
+    """Returns the source of the parameter at a dotted path.
 
     Args:
-      module: offers `checkpoint_name(path)`; if it has scales `scale_suffix`, and in `packed` the
-        paths of kernels whose tensors are packed.
+      module: Module with `checkpoint_name(path)`. Quantized kernels need `scale_suffix`, and
+        `packed`: the paths of kernels whose tensors are packed.
     """
     kernel_path = path.removesuffix("_scale") if path.endswith(_SCALES) else path
     kernel = module.checkpoint_name(kernel_path)
@@ -117,13 +117,13 @@ def source_of(module: nnx.Module, path: str) -> Source:
 def by_tensor(
     module: nnx.Module, shapes: Iterable[tuple[str, tuple[int, ...]]]
 ) -> dict[str, list[tuple[str, Piece]]]:
-    """Of every stored tensor of a module the pieces, each with the path of its parameter.
+    """Returns the pieces of every stored tensor of a module, each with its parameter's path.
 
     Args:
-      module: offers `checkpoint_name(path)`.
-      shapes: path and shape of each of its parameters and buffers.
+      module: Module with `checkpoint_name(path)`.
+      shapes: Path and shape of each parameter and buffer of the module.
     Raises:
-      ValueError: the parameters do not divide a tensor up among them, row by row.
+      ValueError: The pieces do not cover each row of a tensor exactly once.
     """
     tensors: dict[str, list[tuple[str, Piece]]] = {}
     for path, shape in shapes:

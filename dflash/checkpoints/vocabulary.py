@@ -1,4 +1,4 @@
-"""Whether two checkpoints mean the same tokens by the same ids."""
+"""Comparison of the vocabularies of two checkpoints."""
 
 import pathlib
 
@@ -8,16 +8,16 @@ from dflash.text.tokenizer import TOKENIZER_JSON
 
 
 def check_same(target: pathlib.Path, drafter: pathlib.Path) -> None:
-    """Compares the tokenizers of two checkpoints, where both have one.
+    """Checks that the tokenizers of two checkpoints agree, if both have one.
 
-    Vocabularies of one size may still differ; the drafts of another one are never accepted, and
-    nothing else would say why. Ids that only one of them has are not compared.
+    Vocabularies of equal size may still differ. The target would then reject nearly all drafts,
+    with no other sign of the cause. Ids that only one tokenizer has are not compared.
 
     Args:
-      target: directory of its checkpoint.
-      drafter: likewise.
+      target: Directory of the target's checkpoint.
+      drafter: Directory of the drafter's checkpoint.
     Raises:
-      CheckpointError: an id stands for different tokens.
+      CheckpointError: An id stands for different tokens.
     """
     paths = [directory / TOKENIZER_JSON for directory in (target, drafter)]
     if target == drafter or not all(file.exists() for file in paths):
@@ -32,7 +32,7 @@ def check_same(target: pathlib.Path, drafter: pathlib.Path) -> None:
 
 
 def _tokens(file: pathlib.Path) -> dict[int, str]:
-    """The token of each id of a tokenizer.json, of any of its kinds of model."""
+    """Returns the token of each id in a tokenizer.json, for any tokenizer model."""
     content = files.read_json(file)
     try:
         vocabulary = (content.get("model") or {}).get("vocab") or {}

@@ -1,9 +1,8 @@
-"""Parameters are declared once: shape, dtype, logical axes and initializer in one place.
+"""Declaration of parameters: shape, dtype, logical axes and initializer in one place.
 
-A module starts abstract: its `nnx.Param` leaves hold `jax.ShapeDtypeStruct`s with their
-sharding, so a plan of any size costs nothing. Weights then arrive leaf by leaf, each created
-directly in its place on the devices: from `initialize` or `init_fast_random` here, or from a
-checkpoint.
+A module starts abstract: its `nnx.Param` leaves hold `jax.ShapeDtypeStruct`s with their sharding,
+so that declaring a model of any size takes no memory. Weights are then created leaf by leaf,
+directly sharded on the devices, by `initialize` or `init_fast_random` or from a checkpoint.
 """
 
 import dataclasses
@@ -22,16 +21,16 @@ from dflash.parallel.sharding import Sharding
 
 
 class Buffer(nnx.Variable):
-    """Integers or flags that belong to a checkpoint as weights do, but are never trained.
+    """Integers or flags that are stored in checkpoints and never trained.
 
     Metadata:
-      stored_dtype: its dtype in files, such as "int64"; in memory it may be narrower.
-      ones: how many of its first entries are 1 without a checkpoint; the rest are 0.
+      stored_dtype: Dtype in files, such as "int64"; in memory it may be narrower.
+      ones: Number of leading entries initialized to 1; the others are initialized to 0.
     """
 
 
 class Frozen(nnx.Param):
-    """A weight that belongs to a checkpoint and is never trained, such as columns of a target's."""
+    """Weight that is stored in checkpoints and never trained, such as a copy of a target's."""
 
 
 _ARRAYS = nnx.Any(nnx.Param, Buffer)
@@ -39,12 +38,12 @@ _ARRAYS = nnx.Any(nnx.Param, Buffer)
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """Makes two parameters of one array of a checkpoint, such as values and scales of weights.
+    """Conversion of one stored array to two parameters, such as quantized values and scales.
 
     Attributes:
-      dtype: in which the array is read.
-      program: array -> the parameter itself, and the one at the path with `suffix` behind it.
-      suffix: of the second one's path.
+      dtype: Dtype in which the array is read.
+      program: Function from the array to the two parameters.
+      suffix: Suffix of the second parameter's path, after the path of the first.
     """
 
     dtype: jnp.dtype
@@ -63,13 +62,13 @@ def declare(
     maker: "Maker | None" = None,
     is_made: bool = False,
 ) -> nnx.Param:
-    """An abstract parameter.
+    """Returns an abstract parameter.
 
     Args:
-      stddev: of its normal initializer; None for ones.
-      offset: number, or nested tuples that broadcast to the shape, added to what is drawn.
-      maker: how it is made of what a checkpoint has in its place; None: it is what is read.
-      is_made: the maker of another parameter makes this one too; checkpoints do not have it.
+      stddev: Standard deviation of the normal initializer; None to initialize with ones.
+      offset: Number, or nested tuples that broadcast to the shape, added to the initial values.
+      maker: Conversion of the stored array; None to use the array unchanged.
+      is_made: The parameter comes from another one's maker and is not stored in checkpoints.
     """
     abstract = sharding.abstract(shape, axes, dtype)
     return nnx.Param(
@@ -86,26 +85,26 @@ def declare_buffer(
     ones: int = 0,
     sharding: Sharding,
 ) -> Buffer:
-    """An abstract one-dimensional buffer; see `Buffer`."""
+    """Returns an abstract one-dimensional buffer; see `Buffer`."""
     abstract = sharding.abstract(shape, axes, dtype)
     return Buffer(abstract, stored_dtype=stored_dtype, ones=ones)
 
 
 def frozen(param: nnx.Param) -> Frozen:
-    """The same parameter, never to be trained."""
+    """Returns the parameter as a `Frozen` one."""
     return Frozen(param.get_value(), **param.get_metadata())
 
 
 def gathered(module: nnx.Module, sharding: Sharding) -> nnx.Module:
-    """A copy of a module whose weights are whole on every device that has rows of its own.
+    """Returns a copy of a module with its weights all-gathered over the mesh axes of the batch.
 
-    Inside a jitted program, for products with many rows: weights travel instead of rows. Splits
-    over mesh axes that do not split the batch stay. Gradients of the copies are summed into the
-    split originals: no device holds a sum whole.
+    For matmuls with many rows inside a jitted program, where moving weights is cheaper than moving
+    rows. Splits over other mesh axes stay. Gradients are reduce-scattered to the sharded originals,
+    so that no device holds a whole sum.
 
     Args:
-      module: its weights are arrays of the program.
-      sharding: that they are declared with.
+      module: Module whose weights are arrays of the program.
+      sharding: Sharding that the weights are declared with.
     """
     split = set(sharding.axes("batch"))
     graph, params, rest = nnx.split(module, nnx.Param, ...)
@@ -123,7 +122,7 @@ def gathered(module: nnx.Module, sharding: Sharding) -> nnx.Module:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(sharding, names, whole, array):
-    """The array, whole where `whole` says so; its gradient is split as `names` say."""
+    """Constrains an array to the axes `whole`, and its gradient to the axes `names`."""
     return sharding.constrain(array, *whole)
 
 
@@ -152,7 +151,7 @@ def named_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
 def initialize(module: nnx.Module, key: jax.Array) -> None:
     """Fills an abstract `module` for training with normal draws, one sharded leaf at a time.
 
-    Frozen weights and buffers that are there already stay.
+    Frozen weights and buffers that already hold arrays are left unchanged.
     """
 
     def draw(seed, shape):
@@ -167,7 +166,7 @@ def init_fast_random(module: nnx.Module, seed: int) -> None:
     For studies of shape and speed: a hash of each element's index is random enough, and 50 times
     faster on a CPU than a generator; billions of weights take seconds.
     """
-    bound = math.sqrt(3)  # of a uniform distribution with variance 1
+    bound = math.sqrt(3)  # bound of a uniform distribution with variance 1
 
     def draw(leaf_seed, shape):
         bits = jnp.full(shape, leaf_seed ^ jnp.uint32(seed), jnp.uint32)
@@ -179,7 +178,7 @@ def init_fast_random(module: nnx.Module, seed: int) -> None:
 
 
 def readable(module: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
-    """By dotted path what a checkpoint holds of an abstract module, in the form to be read."""
+    """Returns the arrays to read for an abstract module, as abstract arrays by dotted path."""
     wanted = {}
     for path, leaf in named_arrays(module):
         abstract, maker = leaf.get_value(), leaf.get_metadata().get("maker")
@@ -192,7 +191,7 @@ def readable(module: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def made(leaf: nnx.Variable, path: str, array: jax.Array) -> dict[str, jax.Array]:
-    """The parameters, by path, that come of the array read for the one at `path`."""
+    """Returns the parameters, by path, that result from the array stored for `path`."""
     maker = leaf.get_metadata().get("maker")
     if maker is None:
         return {path: array}
@@ -210,13 +209,13 @@ def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:
 
 
 def assign_host(module: nnx.Module, values: dict[str, np.ndarray]) -> None:
-    """As `assign`, of host arrays that are the same on every process."""
+    """Assigns host arrays, identical on every process, like `assign`."""
     variables = dict(named_arrays(module))
     assign(module, {path: put(x, variables[path].get_value()) for path, x in values.items()})
 
 
 def count(module: nnx.Module) -> int:
-    """Number of scalar weights; the scales of eight-bit ones do not count."""
+    """Returns the number of scalar weights, without the scales of quantized kernels."""
     return sum(
         param.get_value().size
         for path, param in named_parameters(module)
@@ -235,7 +234,7 @@ def fill_buffers(module: nnx.Module) -> None:
 
 
 def put(values: np.ndarray, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """A host array, the same on every process, with dtype and place of `like`."""
+    """Puts a host array, identical on every process, on devices like `like`."""
     values = values.astype(like.dtype)
     return jax.make_array_from_callback(values.shape, like.sharding, lambda index: values[index])
 
@@ -248,10 +247,10 @@ def _named(state: Any) -> Iterator[tuple[str, nnx.Variable]]:
 def _fill(module: nnx.Module, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]) -> None:
     """Fills each parameter with stddev · draw(its own seed, shape) or ones, and each buffer.
 
-    Frozen weights that are there already stay, as buffers do.
+    Frozen weights and buffers that already hold arrays are left unchanged.
     """
 
-    @functools.cache  # layers repeat their shapes: one program serves them all
+    @functools.cache  # layers with equal shapes share one program
     def program(shape, dtype, sharding, stddev, offset):
         def create(seed):
             if stddev is None:
@@ -273,7 +272,7 @@ def _fill(module: nnx.Module, draw: Callable[[jax.Array, tuple[int, ...]], jax.A
 
 
 def _mix(bits: jax.Array) -> jax.Array:
-    """A bijection of 32-bit integers in which every output bit depends on every input bit.
+    """Applies a bijection of 32-bit integers; every output bit depends on every input bit.
 
     Source: the finalizer of MurmurHash3 (Austin Appleby, public domain).
     """
