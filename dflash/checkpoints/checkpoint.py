@@ -35,7 +35,7 @@ def resolve(reference: str) -> pathlib.Path:
       reference: a directory, as given or of this package (assets/tiny_target), or hf:org/name or
         hf:org/name@revision.
     Raises:
-      CheckpointError: there is no such directory, or it cannot be downloaded from the hub.
+      CheckpointError: The directory does not exist, or the download from the hub fails.
     """
     if reference.startswith(HUB_PREFIX):
         return _download(reference)
@@ -61,7 +61,7 @@ def check_reference(reference: str) -> None:
     """Finds what is wrong with a reference as far as that needs no network.
 
     Raises:
-      CheckpointError: see `resolve`.
+      CheckpointError: The reference is unusable; see `resolve`.
     """
     if reference.startswith(HUB_PREFIX):
         _check_hub(reference)
@@ -76,7 +76,7 @@ def check(reference: str, *, weights: bool) -> None:
       reference: see `resolve`; or `random`, which is always right.
       weights: whether weights must be there and whole, and not config.json alone.
     Raises:
-      CheckpointError: the reference, config.json or the layout is unusable.
+      CheckpointError: The reference, config.json or the layout is unusable.
     """
     if reference == schema.RANDOM:
         return
@@ -96,7 +96,7 @@ def layout(directory: pathlib.Path) -> Layout:
     """Detects the layout of a checkpoint directory.
 
     Raises:
-      CheckpointError: neither.
+      CheckpointError: The directory has neither layout.
     """
     if any((directory / name).exists() for name in _WEIGHT_FILES):
         return "hf"
@@ -109,7 +109,7 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
     """Reads a checkpoint's config.json.
 
     Raises:
-      CheckpointError: it is missing or malformed, or speaks of quantized weights.
+      CheckpointError: The file is missing or malformed, or its quantization is not supported.
     """
     path = directory / files.CONFIG
     if not path.exists():
@@ -124,10 +124,10 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: pathlib.Path) -> tuple[int, ...]:
-    """Ids that end a sequence: of generation_config.json, else of config.json, else none.
+    """Returns the end-of-sequence ids of generation_config.json, else config.json, else none.
 
     Raises:
-      CheckpointError: a file is malformed, or the ids are not integers.
+      CheckpointError: A file is malformed, or the ids are not integers.
     """
     generation = directory / "generation_config.json"
     for path in (generation, directory / files.CONFIG):
@@ -145,7 +145,7 @@ def load(module: "nnx.Module", directory: pathlib.Path) -> None:
     Every parameter is created directly sharded, as its declaration says, and cast to its dtype.
 
     Raises:
-      CheckpointError: the checkpoint is missing, damaged, or of another model.
+      CheckpointError: The checkpoint is missing, damaged, or of another model.
     """
     _io(layout(directory)).load(module, directory)
 
@@ -162,12 +162,12 @@ def save_hf(
     """Writes a directory in the Hugging Face layout; it appears whole or not at all.
 
     Args:
-      module: its parameters hold arrays.
-      directory: must not exist, or be empty.
-      config: becomes config.json; its dtype field is set to what is written.
-      dtype: dtype of the stored tensors; None keeps each parameter's own.
-      max_shard_bytes: larger models are split into several files and an index.
-      companions: directory whose tokenizer, generation and licence files are copied along.
+      module: Module whose parameters hold arrays.
+      directory: New or empty directory.
+      config: Content of config.json; its dtype field is set to the stored dtype.
+      dtype: Dtype of the stored tensors; None keeps each parameter's own.
+      max_shard_bytes: Larger models are split into several files and an index.
+      companions: Directory whose tokenizer, generation and licence files are copied along.
     Returns:
       Number of tensors written.
     Raises:
@@ -198,10 +198,10 @@ def save_orbax(
 
 
 def stored_dtype(directory: pathlib.Path) -> "jnp.dtype":
-    """The narrowest dtype that holds every stored weight exactly.
+    """Returns the narrowest dtype that holds every stored weight exactly.
 
     Raises:
-      CheckpointError: the checkpoint cannot be read, or a tensor is not floating-point.
+      CheckpointError: The checkpoint cannot be read, or a tensor is not floating-point.
     """
     import jax.numpy as jnp
 
@@ -226,7 +226,7 @@ def _save(write, module, directory, config, dtype, companions) -> int:
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Newer files call it dtype, older ones torch_dtype, which readers of both still accept."""
+    """Sets the dtype field, named dtype in newer files and torch_dtype in older ones."""
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
     return config | dict.fromkeys(names, dtype)
 

@@ -77,7 +77,7 @@ def read_fields(
       group: name of the mapping in the file; empty for the file itself.
       file: name of the file in messages.
     Raises:
-      CheckpointError: a field without a default is missing, or a value has another type or is out
+      CheckpointError: A field without a default is missing, or a value has another type or is out
         of bounds; one line for each.
     """
     place = f"{file}: {group}" if group else file
@@ -99,10 +99,10 @@ def read_fields(
 
 
 def read_group(config: Mapping[str, Any], name: str, *, file: str = FILE) -> Mapping[str, Any]:
-    """The mapping `config[name]`; empty if it is left out or null.
+    """Returns the mapping `config[name]`; empty if it is left out or null.
 
     Raises:
-      CheckpointError: it is something else.
+      CheckpointError: The value is not a mapping.
     """
     group = config.get(name)
     if group is None:
@@ -115,10 +115,10 @@ def read_group(config: Mapping[str, Any], name: str, *, file: str = FILE) -> Map
 
 
 def check_only(config: Mapping[str, Any], name: str, supported: Any) -> None:
-    """Checks a field of which one value is supported, which is also its default.
+    """Checks a field whose default is the only supported value.
 
     Raises:
-      CheckpointError: it has another value.
+      CheckpointError: The field has another value.
     """
     value = config.get(name)
     if value is None or (type(value) is type(supported) and value == supported):
@@ -132,7 +132,7 @@ def read_architecture(config: Mapping[str, Any]) -> TargetArchitecture:
     """Reads the decoder shape that config.json states.
 
     Raises:
-      CheckpointError: a field is missing or unusable, or asks for what the layers do not do.
+      CheckpointError: A field is missing or unusable, or asks for what the layers do not do.
     """
     check_only(config, "hidden_act", "silu")
     theta, scaling = _read_rope(config)
@@ -153,13 +153,13 @@ def read_architecture(config: Mapping[str, Any]) -> TargetArchitecture:
 
 
 def with_rope_scaling(arch: TargetArchitecture, scaling: RopeScaling) -> TargetArchitecture:
-    """The shape with another rotary scaling, and the context length that this one is made for."""
+    """Returns the architecture with another rotary scaling, and its context length."""
     length = int(scaling.factor * scaling.original_max_position_embeddings)
     return dataclasses.replace(arch, rope_scaling=scaling, max_position_embeddings=length)
 
 
 def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
-    """The fields of config.json that state this shape; `read_architecture` reads them back."""
+    """Returns the config.json fields of an architecture, for `read_architecture`."""
     config = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in dataclasses.asdict(arch).items()
@@ -176,20 +176,20 @@ def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
 
 
 def read_eos_token_ids(config: Mapping[str, Any], *, file: str = FILE) -> tuple[int, ...] | None:
-    """Ids that end a sequence, of config.json or generation_config.json; None if not stated.
+    """Returns the end-of-sequence ids of a JSON config; None if not stated.
 
     Raises:
-      CheckpointError: the field is neither an id nor a list of ids.
+      CheckpointError: The field is neither an id nor a list of ids.
     """
     given = {"eos_token_id": _listed(config)}
     return read_fields(given, _EndOfSequence, file=file).eos_token_id
 
 
 def read_classes(config: Mapping[str, Any], *, file: str = FILE) -> tuple[str, ...]:
-    """The names under `architectures`, by which a registered class is found; mostly one.
+    """Returns the class names under `architectures`, usually one.
 
     Raises:
-      CheckpointError: the field is not a list of names.
+      CheckpointError: The field is not a list of names.
     """
     return read_fields(config, _Classes, file=file).architectures
 
@@ -219,20 +219,20 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _listed(config: Mapping[str, Any]) -> Any:
-    """`eos_token_id` as a list, which files shorten to its one item."""
+    """Returns `eos_token_id` as a list; files may state a single id instead."""
     ids = config.get("eos_token_id")
     return ids if ids is None or isinstance(ids, list) else [ids]
 
 
 def _stated(config: Mapping[str, Any], schema: type, place: str) -> Node:
-    """The fields of `schema` that a file states, as the nodes that configs are built from."""
+    """Returns the fields of `schema` that a file states, as config nodes."""
     kinds = typing.get_type_hints(schema)
     known = {name: config[name] for name in kinds if config.get(name) is not None}
     return Node({name: _node(known[name], kinds[name], place) for name in known}, place)
 
 
 def _node(value: Any, kind: Any, place: str) -> Node:
-    """One JSON value; what a field of this kind cannot hold is cut to what a message shows."""
+    """Converts a JSON value to a node; cuts values too long for a message."""
     options = (kind, *typing.get_args(kind))
     if isinstance(value, Mapping):
         group = next((option for option in options if dataclasses.is_dataclass(option)), None)
@@ -248,6 +248,6 @@ def _node(value: Any, kind: Any, place: str) -> Node:
 
 
 def _show(value: Any) -> str:
-    """A JSON value as messages quote it."""
+    """Returns a JSON value as quoted in messages."""
     text = repr(value) if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
