@@ -25,7 +25,7 @@ from flax import nnx
 
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
-from dflash.inference import adaptive, block_choice, controls, cycle, programs, timing
+from dflash.inference import adaptive, block_choice, controls, cycle, program_table, timing
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.pages import Layout, Slot
@@ -99,7 +99,7 @@ class Engine:
             rules=self.rules,
             num_stop_ids=num_stop_ids,
         )
-        self._programs = programs.Programs(self.shapes)
+        self._programs = program_table.Programs(self.shapes)
         self.target_params = nnx.state(target)
         self.drafter_params = nnx.state(drafter)
         # Of each block size, in seconds, when all slots are busy, and when a dispatch covers fewer
@@ -403,7 +403,7 @@ class Engine:
 
     def program_names(self, prompt_lengths: Iterable[int]) -> list[tuple]:
         """Names of the programs that prompts of these lengths (in tokens) need."""
-        return programs.names(self.shapes, prompt_lengths)
+        return program_table.names(self.shapes, prompt_lengths)
 
     def abstract_state(self) -> DecodeState:
         """Shapes, dtypes and shardings of the state, without its memory."""

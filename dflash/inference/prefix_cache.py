@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash.inference import programs
+from dflash.inference import program_table
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool, Slot
 from dflash.inference.pieces import GREEDY, PrefillChunk, pack
@@ -47,7 +47,7 @@ class PrefixCache:
           pool: hands them out.
         """
         self._engine, self._pool = engine, pool
-        self._keeps_rows = programs.keeps_rows(engine.shapes)
+        self._keeps_rows = program_table.keeps_rows(engine.shapes)
         # Pages of the drafter's rows, beside those of the target.
         self._context = engine.program("new_context")() if self._keeps_rows else ()
 
@@ -75,7 +75,7 @@ class PrefixCache:
             row = engine.page_row(Slot(lane, tuple(pages)))
             where = np.int32(lane), row, np.int32(len(pages))
             return engine.program("restore")(lanes, self._context, *where)
-        if programs.replays(engine.shapes):
+        if program_table.replays(engine.shapes):
             end, step = len(pages) * engine.layout.page_size, engine.layout.longest_chunk
             for start in range(0, end, step):
                 last = min(start + step, end)

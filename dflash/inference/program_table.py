@@ -1,0 +1,312 @@
+"""How each of the engine's programs is compiled, in one table.
+
+Every program is compiled ahead of time for shapes that are known beforehand, so that nothing
+compiles inside a measured call. A program is named by its entry in `TABLE`, followed by its sizes,
+such as ("prefill", 64).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash.inference import dispatch, first_token, nonfinite, programs
+from dflash.inference.shapes import Shapes, places
+from dflash.inference.state import DecodeState
+from dflash.layers.linear import matmul_precision
+from dflash.parallel.sharding import zeros
+
+Name = tuple  # an entry of the table and its sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """How a function is compiled. All fields but the last two are called with shapes and sizes.
+
+    Attributes:
+      function: Returns the pure function, bound to what is static.
+      arguments: Returns its abstract arguments.
+      results: Returns the shardings of its results, or a pytree prefix of them.
+      donated: Indices of the arguments whose buffers the results take over.
+      loops: The function loops over cycles and needs the compiler options for loops.
+    """
+
+    function: Callable[..., Callable]
+    arguments: Callable[..., tuple]
+    results: Callable[..., Any]
+    donated: tuple[int, ...] = ()
+    loops: bool = False
+
+    def compile(self, shapes: Shapes, *sizes: int) -> jax.stages.Compiled:
+        """Compiles the function for the shapes of an engine."""
+        jitted = jax.jit(
+            self.function(shapes, *sizes),
+            donate_argnums=self.donated,
+            out_shardings=self.results(shapes, *sizes),
+        )
+        options = shapes.loop_options if self.loops else None
+        with jax.default_matmul_precision(matmul_precision(shapes.target.dtype)):
+            lowered = jitted.lower(*self.arguments(shapes, *sizes))
+            return lowered.compile(compiler_options=options or None)
+
+
+class Programs:
+    """The programs of one engine, compiled when they are first asked for."""
+
+    def __init__(self, shapes: Shapes):
+        """Starts with the programs of `TABLE`."""
+        self._shapes = shapes
+        self._table = dict(TABLE)
+        self._compiled: dict[Name, jax.stages.Compiled] = {}
+
+    def add(self, name: str, function: Callable) -> None:
+        """Adds a program over the models and the state; see `Engine.add_program`."""
+        self._table[name] = over_state(self._shapes, function)
+
+    def get(self, kind: str, *sizes: int) -> jax.stages.Compiled:
+        """Returns the compiled program of this name."""
+        name = (kind, *sizes)
+        if name not in self._compiled:
+            self._compiled[name] = self._table[kind].compile(self._shapes, *sizes)
+        return self._compiled[name]
+
+    def missing(self, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[Name]:
+        """Returns the `names` that are not compiled yet."""
+        needed = names(self._shapes, prompt_lengths, grammars=grammars)
+        return [name for name in needed if name not in self._compiled]
+
+
+def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[Name]:
+    """Returns the names of the programs that prompts of some lengths need.
+
+    Args:
+      shapes: Shapes of the engine.
+      prompt_lengths: Lengths of the prompts, in tokens.
+      grammars: Include the programs of sequences with grammars.
+    """
+    layout = shapes.layout
+    chunks = layout.chunks(prompt_lengths)
+    needed: list[Name] = [("new_state",), ("new_lanes",), *(("prefill", rows) for rows in chunks)]
+    needed += [("plain", lanes) for lanes in sorted({1, shapes.num_lanes})]
+    needed += [("insert",), ("generate",), ("release",)]
+    needed += [("generate", width) for width in layout.widths[:-1]]
+    if grammars:
+        needed += [("draft",), ("conclude",)]
+    if layout.overcommits:
+        needed.append(("set_pages",))
+    if keeps_rows(shapes):
+        needed += [("new_context",), ("store",), ("restore",)]
+    if replays(shapes):
+        needed += [("replay", rows) for rows in chunks]
+    if len(shapes.block_sizes) > 1:
+        needed.append(("occupied",))
+    return needed
+
+
+def keeps_rows(shapes: Shapes) -> bool:
+    """Returns whether rows of the drafter are kept beside cached pages of the target."""
+    return shapes.layout.prefix_cache and bool(jax.tree.leaves(shapes.context()))
+
+
+def replays(shapes: Shapes) -> bool:
+    """Returns whether the drafter observes cached tokens again."""
+    return shapes.layout.prefix_cache and shapes.drafter.prefix_cache_mode == "tokens"
+
+
+def over_state(shapes: Shapes, function: Callable) -> Program:
+    """Returns the program of a function of (target, drafter, state); see `Engine.add_program`."""
+    arguments = *shapes.weights, shapes.state()
+    program = shapes.over_models(function)
+
+    def place(result):
+        return places(shapes.state()) if _is_state(result) else shapes.replicated
+
+    results = jax.eval_shape(program, *arguments)
+    consumes = any(map(_is_state, jax.tree.leaves(results, is_leaf=_is_state)))
+    return Program(
+        lambda _: program,
+        lambda _: arguments,
+        lambda _: jax.tree.map(place, results, is_leaf=_is_state),
+        donated=(2,) if consumes else (),
+        loops=True,
+    )
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, DecodeState)
+
+
+def _state_and_report(shapes: Shapes, *_: int) -> tuple:
+    return places(shapes.state()), shapes.replicated
+
+
+def _conclude(shapes: Shapes) -> Callable:
+    return shapes.over_models(functools.partial(dispatch.conclude, rules=shapes.rules))
+
+
+def _conclude_arguments(shapes: Shapes) -> tuple:
+    layout, words = shapes.layout, first_token.num_words(shapes.vocab_size)
+    allowed = shapes.whole((layout.batch_size, layout.block_size, words))
+    ready = shapes.whole((layout.batch_size,), jnp.bool_)
+    return *shapes.weights, shapes.state(), shapes.proposal(shapes.propose()), allowed, ready
+
+
+def _insert_arguments(shapes: Shapes) -> tuple:
+    number, anchors = shapes.scalar(), shapes.whole((shapes.num_lanes,))
+    stop_ids = shapes.whole((shapes.num_stop_ids,))
+    where = number, number, shapes.table_row(), number, number, stop_ids
+    asked = shapes.constraints(1).controls
+    return shapes.state(), shapes.lanes(), anchors, *where, asked, shapes.one_sampling()
+
+
+def _prefill_arguments(shapes: Shapes, rows: int) -> tuple:
+    lanes = shapes.num_lanes
+    prompts = shapes.chunk(rows), shapes.constraints(lanes), shapes.sampling(lanes)
+    return *shapes.weights, shapes.state().cache, shapes.lanes(), *prompts
+
+
+def _prefill_results(shapes: Shapes, rows: int) -> tuple:
+    replicated = shapes.replicated
+    return places(shapes.state().cache), places(shapes.lanes()), replicated, replicated
+
+
+def _store_arguments(shapes: Shapes) -> tuple:
+    state = shapes.state().drafter
+    return shapes.context(), state, shapes.scalar(), shapes.table_row(), shapes.scalar()
+
+
+def _restore_arguments(shapes: Shapes) -> tuple:
+    lanes, context = shapes.lanes(), shapes.context()
+    return lanes, context, shapes.scalar(), shapes.table_row(), shapes.scalar()
+
+
+def _store(shapes: Shapes) -> Callable:
+    function = functools.partial(programs.store, shapes)
+    return _per_device(shapes, function, _store_arguments(shapes), places(shapes.context()))
+
+
+def _restore(shapes: Shapes) -> Callable:
+    function = functools.partial(programs.restore, shapes)
+    return _per_device(shapes, function, _restore_arguments(shapes), places(shapes.lanes()))
+
+
+def _examine_arguments(shapes: Shapes, rows: int) -> tuple:
+    number = shapes.scalar()
+    return shapes.weights[0], shapes.examined(), shapes.whole((1, rows)), number, number
+
+
+def _per_device(shapes: Shapes, function: Callable, arguments: tuple, results: Any) -> Callable:
+    """Returns a function that each device runs on its own shards."""
+    if shapes.sharding.mesh.size == 1:
+        return function
+    in_specs, out_specs = jax.tree.map(lambda sharding: sharding.spec, (places(arguments), results))
+    return jax.shard_map(
+        function,
+        mesh=shapes.sharding.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+TABLE: dict[str, Program] = {
+    "new_state": Program(
+        lambda shapes: functools.partial(programs.new_state, shapes),
+        lambda shapes: (shapes.seconds(),),
+        lambda shapes: places(shapes.state()),
+    ),
+    "insert": Program(
+        lambda shapes: functools.partial(programs.insert, shapes.drafter),
+        _insert_arguments,
+        lambda shapes: places(shapes.state()),
+        donated=(0,),
+    ),
+    "generate": Program(
+        lambda shapes, *width: shapes.over_models(programs.generate(shapes, *width)),
+        lambda shapes, *_: (*shapes.weights, shapes.state()),
+        _state_and_report,
+        donated=(2,),
+        loops=True,
+    ),
+    "release": Program(
+        lambda shapes: programs.release,
+        lambda shapes: (shapes.state(), shapes.scalar()),
+        lambda shapes: places(shapes.state()),
+        donated=(0,),
+    ),
+    "set_pages": Program(
+        lambda shapes: programs.set_pages,
+        lambda shapes: (
+            shapes.state(),
+            shapes.whole((shapes.layout.batch_size, shapes.layout.pages_per_sequence)),
+        ),
+        lambda shapes: places(shapes.state()),
+        donated=(0,),
+    ),
+    "occupied": Program(
+        programs.occupied,
+        lambda shapes: (shapes.state(), shapes.seconds()),
+        lambda shapes: places(shapes.state()),
+        donated=(0,),
+    ),
+    # Grammars: the host reads the proposal and answers with masks.
+    "draft": Program(
+        Shapes.propose,
+        lambda shapes: (*shapes.weights, shapes.state()),
+        lambda shapes: places((shapes.state(), shapes.proposal(shapes.propose()))),
+        donated=(2,),
+    ),
+    "conclude": Program(
+        _conclude, _conclude_arguments, _state_and_report, donated=(2,), loops=True
+    ),
+    # Prompts.
+    "new_lanes": Program(
+        lambda shapes: lambda: zeros(shapes.lanes()),
+        lambda shapes: (),
+        lambda shapes: places(shapes.lanes()),
+    ),
+    "plain": Program(
+        lambda shapes, lanes: functools.partial(programs.plain, shapes, lanes),
+        lambda shapes, lanes: (),
+        lambda shapes, lanes: shapes.replicated,
+    ),
+    "prefill": Program(
+        lambda shapes, rows: shapes.over_models(programs.prefill),
+        _prefill_arguments,
+        _prefill_results,
+        donated=(2, 3),
+    ),
+    # The prefix cache.
+    "new_context": Program(
+        lambda shapes: lambda: zeros(shapes.context()),
+        lambda shapes: (),
+        lambda shapes: places(shapes.context()),
+    ),
+    "store": Program(
+        _store, _store_arguments, lambda shapes: places(shapes.context()), donated=(0,)
+    ),
+    "restore": Program(
+        _restore, _restore_arguments, lambda shapes: places(shapes.lanes()), donated=(0,)
+    ),
+    "replay": Program(
+        lambda shapes, rows: shapes.over_models(programs.replay),
+        lambda shapes, rows: (*shapes.weights, shapes.lanes(), shapes.chunk(rows)),
+        lambda shapes, rows: places(shapes.lanes()),
+        donated=(2,),
+    ),
+    # Non-finite logits: one sequence runs again, alone.
+    "new_examined": Program(
+        lambda shapes: functools.partial(programs.new_examined, shapes),
+        lambda shapes: (),
+        lambda shapes: places(shapes.examined()),
+    ),
+    "examine": Program(
+        lambda shapes, rows: shapes.over_target(nonfinite.examine_chunk),
+        _examine_arguments,
+        lambda shapes, rows: (places(shapes.examined()), shapes.replicated),
+        donated=(1,),
+    ),
+}
