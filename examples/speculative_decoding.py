@@ -17,7 +17,7 @@ from dflash.inference.request import Sampling
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.loading import models, weights
 from dflash.parallel.sharding import make_sharding
-from dflash.text import tokenizer
+from dflash.text import tokenizer_loading
 
 
 def load():
@@ -31,7 +31,7 @@ def load():
     source = models.find_drafter(config)
     drafter = models.build_drafter(config, source, target.arch, **options)
     weights.load(drafter, source, options["sharding"])
-    return target, drafter, tokenizer.for_target(source.directory, thinking=False)
+    return target, drafter, tokenizer_loading.for_target(source.directory, thinking=False)
 
 
 def generate(target, drafter, prompt, max_new_tokens):
