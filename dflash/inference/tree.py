@@ -9,14 +9,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """R = G + 1 rows: the anchor (row 0, the root) and G drafts.
+    """Token tree of R = G + 1 rows: the anchor (row 0, the root) and G drafts.
 
     Attributes:
       ancestry: bool [B, R, R]; entry [b, r, c]: c is r itself or an ancestor of r. This is the
         attention mask of the rows.
       depth: int32 [B, R]; 0 for the anchor.
       parents: int32 [B, G]; row that draft g continues.
-      max_depth: depth of the deepest row at most; static.
+      max_depth: Upper bound on the depth of a row; static.
     """
 
     ancestry: jax.Array
@@ -30,7 +30,7 @@ def from_parents(parents: jax.Array, max_depth: int | None = None) -> Tree:
 
     Args:
       parents: int32 [B, G].
-      max_depth: depth of the deepest row at most; None: G.
+      max_depth: Upper bound on the depth of a row; None means G.
     """
     max_depth = parents.shape[1] if max_depth is None else max_depth
     batch, drafts = parents.shape
@@ -47,13 +47,13 @@ def from_parents(parents: jax.Array, max_depth: int | None = None) -> Tree:
 
 
 def accepted_path(tree: Tree, matches: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The longest path from the anchor along which every draft matches.
+    """Returns the longest path from the anchor along which every draft matches.
 
     Args:
-      tree: of the rows.
+      tree: Token tree of the rows.
       matches: bool [B, G]; draft g equals the target's token after its parent.
     Returns:
-      path int32 [B, max_depth + 1], num_accepted int32 [B]; see `path_to`.
+      path int32 [B, max_depth + 1] and num_accepted int32 [B]; see `path_to`.
     """
     batch = matches.shape[0]
     good = jnp.concatenate([jnp.ones((batch, 1), bool), matches], axis=1)
@@ -63,7 +63,7 @@ def accepted_path(tree: Tree, matches: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def path_to(tree: Tree, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rows from the anchor to row leaf[b], int32 [B].
+    """Returns the rows from the anchor to row leaf[b], with leaf int32 [B].
 
     Returns:
       path int32 [B, max_depth + 1]: entry i is the row at depth i of the path, for i up to its

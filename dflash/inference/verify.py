@@ -1,4 +1,4 @@
-"""Verification: which drafted tokens are accepted, and the token that the target adds.
+"""Verification of drafts: the accepted tokens, and the bonus token that the target adds.
 
 Coupled verification accepts a draft iff it equals the token that the target itself draws with the
 noise of that position; the output is then the same, token for token, as without drafting. Rejection
@@ -16,11 +16,11 @@ from dflash.inference.tree import Tree, accepted_path, path_to
 
 
 class VerifyResult(NamedTuple):
-    """What verification decided; R = G + 1 rows.
+    """Result of verifying R = G + 1 rows.
 
     Attributes:
       num_accepted: int32 [B] in [0, G].
-      path: int32 [B, max_depth + 1] or None; row at each depth of the accepted path. None: a
+      path: int32 [B, max_depth + 1] or None; row at each depth of the accepted path. None means a
         chain, in which row i is at depth i.
       next_token: int32 [B]; the bonus token, which follows the accepted path.
       sampled: int32 [B, R] or None; the target's own token after each row, if the rule draws it.
@@ -55,7 +55,7 @@ def coupled_tree(draft: jax.Array, sampled: jax.Array, tree: Tree) -> VerifyResu
     Args:
       draft: int32 [B, G].
       sampled: int32 [B, G + 1]; the target's token after each row.
-      tree: the parents of the drafts.
+      tree: The parents of the drafts.
     """
     matches = draft == jnp.take_along_axis(sampled, tree.parents, axis=1)
     path, num_accepted = accepted_path(tree, matches)
@@ -70,7 +70,7 @@ def rejection_chain(
     positions: jax.Array,
     params: SamplingParams,
 ) -> VerifyResult:
-    """Accepts each draft with probability min(1, p / q) and redraws the first refused one.
+    """Accepts each draft with probability min(1, p / q) and redraws the first rejected one.
 
     p is the target's and q the drafter's probability of the draft. The redraw follows
     max(0, p - q), renormalised; where all drafts are accepted the bonus token follows p.
@@ -80,7 +80,7 @@ def rejection_chain(
       draft_probs: float32 [B, G, V]; the distributions that the drafts were drawn from.
       logits: float32 [B, G + 1, V]; the target's, after each row.
       positions: int32 [B, G + 1]; of the tokens that the rows predict.
-      params: of the sequences.
+      params: Sampling parameters of the sequences.
     Raises:
       ValueError: G differs between the arguments.
     Source: Leviathan et al. 2023, algorithm 1.
@@ -128,8 +128,8 @@ def rejection_tree(
       drawn_from: int32 [B, G]; row of `draft_probs` of each draft.
       logits: float32 [B, G + 1, V]; the target's, after each row.
       positions: int32 [B, G + 1]; of the tokens that the rows predict.
-      params: of the sequences.
-      tree: the parents of the drafts.
+      params: Sampling parameters of the sequences.
+      tree: The parents of the drafts.
     Raises:
       ValueError: G differs between the arguments.
     Source: recursive rejection sampling without replacement, Jeon et al. 2024, arXiv 2402.14160.
@@ -167,10 +167,10 @@ def rejection_tree(
 
 
 def _next_child(tree: Tree, row: jax.Array, tried: jax.Array):
-    """The first child of row[b] past draft tried[b].
+    """Returns the first child of row[b] past draft tried[b].
 
     Returns:
-      found bool [B], child int32 [B], and which drafts are earlier siblings of it, bool [B, G].
+      found bool [B]; child int32 [B]; mask of the child's earlier siblings, bool [B, G].
     """
     index = jnp.arange(tree.parents.shape[1])
     siblings = tree.parents == row[:, None]
@@ -180,7 +180,7 @@ def _next_child(tree: Tree, row: jax.Array, tried: jax.Array):
 
 
 def _left_over(probs: jax.Array, draft: jax.Array, earlier: jax.Array, token: jax.Array):
-    """The distribution [B, V] of a token that was drawn after its earlier siblings.
+    """Returns the distribution [B, V] of a token that was drawn after its earlier siblings.
 
     That is probs [B, V] without the siblings' tokens, renormalised; one-hot at the token itself if
     that leaves it no mass.
@@ -194,10 +194,10 @@ def _left_over(probs: jax.Array, draft: jax.Array, earlier: jax.Array, token: ja
 
 
 def _residual(p: jax.Array, q: jax.Array) -> jax.Array:
-    """max(0, p - q), renormalised over the last axis.
+    """Returns max(0, p - q), renormalised over the last axis.
 
-    Where p and q agree to the last bit the difference is zero everywhere, and p itself is returned:
-    only rounding can have refused the draft.
+    Where p and q are exactly equal, the difference is zero everywhere and p itself is returned:
+    only rounding can have rejected the draft.
     """
     rest = jnp.maximum(p - q, 0.0)
     mass = rest.sum(axis=-1, keepdims=True)
@@ -205,18 +205,18 @@ def _residual(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _redraw(probs: jax.Array, position: jax.Array, params: SamplingParams) -> jax.Array:
-    """One token of each sequence, int32 [B], at position int32 [B], from probs [B, V]."""
+    """Draws one token per sequence, int32 [B], at position int32 [B], from probs [B, V]."""
     keys = sampling.position_keys(params.seed, position[:, None], sampling.RESIDUAL)[:, 0]
     return jax.vmap(jax.random.categorical)(keys, jnp.log(probs)).astype(jnp.int32)
 
 
 def force(result: VerifyResult, num_accepted: jax.Array) -> VerifyResult:
-    """The result on a chain with another number of accepted drafts, int32 [B].
+    """Replaces the number of accepted drafts, int32 [B], in the result on a chain.
 
-    The next token stays that of the true result, so the compiler cannot drop the work behind it.
+    The bonus token stays that of the true result, so that XLA cannot eliminate the verification.
 
     Raises:
-      ValueError: the result is on a tree.
+      ValueError: The result is on a tree.
     """
     if result.path is not None:
         raise ValueError("acceptance can be forced on chains, not on trees")
@@ -224,5 +224,5 @@ def force(result: VerifyResult, num_accepted: jax.Array) -> VerifyResult:
 
 
 def _pick(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """rows[b, index[b]] for rows [B, R], index int32 [B]."""
+    """Returns rows[b, index[b]] for rows [B, R] and index int32 [B]."""
     return jnp.take_along_axis(rows, index[:, None], axis=1)[:, 0]
