@@ -16,7 +16,7 @@ from absl import flags
 from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.cli.commands import COMMANDS
-from dflash.config import build, keys, layers, loader, registry, schema
+from dflash.config import build, keys, loader, merging, registry, schema
 
 _BASH = """\
 _dflash() {
@@ -165,15 +165,15 @@ def known(subcommand: cli.Subcommand, given: Sequence[str]) -> list[keys.Key]:
       given: the path of the config, and the overrides so far; what is wrong in them is left out.
     """
     problems: list[str] = []
-    files, origin = layers.read(given[0], problems)
+    files, origin = merging.read(given[0], problems)
     readable = [loader.without_sweep(file) for file in files if file is not None]
     schemas = subcommand.schema if isinstance(subcommand.schema, tuple) else (subcommand.schema,)
     run = loader.fitting(schemas, readable)
-    line = [loader.without_sweep(node) for node in layers.parse_overrides(given[1:], problems)]
+    line = [loader.without_sweep(node) for node in merging.parse_overrides(given[1:], problems)]
     layered = [*([file] for file in readable), line]
-    tree = layers.merge(layered, build.named_groups(run), origin)
+    tree = merging.merge(layered, build.named_groups(run), origin)
     for mapping, group in build.overriding_groups(run):
-        layers.inherit(tree, mapping, group, registry.DRAFTERS)
+        merging.inherit(tree, mapping, group, registry.DRAFTERS)
     return list(keys.known_keys(run, tree.content))
 
 
@@ -224,7 +224,7 @@ def _values(key: keys.Key, begun: str) -> list[str]:
 
 def shipped(command: str) -> list[str]:
     """The shipped configs of a command, as it looks them up."""
-    directory = layers.package_configs()
+    directory = merging.package_configs()
     folders = (directory / folder for folder in _FOLDERS.get(command, ("",)))
     found = (path.relative_to(directory) for folder in folders for path in folder.glob("*.yml"))
     return [f"configs/{path} " for path in found]

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import dflash
 from dflash.cli import subcommand as cli
-from dflash.config import layers
+from dflash.config import merging
 
 # Distributions that every command needs, as in pyproject.toml.
 REQUIRED = (
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _doctor(command: cli.Command) -> int:
     sick = []
     print(_row("dflash", f"{dflash.__version__} in {pathlib.Path(__file__).parent}"))
-    print(_row("configs", str(layers.package_configs())))
+    print(_row("configs", str(merging.package_configs())))
     print(_row("python", f"{platform.python_version()} in {sys.prefix}"))
     print(_row("system", f"{platform.system()} {platform.machine()}, {_cores()}, {_memory()}"))
     versions = {name: version(name) for name in REQUIRED}

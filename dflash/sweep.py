@@ -1,7 +1,7 @@
 """Runs a config over a grid of values: dflash sweep CONFIG [key=value ...] --workdir DIR.
 
-The config's `sweep:` block gives the values; see dflash/config/sweep.py. The same command on the
-same directory continues where the last one ended.
+The config's `sweep:` block gives the values; see dflash/config/sweep_points.py. The same command on
+the same directory continues where the last one ended.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from absl import flags
 from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import registry
-from dflash.config import sweep as sweeps
+from dflash.config import sweep_points as sweeps
 from dflash.storage import paths
 
 

@@ -3,7 +3,8 @@
 Imports go one way: errors, storage, config → {parallel, text} → runs → {kernels,
 checkpoints} → {layers, data} → {models, drafters} → inference → {offline, serving, training} →
 {compiler, measure} → distillation → entry points. A package may import whatever stands left of it,
-and itself; packages in braces never import each other. dflash/__init__.py stands leftmost; what it
+and itself; packages in braces never import each other. Modules named `config.py` or `*_config.py`
+in drafters, models and checkpoints count as config. dflash/__init__.py stands leftmost; what it
 hands out on demand, it imports for type checkers alone.
 """
 
@@ -11,6 +12,7 @@ import ast
 import importlib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -44,6 +46,9 @@ LEVELS = (
 )
 # Comparisons with words that only look like a strategy's or target's name: (module, word).
 NAMESAKES = {("dflash.checkpoints.hf_config", "llama3")}  # a rope type of Hugging Face's
+# Dataclasses of one strategy, one target family or one file format. They are read with a config, so
+# they stand beside the code that they configure, but on the level of `config`.
+CONFIG_MODULE = re.compile(r"dflash\.(drafters|models|checkpoints)\.(\w+\.)?(\w+_)?config")
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -52,8 +57,12 @@ MODULES = {
 
 
 def unit_of(module: str) -> str:
-    """Returns the package or top module below dflash that a dotted name belongs to."""
-    return [*module.split("."), ""][1]
+    """Returns the unit of LEVELS that a dotted name belongs to.
+
+    It is the package or top module below dflash, except for the modules that CONFIG_MODULE matches:
+    they belong to `config`.
+    """
+    return "config" if CONFIG_MODULE.fullmatch(module) else [*module.split("."), ""][1]
 
 
 def _is_for_type_checkers(node: ast.stmt) -> bool:
@@ -151,6 +160,8 @@ def test_layering(module):
         ("dflash.cli", "from dflash import decode"),
         ("dflash.train", "from dflash import decode"),
         ("dflash.decode", "import dflash.nonesuch.x"),
+        ("dflash.drafters.mine_config", "from dflash.drafters import base"),
+        ("dflash.models.mine_config", "from dflash.parallel import sharding"),
     ],
 )
 def test_wrong_ways_are_found(module, source):
@@ -163,6 +174,8 @@ def test_wrong_ways_are_found(module, source):
         ("dflash.layers.x", "from dflash.kernels import attention\nfrom dflash import errors"),
         ("dflash.layers.x", "from . import mlp\nimport jax\nfrom flax import nnx"),
         ("dflash.config.registry", "from dflash import errors\nimport dflash"),
+        ("dflash.drafters.mine_config", "from dflash.checkpoints import hf_config"),
+        ("dflash.drafters.mine_config", "from dflash.drafters.base_config import DrafterShape"),
         ("dflash.runs.outputs", "from dflash import __version__\nimport dflash"),
         ("dflash.decode", "from dflash import cli\nfrom dflash.inference import engine"),
     ],

@@ -2,18 +2,14 @@
 
 import dataclasses
 import json
-import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from dflash import errors
-from dflash.config import build, checks, layers
-from dflash.config.schema import RopeScaling, TargetArchitecture
-from dflash.config.strict_yaml import Node
+from dflash.config import build, checks
+from dflash.config.schema import RopeScaling, TargetArchitecture, option_like
 
 FILE = "config.json"
-_LONGEST_TEXT = 100  # characters; a longer one is never valid, and too long to quote
-_LARGEST = 2**63 - 1  # as in our own configs, a longer run of digits is no number
 _NEW_ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
 
 Fields = TypeVar("Fields")
@@ -36,28 +32,22 @@ _SCALING_FIELDS = {
 }
 
 
-def _as_in_architecture(name: str, default: Any) -> Any:
-    """A field with the bounds that `TargetArchitecture` has for it."""
-    metadata = TargetArchitecture.__dataclass_fields__[name].metadata
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StatedArchitecture(TargetArchitecture):
     """An architecture as a file states it; None for what then follows from other fields."""
 
-    num_key_value_heads: int | None = _as_in_architecture("num_key_value_heads", None)
-    head_dim: int | None = _as_in_architecture("head_dim", None)
+    num_key_value_heads: int | None = option_like(TargetArchitecture, "num_key_value_heads", None)
+    head_dim: int | None = option_like(TargetArchitecture, "head_dim", None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RopeTheta:
-    rope_theta: float | None = _as_in_architecture("rope_theta", None)
+    rope_theta: float | None = option_like(TargetArchitecture, "rope_theta", None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _EndOfSequence:
-    eos_token_id: tuple[int, ...] | None = _as_in_architecture("eos_token_id", None)
+    eos_token_id: tuple[int, ...] | None = option_like(TargetArchitecture, "eos_token_id", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +71,9 @@ def read_fields(
         of bounds; one line for each.
     """
     place = f"{file}: {group}" if group else file
-    given = _stated(config, schema, place)
-    missing = [
-        field.name
-        for field in dataclasses.fields(schema)
-        if field.name not in given.value
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
+    built, missing, problems = build.build_from_json(config, schema, place)
     if missing:
         raise errors.CheckpointError(f"{place}: missing {', '.join(missing)}")
-    tree = layers.merge([[given]], (), place)
-    built, _, problems = build.build(tree, schema, complete=True)
     if problems:
         raise errors.CheckpointError("\n".join(problems))
     return built
@@ -224,30 +205,7 @@ def _listed(config: Mapping[str, Any]) -> Any:
     return ids if ids is None or isinstance(ids, list) else [ids]
 
 
-def _stated(config: Mapping[str, Any], schema: type, place: str) -> Node:
-    """Returns the fields of `schema` that a file states, as config nodes."""
-    kinds = typing.get_type_hints(schema)
-    known = {name: config[name] for name in kinds if config.get(name) is not None}
-    return Node({name: _node(known[name], kinds[name], place) for name in known}, place)
-
-
-def _node(value: Any, kind: Any, place: str) -> Node:
-    """Converts a JSON value to a node; cuts values too long for a message."""
-    options = (kind, *typing.get_args(kind))
-    if isinstance(value, Mapping):
-        group = next((option for option in options if dataclasses.is_dataclass(option)), None)
-        return Node({}, place) if group is None else _stated(value, group, place)
-    if isinstance(value, list):
-        rows = next((option for option in options if typing.get_origin(option) is tuple), None)
-        if rows is None:
-            return Node((), place)
-        return Node(tuple(_node(item, typing.get_args(rows)[0], place) for item in value), place)
-    if type(value) is int and abs(value) > _LARGEST:
-        value = str(value)
-    return Node(value[:_LONGEST_TEXT] if isinstance(value, str) else value, place)
-
-
 def _show(value: Any) -> str:
     """Returns a JSON value as quoted in messages."""
     text = repr(value) if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+    return text if len(text) <= build.LONGEST_QUOTED else f"{text[: build.LONGEST_QUOTED]}…"

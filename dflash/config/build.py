@@ -11,10 +11,12 @@ import ml_collections
 
 from dflash.config import registry, schema
 from dflash.config.keys import CHOICES, chosen_schema, known_keys, members, without_null
-from dflash.config.layers import Path, Tree, text_of
+from dflash.config.merging import Path, Tree, merge, text_of
 from dflash.config.strict_yaml import Malformed, Node
 
 _INVALID = object()  # in place of a value that has been reported as a problem
+LONGEST_QUOTED = 100  # characters of a JSON value in a message; no valid text is longer
+_LARGEST_JSON_INTEGER = 2**63 - 1  # as in our own configs, a longer run of digits is no number
 _SCALARS = (bool, int, float, str)
 _NOUNS = {
     int: ("an integer", "integers"),
@@ -56,6 +58,56 @@ def build(tree: Tree, run: type, *, complete: bool) -> tuple[Any, set[Path], lis
     builder = _Builder(tree, run, complete)
     built = builder.group(run, tree.content, ())
     return (None if built is _INVALID else built), builder.unusable, builder.problems
+
+
+def build_from_json(
+    content: Mapping[str, Any], schema_class: type, source: str
+) -> tuple[Any, list[str], list[str]]:
+    """Builds a dataclass from a mapping of a JSON file, checked as the keys of a config are.
+
+    Args:
+      content: Values by field name. Names that the dataclass does not have are ignored; null means
+        left out.
+      schema_class: A dataclass whose fields have bounds by `schema.option`.
+      source: Name of the file, or of the mapping in it, for messages.
+    Returns:
+      The instance, usable only if the two lists are empty; the names of missing fields; every other
+      problem, one line each.
+    """
+    given = _stated(content, schema_class, source)
+    missing = [
+        field.name
+        for field in dataclasses.fields(schema_class)
+        if field.name not in given.value and _required(field)
+    ]
+    if missing:
+        return None, missing, []
+    built, _, problems = build(merge([[given]], (), source), schema_class, complete=True)
+    return built, [], problems
+
+
+def _stated(content: Mapping[str, Any], schema_class: type, source: str) -> Node:
+    """Returns the fields of `schema_class` that a JSON mapping states, as config nodes."""
+    kinds = typing.get_type_hints(schema_class)
+    known = {name: content[name] for name in kinds if content.get(name) is not None}
+    return Node({name: _json_node(known[name], kinds[name], source) for name in known}, source)
+
+
+def _json_node(value: Any, kind: Any, source: str) -> Node:
+    """Converts a JSON value to a node; cuts values too long for a message."""
+    options = (kind, *typing.get_args(kind))
+    if isinstance(value, Mapping):
+        group = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        return Node({}, source) if group is None else _stated(value, group, source)
+    if isinstance(value, list):
+        rows = next((option for option in options if typing.get_origin(option) is tuple), None)
+        if rows is None:
+            return Node((), source)
+        item = typing.get_args(rows)[0]
+        return Node(tuple(_json_node(each, item, source) for each in value), source)
+    if type(value) is int and abs(value) > _LARGEST_JSON_INTEGER:
+        value = str(value)
+    return Node(value[:LONGEST_QUOTED] if isinstance(value, str) else value, source)
 
 
 class _Builder:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import ml_collections
 
 from dflash.config import registry, schema
-from dflash.config.layers import Path, text_of
+from dflash.config.merging import Path, text_of
 
 # Groups whose `name` chooses their schema, by the class that a run declares for them.
 CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dflash import errors
-from dflash.config import build, checks, layers, registry, strict_yaml
+from dflash.config import build, checks, merging, registry, strict_yaml
 from dflash.config.keys import CHOICES
-from dflash.config.layers import find_config as find_config
+from dflash.config.merging import find_config as find_config
 from dflash.config.schema import DecodeRun
 from dflash.config.strict_yaml import Node
 
@@ -42,8 +42,8 @@ def load(
       ConfigError: anything is wrong; holds every problem, one line each.
     """
     problems: list[str] = []
-    files, origin = ([], layers.COMMAND_LINE) if path is None else layers.read(path, problems)
-    command_line = layers.parse_overrides(overrides, problems)
+    files, origin = ([], merging.COMMAND_LINE) if path is None else merging.read(path, problems)
+    command_line = merging.parse_overrides(overrides, problems)
     readable = [file for file in files if file is not None]
     if len(readable) == len(files):
         check_command(readable, origin, schema if isinstance(schema, tuple) else (schema,))
@@ -71,7 +71,7 @@ def resolve(
     """Builds a config from its layers.
 
     Args:
-      files: of `layers.read`, in the order in which later wins; None for one that is unreadable.
+      files: of `merging.read`, in the order in which later wins; None for one that is unreadable.
       over: layers over the files, such as the command line.
       origin: the name of the main file.
       schema: the dataclass to fill.
@@ -82,11 +82,11 @@ def resolve(
     complete = len(readable) == len(files)
     layered = [*([file] for file in readable), *over]
     others = build.alternatives(schema)
-    tree = layers.merge(layered, build.named_groups(schema), origin, others)
+    tree = merging.merge(layered, build.named_groups(schema), origin, others)
     inherited: list[str] = []
     for mapping, group in build.overriding_groups(schema):
         names = CHOICES[typing.get_type_hints(schema)[group]]
-        inherited += layers.inherit(tree, mapping, group, names)
+        inherited += merging.inherit(tree, mapping, group, names)
     config, unusable, problems = build.build(tree, schema, complete=complete)
     problems = inherited + problems
     if config is not None and complete:
@@ -180,7 +180,7 @@ def config_hash(config: Any) -> str:
     return digest(non_defaults(config))
 
 
-def fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
+def fitting(schemas: Sequence[type], files: Sequence[merging.Node]) -> type:
     """The schema, of several, that has most of the groups in these files."""
     groups = {key for file in files for key in file.value}
     return max(
@@ -188,7 +188,7 @@ def fitting(schemas: Sequence[type], files: Sequence[layers.Node]) -> type:
     )
 
 
-def _crossed(config: Any, tree: layers.Tree, unusable: set[layers.Path]) -> list[str]:
+def _crossed(config: Any, tree: merging.Tree, unusable: set[merging.Path]) -> list[str]:
     """Problems between keys, except those that involve a value already reported."""
     lines = []
     for keys, message in checks.problems(config):

@@ -34,6 +34,12 @@ def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: 
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def option_like(declared: type, name: str, default: Any = dataclasses.MISSING) -> Any:
+    """Returns a dataclass field with the bounds of the field `name` of `declared`."""
+    metadata = declared.__dataclass_fields__[name].metadata
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 def location(kind: Place, default: Any = None) -> Any:
     """A dataclass field (or a list) of places on disk: it is looked up before any work begins."""
     return dataclasses.field(default=default, metadata={PLACE: kind})

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash.config.distill_schema import DistillRun
 from dflash.config.schema import PromptsConfig
-from dflash.config.sweep import Sweep
+from dflash.config.sweep_points import Sweep
 from dflash.distillation import distill_plan, recipe_comparison, stages
 from dflash.loading import job as decode_jobs
 from dflash.runs import dates, sweeps

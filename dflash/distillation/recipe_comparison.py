@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash.config.sweep import label
+from dflash.config.sweep_points import label
 from dflash.distillation import stages
 from dflash.measure import bootstrap
 from dflash.runs import records

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash.config.sweep import Sweep, label
+from dflash.config.sweep_points import Sweep, label
 from dflash.storage import files
 
 MAX_PANELS = 16

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from dflash import errors
 from dflash.config import loader
-from dflash.config.sweep import Point, Sweep, label
+from dflash.config.sweep_points import Point, Sweep, label
 from dflash.runs import heat_map, shards
 from dflash.runs.directory import another_config, check_config
 from dflash.runs.display import Display

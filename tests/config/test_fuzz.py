@@ -6,7 +6,7 @@ import pytest
 
 from dflash import errors
 from dflash.config import benchmark_schema, loader, schema, train_schema
-from dflash.config import sweep as sweeps
+from dflash.config import sweep_points as sweeps
 
 RUNS = {
     schema.DecodeRun: "random_tiny_dflash.yml",

@@ -8,7 +8,7 @@ import pytest
 from support.config_files import MINIMAL, problems
 
 from dflash import errors
-from dflash.config import benchmark_schema, layers, loader, schema
+from dflash.config import benchmark_schema, loader, merging, schema
 
 # Who wins.
 
@@ -156,7 +156,7 @@ def test_the_result_is_frozen(write):
 
 
 def test_shipped_configs_are_found_from_anywhere(write):
-    shipped = layers.package_configs() / "qwen3_4b_dflash.yml"
+    shipped = merging.package_configs() / "qwen3_4b_dflash.yml"
     assert loader.find_config("configs/qwen3_4b_dflash.yml") == shipped
     assert loader.find_config("qwen3_4b_dflash.yml") == shipped
 
@@ -193,8 +193,8 @@ def test_no_jax_is_needed():
     code = """
 import sys
 from dflash import cli
-from dflash.config import layers, loader
-for path in layers.package_configs().glob("*.yml"):
+from dflash.config import merging, loader
+for path in merging.package_configs().glob("*.yml"):
     loader.load(path)
 sys.exit("jax" in sys.modules)
 """

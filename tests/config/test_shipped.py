@@ -8,9 +8,9 @@ import pytest
 from dflash.config import (
     benchmark_schema,
     data_schema,
-    layers,
     loader,
     loss_schema,
+    merging,
     registry,
     schema,
     strict_yaml,
@@ -18,7 +18,7 @@ from dflash.config import (
     train_schema,
 )
 
-CONFIGS = layers.package_configs()
+CONFIGS = merging.package_configs()
 RUNNABLE = sorted(CONFIGS.glob("*.yml"))
 BASES = sorted([*CONFIGS.glob("models/*.yml"), *CONFIGS.glob("drafters/*.yml")])
 TRAINING = sorted(CONFIGS.glob("train/*.yml"))

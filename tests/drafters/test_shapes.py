@@ -17,8 +17,8 @@ from dflash import errors
 from dflash.config import (
     benchmark_schema,
     distill_schema,
-    layers,
     loader,
+    merging,
     registry,
     schema,
     tpu_schema,
@@ -30,7 +30,7 @@ from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
 
-CONFIGS, ASSETS = layers.package_configs(), TESTS.parent / "dflash" / "assets"
+CONFIGS, ASSETS = merging.package_configs(), TESTS.parent / "dflash" / "assets"
 
 
 def kind_of(name: str) -> type:

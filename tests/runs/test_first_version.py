@@ -12,7 +12,7 @@ import shutil
 import pytest
 
 from dflash.config import benchmark_schema, loader, schema, train_schema
-from dflash.config import sweep as sweep_lib
+from dflash.config import sweep_points as sweep_lib
 from dflash.measure import results
 from dflash.runs import outputs, records, sweeps
 from dflash.runs.directory import CONFIG, RunDirectory, check_config

@@ -8,7 +8,7 @@ import pytest
 
 from dflash import errors
 from dflash.config import loader
-from dflash.config import sweep as sweep_lib
+from dflash.config import sweep_points as sweep_lib
 from dflash.runs import heat_map, shards, sweeps
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard

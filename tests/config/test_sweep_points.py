@@ -3,10 +3,10 @@
 import pytest
 
 from dflash import errors
-from dflash.config import layers, loader, sweep
+from dflash.config import loader, merging, sweep_points
 
 BASE = "base: [random_tiny_dflash.yml]\n"
-SHIPPED = sorted(layers.package_configs().glob("sweeps/*.yml"))
+SHIPPED = sorted(merging.package_configs().glob("sweeps/*.yml"))
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def load(tmp_path, monkeypatch):
 
     def load_text(text, *overrides):
         (tmp_path / "s.yml").write_text(BASE + text)
-        return sweep.load("s.yml", overrides)
+        return sweep_points.load("s.yml", overrides)
 
     return load_text
 
@@ -90,7 +90,7 @@ def test_bases_may_hold_a_part_of_the_block(load, tmp_path):
     (tmp_path / "s2.yml").write_text(
         "base: [random_tiny_dflash.yml, b.yml]\nsweep: {product: {decode.seed: [4, 5]}}"
     )
-    assert list(sweep.load("s2.yml").points) == [
+    assert list(sweep_points.load("s2.yml").points) == [
         "decode.seed=4,decode.top_k=3",
         "decode.seed=5,decode.top_k=3",
     ]
@@ -203,7 +203,7 @@ def test_other_commands_leave_sweeps_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_sweep_loads_from_anywhere(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = sweep.load(f"configs/sweeps/{path.name}")
+    found = sweep_points.load(f"configs/sweeps/{path.name}")
     assert len(found.points) > 1
     header = path.read_text(encoding="utf-8")
     assert f"python -m dflash.sweep configs/sweeps/{path.name}" in header
@@ -215,8 +215,8 @@ def test_there_are_shipped_sweeps():
 
 
 def test_as_many_points_as_there_may_be(write, monkeypatch):
-    monkeypatch.setattr(sweep, "MAX_POINTS", 3)
+    monkeypatch.setattr(sweep_points, "MAX_POINTS", 3)
     write("s.yml", "target: {checkpoint: weights}\nsweep: {product: {decode.seed: [1, 2, 3]}}\n")
-    assert len(sweep.load("s.yml").points) == 3
+    assert len(sweep_points.load("s.yml").points) == 3
     with pytest.raises(errors.ConfigError, match="sweep: 4 points, at most 3"):
-        sweep.load("s.yml", ["sweep.product.decode.seed=[1, 2, 3, 4]"])
+        sweep_points.load("s.yml", ["sweep.product.decode.seed=[1, 2, 3, 4]"])

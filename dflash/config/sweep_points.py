@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash import errors
-from dflash.config import layers, loader, registry, strict_yaml
+from dflash.config import loader, merging, registry, strict_yaml
 from dflash.config.strict_yaml import Malformed, Node
 
 MAX_POINTS = 10_000
@@ -81,8 +81,8 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         line each, those of a point with its name.
     """
     problems: list[str] = []
-    files, origin = layers.read(path, problems)
-    command_line = layers.parse_overrides(overrides, problems)
+    files, origin = merging.read(path, problems)
+    command_line = merging.parse_overrides(overrides, problems)
     run, axes = _read_blocks([*files, *command_line], origin, problems)
     if None not in files and run in registry.RUNS:
         kind = registry.load(registry.RUNS[run].schema)
@@ -140,7 +140,7 @@ def _read_blocks(
                 problems.append(f"{given.source}: {loader.SWEEP}.{key}: expected a mapping")
             else:
                 groups[key].update(_lists(given, f"{loader.SWEEP}.{key}", problems))
-    name = "a mapping" if isinstance(run.value, dict) else str(layers.text_of(run))
+    name = "a mapping" if isinstance(run.value, dict) else str(merging.text_of(run))
     if name not in registry.RUNS:
         near = registry.suggest(name, registry.RUNS)
         problems.append(f"{run.source}: {loader.SWEEP}.run: unknown run {name!r}{near}")
@@ -169,7 +169,7 @@ def _lists(node: Node, prefix: str, problems: list[str]) -> Iterator[tuple[str, 
             inner = _lists(given, here, problems)
             yield from ((f"{key}.{rest}", found) for rest, found in inner)
         elif key.count(".") >= strict_yaml.MAX_DEPTH:
-            problems.append(layers.too_deep(given.source, key))
+            problems.append(merging.too_deep(given.source, key))
         elif isinstance(given.value, tuple) and given.value:
             yield key, given
         elif given.raw is not None and not isinstance(given.value, tuple | Malformed):
@@ -192,11 +192,11 @@ def _check_overlap(
         if above:
             problems.append(f"{node.source}: {loader.SWEEP}: {key} and {above[0]} overlap")
     for node in nodes:
-        if node is None or node.source != layers.COMMAND_LINE:
+        if node is None or node.source != merging.COMMAND_LINE:
             continue
         given = ".".join(_path(node))
         if any(_inside(given, key) for key in keys):
-            problems.append(f"{layers.COMMAND_LINE}: {given}: is a key of the sweep, set there")
+            problems.append(f"{merging.COMMAND_LINE}: {given}: is a key of the sweep, set there")
 
 
 def _inside(key: str, other: str) -> bool:
@@ -223,7 +223,7 @@ def _plain(node: Node) -> Any:
         return {key: _plain(item) for key, item in node.value.items()}
     if isinstance(node.value, tuple):
         return [_plain(item) for item in node.value]
-    return layers.text_of(node) if isinstance(node.value, str | Malformed) else node.value
+    return merging.text_of(node) if isinstance(node.value, str | Malformed) else node.value
 
 
 def _name(values: Mapping[str, Any]) -> str:
