@@ -84,11 +84,11 @@ def imported_modules(module: str, source: str, *, is_package: bool = False) -> s
                 above = module.split(".")[: None if is_package else -1]
                 above = above[: len(above) - node.level + 1]
                 base = ".".join([*above, *([base] if base else [])])
-            # What is imported from the root is a module of it, unless it is one of its constants.
-            root = base == "dflash"
-            found.update(
-                f"dflash.{a.name}" if root and a.name in LEVEL_OF else base for a in node.names
-            )
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                # Names of the root package are its constants, unless they are units of LEVELS.
+                is_module = full in MODULES or (base == ROOT and alias.name in LEVEL_OF)
+                found.add(full if is_module else base)
         elif isinstance(node, ast.Call) and node.args:
             name = getattr(node.func, "attr", getattr(node.func, "id", None))
             first = node.args[0]
