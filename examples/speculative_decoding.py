@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.config import schema
+from dflash.drafters.dflash_config import DFlashConfig
 from dflash.inference import verify
 from dflash.inference.request import Sampling
 from dflash.inference.sampling import SamplingParams, SequenceSampler
@@ -27,7 +28,7 @@ def load():
     source = models.find_target(config)
     target = models.build_target(config, source, **options)
     weights.load(target, source, options["sharding"])
-    config = schema.DFlashConfig(checkpoint="assets/tiny_dflash")
+    config = DFlashConfig(checkpoint="assets/tiny_dflash")
     source = models.find_drafter(config)
     drafter = models.build_drafter(config, source, target.arch, **options)
     weights.load(drafter, source, options["sharding"])

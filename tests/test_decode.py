@@ -19,8 +19,8 @@ from support.models import make_target
 
 from dflash import decode
 from dflash.checkpoints import checkpoint
-from dflash.config import schema
-from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_config import DFlashArchitecture
 from dflash.parallel import parameters
 
 CONFIG = """
@@ -38,7 +38,7 @@ def models(tmp_path_factory):
     """Checkpoints of a tiny target and of a drafter for it: V 12, two layers and one, block 8."""
     directory = tmp_path_factory.mktemp("models")
     target = make_target(vocab_size=12, num_hidden_layers=2)
-    options = schema.DFlashArchitecture(num_hidden_layers=1, block_size=8, target_layer_ids=(0, 1))
+    options = DFlashArchitecture(num_hidden_layers=1, block_size=8, target_layer_ids=(0, 1))
     shape = DFlash.architecture_for(target.arch, options)
     drafter = DFlash(shape, dtype=target.dtype, sharding=target.sharding)
     parameters.initialize(drafter, jax.random.key(1))

@@ -135,28 +135,29 @@ DRAFTERS: Mapping[str, Entry] = Entries(
     {
         "none": Entry("dflash.drafters.none:NoDrafter", "dflash.config.schema:DrafterConfig"),
         "dflash": Entry(
-            "dflash.drafters.dflash.drafter:DFlash", "dflash.config.schema:DFlashConfig"
+            "dflash.drafters.dflash:DFlash", "dflash.drafters.dflash_config:DFlashConfig"
         ),
         "eagle3": Entry(
-            "dflash.drafters.eagle3.drafter:Eagle3", "dflash.config.schema:Eagle3Config"
+            "dflash.drafters.eagle3.drafter:Eagle3", "dflash.drafters.eagle3_config:Eagle3Config"
         ),
         "autoregressive": Entry(
             "dflash.drafters.autoregressive:Autoregressive",
-            "dflash.config.schema:AutoregressiveConfig",
+            "dflash.drafters.autoregressive_config:AutoregressiveConfig",
         ),
         "dflash2": Entry(
-            "dflash.drafters.dflash2.drafter:DFlash2", "dflash.config.schema:DFlash2Config"
+            "dflash.drafters.dflash2:DFlash2", "dflash.drafters.dflash2_config:DFlash2Config"
         ),
         "dspark": Entry(
-            "dflash.drafters.dspark.drafter:DSpark", "dflash.config.schema:DSparkConfig"
+            "dflash.drafters.dspark:DSpark", "dflash.drafters.dspark_config:DSparkConfig"
         ),
         "lookahead": Entry(
-            "dflash.drafters.lookahead:Lookahead", "dflash.config.schema:LookaheadConfig"
+            "dflash.drafters.lookahead:Lookahead",
+            "dflash.drafters.lookahead_config:LookaheadConfig",
         ),
         "medusa": Entry(
-            "dflash.drafters.medusa.drafter:Medusa", "dflash.config.schema:MedusaConfig"
+            "dflash.drafters.medusa:Medusa", "dflash.drafters.medusa_config:MedusaConfig"
         ),
-        "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.config.schema:NgramConfig"),
+        "ngram": Entry("dflash.drafters.ngram:Ngram", "dflash.drafters.ngram_config:NgramConfig"),
     },
 )
 

@@ -12,13 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.config.schema import (
-    AutoregressiveConfig,
-    DraftModelArchitecture,
-    TargetArchitecture,
-)
+from dflash.config.schema import TargetArchitecture
+from dflash.drafters.autoregressive_config import AutoregressiveConfig, DraftModelArchitecture
 from dflash.drafters.base import Drafter
-from dflash.drafters.parts import chain, decoder_shape
+from dflash.drafters.parts import chain
 from dflash.layers.cache import PagedCache, batch_axes
 
 PAGE_TOKENS = 128
@@ -68,7 +65,7 @@ class Autoregressive(Drafter):
           family: Class of the draft model, one of the registered target families.
         """
         if hf is None:
-            arch = architecture_for(target, config.architecture)
+            arch = (config.architecture or DraftModelArchitecture()).for_target(target)
         else:
             arch = family.architecture_from_hf(hf)
         if arch.vocab_size != target.vocab_size:
@@ -201,21 +198,3 @@ class Autoregressive(Drafter):
         raise errors.ConfigError(
             "drafter.name: a draft model is trained as a target (task=target), not as a drafter"
         )
-
-
-def architecture_for(
-    target: TargetArchitecture, options: DraftModelArchitecture | None
-) -> TargetArchitecture:
-    """Returns the architecture of a draft model without a checkpoint, as a config asks for it.
-
-    Raises:
-      ConfigError: The options contradict one another.
-    """
-    options = options or DraftModelArchitecture()
-    return decoder_shape.for_target(
-        target,
-        options,
-        num_hidden_layers=options.num_hidden_layers,
-        hidden_size=options.hidden_size,
-        tie_word_embeddings=options.tie_word_embeddings,
-    )

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash import errors
-from dflash.config.schema import MAX_BLOCK_SIZE, LookaheadConfig
+from dflash.config.schema import MAX_BLOCK_SIZE
 from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters.lookahead_config import LookaheadConfig
 from dflash.layers.cache import batch_axes
 from dflash.parallel.sharding import Sharding
 

@@ -7,8 +7,8 @@ the search compares all of its positions at once. It has no weights.
 import jax
 import jax.numpy as jnp
 
-from dflash.config.schema import NgramConfig
 from dflash.drafters.base import Drafter, Proposal
+from dflash.drafters.ngram_config import NgramConfig
 from dflash.layers.cache import batch_axes
 from dflash.parallel.sharding import Sharding
 

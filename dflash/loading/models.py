@@ -15,12 +15,8 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import checkpoint, files, hf_config, weight_formats
 from dflash.config import registry, schema
-from dflash.config.schema import (
-    AutoregressiveConfig,
-    DrafterConfig,
-    TargetArchitecture,
-    TargetConfig,
-)
+from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
+from dflash.drafters.autoregressive_config import AutoregressiveConfig
 from dflash.loading import quantization
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding

@@ -196,7 +196,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     (tmp_path / "c.yml").write_text(CONFIG)
     code = """
     from dflash.cli import subcommand as cli
-    from dflash.config.schema import DecodeRun
+    from dflash.config.schema import (DecodeRun)
 
     def main(command):
         for number in range(100000):
@@ -218,7 +218,7 @@ def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
     code = """
     import os
     from dflash.cli import subcommand as cli
-    from dflash.config.schema import DecodeRun
+    from dflash.config.schema import (DecodeRun)
 
     def main(command):
         print("ready", flush=True)

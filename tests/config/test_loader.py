@@ -9,6 +9,7 @@ from support.config_files import MINIMAL, problems
 
 from dflash import errors
 from dflash.config import benchmark_schema, loader, merging, schema
+from dflash.drafters.dflash_config import DFlashConfig
 
 # Who wins.
 
@@ -80,13 +81,13 @@ def test_another_drafter_starts_its_group_afresh(write, overrides):
 def test_a_new_drafter_keeps_the_keys_given_with_it(write, order):
     write("c.yml", MINIMAL + "drafter: {name: none}\n")
     overrides = ["drafter.name=dflash", "drafter.checkpoint=d"][::order]
-    assert loader.load("c.yml", overrides).drafter == schema.DFlashConfig(checkpoint="d")
+    assert loader.load("c.yml", overrides).drafter == DFlashConfig(checkpoint="d")
 
 
 def test_the_same_drafter_again_keeps_its_keys(write):
     write("c.yml", MINIMAL + "drafter: {name: dflash, checkpoint: d, block_size: 8}\n")
     drafter = loader.load("c.yml", ["drafter.name=dflash"]).drafter
-    assert drafter == schema.DFlashConfig(checkpoint="d", block_size=8)
+    assert drafter == DFlashConfig(checkpoint="d", block_size=8)
 
 
 # Types.
@@ -183,7 +184,7 @@ def test_any_dataclass_serves_as_schema(write):
         drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
 
     write("c.yml", "drafter: {name: dflash, checkpoint: d}\nsteps: 3\n")
-    assert loader.load("c.yml", schema=Run) == Run(3, schema.DFlashConfig(checkpoint="d"))
+    assert loader.load("c.yml", schema=Run) == Run(3, DFlashConfig(checkpoint="d"))
     write("c.yml", "drafter: {name: dflash}\n")
     assert problems("c.yml", schema=Run) == ["c.yml: steps: required: an integer >= 1"]
 

@@ -16,7 +16,7 @@ ENTRY = (
 )
 KEYS = """
 import dataclasses
-from dflash.config.schema import DrafterConfig, option
+from dflash.config.schema import (DrafterConfig, option)
 
 @dataclasses.dataclass(frozen=True)
 class Keys(DrafterConfig):

@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.config import loader, schema, strict_yaml
+from dflash.drafters.dflash_config import DFlashArchitecture, DFlashConfig
+from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config
 
 TEXTS = st.text(max_size=20) | st.sampled_from(
     [
@@ -60,25 +62,25 @@ TARGET_SHAPES = st.builds(
     eos_token_id=st.lists(ints(0, 999), max_size=3).map(tuple),
 )
 DRAFTER_SHAPES = st.builds(
-    schema.DFlashArchitecture,
+    DFlashArchitecture,
     block_size=ints(8, 1024),
     mask_token_id=st.none() | ints(0, 999),
     target_layer_ids=st.none() | st.lists(ints(0, 49), min_size=1, unique=True).map(tuple),
 )
 DRAFTERS = st.just(schema.DrafterConfig()) | st.builds(
-    schema.DFlashConfig,
+    DFlashConfig,
     name=st.just("dflash"),
     checkpoint=NAMES,
     block_size=st.none() | ints(2, 8),
     architecture=st.none() | DRAFTER_SHAPES,
 )
 DRAFTERS |= st.builds(
-    schema.Eagle3Config,
+    Eagle3Config,
     name=st.just("eagle3"),
     checkpoint=NAMES,
     num_draft_tokens=ints(1, 1023),
-    tree=st.none() | st.builds(schema.BeamTree, budget=ints(1, 1024), top_k=ints(1, 64)),
-    architecture=st.none() | st.builds(schema.Eagle3Architecture, draft_vocab_size=ints(1, 999)),
+    tree=st.none() | st.builds(BeamTree, budget=ints(1, 1024), top_k=ints(1, 64)),
+    architecture=st.none() | st.builds(Eagle3Architecture, draft_vocab_size=ints(1, 999)),
 )
 DECODES = st.builds(
     schema.DecodeConfig,

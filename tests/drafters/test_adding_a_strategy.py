@@ -13,10 +13,6 @@ from dflash import errors
 from dflash.config import loader, registry
 
 PAGE = TESTS.parent / "docs" / "adding_a_strategy.md"
-SCHEMA_IMPORTS = """
-import dataclasses
-from dflash.config.schema import DrafterConfig, option
-"""
 
 
 @pytest.fixture
@@ -29,7 +25,7 @@ def contract(monkeypatch, tmp_path):
     points = re.search(r"```toml\n\[project.entry-points.\"(.*?)\"\]\n(.*?)```", page, re.DOTALL)
     group, point = points[1], points[2].replace('"', "")
     assert point.startswith(f"{inside} = ")
-    modules = {"drafter": strategy, "keys": SCHEMA_IMPORTS + config, "registered": registered}
+    modules = {"drafter": strategy, "keys": config, "registered": registered}
     install(
         monkeypatch,
         tmp_path / "installed",

@@ -12,8 +12,8 @@ from support.engines import decode, engine, expected, random_prompts
 from support.models import ARCHITECTURE, make_sharding, target
 
 from dflash import errors
-from dflash.config import schema
 from dflash.drafters.lookahead import Lookahead, find_candidates, merge_alike, remember, tree_layout
+from dflash.drafters.lookahead_config import LookaheadConfig
 from dflash.parallel.sharding import Sharding
 
 WINDOW, NGRAM, CANDIDATES, POOL = 3, 3, 2, 6
@@ -30,7 +30,7 @@ def build(**changes) -> Lookahead:
     options = {
         "window": WINDOW, "ngram_size": NGRAM, "candidates": CANDIDATES, "pool_size": POOL
     } | changes  # fmt: skip
-    config = schema.LookaheadConfig(**options)
+    config = LookaheadConfig(**options)
     return Lookahead.create(
         config, None, ARCHITECTURE, dtype=jnp.dtype("float32"), sharding=one_device()
     )

@@ -24,8 +24,8 @@ from dflash.config import (
     tpu_schema,
     train_schema,
 )
-from dflash.drafters import autoregressive
-from dflash.drafters.parts import decoder_shape
+from dflash.drafters.autoregressive_config import DraftModelArchitecture
+from dflash.drafters.base_config import DrafterShape, DraftLayers
 from dflash.drafters.parts.weighted import WeightedDrafter
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
@@ -42,17 +42,19 @@ each = pytest.mark.parametrize("name", WITH_SHAPES)
 TARGET = make_architecture(vocab_size=600)
 
 
-def test_every_drafter_with_weights_of_its_own_has_a_shape_module():
+def test_every_drafter_with_weights_of_its_own_has_a_shape():
     assert set(WITH_SHAPES) == {"dflash", "dflash2", "dspark", "eagle3", "medusa"}
     for name in WITH_SHAPES:
-        module = f"{kind_of(name).__module__.removesuffix('.drafter')}.shape"
-        assert {"read", "for_target", "fit"} <= set(vars(__import__(module, fromlist=["read"])))
+        shape_class = kind_of(name).shape_class
+        assert shape_class.__module__ == f"dflash.drafters.{name}_config"
+        assert dataclasses.is_dataclass(shape_class)
+        assert issubclass(shape_class, DrafterShape)
 
 
 @each
 def test_what_is_written_reads_back(name):
     kind = kind_of(name)
-    shape = kind.shapes.fit(kind.architecture_for(TARGET, None), TARGET)
+    shape = kind.architecture_for(TARGET, None).fit(TARGET)
     config = json.loads(json.dumps(kind.config_to_hf(shape)))
     assert config["architectures"] == list(kind.hf_architectures)
     assert kind.architecture_from_hf(config) == shape
@@ -68,8 +70,11 @@ def test_nothing_follows_the_targets_attention(name):
     known += ("tie_word_embeddings", "eos_token_id")
     bare = types.SimpleNamespace(**{field: getattr(TARGET, field) for field in known})
     kind = kind_of(name)
-    make = autoregressive.architecture_for if kind.drafts_with_model else kind.architecture_for
-    assert make(bare, None) == make(TARGET, None)
+    if kind.drafts_with_model:
+        options = DraftModelArchitecture()
+        assert options.for_target(bare) == options.for_target(TARGET)
+    else:
+        assert kind.architecture_for(bare, None) == kind.architecture_for(TARGET, None)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_nothing_follows_the_targets_attention(name):
 )
 def test_rules_of_what_is_left_out(width, options, heads, kv_heads, mlp):
     target = make_architecture(hidden_size=width, rope_theta=3.0, rms_norm_eps=0.1)
-    decoder = decoder_shape.for_target(target, schema.DraftLayers(**options), num_hidden_layers=2)
+    decoder = DraftLayers(**options).decoder_for(target, num_hidden_layers=2)
     found = decoder.num_attention_heads, decoder.num_key_value_heads, decoder.intermediate_size
     assert found == (heads, kv_heads, mlp)
     assert (decoder.rope_theta, decoder.rms_norm_eps) == (1e6, 1e-6)
@@ -103,7 +108,7 @@ def test_rules_of_what_is_left_out(width, options, heads, kv_heads, mlp):
 )
 def test_layers_that_cannot_be_built_are_one_line(options, message):
     with pytest.raises(errors.ConfigError) as caught:
-        decoder_shape.for_target(TARGET, schema.DraftLayers(**options), num_hidden_layers=1)
+        DraftLayers(**options).decoder_for(TARGET, num_hidden_layers=1)
     (problem,) = caught.value.problems
     assert problem.startswith(f"drafter.architecture.{message}")
 
@@ -152,7 +157,7 @@ def test_shipped_drafters_have_the_layers_of_their_targets(path):
     """As published drafters do; each states so itself, but for its number of layers."""
     config, target = SHIPPED[path]
     if config.name == "autoregressive":
-        decoder = autoregressive.architecture_for(target, config.architecture)
+        decoder = config.architecture.for_target(target)
         stated = {"num_attention_heads": 16, "hidden_size": 1024, "tie_word_embeddings": True}
         target = dataclasses.replace(target, **stated)
     else:
@@ -171,7 +176,7 @@ def test_shipped_drafters_have_the_layers_of_their_targets(path):
 def test_the_recipe_of_an_embedded_drafter_makes_its_shape(name):
     config, target = SHIPPED[f"train/tiny_{name}.yml"]
     kind = kind_of(name)
-    found = kind.shapes.fit(kind.architecture_for(target, config.architecture), target)
+    found = kind.architecture_for(target, config.architecture).fit(target)
     stored = json.loads((ASSETS / f"tiny_{name}/config.json").read_text())
     assert found == kind.architecture_from_hf(stored)
     fresh = kind(found, dtype=jnp.bfloat16, sharding=make_sharding())
@@ -233,7 +238,7 @@ def test_an_unusable_field_of_a_file_is_one_line(name, path, value):
         group = group[key]
     group[path[-1]] = value
     with pytest.raises(errors.CheckpointError) as caught:
-        kind.shapes.fit(kind.architecture_from_hf(config), TARGET)
+        kind.architecture_from_hf(config).fit(TARGET)
     message = str(caught.value)
     assert message.startswith("config.json: ")
     assert path[-1] in message

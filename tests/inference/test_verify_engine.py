@@ -11,8 +11,8 @@ import scipy.special
 from support import engines, models
 from support.rejection import VOCAB, chi_square, lenient_left_over, make_params, too_lenient
 
-from dflash.config import schema
 from dflash.drafters.eagle3.drafter import Eagle3
+from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config
 from dflash.inference import verify
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
@@ -24,9 +24,9 @@ SLOTS, ROUNDS, PROMPT, TEMPERATURE = 512, 48, (3, 1, 4, 1, 5), 2.5
 
 def beams(arch):
     """An EAGLE-3 drafter of small trees, whose drafts are certain of themselves."""
-    config = schema.Eagle3Config(
-        tree=schema.BeamTree(budget=4, top_k=2, depth=2),
-        architecture=schema.Eagle3Architecture(target_layer_ids=(0, 1)),
+    config = Eagle3Config(
+        tree=BeamTree(budget=4, top_k=2, depth=2),
+        architecture=Eagle3Architecture(target_layer_ids=(0, 1)),
     )
     placed = models.make_sharding(*models.ONE_DEVICE)
     model = Eagle3.create(config, None, arch, dtype=jnp.dtype("float32"), sharding=placed)

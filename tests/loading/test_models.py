@@ -7,7 +7,8 @@ import pytest
 from support.golden import GOLDEN
 from support.models import make_sharding
 
-from dflash.config.schema import DFlashConfig, RopeScaling, TargetConfig
+from dflash.config.schema import RopeScaling, TargetConfig
+from dflash.drafters.dflash_config import DFlashConfig
 from dflash.loading import models
 
 YARN = GOLDEN / "qwen3yarn_v14"

@@ -13,6 +13,7 @@ import pytest
 
 from dflash.config import benchmark_schema, loader, schema, train_schema
 from dflash.config import sweep_points as sweep_lib
+from dflash.drafters.ngram_config import NgramConfig
 from dflash.measure import results
 from dflash.runs import outputs, records, sweeps
 from dflash.runs.directory import CONFIG, RunDirectory, check_config
@@ -86,7 +87,7 @@ def test_the_hash_of_a_config_stays():
     """Of values that differ from their defaults, so this one holds for every later version."""
     config = schema.DecodeRun(
         target=schema.TargetConfig(checkpoint="weights"),
-        drafter=schema.NgramConfig(block_size=4),
+        drafter=NgramConfig(block_size=4),
         decode=schema.DecodeConfig(temperature=0.5, stop_ids=(7,)),
         sharding_rules={**schema.SHARDING_RULES, "vocab": ()},
     )

@@ -2,8 +2,8 @@
 
 import jax
 
-from dflash.drafters.dflash.drafter import DFlash
-from dflash.drafters.dflash.shape import DFlashShape, LayerView
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_config import DFlashShape, LayerView
 from dflash.drafters.parts.blocks import cut_blocks
 from dflash.parallel import parameters
 from support.models import make_architecture

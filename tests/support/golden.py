@@ -10,7 +10,7 @@ import pytest
 
 from dflash.checkpoints import checkpoint
 from dflash.config import registry
-from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash import DFlash
 from dflash.loading import models
 from dflash.models.decoder import Decoder
 from support import TESTS

@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.config.schema import BeamTree, Eagle3Config
 from dflash.drafters.base import Heads
-from dflash.drafters.eagle3 import shape as shapes
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.layer import EagleLayer
-from dflash.drafters.eagle3.shape import Eagle3Shape
+from dflash.drafters.eagle3_config import BeamTree, Eagle3Config, Eagle3Shape
 from dflash.drafters.parts import beam_tree, chain, draft_vocabulary
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
 from dflash.drafters.parts.weighted import WeightedDrafter
@@ -50,7 +48,7 @@ class Eagle3(WeightedDrafter):
     """The drafter; parameter names are those of the published checkpoints."""
 
     hf_architectures = ("LlamaForCausalLMEagle3",)
-    shapes = shapes
+    shape_class = Eagle3Shape
     has_probs = True
     prefix_cache_mode = "rows"
     rows_ahead = 1

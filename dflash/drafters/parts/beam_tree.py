@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from dflash import errors
-from dflash.config.schema import BeamTree
 from dflash.drafters.base import Candidates, Proposal
+from dflash.drafters.eagle3_config import BeamTree
 
 
 class Beam(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dflash.config.schema import DrafterConfig
 from dflash.drafters.base import Proposal, Sampler
-from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash import DFlash
 from dflash.drafters.parts.blocks import Blocks, cut_blocks, sample_anchors, score_blocks
 from dflash.layers.losses import TokenScores
 

@@ -1,15 +1,15 @@
-"""What all strategies with weights share: a shape, stated by a checkpoint or made for a target."""
+"""Base of drafters with weights, whose shape follows from a checkpoint or from the target."""
 
 import dataclasses
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from dflash.checkpoints import hf_config
-from dflash.config.schema import DrafterConfig, LayeredDrafterConfig, TargetArchitecture
+from dflash.config.schema import DrafterConfig, TargetArchitecture
 from dflash.drafters.base import Drafter
+from dflash.drafters.base_config import DrafterShape, LayeredDrafterConfig
 from dflash.layers import cache as kv
 from dflash.layers.linear import Linear
 from dflash.parallel.sharding import Sharding
@@ -19,17 +19,13 @@ class WeightedDrafter(Drafter):
     """Base of such drafters.
 
     Attributes:
-      shapes: the module `shape.py` beside the drafter, which has four functions.
-        read(hf): the shape that a checkpoint's config.json states.
-        write(shape): the fields of config.json that state it.
-        for_target(target, options): the shape of a fresh drafter; options None for all defaults.
-        fit(shape, target): the shape, checked against the target and completed from it.
-      shape: of this drafter.
-      dtype: of weights and state.
-      sharding: where they live.
+      shape_class: Class of the strategy's shapes.
+      shape: Shape of this drafter.
+      dtype: Dtype of weights and state.
+      sharding: Mesh and axis rules of weights and state.
     """
 
-    shapes: ClassVar[ModuleType]
+    shape_class: ClassVar[type[DrafterShape]]
 
     def __init__(self, shape: Any, *, dtype: jnp.dtype, sharding: Sharding):
         """Subclasses declare their parameters and take the options of `options`."""
@@ -55,7 +51,7 @@ class WeightedDrafter(Drafter):
         if isinstance(config, LayeredDrafterConfig) and config.rope_scaling is not None:
             decoder = hf_config.with_rope_scaling(shape.decoder, config.rope_scaling)
             shape = dataclasses.replace(shape, decoder=decoder)
-        shape = cls.shapes.fit(shape, target)
+        shape = shape.fit(target)
         return cls(shape, dtype=dtype, sharding=sharding, **cls.options(config))
 
     @classmethod
@@ -70,7 +66,7 @@ class WeightedDrafter(Drafter):
         Raises:
           CheckpointError: a field is missing or unusable, or contradicts another.
         """
-        return cls.shapes.read(config)
+        return cls.shape_class.from_hf(config)
 
     @classmethod
     def architecture_for(cls, target: TargetArchitecture, options: Any) -> Any:
@@ -79,12 +75,12 @@ class WeightedDrafter(Drafter):
         Raises:
           ConfigError: the options contradict one another, or the target.
         """
-        return cls.shapes.for_target(target, options)
+        return cls.shape_class.for_target(target, options)
 
     @classmethod
     def config_to_hf(cls, shape: Any) -> dict[str, Any]:
         """The config.json of a checkpoint with this shape."""
-        return cls.shapes.write(shape) | {"architectures": list(cls.hf_architectures)}
+        return shape.to_hf() | {"architectures": list(cls.hf_architectures)}
 
     def feature_projection(self, num_features: int) -> Linear:
         """An abstract map from concatenated target features [..., C·D] to the drafter's width."""

@@ -9,9 +9,8 @@ from support.golden import GOLDEN, load
 from support.models import ARCHITECTURE, make_sharding, target
 
 from dflash import errors
-from dflash.config import schema
-from dflash.drafters import autoregressive
 from dflash.drafters.autoregressive import Autoregressive
+from dflash.drafters.autoregressive_config import AutoregressiveConfig, DraftModelArchitecture
 from dflash.loading import models
 from dflash.models.llama3 import Llama3
 from dflash.models.qwen3 import Qwen3
@@ -20,7 +19,7 @@ from dflash.parallel import parameters
 CASE = "qwen3_v12"
 
 
-def build(config: schema.AutoregressiveConfig, arch=ARCHITECTURE) -> Autoregressive:
+def build(config: AutoregressiveConfig, arch=ARCHITECTURE) -> Autoregressive:
     source = models.find_drafter(config)
     return models.build_drafter(config, source, arch, dtype="float32", sharding=make_sharding())
 
@@ -48,7 +47,7 @@ def test_probabilities_are_those_of_the_model():
 
 
 def test_a_checkpoint_of_a_target_becomes_a_drafter():
-    config = schema.AutoregressiveConfig(checkpoint=str(GOLDEN / CASE / "target"))
+    config = AutoregressiveConfig(checkpoint=str(GOLDEN / CASE / "target"))
     source = models.find_drafter(config)
     arch = Qwen3.architecture_from_hf(source.hf)
     built = models.build_drafter(config, source, arch, dtype="float32", sharding=make_sharding())
@@ -62,10 +61,10 @@ def test_a_checkpoint_of_a_target_becomes_a_drafter():
 
 
 def test_random_weights_are_of_the_family_that_is_named():
-    config = schema.AutoregressiveConfig(
+    config = AutoregressiveConfig(
         checkpoint="random",
         family="llama3",
-        architecture=schema.DraftModelArchitecture(num_hidden_layers=1, hidden_size=16),
+        architecture=DraftModelArchitecture(num_hidden_layers=1, hidden_size=16),
     )
     model = build(config).model
     assert isinstance(model, Llama3)
@@ -74,8 +73,8 @@ def test_random_weights_are_of_the_family_that_is_named():
 
 
 def test_width_vocabulary_and_context_follow_the_target():
-    options = schema.DraftModelArchitecture(num_hidden_layers=1)
-    decoder = autoregressive.architecture_for(ARCHITECTURE, options)
+    options = DraftModelArchitecture(num_hidden_layers=1)
+    decoder = options.for_target(ARCHITECTURE)
     assert decoder.num_hidden_layers == 1
     assert decoder.hidden_size == ARCHITECTURE.hidden_size
     assert decoder.vocab_size == ARCHITECTURE.vocab_size
@@ -91,19 +90,19 @@ def test_width_vocabulary_and_context_follow_the_target():
         ({"checkpoint": "random", "family": "qwen33"}, errors.ConfigError,
          "drafter.family: unknown name 'qwen33'; did you mean 'qwen3'?"),
         ({"checkpoint": "random",
-          "architecture": schema.DraftModelArchitecture(num_attention_heads=9)},
+          "architecture": DraftModelArchitecture(num_attention_heads=9)},
          errors.ConfigError, "num_attention_heads: 9 does not divide into num_key_value_heads=8"),
     ],
     ids=["vocabulary", "architecture", "family", "heads"],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(options, kind, message):
     with pytest.raises(kind, match=message) as caught:
-        build(schema.AutoregressiveConfig(**options))
+        build(AutoregressiveConfig(**options))
     assert "\n" not in str(caught.value)
 
 
 def test_training_it_is_refused():
-    model = build(schema.AutoregressiveConfig(checkpoint="random"))
+    model = build(AutoregressiveConfig(checkpoint="random"))
     with pytest.raises(errors.ConfigError, match="task=target"):
         model.loss(None, None, jax.random.key(0), None)
 
@@ -120,7 +119,7 @@ def test_a_mesh_splits_the_pages_as_it_splits_the_batch():
 
 def test_random_weights_of_a_family_whose_shape_is_not_stated():
     with pytest.raises(errors.ConfigError) as caught:
-        build(schema.AutoregressiveConfig(checkpoint="random", family="qwen3_moe"))
+        build(AutoregressiveConfig(checkpoint="random", family="qwen3_moe"))
     assert str(caught.value) == (
         "drafter.family: 'qwen3_moe' has experts or attention of its own, which "
         "drafter.architecture does not state; use drafter.checkpoint, or a family of qwen3, llama3"

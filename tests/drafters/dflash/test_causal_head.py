@@ -10,10 +10,8 @@ from support.dflash_cases import make_config
 from support.golden import GOLDEN, TableHeads, golden, load
 from support.models import zeros
 
-from dflash.config.schema import DFlashArchitecture
-from dflash.drafters.dflash import shape as shapes
-from dflash.drafters.dflash.drafter import DFlash
-from dflash.drafters.dflash.shape import LayerView
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape, LayerView
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 
 CASE = "jetspec_v24"
@@ -69,14 +67,14 @@ def test_every_name_of_a_causal_head_is_read():
     for name in ("causal", "causal_head"):
         config = make_config()
         config["dflash_config"][name] = True
-        shape = shapes.read(config)
-        assert shapes.is_causal(shape)
-        assert shapes.read(shapes.write(shape)) == shape
-        assert shapes.write(shape)["dflash_config"]["causal_head"]
-    assert not shapes.is_causal(shapes.read(make_config()))
+        shape = DFlashShape.from_hf(config)
+        assert shape.is_causal
+        assert DFlashShape.from_hf(shape.to_hf()) == shape
+        assert shape.to_hf()["dflash_config"]["causal_head"]
+    assert not DFlashShape.from_hf(make_config()).is_causal
 
 
 def test_a_fresh_drafter_may_be_causal():
     target = load(DFlash, GOLDEN / CASE / "draft").shape.decoder
-    shape = shapes.for_target(target, DFlashArchitecture(num_hidden_layers=2, causal=True))
+    shape = DFlashShape.for_target(target, DFlashArchitecture(num_hidden_layers=2, causal=True))
     assert shape.views == (LayerView(causal=True),) * 2

@@ -15,10 +15,9 @@ from support.models import ARCHITECTURE, make_sharding, make_target, target, zer
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.config.loss_schema import LossConfig
-from dflash.config.schema import DFlashArchitecture, DSparkArchitecture
-from dflash.drafters.dflash import shape as shapes
-from dflash.drafters.dflash.drafter import DFlash
-from dflash.drafters.dspark import shape as dspark_shapes
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_config import DFlashArchitecture, DFlashShape
+from dflash.drafters.dspark_config import DSparkArchitecture, DSparkShape
 from dflash.drafters.parts.blocks import sample_anchors, score_blocks
 from dflash.layers.train_batch import TrainBatch
 from dflash.parallel import parameters
@@ -82,7 +81,7 @@ def decoding_engine(tree_budget, verify):
     options = DFlashArchitecture(
         num_hidden_layers=1, block_size=6, target_layer_ids=(0, 1), draft_vocab_size=9
     )
-    shape = shapes.for_target(ARCHITECTURE, options)
+    shape = DFlashShape.for_target(ARCHITECTURE, options)
     build = {"dtype": jnp.float32, "sharding": make_sharding()}
     model = DFlash(shape, tree_budget=tree_budget, **build)
     parameters.initialize(model, jax.random.key(1))
@@ -201,26 +200,26 @@ def test_a_table_that_names_other_tokens_is_refused(tmp_path):
 
 def test_a_whole_vocabulary_is_none():
     options = DFlashArchitecture(num_hidden_layers=1, draft_vocab_size=24, target_layer_ids=(0,))
-    assert shapes.for_target(ARCHITECTURE, options).draft_vocab_size is None
+    assert DFlashShape.for_target(ARCHITECTURE, options).draft_vocab_size is None
     config = DFlash.config_to_hf(make_shape(FULL)) | {"draft_vocab_size": 48}
-    assert shapes.read(config).draft_vocab_size is None
+    assert DFlashShape.from_hf(config).draft_vocab_size is None
     assert "draft_vocab_size" not in DFlash.config_to_hf(make_shape(FULL))
 
 
 def test_more_tokens_than_the_target_has_are_refused():
     options = DFlashArchitecture(num_hidden_layers=1, draft_vocab_size=25, target_layer_ids=(0,))
     with pytest.raises(errors.ConfigError, match=r"draft_vocab_size: 25 exceeds .* of 24"):
-        shapes.for_target(ARCHITECTURE, options)
+        DFlashShape.for_target(ARCHITECTURE, options)
     config = DFlash.config_to_hf(make_shape(FULL)) | {"draft_vocab_size": 49}
     with pytest.raises(errors.CheckpointError, match="draft_vocab_size: 49 exceeds"):
-        shapes.read(config)
+        DFlashShape.from_hf(config)
 
 
 def test_a_drafter_whose_heads_score_all_tokens_has_none():
-    shape = dspark_shapes.for_target(
+    shape = DSparkShape.for_target(
         ARCHITECTURE, DSparkArchitecture(num_hidden_layers=1, target_layer_ids=(0,))
     )
-    config = dspark_shapes.write(shape)
-    assert dspark_shapes.read(config | {"draft_vocab_size": 24}).draft_vocab_size is None
+    config = shape.to_hf()
+    assert DSparkShape.from_hf(config | {"draft_vocab_size": 24}).draft_vocab_size is None
     with pytest.raises(errors.CheckpointError, match="draft_vocab_size: 9 is not supported"):
-        dspark_shapes.read(config | {"draft_vocab_size": 9})
+        DSparkShape.from_hf(config | {"draft_vocab_size": 9})

@@ -12,8 +12,8 @@ from support.models import make_sharding, make_target, move, zeros
 
 from dflash import errors
 from dflash.drafters.base import Candidates
-from dflash.drafters.dflash.drafter import DFlash
-from dflash.drafters.dflash.shape import LayerView
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_config import LayerView
 from dflash.layers import cache as kv
 from dflash.parallel import parameters
 

@@ -13,8 +13,8 @@ from support.dflash_cases import CAUSAL, FULL, cut, make_shape, weights_of, with
 from support.models import make_sharding, make_target, move
 
 from dflash.config.loss_schema import LossConfig
-from dflash.drafters.dflash.drafter import DFlash
-from dflash.drafters.dflash.shape import LayerView
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_config import LayerView
 from dflash.drafters.parts.blocks import Anchors, sample_anchors
 from dflash.layers.train_batch import TrainBatch
 from dflash.parallel import parameters

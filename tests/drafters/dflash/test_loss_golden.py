@@ -11,7 +11,7 @@ from support.dflash_cases import cut, weights_of, with_weights
 from support.golden import GOLDEN, TableHeads, golden, load
 
 from dflash.config.loss_schema import LossConfig
-from dflash.drafters.dflash.drafter import DFlash
+from dflash.drafters.dflash import DFlash
 from dflash.drafters.parts.blocks import Anchors
 from dflash.kernels.anchored_attention import visible_context
 from dflash.layers.train_batch import TrainBatch

@@ -10,9 +10,16 @@ from support.dflash_cases import BLOCK, FULL, SLIDE, VIEWS, WHOLE, make_config, 
 from support.models import make_architecture, make_sharding
 
 from dflash import errors
-from dflash.config.schema import DFlashArchitecture, DFlashConfig, MarginalTree, RopeScaling
-from dflash.drafters.dflash.drafter import DFlash
-from dflash.drafters.dflash.shape import DFlashShape, LayerView, default_taps
+from dflash.config.schema import RopeScaling
+from dflash.drafters.base_config import MarginalTree
+from dflash.drafters.dflash import DFlash
+from dflash.drafters.dflash_config import (
+    DFlashArchitecture,
+    DFlashConfig,
+    DFlashShape,
+    LayerView,
+    default_taps,
+)
 
 # --- config.json ----------------------------------------------------------------------------------
 
@@ -76,7 +83,7 @@ WRONG = {
         "layer_types": [WHOLE, "chunked_attention"]
     },
     "draft_shift: true is not supported, only false": {"draft_shift": True},
-    "partial_rotary_factor: 0.1 of 16 numbers a head are 1, which are no pairs": {
+    "partial_rotary_factor=0.1 rotates 1 of 16 head dimensions; expected a positive even number": {
         "partial_rotary_factor": 0.1
     },
     "layer 0 slides, but no sliding_window or swa_window_size is given": {

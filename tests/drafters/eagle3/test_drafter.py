@@ -14,9 +14,9 @@ from support.models import make_architecture, make_sharding, make_target, zeros
 from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.config.loss_schema import LossConfig
-from dflash.config.schema import BeamTree, Eagle3Architecture, Eagle3Config
-from dflash.drafters.eagle3 import shape as eagle3_shape
+from dflash.drafters import eagle3_config
 from dflash.drafters.eagle3.drafter import Eagle3
+from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config, Eagle3Shape
 from dflash.layers.train_batch import TrainBatch
 from dflash.loading import models
 from dflash.parallel import parameters
@@ -56,22 +56,22 @@ def make_drafter():
 def test_a_published_config_leaves_much_unsaid():
     shape = create(HF).shape
     assert (shape.decoder.rope_theta, shape.decoder.head_dim) == (10000.0, 8)
-    assert shape.target_layer_ids == eagle3_shape.default_taps(3)
+    assert shape.target_layer_ids == eagle3_config.default_taps(3)
     assert shape.num_target_layers == 3
-    assert eagle3_shape.read(HF | {"rope_theta": 5e5}).decoder.rope_theta == 5e5
+    assert Eagle3Shape.from_hf(HF | {"rope_theta": 5e5}).decoder.rope_theta == 5e5
     newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}}
-    assert eagle3_shape.read(HF | newer).decoder.rope_theta == 3e5
-    assert eagle3_shape.read(HF | {"draft_vocab_size": None}).draft_vocab_size == 48
+    assert Eagle3Shape.from_hf(HF | newer).decoder.rope_theta == 3e5
+    assert Eagle3Shape.from_hf(HF | {"draft_vocab_size": None}).draft_vocab_size == 48
 
 
 def test_taps_are_the_inputs_of_layers_low_middle_and_high():
-    assert eagle3_shape.default_taps(36) == (2 - 1, 18 - 1, 33 - 1)
-    assert eagle3_shape.default_taps(1) == (0, 0, 0)
+    assert eagle3_config.default_taps(36) == (2 - 1, 18 - 1, 33 - 1)
+    assert eagle3_config.default_taps(1) == (0, 0, 0)
 
 
 def test_a_config_reads_back():
     shape = create().shape
-    assert eagle3_shape.read(Eagle3.config_to_hf(shape)) == shape
+    assert Eagle3Shape.from_hf(Eagle3.config_to_hf(shape)) == shape
 
 
 @pytest.mark.parametrize(

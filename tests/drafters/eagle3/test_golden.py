@@ -15,9 +15,10 @@ from support.models import make_cache, make_sharding, zeros
 
 from dflash.checkpoints import checkpoint
 from dflash.config.loss_schema import LossConfig
-from dflash.config.schema import BeamTree, DecodeConfig, Eagle3Config
+from dflash.config.schema import DecodeConfig
 from dflash.drafters.eagle3 import unrolled
 from dflash.drafters.eagle3.drafter import Eagle3
+from dflash.drafters.eagle3_config import BeamTree, Eagle3Config
 from dflash.inference import tree
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Request

@@ -11,10 +11,10 @@ from support.models import make_architecture, make_sharding, make_target
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.config import schema
 from dflash.config.loss_schema import LossConfig
-from dflash.drafters.medusa.drafter import Medusa
-from dflash.drafters.medusa.shape import MedusaShape
+from dflash.drafters.base_config import MarginalTree
+from dflash.drafters.medusa import Medusa
+from dflash.drafters.medusa_config import MedusaArchitecture, MedusaConfig, MedusaShape
 from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.layers.train_batch import TrainBatch
@@ -28,7 +28,7 @@ ARCH = make_architecture()
 @functools.cache
 def make_drafter(**options) -> Medusa:
     """Heads that have learnt something, whatever it is."""
-    shape = Medusa.architecture_for(ARCH, schema.MedusaArchitecture(block_size=BLOCK))
+    shape = Medusa.architecture_for(ARCH, MedusaArchitecture(block_size=BLOCK))
     model = Medusa(shape, dtype=jnp.float32, sharding=make_sharding(), **options)
     parameters.initialize(model, jax.random.key(0))
     noise = np.random.default_rng(1)
@@ -186,7 +186,7 @@ def test_checkpoints_come_back(tmp_path):
     model = make_drafter()
     path = tmp_path / "heads"
     checkpoint.save_hf(model, path, Medusa.config_to_hf(model.shape))
-    config = schema.MedusaConfig(checkpoint=str(path), block_size=3)
+    config = MedusaConfig(checkpoint=str(path), block_size=3)
     source = models.find_drafter(config)
     found = models.build_drafter(config, source, ARCH, dtype="float32", sharding=make_sharding())
     models.load_weights(found, source)
@@ -199,7 +199,7 @@ def test_checkpoints_come_back(tmp_path):
 
 
 def create(hf=None, **options) -> Medusa:
-    config = schema.MedusaConfig(**options)
+    config = MedusaConfig(**options)
     return Medusa.create(config, hf, ARCH, dtype=jnp.float32, sharding=make_sharding())
 
 
@@ -207,7 +207,7 @@ def create(hf=None, **options) -> Medusa:
     ("options", "kind", "message"),
     [
         ({"block_size": 9}, errors.ConfigError, "drafter.block_size: 9 is larger than"),
-        ({"block_size": 2, "tree": schema.MarginalTree(budget=49)}, errors.ConfigError,
+        ({"block_size": 2, "tree": MarginalTree(budget=49)}, errors.ConfigError,
          "drafter.tree.budget: 49 is larger than the block's capacity, 48"),
         ({"hf": {"hidden_size": 32}}, errors.CheckpointError,
          "missing block_size, vocab_size, num_target_layers, rms_norm_eps"),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dflash import errors
-from dflash.config.schema import BeamTree
 from dflash.drafters.base import Candidates
+from dflash.drafters.eagle3_config import BeamTree
 from dflash.drafters.parts import beam_tree
 
 VOCAB = 7

@@ -15,8 +15,9 @@ from dflash import errors
 from dflash.checkpoints import checkpoint, files
 from dflash.config import schema
 from dflash.config.loss_schema import LossConfig
-from dflash.drafters.dflash2.drafter import DFlash2, convolve
-from dflash.drafters.dspark.drafter import DSpark
+from dflash.drafters.dflash2 import DFlash2, convolve
+from dflash.drafters.dflash2_config import DFlash2Architecture
+from dflash.drafters.dspark import DSpark
 from dflash.drafters.parts.blocks import Anchors
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 from dflash.layers.train_batch import TrainBatch
@@ -299,7 +300,7 @@ def test_the_config_of_speculators():
     assert shape.target_layer_ids == (0, 1)  # what enters layers 1 and 2
     assert shape.num_target_layers is None
     target = schema.TargetArchitecture(32, 32, 64, 6, 4, 2, 16, 128)
-    assert DFlash2.shapes.fit(shape, target).num_target_layers == 6
+    assert shape.fit(target).num_target_layers == 6
     assert (shape.conv_kernel_size, shape.conv_group_size) == (2, 8)
     assert (shape.selector_rank, shape.selector_top_k) == (12, 6)
 
@@ -336,7 +337,7 @@ def test_what_a_config_may_not_say(case, changes, message):
 def test_what_options_may_not_say(options, message):
     target = schema.TargetArchitecture(64, 32, 64, 6, 4, 2, 16, 128)
     with pytest.raises(errors.ConfigError, match=message):
-        DFlash2.architecture_for(target, schema.DFlash2Architecture(**options))
+        DFlash2.architecture_for(target, DFlash2Architecture(**options))
 
 
 def test_more_drafts_than_trained_are_refused():

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.drafters.dflash2 import shape as shapes
-from dflash.drafters.dflash2.shape import DFlash2Shape
+from dflash.drafters.dflash2_config import DFlash2Shape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.drafters.parts.draft_vocabulary import Shortlist
@@ -129,7 +128,7 @@ class DFlash2(ConditionedDFlash):
     """The drafter; its state is that of DFlash."""
 
     hf_architectures = ("DFlash2DraftModel",)
-    shapes = shapes
+    shape_class = DFlash2Shape
 
     def __init__(
         self,

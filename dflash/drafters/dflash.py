@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.config.schema import DFlashConfig
-from dflash.drafters.dflash import shape as shapes
-from dflash.drafters.dflash.shape import DFlashShape
+from dflash.drafters.dflash_config import DFlashConfig, DFlashShape
 from dflash.drafters.parts import draft_vocabulary
 from dflash.drafters.parts.blocks import block_loss, cut_blocks, sample_anchors, score_blocks
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary
@@ -38,7 +36,7 @@ class DFlash(OnePassDrafter):
     """The drafter; its state is the keys and values of every committed position's features."""
 
     hf_architectures = ("DFlashDraftModel",)
-    shapes = shapes
+    shape_class = DFlashShape
     prefix_cache_mode = "rows"
     ignored_checkpoint_names = ()
     ignored_checkpoint_suffixes = ("rotary_emb.inv_freq",)
@@ -137,7 +135,7 @@ class DFlash(OnePassDrafter):
 
         Rows that see those before them alone are run as far as they are wanted.
         """
-        last = count if shapes.is_causal(self.shape) else self.pass_positions
+        last = count if self.shape.is_causal else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
         first = slice(1, count + 1)
         if self.lm_head is None:

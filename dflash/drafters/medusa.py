@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.config.schema import MedusaConfig
-from dflash.drafters.medusa import shape as shapes
-from dflash.drafters.medusa.shape import MedusaShape
+from dflash.drafters.medusa_config import MedusaConfig, MedusaShape
 from dflash.drafters.parts.blocks import (
     Anchors,
     block_loss,
@@ -51,7 +49,7 @@ class Medusa(OnePassDrafter):
     """
 
     hf_architectures = ("MedusaModel",)
-    shapes = shapes
+    shape_class = MedusaShape
     prefix_cache_mode = "rows"  # of which there are none
 
     def __init__(

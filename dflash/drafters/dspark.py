@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.drafters.dspark import shape as shapes
-from dflash.drafters.dspark.shape import DSparkShape
+from dflash.drafters.dspark_config import DSparkShape
 from dflash.drafters.parts.blocks import block_loss
 from dflash.drafters.parts.conditioned import ConditionedDFlash
 from dflash.layers import losses
@@ -106,7 +105,7 @@ class DSpark(ConditionedDFlash):
     """The drafter; its state is that of DFlash."""
 
     hf_architectures = ("Qwen3DSparkModel",)
-    shapes = shapes
+    shape_class = DSparkShape
     ignored_checkpoint_names = ("embed_tokens.weight", "lm_head.weight")
     first_row: ClassVar[int] = 0
 

@@ -1,0 +1,233 @@
+"""Config keys and shapes that drafting strategies share. Imports no jax.
+
+Each strategy declares its own beside its code, in `<strategy>_config.py`: the keys of the config
+group `drafter`; the keys of `drafter.architecture`, which size a fresh drafter; and the shape,
+which follows from a checkpoint's config.json or from that architecture.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
+
+from dflash import errors
+from dflash.checkpoints import hf_config
+from dflash.config import checks
+from dflash.config.schema import (
+    MAX_BLOCK_SIZE,
+    DrafterConfig,
+    Quantization,
+    RopeScaling,
+    TargetArchitecture,
+    location,
+    option,
+)
+
+MAX_RANK = 2**16  # of the small matrices in drafters
+MAX_LAYERS = 2**12
+MAX_WIDTH = 2**20
+MAX_VOCABULARY = 2**24
+_MLP_RATIO = 3  # of Qwen3 0.6B, 1.7B and 8B
+_MOST_KV_HEADS = 8  # of every dense Qwen3
+
+# --- Keys of the group `drafter` ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LayeredDrafterConfig(DrafterConfig):
+    """Keys of a drafter that is made of transformer layers."""
+
+    rope_scaling: RopeScaling | None = None  # None: that of the checkpoint, or of the architecture
+    quantization: Quantization | None = None  # None: as stored in the checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointKey:
+    """Key of every drafter with weights."""
+
+    checkpoint: str | None = location("checkpoint")  # directory, hf:org/name, or random
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizeKey:
+    """Key of drafters that were trained with a block size."""
+
+    # None: as trained. auto: chosen anew in every cycle.
+    block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
+    """Keys of DFlash and its descendants."""
+
+    short_pass: bool = False  # compute only as many rows as block_size needs
+
+
+@dataclasses.dataclass(frozen=True)
+class MarginalTree:
+    """Tree of the likeliest prefixes, by the marginal distributions of the draft positions."""
+
+    budget: int = option(minimum=1, maximum=1024)  # drafts in the tree
+
+
+# --- Keys of `drafter.architecture` ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftLayers:
+    """Sizes of a drafter's transformer layers, which are Qwen3's for every target.
+
+    Width, vocabulary and context length follow the target; its attention and MLP have no influence.
+    """
+
+    # None: three times the hidden size.
+    intermediate_size: int | None = option(None, minimum=1, maximum=2**24)
+    # None: the smallest power of two of heads that together are as wide as the hidden size.
+    num_attention_heads: int | None = option(None, minimum=1, maximum=2**16)
+    # None: 8, or the number of attention heads if that is smaller.
+    num_key_value_heads: int | None = option(None, minimum=1, maximum=2**16)
+    head_dim: int = option(128, minimum=2, maximum=2**16)
+    rms_norm_eps: float = option(1e-6, minimum=0.0)
+    rope_theta: float = option(1e6, minimum=1.0)
+    rope_scaling: RopeScaling | None = None
+
+    def decoder_for(
+        self,
+        target: TargetArchitecture,
+        *,
+        num_hidden_layers: int,
+        hidden_size: int | None = None,
+        tie_word_embeddings: bool | None = None,
+    ) -> TargetArchitecture:
+        """Returns the decoder of a fresh drafter, with defaults for the sizes that are None.
+
+        Args:
+          target: Architecture of the target. Only fields that every family has are read:
+            vocabulary, width, context length, end-of-sequence ids and tied embeddings.
+          num_hidden_layers: Number of draft layers.
+          hidden_size: Width of the drafter; None for the target's.
+          tie_word_embeddings: Whether the embedding is the output head too; None as in the target.
+        Raises:
+          ConfigError: The heads do not divide into groups, or into rotary halves.
+        """
+        width = hidden_size or target.hidden_size
+        heads = self.num_attention_heads or _default_heads(width, self.head_dim)
+        tied = target.tie_word_embeddings if tie_word_embeddings is None else tie_word_embeddings
+        decoder = TargetArchitecture(
+            vocab_size=target.vocab_size,
+            hidden_size=width,
+            intermediate_size=self.intermediate_size or _MLP_RATIO * width,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=self.num_key_value_heads or min(heads, _MOST_KV_HEADS),
+            head_dim=self.head_dim,
+            max_position_embeddings=target.max_position_embeddings,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling,
+            tie_word_embeddings=tied,
+            eos_token_id=target.eos_token_id,
+        )
+        check_options(checks.shape_problems(decoder))
+        return decoder
+
+
+def _default_heads(width: int, head_dim: int) -> int:
+    return 1 << (-(-width // head_dim) - 1).bit_length()
+
+
+# --- Shapes ---------------------------------------------------------------------------------------
+
+
+class DrafterShape:
+    """Base of shapes: frozen dataclasses of everything that a drafter's config.json states."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads a checkpoint's config.json.
+
+        Raises:
+          CheckpointError: A field is missing, unusable or unsupported, or contradicts another.
+        """
+        raise NotImplementedError
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json fields of this shape, for `from_hf`."""
+        raise NotImplementedError
+
+    @classmethod
+    def for_target(cls, target: TargetArchitecture, options: Any) -> Self:
+        """Returns the shape of a fresh drafter.
+
+        Args:
+          target: Architecture of the target.
+          options: The config group `drafter.architecture`; None for its defaults.
+        Raises:
+          ConfigError: The options contradict one another, or the target.
+        """
+        raise NotImplementedError
+
+    def fit(self, target: TargetArchitecture) -> Self:
+        """Returns this shape, completed with what follows from the target.
+
+        Raises:
+          CheckpointError: The drafter was trained for a target of another shape.
+        """
+        raise NotImplementedError
+
+
+def subset(values: Any, declared: type) -> dict[str, Any]:
+    """Returns the attributes of `values` that are fields of the dataclass `declared`."""
+    return {field.name: getattr(values, field.name) for field in dataclasses.fields(declared)}
+
+
+# The fields involved, the one to change first, and the problem; as in config/checks.py.
+Problem = tuple[tuple[str, ...], str]
+
+
+def check_file(problems: Iterable[Problem]) -> None:
+    """Raises CheckpointError if a shape that was read from a config.json has problems."""
+    lines = [f"{hf_config.FILE}: {fields[0]}: {message}" for fields, message in problems]
+    if lines:
+        raise errors.CheckpointError("\n".join(lines))
+
+
+def check_options(problems: Iterable[Problem]) -> None:
+    """Raises ConfigError if a shape that follows from `drafter.architecture` has problems."""
+    lines = [f"drafter.architecture.{fields[0]}: {message}" for fields, message in problems]
+    if lines:
+        raise errors.ConfigError(*lines)
+
+
+def vocabulary_problems(draft_vocab_size: int | None, vocab_size: int) -> Iterable[Problem]:
+    """Yields a problem if more tokens can be drafted than the target has."""
+    if draft_vocab_size is not None and draft_vocab_size > vocab_size:
+        yield ("draft_vocab_size",), f"{draft_vocab_size} exceeds the vocabulary of {vocab_size}"
+
+
+def check_same_target(
+    target: TargetArchitecture, *, hidden_size: int, vocab_size: int, num_layers: int | None
+) -> None:
+    """Checks that a drafter was trained for a target of the same size.
+
+    Args:
+      target: Architecture of the target at hand.
+      hidden_size: Width of the drafter's target.
+      vocab_size: Vocabulary size of the drafter's target.
+      num_layers: Depth of the drafter's target; None if not stated.
+    Raises:
+      CheckpointError: Some sizes differ; the message names them all.
+    """
+    sizes = {
+        "hidden size": (hidden_size, target.hidden_size),
+        "number of target layers": (num_layers, target.num_hidden_layers),
+        "vocabulary": (vocab_size, target.vocab_size),
+    }
+    differences = [
+        f"{name} {trained_for} (target: {actual})"
+        for name, (trained_for, actual) in sizes.items()
+        if trained_for not in (None, actual)
+    ]
+    if differences:
+        raise errors.CheckpointError(
+            f"drafter.checkpoint: trained for another target: {', '.join(differences)}"
+        )

@@ -1,1 +1,0 @@
-"""DFlash: a whole block drafted in one pass."""

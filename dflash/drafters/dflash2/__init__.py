@@ -1,1 +1,0 @@
-"""DFlash2: DFlash with convolutions and a candidate selector."""

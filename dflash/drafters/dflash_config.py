@@ -1,0 +1,303 @@
+"""Config keys and shape of DFlash drafters."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
+
+from dflash import errors
+from dflash.checkpoints import hf_config
+from dflash.config.schema import MAX_BLOCK_SIZE, TargetArchitecture, option, option_like
+from dflash.drafters import base_config
+from dflash.drafters.base_config import (
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    BlockDrafterConfig,
+    DrafterShape,
+    DraftLayers,
+    MarginalTree,
+)
+
+GROUP = "dflash_config"  # mapping in config.json
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Fields that some published drafters have, with the only value that is supported.
+_SUPPORTED = {"draft_shift": False}
+# Fields of heads; config.json leaves them out at their defaults.
+_HEAD_FIELDS = ("partial_rotary_factor", "attention_sink_bias", "attention_value_scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerView:
+    """Part of the sequence that one draft layer shows to the block.
+
+    Attributes:
+      window: Number of visible context positions before the anchor; None for all.
+      causal: Whether block row r sees block rows up to r only.
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashShape(DrafterShape):
+    """Everything that a DFlash checkpoint's config.json states.
+
+    Attributes:
+      decoder: Width, heads, rotary base and so on of the draft layers.
+      block_size: Anchor and drafted tokens, as trained.
+      mask_token_id: Token at the positions to be drafted.
+      target_layer_ids: Target layers whose outputs are the features.
+      num_target_layers: Depth of the target that the drafter was trained for; None if not stated.
+      views: One view per draft layer.
+      draft_vocab_size: Number of tokens that can be drafted, through an output head of their own;
+        None for the target's whole vocabulary and its head.
+      partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
+      attention_sink_bias: Whether each head has a learned score that stands for no position.
+      attention_value_scale: Factor on values.
+    """
+
+    decoder: TargetArchitecture
+    block_size: int = option(minimum=2, maximum=MAX_BLOCK_SIZE)
+    mask_token_id: int = option(minimum=0, maximum=MAX_VOCABULARY)
+    target_layer_ids: tuple[int, ...] = option(minimum=0, maximum=MAX_LAYERS)
+    num_target_layers: int | None = option(minimum=1, maximum=MAX_LAYERS)
+    views: tuple[LayerView, ...] = option()
+    draft_vocab_size: int | None = option(None, minimum=1, maximum=MAX_VOCABULARY)
+    partial_rotary_factor: float = option(1.0, minimum=0.0, maximum=1.0)
+    attention_sink_bias: bool = False
+    attention_value_scale: float = option(1.0, minimum=0.0, maximum=1e3)
+
+    @property
+    def rotary(self) -> TargetArchitecture:
+        """The decoder, with heads as wide as their rotated part."""
+        width = int(self.decoder.head_dim * self.partial_rotary_factor)
+        return dataclasses.replace(self.decoder, head_dim=width)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether every block row depends on no later row."""
+        return all(view.causal for view in self.views)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads config.json, in its older and its newer layout; see `DrafterShape.from_hf`."""
+        decoder = hf_config.read_architecture(config)
+        group = hf_config.read_group(config, GROUP)
+        for fields in (config, group):
+            for name, supported in _SUPPORTED.items():
+                hf_config.check_only(fields, name, supported)
+        within = hf_config.read_fields(group, _GroupFields, group=GROUP)
+        beside = hf_config.read_fields(config, _FileFields)
+        stated = _merge(beside, within)
+        sizes = ("block_size", "num_target_layers", "mask_token_id")
+        missing = [name for name in sizes if stated.get(name) is None]
+        if missing:
+            raise errors.CheckpointError(f"{hf_config.FILE}: missing {', '.join(missing)}")
+        stated["target_layer_ids"] = stated["target_layer_ids"] or default_taps(
+            stated["num_target_layers"], decoder.num_hidden_layers
+        )
+        shape = cls(
+            decoder=decoder,
+            views=_views(beside, within, decoder.num_hidden_layers),
+            draft_vocab_size=_partial(beside.draft_vocab_size, decoder.vocab_size),
+            **{name: value for name, value in stated.items() if value is not None},
+        )
+        base_config.check_file(shape._problems())
+        rotated = shape.rotary.head_dim
+        if rotated % 2 or not rotated:
+            raise errors.CheckpointError(
+                f"{hf_config.FILE}: partial_rotary_factor={shape.partial_rotary_factor} rotates "
+                f"{rotated} of {decoder.head_dim} head dimensions; expected a positive even number"
+            )
+        return shape
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `DrafterShape.to_hf`."""
+        windows = {view.window for view in self.views} - {None}
+        optional = {
+            name: getattr(self, name)
+            for name in (*_HEAD_FIELDS, "draft_vocab_size")
+            if getattr(self, name) != getattr(DFlashShape, name)
+        }
+        return (
+            hf_config.write_architecture(self.decoder)
+            | optional
+            | {
+                "model_type": "qwen3",
+                "block_size": self.block_size,
+                "num_target_layers": self.num_target_layers,
+                "layer_types": [_FULL if view.window is None else _SLIDING for view in self.views],
+                "sliding_window": max(windows, default=None),
+                "sliding_window_non_causal": not any(view.causal for view in self.views),
+                GROUP: {
+                    "mask_token_id": self.mask_token_id,
+                    "target_layer_ids": list(self.target_layer_ids),
+                    "causal": self.is_causal,
+                    "causal_head": self.is_causal,
+                },
+            }
+        )
+
+    @classmethod
+    def for_target(cls, target: TargetArchitecture, options: "DFlashArchitecture | None") -> Self:
+        """See `DrafterShape.for_target`."""
+        options = options or DFlashArchitecture()
+        drafted = _partial(options.draft_vocab_size, target.vocab_size)
+        shape = cls(**options.shape_fields(target), draft_vocab_size=drafted)
+        base_config.check_options(shape._problems())
+        return shape
+
+    def fit(self, target: TargetArchitecture) -> Self:
+        """Adds the target's depth if it is not stated; see `DrafterShape.fit`."""
+        depth = target.num_hidden_layers
+        base_config.check_same_target(
+            target,
+            hidden_size=self.decoder.hidden_size,
+            vocab_size=self.decoder.vocab_size,
+            num_layers=self.num_target_layers,
+        )
+        if max(self.target_layer_ids) >= depth or self.mask_token_id >= target.vocab_size:
+            raise errors.CheckpointError(
+                f"drafter: taps layers {list(self.target_layer_ids)} and masks with token "
+                f"{self.mask_token_id}, but the target has {depth} layers and "
+                f"{target.vocab_size} tokens"
+            )
+        return dataclasses.replace(self, num_target_layers=depth)
+
+    def _problems(self) -> Iterable[base_config.Problem]:
+        yield from base_config.vocabulary_problems(self.draft_vocab_size, self.decoder.vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockArchitecture(DraftLayers):
+    """Architecture of a fresh drafter of DFlash's kind."""
+
+    num_hidden_layers: int = option(5, minimum=1, maximum=MAX_LAYERS)
+    block_size: int = option_like(DFlashShape, "block_size", 16)
+    # None: the last id of the vocabulary.
+    mask_token_id: int | None = option_like(DFlashShape, "mask_token_id", None)
+    # None: evenly spread.
+    target_layer_ids: tuple[int, ...] | None = option_like(DFlashShape, "target_layer_ids", None)
+    # Number of target layers to tap if target_layer_ids is left out.
+    num_target_features: int = option(5, minimum=1, maximum=MAX_LAYERS)
+    causal: bool = False  # block rows see rows up to themselves, as in JetSpec's heads
+
+    def shape_fields(self, target: TargetArchitecture) -> dict[str, Any]:
+        """Returns the required fields of `DFlashShape` for a target.
+
+        Raises:
+          ConfigError: The sizes contradict one another.
+        """
+        depth, layers = target.num_hidden_layers, self.num_hidden_layers
+        taps = self.target_layer_ids or default_taps(depth, self.num_target_features)
+        last_token = target.vocab_size - 1
+        return {
+            "decoder": self.decoder_for(target, num_hidden_layers=layers),
+            "block_size": self.block_size,
+            "mask_token_id": last_token if self.mask_token_id is None else self.mask_token_id,
+            "target_layer_ids": taps,
+            "num_target_layers": depth,
+            "views": (LayerView(causal=self.causal),) * layers,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashArchitecture(BlockArchitecture):
+    """Architecture of a fresh DFlash drafter."""
+
+    # None: the target's. If smaller, training picks the tokens that are most frequent in its data.
+    draft_vocab_size: int | None = option_like(DFlashShape, "draft_vocab_size", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig(BlockDrafterConfig):
+    """Keys of a DFlash drafter."""
+
+    name: str = "dflash"
+    tree: MarginalTree | None = None  # None: a chain
+    architecture: DFlashArchitecture | None = None
+
+
+def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """Returns `count` evenly spread target layers, without the first and the last few."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    span, last = num_target_layers - 4, num_target_layers - 1
+    spread = (round(1 + i * span / (count - 1)) for i in range(count))
+    return tuple(min(max(layer, 0), last) for layer in spread)  # toys are too shallow to spread
+
+
+# --- config.json ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommonFields:
+    """Fields that files have in `dflash_config` (newer ones) or beside it (older ones)."""
+
+    block_size: int | None = option_like(DFlashShape, "block_size", None)
+    num_target_layers: int | None = option_like(DFlashShape, "num_target_layers", None)
+    mask_token_id: int | None = option_like(DFlashShape, "mask_token_id", None)
+    target_layer_ids: tuple[int, ...] = option_like(DFlashShape, "target_layer_ids", ())
+    partial_rotary_factor: float | None = option_like(DFlashShape, "partial_rotary_factor", None)
+    attention_sink_bias: bool | None = None
+    attention_value_scale: float | None = option_like(DFlashShape, "attention_value_scale", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _GroupFields(_CommonFields):
+    """Fields of `dflash_config`; three of them mean the same."""
+
+    use_swa: bool = False
+    swa_window_size: int | None = option(None, minimum=1, maximum=2**30)
+    causal: bool = False
+    causal_head: bool = False
+    is_causal: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _FileFields(_CommonFields):
+    """Fields of the file itself."""
+
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+    sliding_window: int | None = option_like(_GroupFields, "swa_window_size", None)
+    sliding_window_non_causal: bool = True
+    is_causal: bool = False
+    draft_vocab_size: int | None = option_like(DFlashShape, "draft_vocab_size", None)
+
+
+def _merge(beside: _FileFields, within: _GroupFields) -> dict[str, Any]:
+    """Returns the common fields; those within the group take precedence."""
+    names = [field.name for field in dataclasses.fields(_CommonFields)]
+    return {
+        name: getattr(beside if getattr(within, name) in (None, ()) else within, name)
+        for name in names
+    }
+
+
+def _partial(draft_vocab_size: int | None, vocab_size: int) -> int | None:
+    """Returns the size of a draft vocabulary; None if it is the whole vocabulary."""
+    return None if draft_vocab_size == vocab_size else draft_vocab_size
+
+
+def _views(beside: _FileFields, within: _GroupFields, num_layers: int) -> tuple[LayerView, ...]:
+    """Combines the fields by which published checkpoints describe windows and causality."""
+    types = beside.layer_types or (_FULL,) * num_layers
+    if len(types) != num_layers:
+        raise errors.CheckpointError(
+            f"{hf_config.FILE}: layer_types names {len(types)} layers, num_hidden_layers is "
+            f"{num_layers}"
+        )
+    window = beside.sliding_window
+    if within.use_swa:
+        window = within.swa_window_size or window
+        if _SLIDING not in types:  # use_swa without sliding layer types applies to every layer
+            types = (_SLIDING,) * num_layers
+    if _SLIDING in types and window is None:
+        raise errors.CheckpointError(
+            f"{hf_config.FILE}: layer {types.index(_SLIDING)} slides, but no sliding_window or "
+            "swa_window_size is given"
+        )
+    causal = within.causal or within.causal_head or within.is_causal or beside.is_causal
+    sliding = LayerView(window, causal or not beside.sliding_window_non_causal)
+    full = LayerView(causal=causal)
+    return tuple(sliding if kind == _SLIDING else full for kind in types)

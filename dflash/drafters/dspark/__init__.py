@@ -1,1 +1,0 @@
-"""DSpark: DFlash with a previous-token head and a confidence head."""

@@ -1,0 +1,85 @@
+"""Config keys and shape of DSpark drafters: DFlash's, with two further heads."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from dflash.checkpoints import hf_config
+from dflash.config.schema import TargetArchitecture, option, option_like
+from dflash.drafters import base_config
+from dflash.drafters.base_config import MAX_RANK, BlockDrafterConfig
+from dflash.drafters.dflash_config import GROUP, BlockArchitecture, DFlashShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkFields:
+    """Fields of config.json that DSpark adds to DFlash's.
+
+    Attributes:
+      markov_rank: Size of the vector that represents a token to the draft position after it.
+      markov_head_type: Kind of the previous-token head.
+      enable_confidence_head: Whether there is a confidence head.
+      confidence_head_with_markov: Whether the confidence head reads the previous token.
+    """
+
+    markov_rank: int = option(minimum=1, maximum=MAX_RANK)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = option()
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkArchitecture(BlockArchitecture):
+    """Architecture of a fresh DSpark drafter; block_size counts drafted tokens."""
+
+    markov_rank: int = option_like(DSparkFields, "markov_rank", 256)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig(BlockDrafterConfig):
+    """Keys of a DSpark drafter."""
+
+    name: str = "dspark"
+    architecture: DSparkArchitecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taps:
+    target_layer_ids: tuple[int, ...] = option_like(DFlashShape, "target_layer_ids")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkShape(DFlashShape, DSparkFields):
+    """Everything that a DSpark checkpoint's config.json states; block_size counts drafts."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads config.json, which has DFlash's fields without a group of their own.
+
+        See `DrafterShape.from_hf`.
+        """
+        hf_config.check_only(config, "draft_vocab_size", config.get("vocab_size"))
+        own = hf_config.read_fields(config, DSparkFields)
+        taps = hf_config.read_fields(config, _Taps).target_layer_ids
+        base = DFlashShape.from_hf({**config, GROUP: {"target_layer_ids": list(taps)}})
+        return cls(**vars(base), **vars(own))
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `DrafterShape.to_hf`."""
+        config = super().to_hf()
+        group = config.pop(GROUP)
+        kept = {name: group[name] for name in ("mask_token_id", "target_layer_ids")}
+        return config | kept | base_config.subset(self, DSparkFields)
+
+    @classmethod
+    def for_target(cls, target: TargetArchitecture, options: DSparkArchitecture | None) -> Self:
+        """Returns the shape of a fresh drafter with both heads; see `DrafterShape.for_target`."""
+        options = options or DSparkArchitecture()
+        return cls(
+            **options.shape_fields(target),
+            markov_rank=options.markov_rank,
+            markov_head_type=options.markov_head_type,
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
+        )

@@ -1,0 +1,172 @@
+"""Config keys and shape of EAGLE-3 drafters."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from dflash import errors
+from dflash.checkpoints import hf_config
+from dflash.config.schema import TargetArchitecture, option, option_like
+from dflash.drafters import base_config
+from dflash.drafters.base_config import (
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    CheckpointKey,
+    DrafterShape,
+    DraftLayers,
+    LayeredDrafterConfig,
+)
+
+_ROPE_THETA = 10000.0  # of published files that leave it out
+_NUM_TAPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamTree:
+    """Tree that is grown level by level, by default of the size that EAGLE-3 publishes.
+
+    The published depth of 7 does not count the first level; the published 60 tokens count the
+    anchor.
+    """
+
+    budget: int = option(59, minimum=1, maximum=1024)  # drafts in the tree
+    # Nodes of a level that are extended, and children of each.
+    top_k: int = option(10, minimum=1, maximum=64)
+    depth: int = option(8, minimum=1, maximum=64)  # drafts on the longest path
+
+
+@dataclasses.dataclass(frozen=True)
+class _Eagle3Fields:
+    """Fields of config.json beside the decoder's."""
+
+    draft_vocab_size: int | None = option(None, minimum=1, maximum=MAX_VOCABULARY)
+    target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=MAX_LAYERS)
+    num_target_layers: int | None = option(None, minimum=1, maximum=MAX_LAYERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Architecture(DraftLayers):
+    """Architecture of a fresh EAGLE-3 drafter."""
+
+    # None: the target's. If smaller, training picks the tokens that are most frequent in its data.
+    draft_vocab_size: int | None = option_like(_Eagle3Fields, "draft_vocab_size", None)
+    # None: low, middle, high.
+    target_layer_ids: tuple[int, ...] | None = option_like(_Eagle3Fields, "target_layer_ids", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config(CheckpointKey, LayeredDrafterConfig):
+    """Keys of an EAGLE-3 drafter."""
+
+    name: str = "eagle3"
+    num_draft_tokens: int = option(7, minimum=1, maximum=1023)  # length of a chain
+    tree: BeamTree | None = None  # None: a chain
+    # Number of steps for which training feeds the drafter its own output.
+    training_steps: int = option(7, minimum=1, maximum=64)
+    architecture: Eagle3Architecture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Shape(DrafterShape):
+    """Everything that an EAGLE-3 checkpoint's config.json states.
+
+    Attributes:
+      decoder: Width, heads, rotary base and so on of the layer; the vocabulary is the target's.
+      draft_vocab_size: Number of tokens that can be drafted.
+      target_layer_ids: Target layers whose outputs are the features; None in published files, where
+        they follow from the target's depth.
+      num_target_layers: Depth of the target that it was trained for; None if not stated.
+    """
+
+    decoder: TargetArchitecture
+    draft_vocab_size: int
+    target_layer_ids: tuple[int, ...] | None
+    num_target_layers: int | None
+
+    @property
+    def num_taps(self) -> int:
+        """Number of target layers whose outputs are the features."""
+        return _NUM_TAPS if self.target_layer_ids is None else len(self.target_layer_ids)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """See `DrafterShape.from_hf`."""
+        for key in ("attention_bias", "mlp_bias"):
+            hf_config.check_only(config, key, False)
+        own = hf_config.read_fields(config, _Eagle3Fields)
+        eagle = hf_config.read_group(config, "eagle_config")
+        ambiguous = eagle.get("eagle_aux_hidden_state_layer_ids")
+        if ambiguous is not None and own.target_layer_ids is None:
+            # Programs disagree on whether these layers' inputs or their outputs are meant.
+            raise errors.CheckpointError(
+                f"{hf_config.FILE}: eagle_aux_hidden_state_layer_ids are ambiguous; state the "
+                "layers whose outputs the drafter reads, counted from 0, as target_layer_ids"
+            )
+        if not hf_config.read_group(config, "rope_parameters").get("rope_theta"):
+            stated = {key: value for key, value in config.items() if value is not None}
+            config = {"rope_theta": _ROPE_THETA} | stated
+        decoder = hf_config.read_architecture(config)
+        shape = cls(
+            decoder=decoder,
+            draft_vocab_size=own.draft_vocab_size or decoder.vocab_size,
+            target_layer_ids=own.target_layer_ids,
+            num_target_layers=own.num_target_layers,
+        )
+        base_config.check_file(shape._problems())
+        return shape
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `DrafterShape.to_hf`."""
+        taps = self.target_layer_ids
+        return hf_config.write_architecture(self.decoder) | {
+            "model_type": "llama",
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_layer_ids": None if taps is None else list(taps),
+            "num_target_layers": self.num_target_layers,
+        }
+
+    @classmethod
+    def for_target(cls, target: TargetArchitecture, options: Eagle3Architecture | None) -> Self:
+        """See `DrafterShape.for_target`."""
+        options = options or Eagle3Architecture()
+        shape = cls(
+            decoder=options.decoder_for(target, num_hidden_layers=1, tie_word_embeddings=False),
+            draft_vocab_size=options.draft_vocab_size or target.vocab_size,
+            target_layer_ids=options.target_layer_ids,
+            num_target_layers=target.num_hidden_layers,
+        )
+        base_config.check_options(shape._problems())
+        return shape
+
+    def fit(self, target: TargetArchitecture) -> Self:
+        """Adds the target's depth and the layers to tap if they are not stated.
+
+        See `DrafterShape.fit`.
+        """
+        depth = target.num_hidden_layers
+        base_config.check_same_target(
+            target,
+            hidden_size=self.decoder.hidden_size,
+            vocab_size=self.decoder.vocab_size,
+            num_layers=self.num_target_layers,
+        )
+        taps = self.target_layer_ids or default_taps(depth)
+        if max(taps) >= depth:
+            raise errors.CheckpointError(
+                f"drafter: taps layers {list(taps)}, but the target has {depth} layers"
+            )
+        return dataclasses.replace(self, target_layer_ids=taps, num_target_layers=depth)
+
+    def _problems(self) -> Iterable[base_config.Problem]:
+        layers = self.decoder.num_hidden_layers
+        if layers != 1:
+            yield ("num_hidden_layers",), f"{layers}, but EAGLE-3 has 1"
+        yield from base_config.vocabulary_problems(self.draft_vocab_size, self.decoder.vocab_size)
+
+
+def default_taps(num_target_layers: int) -> tuple[int, int, int]:
+    """Returns the layers before layers 2, L // 2 and L - 3 of L."""
+    taps = 1, num_target_layers // 2 - 1, num_target_layers - 4
+    last = num_target_layers - 1
+    low, middle, high = (min(max(layer, 0), last) for layer in taps)  # toys are too shallow
+    return low, middle, high

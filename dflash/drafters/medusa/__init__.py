@@ -1,1 +1,0 @@
-"""Medusa: one head per future position."""
