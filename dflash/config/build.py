@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -207,6 +206,8 @@ class _Builder:
     def _mismatch(self, path: Path, wanted: Any, node: Node, bounds: Mapping[str, Any]) -> Any:
         if type(node.value) is int and node.value > schema.INT32_MAX:
             bounds = {**bounds, "maximum": bounds.get("maximum") or schema.INT32_MAX}
+        if type(node.value) is float and schema.FLOAT32_MAX < node.value < float("inf"):
+            bounds = {**bounds, "maximum": bounds.get("maximum") or schema.FLOAT32_MAX}
         message = f"expected {_describe(wanted, bounds)}, got {_show(node)}{_near(wanted, node)}"
         self._report(path, message, node.source)
         return _INVALID
@@ -242,7 +243,8 @@ def _scalar(kind: Any, node: Node) -> Any:
     if kind is str:
         return text if isinstance(text, str) else _INVALID
     if kind is float and type(value) in (int, float):
-        return float(value) + 0.0 if math.isfinite(value) else _INVALID  # + 0.0: no -0.0
+        fits = abs(value) <= schema.FLOAT32_MAX  # False for nan
+        return float(value) + 0.0 if fits else _INVALID  # + 0.0: no -0.0
     return value if type(value) is kind else _INVALID
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 AUTO = "auto"
 RANDOM = "random"  # a checkpoint: weights are drawn
 INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # Bound of the device's floats and so of every float key.
 MAX_TOKENS = 2**24  # of a sequence
 MAX_BATCH = 2**16  # slots, or prompts of a task
 MAX_EXPERTS = 4096  # of a layer

@@ -63,7 +63,13 @@ class Programs:
         self._compiled: dict[Name, jax.stages.Compiled] = {}
 
     def add(self, name: str, function: Callable) -> None:
-        """Adds a program over the models and the state; see `Engine.add_program`."""
+        """Adds a program over the models and the state; see `Engine.add_program`.
+
+        Raises:
+          ValueError: A program of `TABLE` has this name.
+        """
+        if name in TABLE:
+            raise ValueError(f"program {name!r} is built in; give the added program another name")
         self._table[name] = over_state(self._shapes, function)
 
     def get(self, kind: str, *sizes: int) -> jax.stages.Compiled:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from dflash import errors
-from dflash.config.schema import INT32_MAX, SamplingConfig, option
+from dflash.config.schema import FLOAT32_MAX, INT32_MAX, SamplingConfig, option
 from dflash.text.grammar import Grammar
 
 MAX_LOGPROBS = 20  # Most alternatives reported per output token.
@@ -227,8 +227,9 @@ def _check_sampling(where: str, sampling: Sampling) -> None:
         if not field.metadata:
             continue
         value, low, high = getattr(sampling, field.name), *bounds_of(field)
-        if not (low <= value <= high and math.isfinite(value)):
+        if not (low <= value <= high and abs(value) <= FLOAT32_MAX):
             number = "" if field.type is int else "a number "
+            high = FLOAT32_MAX if FLOAT32_MAX < value < math.inf else high
             words = f"of {low:g} or more" if high == math.inf else f"from {low:g} to {high:g}"
             expected = number + words if number else f"{low} to {high}"
             raise errors.InputError(f"{where}: {field.name}: {value}, expected {expected}")

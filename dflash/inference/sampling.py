@@ -49,7 +49,7 @@ class SamplingParams:
         """
         return cls(
             seed=np.array([sampling.seed, sampling.sequence], np.uint32),
-            **{name: dtype(getattr(sampling, name)) for name, dtype in _NUMBERS.items()},
+            **{name: _on_device(sampling, name) for name in _NUMBERS},
         )
 
     def with_keys(self) -> "SamplingParams":
@@ -64,7 +64,7 @@ class SamplingParams:
     def filled(self, config: SamplingConfig) -> "SamplingParams":
         """Returns the parameters with the config's in every sequence; seeds stay."""
         values = {
-            name: jnp.full_like(getattr(self, name), getattr(config, name)) for name in _NUMBERS
+            name: jnp.full_like(getattr(self, name), _on_device(config, name)) for name in _NUMBERS
         }
         return dataclasses.replace(self, **values)
 
@@ -76,6 +76,17 @@ _NUMBERS = {
     "top_p": np.float32,
     "min_p": np.float32,
 }
+# Beyond these, scaled logits overflow or vanish in float32. The draw has converged long before: to
+# the likeliest token below, to the uniform distribution above.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
+
+
+def _on_device(config: SamplingConfig, name: str) -> np.generic:
+    """Returns one of the `_NUMBERS` as a scalar of its dtype on the device."""
+    value = getattr(config, name)
+    if name == "temperature" and value:
+        value = min(max(value, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
+    return _NUMBERS[name](value)
 
 
 @dataclasses.dataclass(frozen=True)

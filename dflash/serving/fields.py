@@ -7,11 +7,11 @@ fields.finish(harmless={"best_of": (1,)})
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from dflash import errors
+from dflash.config.schema import FLOAT32_MAX
 from dflash.serving.refusal import Refusal, unsupported
 from dflash.text import jsonl
 
@@ -72,13 +72,15 @@ class Fields:
         return value
 
     def number(self, name: str, bounds: Bounds = ANY) -> float | None:
-        """A finite number within bounds; None where it is left out."""
+        """Returns a number within bounds that a float32 can hold; None if the field is absent."""
         value = self.take(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, "a number", bounds)
-        if abs(value) > 1e300 or not math.isfinite(value) or not bounds.hold(value):
+        if not (abs(value) <= FLOAT32_MAX and bounds.hold(value)):
+            if bounds.maximum is None and value > 0:
+                bounds = Bounds(bounds.minimum, FLOAT32_MAX)
             raise self._wrong(name, value, "a number", bounds)
         return float(value)
 

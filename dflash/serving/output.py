@@ -1,6 +1,5 @@
 """One output as its client sees it: text, where it ends, log-probabilities, and its statistics."""
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -129,7 +128,7 @@ class Output:
         for place, (token, origin, refused) in enumerate(_with_origin(event)):
             self.ids.append(token)
             if self._pieces is not None and refused:
-                self._pieces.add(copy.deepcopy(self._words).push(refused), "refused")
+                self._pieces.add(self._words.fork().push(refused), "refused")
             text = self._words.push((token,))
             if self._pieces is not None:
                 self._pieces.add(text, origin)

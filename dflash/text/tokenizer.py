@@ -7,6 +7,7 @@ print(decoder.flush())
 """
 
 import abc
+import copy
 import functools
 import pathlib
 from collections.abc import Iterable
@@ -172,6 +173,12 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool = False):
         self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
         self._reset()
+
+    def fork(self) -> "IncrementalDecoder":
+        """Returns a decoder in the same state that shares the tokenizer."""
+        twin = copy.copy(self)
+        twin._ids = list(self._ids)
+        return twin
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes the next ids; returns the text that is now final."""

@@ -33,6 +33,8 @@ from dflash.config.registry import DRAFTERS
         ("decode.temperature=.nan", "decode.temperature: expected a number >= 0, got nan"),
         ("decode.temperature=.inf", "decode.temperature: expected a number >= 0, got inf"),
         ("decode.temperature=1e999", "decode.temperature: expected a number >= 0, got inf"),
+        ("decode.temperature=1e39", "decode.temperature: expected a number in "
+         "[0, 3.40282e+38], got 1e+39"),
         ("decode.temperature=hot", "decode.temperature: expected a number >= 0, got 'hot'"),
         ("decode.ignore_eos=yes", "decode.ignore_eos: expected true or false, got 'yes'"),
         ("decode.ignore_eos=1", "decode.ignore_eos: expected true or false, got 1"),

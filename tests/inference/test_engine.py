@@ -127,6 +127,12 @@ def test_a_program_of_ones_own(compiled):
     assert state.anchor.is_deleted(), "a program that returns a state consumes the one before"
 
 
+def test_an_added_program_does_not_replace_a_built_in_one(compiled):
+    run, _ = compiled
+    with pytest.raises(ValueError, match="'generate' is built in"):
+        run.add_program("generate", lambda target, drafter, state: state)
+
+
 def test_an_empty_slot_asks_for_nothing(compiled):
     """A released slot must not keep a greedy batch drawing noise, nor hold pages."""
     run, _ = compiled

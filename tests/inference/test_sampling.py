@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dflash.drafters.parts.draft_vocabulary import DraftVocabulary, Shortlist
 from dflash.inference import sampling
+from dflash.inference.request import Sampling
 from dflash.inference.sampling import SamplingParams, SequenceSampler
 
 VOCAB = 11
@@ -228,6 +229,25 @@ def test_candidates_at_a_falling_temperature_become_greedy_ones():
     )
     np.testing.assert_allclose(cold.scores, greedy.scores, atol=0.01)
     assert np.mean(cold.tokens == greedy.tokens) > 0.99
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_extreme_temperatures_are_greedy_or_uniform(top_k):
+    """Neither overflows nor vanishes in float32, with and without masked logits."""
+    logits = jax.random.normal(jax.random.key(0), (1, 40, VOCAB)).at[..., 0].set(-jnp.inf)
+    positions = jnp.arange(40)[None]
+
+    def draw(temperature):
+        params = jax.tree.map(
+            lambda x: jnp.asarray(x)[None],
+            SamplingParams.of(Sampling(temperature=temperature, top_k=top_k)),
+        ).with_keys()
+        return np.asarray(SequenceSampler(params).sample(logits, positions))
+
+    np.testing.assert_array_equal(draw(1.2e-38), np.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(draw(3e38), draw(1e30))
+    assert draw(3e38).min() > 0
+    assert len(np.unique(draw(3e38))) > 3
 
 
 def test_candidates_for_rejection_are_drawn_without_replacement():

@@ -257,6 +257,19 @@ def test_a_preempted_sequence_takes_up_its_own_pages():
     assert all(d.cached_tokens == 0 for d in done), "which is not what a client's prompt had"
 
 
+def test_a_cached_prompt_leaves_its_last_token_to_compute():
+    """Even where the prompt fills its pages: the first output token needs a row of logits."""
+    one = Scheduler(run(page_size=8, prefix_cache=True))
+    (prompt,) = random_prompts([16])
+    wanted = expected([prompt], [9], temperature=0.0)[0]
+    for cached in (0, 8):
+        (request,) = make_requests([prompt], 9)
+        one.submit(request)
+        events = drain(one)
+        assert outputs(events) == {request.id: wanted}
+        assert [e.cached_tokens for e in events if isinstance(e, Completion)] == [cached]
+
+
 def test_what_is_decided_does_not_depend_on_time():
     """The same calls in the same order: the same events, step by step."""
     few = run(page_size=8, num_pages=15, prefix_cache=True)

@@ -29,6 +29,7 @@ WRONG = [
     (TEXT, {"prompt": "a", "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     (TEXT, {"prompt": "a", "temperature": -0.1}, "temperature"),
     (TEXT, {"prompt": "a", "temperature": 10**400}, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": 1e39, "min_tokens": 1}, "temperature"),
     (TEXT, {"prompt": "a", "top_p": 1.1}, "top_p"),
     (TEXT, {"prompt": "a", "top_k": -2}, "top_k"),
     (TEXT, {"prompt": "a", "seed": -1}, "seed"),

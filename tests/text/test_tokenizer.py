@@ -94,6 +94,27 @@ def test_streaming_any_ids(any_tokenizer, ids):
     assert "".join(stream(any_tokenizer, [*ids, *any_tokenizer.encode(" Hello")])).endswith("Hello")
 
 
+def test_a_fork_shares_the_tokenizer_and_nothing_else():
+    tokenizer = tokenization.ByteTokenizer()
+    decoder = tokenization.IncrementalDecoder(tokenizer)
+    word = tokenizer.encode("né")
+    begin, end = word[:-1], word[-1:]  # The last character's bytes are split.
+    assert decoder.push(begin) == "n"
+    assert decoder.fork().push(tokenizer.encode("xyz")) != ""
+    assert decoder.push(end) == "é"
+
+
+def test_a_fork_copies_no_tokenizer():
+    class Uncopyable(tokenization.ByteTokenizer):
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot be copied")
+
+        __copy__ = __deepcopy__
+
+    decoder = tokenization.IncrementalDecoder(Uncopyable())
+    assert decoder.fork().push([ord("a")]) == "a"
+
+
 def test_endless_broken_bytes_are_shown():
     shown = stream(tokenization.ByteTokenizer(), [0xFF] * 100)
     assert "".join(shown[:-1]).count("\ufffd") >= 90
