@@ -52,12 +52,12 @@ def application(service: Service, *, key: str | None = None) -> ASGIApp:
         ("/tokenize", "POST", endpoints.tokenize),
         ("/detokenize", "POST", endpoints.detokenize),
         ("/generate", "POST", endpoints.generate),
-        ("/flush_cache", "GET POST", endpoints.flush_cache),
+        ("/flush_cache", "POST", endpoints.flush_cache),
         ("/get_server_info", "GET", endpoints.server_info),
         ("/server_info", "GET", endpoints.server_info),
         ("/get_model_info", "GET", endpoints.model_info),
-        ("/start_profile", "GET POST", functools.partial(endpoints.profile, True)),
-        ("/stop_profile", "GET POST", functools.partial(endpoints.profile, False)),
+        ("/start_profile", "POST", functools.partial(endpoints.profile, True)),
+        ("/stop_profile", "POST", functools.partial(endpoints.profile, False)),
     ]
     routes = [Route(path, _whole(f), methods=methods.split()) for path, methods, f in found]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})

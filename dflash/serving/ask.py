@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from dflash import errors
-from dflash.config.schema import DecodeConfig
+from dflash.config.schema import INT32_MAX, DecodeConfig, SamplingConfig
 from dflash.inference.request import MAX_BIASED, Request, Sampling
 from dflash.serving import structure
 from dflash.serving.fields import Bounds, Fields, as_ids, as_mapping, as_text
@@ -234,17 +234,15 @@ def read_ask(
 
 
 def _sampling(fields: Fields, model: Model, names: Names) -> Sampling:
-    given = {
-        "temperature": fields.number("temperature", Bounds(0)),
-        "top_k": fields.integer("top_k", Bounds(-1, 2**31 - 1)),
-        "top_p": fields.number("top_p", Bounds(0, 1)),
-        "min_p": fields.number("min_p", Bounds(0, 1)),
-        "presence_penalty": fields.number("presence_penalty", Bounds(-2, 2)),
-        "frequency_penalty": fields.number("frequency_penalty", Bounds(-2, 2)),
-        "repetition_penalty": fields.number("repetition_penalty", Bounds(0.01, 100)),
-        "logit_bias": _logit_bias(fields, model),
-        "seed": _first_integer(fields, names.seeds, Bounds(0, _MAX_SEED)),
-    }
+    given = {"logit_bias": _logit_bias(fields, model)}
+    for field in dataclasses.fields(SamplingConfig):
+        bounds = Bounds(field.metadata["minimum"], field.metadata["maximum"])
+        if field.name == "seed":
+            given["seed"] = _first_integer(fields, names.seeds, bounds)
+        elif field.name == "top_k":
+            given["top_k"] = fields.integer("top_k", Bounds(-1, INT32_MAX))
+        else:
+            given[field.name] = fields.number(field.name, bounds)
     if given["top_k"] == -1:  # a way to say that it is off
         given["top_k"] = 0
     given = {name: value for name, value in given.items() if value is not None}

@@ -69,6 +69,7 @@ class Service:
         """
         self.config: ServeConfig = tracks.config.serve
         self.profile_dir = profile_dir
+        self._is_profiling = False
         self.created = int(time.time())
         self.metrics = Metrics()
         self.state = State.STARTING
@@ -158,10 +159,15 @@ class Service:
         """Starts or stops a profiler trace.
 
         Raises:
-          Refusal: The server was started without --profile_dir.
+          Refusal: The server was started without --profile_dir, or the profiler is already in
+            the wanted state.
         """
         if self.profile_dir is None:
             raise Refusal("profiling is off; start the server with --profile_dir", status=404)
+        if running == self._is_profiling:
+            hint = "a profile is running; stop it first" if running else "no profile is running"
+            raise Refusal(hint, status=409)
+        self._is_profiling = running
         self._put(Profile(self.profile_dir if running else None))
 
     async def drain(self) -> None:

@@ -109,6 +109,17 @@ def test_sigterm_lets_requests_end(own):
     assert refused[0] == 503
 
 
+def test_profiles_start_and_stop_once(tmp_path):
+    profiles = tmp_path / "profiles"
+    with served.serving(tmp_path, f"--profile_dir={profiles}") as own:
+        assert own.get("/stop_profile")[0] == 405
+        steps = ("stop", 409), ("start", 200), ("start", 409), ("stop", 200), ("stop", 409)
+        for step, status in steps:
+            assert own.post(f"/{step}_profile", {})[0] == status
+        assert own.post(TEXT, {"prompt": "a", "max_tokens": 2})[0] == 200
+    assert list(profiles.rglob("*.xplane.pb"))
+
+
 def test_it_serves_again_after_kill_and_ends_by_itself_when_the_engine_fails(tmp_path):
     """A killed server's port is free at once; one whose engine fails answers 500 to all."""
     with served.serving(tmp_path) as first:
