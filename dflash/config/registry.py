@@ -23,7 +23,7 @@ from dflash import errors
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_MAX_COMPARED = 200  # characters of a name; comparing takes time quadratic in them
+_MAX_COMPARED = 200  # Characters of a name; comparing takes time quadratic in the length.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,23 +35,28 @@ class Entry:
 
 
 class Entries(Mapping[str, Entry]):
-    """Entries by name: the built-in ones, and behind them those of installed distributions.
+    """Registered entries by name, built-in ones and those of installed distributions.
 
-    Distributions are looked at when a name is first asked for, and their code is imported when
-    theirs is.
+    Distributions are searched when a name that is not built in is first looked up. Their code is
+    imported only when one of their own names is looked up.
     """
 
     def __init__(self, group: str, built_in: Mapping[str, Entry]):
-        """Takes the name of the entry points' group, and the built-in entries."""
+        """Creates the mapping.
+
+        Args:
+          group: Name of the group of entry points.
+          built_in: Entries of dflash itself.
+        """
         self._group, self._built_in = group, built_in
 
     def __getitem__(self, name: str) -> Entry:
-        """The entry called `name`.
+        """Returns the entry called `name`.
 
         Raises:
-          KeyError: there is none.
-          ConfigError: it belongs to a distribution and cannot be loaded, or a distribution has
-            taken a name that another one, or dflash itself, has.
+          KeyError: No entry has this name.
+          ConfigError: The entry of a distribution cannot be loaded, or two distributions, or one
+            and dflash itself, register the same name.
         """
         added = self._added()
         return self._built_in[name] if name in self._built_in else _load_entry(added[name])
@@ -67,7 +72,7 @@ class Entries(Mapping[str, Entry]):
         return len(self._built_in) + len(self._added())
 
     def _added(self) -> "Mapping[str, EntryPoint]":
-        """The entry points of installed distributions, by name."""
+        """Returns the entry points of installed distributions by name."""
         points = _entry_points(self._group, tuple(sys.path))
         owners = dict.fromkeys(self._built_in, "dflash")
         for point in points:
@@ -82,8 +87,8 @@ class Entries(Mapping[str, Entry]):
 
 @functools.lru_cache(maxsize=8)
 def _entry_points(group: str, path: tuple[str, ...]) -> "tuple[EntryPoint, ...]":
-    """The entry points of a group in the distributions below `path`, which is sys.path."""
-    from importlib import metadata  # takes longer than all else that is imported here
+    """Returns the entry points of a group in the distributions on `path`, the value of sys.path."""
+    from importlib import metadata  # Imported late: it takes longer than the rest of this module.
 
     return tuple(metadata.entry_points(group=group))
 
@@ -92,15 +97,15 @@ def _load_entry(point: "EntryPoint") -> Entry:
     """Imports the entry that a distribution registers."""
     try:
         entry = point.load()
-    except Exception as error:  # it is others' code
+    except Exception as error:  # Foreign code can raise anything.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise errors.ConfigError(
-            f"{_where(point)}: cannot be loaded: {reason}; mend or uninstall the distribution"
+            f"{_where(point)}: cannot be loaded: {reason}; fix or uninstall the distribution"
         ) from error
     if not isinstance(entry, Entry):
         raise errors.ConfigError(
             f"{_where(point)}: expected a dflash.config.registry.Entry, got "
-            f"{type(entry).__name__}; mend or uninstall the distribution"
+            f"{type(entry).__name__}; fix or uninstall the distribution"
         )
     return entry
 
@@ -189,7 +194,8 @@ DATASETS: Mapping[str, str] = {
 }
 
 
-# What the points of a sweep can run: a `Runner` of dflash/runs/sweeps.py, and a run's schema.
+# Commands that a sweep can run at each point: a `Runner` of dflash/runs/sweeps.py, and the schema
+# of its config.
 RUNS: Mapping[str, Entry] = {
     "decode": Entry("dflash.offline.decode_sweep:DecodePoints", "dflash.config.schema:DecodeRun"),
     "benchmark": Entry(
@@ -201,7 +207,7 @@ RUNS: Mapping[str, Entry] = {
     ),
 }
 
-# The schemas of each command's configs, by which a config that is given to another one is known.
+# Schemas of each command's configs. They identify a config that belongs to another command.
 CONFIGS: Mapping[str, tuple[str, ...]] = {
     "decode": ("dflash.config.schema:DecodeRun",),
     "serve": ("dflash.config.serve_schema:ServeRun",),
@@ -219,7 +225,7 @@ def load(reference: str) -> Any:
     """Imports `reference` ("module:Class") and returns the object.
 
     Raises:
-      ConfigError: there is no such module or class, or the module itself cannot be imported.
+      ConfigError: The module cannot be imported, or it has no such class.
     """
     module, _, attribute = reference.partition(":")
     try:
@@ -232,7 +238,7 @@ def find(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
     """Returns the entry called `name`.
 
     Raises:
-      ConfigError: no such name; the message offers the nearest one.
+      ConfigError: No entry has this name; the message suggests the nearest one.
     """
     if name in entries:
         return entries[name]
@@ -240,13 +246,13 @@ def find(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
 
 
 def suggest(name: str, known: Iterable[str], *, prefix: str = "", exhaustive: bool = True) -> str:
-    """Returns "; did you mean 'x'?" for a near miss, else "; expected one of …".
+    """Returns "; did you mean 'x'?" if a known name is similar, else "; expected one of …".
 
     Args:
-      name: what was given.
-      known: what may be given; the order of a list is kept.
-      prefix: goes before the suggested name, such as that of its group.
-      exhaustive: whether to list everything known when nothing is near, rather than nothing.
+      name: Unknown name.
+      known: Valid names; sorted unless they are a sequence.
+      prefix: Text before the suggested name, such as the name of its group and a dot.
+      exhaustive: List all valid names if none is similar; otherwise return an empty string.
     """
     names = list(known) if isinstance(known, Sequence) else sorted(known)
     near = difflib.get_close_matches(str(name)[:_MAX_COMPARED], names, n=1)

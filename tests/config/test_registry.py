@@ -78,7 +78,7 @@ def test_a_bad_distribution_is_named(made, source, reason):
         registry.find(registry.DRAFTERS, "repeat", "drafter.name")
     assert str(caught.value) == (
         "made-up 0.1: entry point dflash.drafters: repeat = made_registered:REPEAT: "
-        f"{reason}; mend or uninstall the distribution"
+        f"{reason}; fix or uninstall the distribution"
     )
     assert registry.DRAFTERS["none"].schema == "dflash.config.schema:DrafterConfig"
 
