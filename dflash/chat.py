@@ -48,7 +48,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash chat --help`."""
+    """Runs the command; see `dflash chat --help`."""
     cli.run(SUBCOMMAND, _chat, argv)
 
 
@@ -57,30 +57,30 @@ def _chat(command: cli.Command) -> None:
     from dflash.llm import LLM
     from dflash.runs.display import Display
 
-    with contextlib.suppress(AttributeError):  # of a stream that is none of the system's
-        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal cannot
+    with contextlib.suppress(AttributeError):  # A replaced stdout may lack it.
+        sys.stdout.reconfigure(errors="backslashreplace")  # A terminal may lack characters.
     display = Display(stream=False)
     with display.status("loading weights"):
         llm = LLM(command.config_path, *command.overrides)
-    # Without a template there is no conversation: this says so before anyone has typed.
+    # Raise before the user types if the checkpoint has no chat template.
     llm.tokenizer.render_chat([{"role": "user", "content": ""}])
     Conversation(llm, system=command.flags["system"]).run()
 
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What an answer was made of.
+    """Token counts of an answer.
 
     Attributes:
-      drafted: number of accepted drafts.
-      own: number of tokens that are the target's own; the first comes from the prompt's own pass.
+      drafted: Number of accepted drafts.
+      own: Number of tokens that the target drew itself; the first one comes from the prefill.
     """
 
     drafted: int = 0
     own: int = 0
 
     def plus(self, piece: "Piece") -> "Tally":
-        """With a further piece."""
+        """Returns the tally with the tokens of one more piece."""
         count = len(piece.token_ids)
         if piece.drafted:
             return dataclasses.replace(self, drafted=self.drafted + count)
@@ -88,20 +88,20 @@ class Tally:
 
     @property
     def tau(self) -> float | None:
-        """Tokens per cycle; None without a cycle."""
+        """Returns the mean acceptance length (τ), in tokens per cycle; None without a cycle."""
         return 1 + self.drafted / (self.own - 1) if self.own > 1 else None
 
     def line(self, ending: str) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         tau = "" if self.tau is None else f"τ {self.tau:.2f} · "
         return f"{tau}{self.drafted + self.own} tokens, {self.drafted} drafted · {ending}"
 
 
 class Conversation:
-    """Turns of a user and a target, on a terminal or through pipes.
+    """Conversation of a user and a target, on a terminal or through pipes.
 
     Attributes:
-      messages: the turns so far, each with "role" and "content".
+      messages: Turns so far, each with "role" and "content".
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class Conversation:
         err: "rich.console.Console | None" = None,
         read: Callable[[], str] | None = None,
     ):
-        """Starts without turns.
+        """Creates a conversation without turns.
 
         Args:
-          llm: answers.
-          system: a message before all turns.
-          sampling: how to draw answers; None for the config's.
-          out: gets the answers.
-          err: gets everything else.
-          read: returns the next message; EOFError ends the conversation. By default, stdin.
+          llm: Target and drafter that answer.
+          system: System message before all turns.
+          sampling: Sampling parameters of the answers; None takes the config's.
+          out: Console for the answers; stdout by default.
+          err: Console for everything else; stderr by default.
+          read: Returns the next message; EOFError ends the conversation. By default it reads stdin.
         """
         from rich.console import Console
 
@@ -144,7 +144,7 @@ class Conversation:
                 if self._out.is_terminal:
                     self._out.print()
                 return
-            except KeyboardInterrupt:  # at the prompt, as in a shell: the line is dropped
+            except KeyboardInterrupt:  # As in a shell, ctrl-C drops the line.
                 self._note(f"\n{_KEYS}")
                 continue
             if text == _CLEAR:
@@ -153,27 +153,27 @@ class Conversation:
                 self._turn(text)
 
     def _turn(self, text: str) -> None:
-        """Answers a message; one that cannot be answered leaves no trace."""
+        """Answers a message; a message that cannot be answered is not kept."""
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
             answer = self._answer(asked)
         except KeyboardInterrupt:
             self._note("\nstopped; forgotten")
             return
-        except errors.InputError as error:  # too long, or refused by the template
+        except errors.InputError as error:  # Too long, or rejected by the template.
             for line in str(error).splitlines():
                 self._err.print(f"error: {line}; {_CLEAR} begins anew", soft_wrap=True)
             return
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def _answer(self, messages: list[Mapping[str, str]]) -> str:
-        """Shows an answer as it is accepted; returns its text, up to where it was stopped."""
+        """Prints an answer as its tokens are accepted, and returns its text."""
         from rich.text import Text
 
         from dflash.runs.display import visible
 
         tally, said = Tally(), []
-        with self._err.status("compiling, if this length is new"):  # on terminals only
+        with self._err.status("compiling, if this length is new"):  # Shown on terminals only.
             stream = self._llm.stream(messages, self._sampling)
         with _stop_on_interrupt() as stopped:
             for piece in stream:
@@ -202,13 +202,13 @@ class Conversation:
                 raise EOFError
             return line
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, which lets `input` edit and recall lines
+            import readline  # noqa: F401, lets `input` edit and recall lines
         return input("> ")
 
 
 @contextlib.contextmanager
 def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yields a call that tells whether ctrl-C was pressed; pressed twice, it interrupts at once."""
+    """Yields a function that returns whether ctrl-C was pressed; a second press interrupts."""
     pressed: list[int] = []
 
     def press(number, frame):
