@@ -1,7 +1,7 @@
-"""The decoder-only network that all target families share.
+"""Decoder-only network that all target families share.
 
-A family is this network with a few class attributes, such as qwen3.py and llama3.py, and overrides
-of what differs; see docs/adding_a_target.md.
+A family sets a few class attributes, as in qwen3.py and llama3.py, and overrides the methods that
+differ; see docs/adding_a_target.md.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from dflash.parallel.sharding import Sharding
 
 
 class TargetOutput(NamedTuple):
-    """What one target forward returns.
+    """Result of one forward pass of the target.
 
     Attributes:
-      hidden: [B, T, D]; after the final norm. `unembed` turns selected rows into logits: a
-        prompt needs one row of [V], not all.
-      features: [B, T, C·D]; the residual stream after each of the feature layers, concatenated.
-      cache: the cache with the T new rows.
+      hidden: Hidden states after the final norm, [B, T, D]. `unembed` turns selected rows into
+        logits, since a prompt needs only one row of them.
+      features: Residual stream after each of the C feature layers, concatenated, [B, T, C·D].
+      cache: Cache with the T new rows.
     """
 
     hidden: jax.Array
@@ -40,15 +40,15 @@ class TargetOutput(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """A target: tokens in, hidden states and features out, context kept in a paged cache.
+    """Target model: maps tokens to hidden states and features, on top of a paged cache.
 
-    Subclasses set the class attributes, and override what differs, such as `make_layer`.
+    Subclasses set the class attributes and override the methods that differ, such as `make_layer`.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]]
     hf_model_type: ClassVar[str]
     qk_norm: ClassVar[bool]
-    # Stored in some checkpoints, but computed here.
+    # Tensors that some checkpoints store and that are computed here.
     ignored_checkpoint_suffixes: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 
     def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
@@ -66,11 +66,11 @@ class Decoder(nnx.Module):
         return Linear(*sizes, ("embed", "vocab"), dtype=self.dtype, sharding=self.sharding)
 
     def make_layer(self, i: int, *, dtype: jnp.dtype, sharding: Sharding) -> TransformerLayer:
-        """Layer i; a family whose layers differ, in attention or in mlp, overrides this."""
+        """Returns layer `i`; families with other attention or other MLPs override it."""
         return TransformerLayer(self.arch, qk_norm=self.qk_norm, dtype=dtype, sharding=sharding)
 
     def rotary_angles(self, positions: jax.Array) -> Any:
-        """What the attention of every layer gets of the positions int32 [B, T]: cos and sin."""
+        """Returns cos and sin of positions int32 [B, T], which all attention layers receive."""
         return rotary.angles(positions, self.arch)
 
     def __call__(
@@ -88,9 +88,9 @@ class Decoder(nnx.Module):
           tokens: int32 [B, T].
           positions: int32 [B, T]; for rotary embedding. Row r is stored at cache position
             positions[:, 0] + r, which for a chain is its position.
-          cache: holds every position below positions[:, 0].
-          feature_layers: layers whose outputs are tapped, in the order of concatenation.
-          tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
+          cache: Cache that holds every position below positions[:, 0].
+          feature_layers: Layers whose outputs become features, in the order of concatenation.
+          tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
         """
         seen = [(pages, cache.page_table, positions[:, 0], tree_mask) for pages in cache.layers]
         hidden, features, pages = self._run_layers(
@@ -107,15 +107,15 @@ class Decoder(nnx.Module):
         feature_layers: tuple[int, ...] = (),
         remat: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs whole packed rows without a cache: for training, and to tap features in bulk.
+        """Runs whole packed rows without a cache, for training and for features in bulk.
 
         Args:
           tokens: int32 [B, T].
           positions: int32 [B, T]; for rotary embedding.
-          segment_ids: int32 [B, T]; rows see earlier rows of their own number. 0 is padding, whose
-            outputs are finite but meaningless.
-          feature_layers: as in `__call__`.
-          remat: keep one activation per layer for the backward pass, and recompute the rest.
+          segment_ids: int32 [B, T]; each row sees earlier rows with the same id. 0 is padding,
+            whose outputs are finite but meaningless.
+          feature_layers: Layers whose outputs become features, in the order of concatenation.
+          remat: Keep one activation per layer for the backward pass, and recompute the others.
         Returns:
           hidden [B, T, D] after the final norm, features [B, T, C·D].
         """
@@ -128,17 +128,17 @@ class Decoder(nnx.Module):
     def loss(
         self, batch: TrainBatch, *, remat: bool = False
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Cross-entropy of each supervised token given those before it in its document.
+        """Returns the mean cross-entropy of supervised tokens given earlier ones of their document.
 
         Args:
-          batch: packed rows; features and hidden states are not read.
-          remat: as in `forward`.
+          batch: Packed rows; features and hidden states are not read.
+          remat: Keep one activation per layer for the backward pass, and recompute the others.
         Returns:
           loss float32 [], and metrics, each float32 []: "loss"; "token_accuracy"; "weight", the
           number of tokens that the loss is a mean over.
         """
         hidden, _ = self.forward(batch.tokens, batch.positions, batch.segment_ids, remat=remat)
-        # The last row has no next token; it stays so that rows divide into even chunks.
+        # Keep the last row, which has no next token, so that rows divide into even chunks.
         last = jnp.arange(batch.tokens.shape[1]) == batch.tokens.shape[1] - 1
         labels, mask, segments = (
             jnp.roll(array, -1, axis=1)
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
         return loss, metrics
 
     def _run_layers(self, tokens, positions, attention_of, seen, feature_layers, **how):
-        """Hidden states [B, T, D], features [B, T, C·D], and what each layer's attend gave back."""
+        """Returns hidden states [B, T, D], features [B, T, C·D], and attention states."""
         angles = self.rotary_angles(positions)
         x = self.embed(tokens)
         tapped = {}
@@ -170,21 +170,21 @@ class Decoder(nnx.Module):
         return self.norm(x), features, kept
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """int32 [B, T] -> [B, T, D]."""
+        """Returns the embeddings [B, T, D] of tokens int32 [B, T]."""
         batch, _ = kv.batch_axes(tokens.shape[0], self.sharding)
         return self.sharding.constrain(self.embed_tokens(tokens), batch, None, None)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """[B, T, D] (after the final norm) -> float32 logits [B, T, V]."""
+        """Returns logits float32 [B, T, V] of hidden states [B, T, D] after the final norm."""
         with jax.named_scope("unembed"):
             logits = (self.lm_head or self.embed_tokens).attend(hidden)
             batch, _ = kv.batch_axes(hidden.shape[0], self.sharding)
             return self.sharding.constrain(logits, batch, None, "vocab")
 
     def gather_head(self) -> None:
-        """Gathers the output head once for all that use it, in place; see `parameters.gathered`.
+        """Gathers the output head in place, once for all its users; see `parameters.gathered`.
 
-        Of a tied embedding, it gathers a copy that lies as products read it.
+        For a tied embedding, it gathers a transposed copy, in the layout that matmuls read.
         """
         if self.sharding.mesh.size == 1:
             return
@@ -194,7 +194,7 @@ class Decoder(nnx.Module):
         self.lm_head = parameters.gathered(self.lm_head, self.sharding)
 
     def head_columns(self, tokens: np.ndarray) -> jax.Array:
-        """Columns [D, Q] of the output head: those of `tokens` int [Q]."""
+        """Returns the columns [D, Q] of the output head for `tokens` int [Q]."""
         return (self.lm_head or self.embed_tokens).columns(tokens)
 
     def new_cache(
@@ -206,7 +206,7 @@ class Decoder(nnx.Module):
         page_size: int,
         kv_dtype: str = AUTO,
     ) -> kv.PagedCache:
-        """An abstract paged cache for `batch` sequences; see `DecodeConfig.kv_dtype`."""
+        """Returns an abstract paged cache for `batch` sequences; see `DecodeConfig.kv_dtype`."""
         quantized = kv_dtype != AUTO
         return kv.paged_cache(
             [layer.self_attn.cache_spec() for layer in self.layers],
@@ -221,12 +221,12 @@ class Decoder(nnx.Module):
 
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
-        """Tensors a checkpoint may hold beside the parameters: the copy of a tied head."""
+        """Returns names of tensors beside the parameters, such as the copy of a tied head."""
         return ("lm_head.weight",) if self.lm_head is None else ()
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
+        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, _ = path.rpartition(".")
         return f"{stem}.weight" if stem == "lm_head" else f"model.{stem}.weight"
 
@@ -235,7 +235,7 @@ class Decoder(nnx.Module):
         """Reads a checkpoint's config.json.
 
         Raises:
-          CheckpointError: a field is missing or unusable, or asks for an unsupported option.
+          CheckpointError: A field is missing, invalid, or selects an unsupported option.
         """
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             hf_config.check_only(config, key, False)
@@ -243,7 +243,7 @@ class Decoder(nnx.Module):
 
     @classmethod
     def config_to_hf(cls, arch: TargetArchitecture) -> dict[str, Any]:
-        """The config.json of a checkpoint with this architecture."""
+        """Returns the config.json of a checkpoint with this architecture."""
         return hf_config.write_architecture(arch) | {
             "architectures": [cls.hf_architectures[0]],
             "model_type": cls.hf_model_type,

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi K2: latent attention, and routed experts beside shared ones."""
+"""DeepSeek-V3 and Kimi K2: latent attention, with routed and shared experts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from dflash.models.decoder import Decoder
 
 
 class DeepseekV3(Decoder):
-    """`DeepseekV3ForCausalLM`. Source: DeepSeek-V3 technical report, arXiv 2412.19437.
+    """Target family `DeepseekV3ForCausalLM`, which includes Kimi K2.
 
-    Kimi K2 has the same architecture under the same name.
+    Source: DeepSeek-V3 technical report, arXiv 2412.19437.
     """
 
     hf_architectures = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
@@ -27,7 +27,7 @@ class DeepseekV3(Decoder):
     qk_norm = False
 
     def make_layer(self, i, **build) -> TransformerLayer:
-        """Latent attention with a dense mlp, or with experts."""
+        """Returns layer `i`: latent attention, and a dense MLP or experts."""
         arch = self.arch
         sizes = {name: getattr(arch, name) for name in LatentShape.__dataclass_fields__}
         attention = LatentAttention(
@@ -40,7 +40,7 @@ class DeepseekV3(Decoder):
         return TransformerLayer(arch, attention=attention, mlp=mlp, **build)
 
     def rotary_angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos and sin for the rotary part of heads."""
+        """Returns cos and sin for the rotary dimensions of the heads."""
         rotary_part = dataclasses.replace(self.arch, head_dim=self.arch.qk_rope_head_dim)
         return rotary.angles(positions, rotary_part)
 
@@ -61,7 +61,10 @@ class DeepseekV3(Decoder):
         return moe.SparseMlp(routing, arch.hidden_size, width, shared_hidden=shared, **build)
 
     def checkpoint_name(self, path: str) -> Source:
-        """As in `Decoder`; expert by expert, and keys and values out of one tensor."""
+        """Returns the source of a parameter; see `Decoder.checkpoint_name`.
+
+        Checkpoints store experts one by one, and keys and values in one tensor.
+        """
         names = moe.stacked_names(path, self.arch.n_routed_experts)
         if names is not None:
             return Stack(tuple(f"model.{name}" for name in names))
@@ -86,16 +89,16 @@ class DeepseekV3(Decoder):
             ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)
         ):  # fmt: skip
             hf_config.check_only(config, key, supported)
-        count = config.get("n_routed_experts", config.get("num_local_experts"))  # its newer name
+        count = config.get("n_routed_experts", config.get("num_local_experts"))  # The newer name.
         own = hf_config.read_fields({**config, "n_routed_experts": count}, DeepseekV3Fields)
-        # Files state various things here, none of which is used.
+        # Published files disagree about these two fields, and latent attention uses neither.
         heads = {"head_dim": own.qk_rope_head_dim, "num_key_value_heads": None}
         base = super().architecture_from_hf({**config, **heads})
         return DeepseekV3Architecture(**vars(base), **vars(own))
 
 
 def attention_scale(arch: DeepseekV3Architecture) -> float:
-    """Factor on attention scores; YaRN's growth of logits is in it, not in the rotary angles."""
+    """Returns the factor on attention scores, which includes YaRN's growth of the logits."""
     scale = (arch.qk_nope_head_dim + arch.qk_rope_head_dim) ** -0.5
     scaling = arch.rope_scaling
     if scaling is None or not scaling.mscale_all_dim:

@@ -1,4 +1,4 @@
-"""Kimi K2.5: the text model, a Kimi K2, out of a checkpoint that sees as well."""
+"""Kimi K2.5: the text model of a multimodal checkpoint, with the architecture of Kimi K2."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,19 +14,19 @@ _PREFIX = "language_model."
 
 
 class KimiK25(DeepseekV3):
-    """The language model of `KimiK25ForConditionalGeneration`; what it sees is not read."""
+    """Language model of `KimiK25ForConditionalGeneration`; its vision tower is not read."""
 
     hf_architectures = ("KimiK25ForConditionalGeneration",)
     hf_model_type = "kimi_k25"
 
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
-        """The vision tower and its projection, beside what `Decoder` ignores."""
+        """Returns names of the vision tensors, and those that `Decoder` ignores."""
         own = tuple(_PREFIX + name for name in super().ignored_checkpoint_names)
         return (*own, "vision_tower.*", "mm_projector.*")
 
     def checkpoint_name(self, path: str) -> Source:
-        """As in Kimi K2, below the name of the language model."""
+        """Returns the source of a parameter: Kimi K2's with the language model's prefix."""
         source = super().checkpoint_name(path)
         if isinstance(source, Stack):
             return Stack(tuple(_PREFIX + name for name in source.parts))
@@ -44,7 +44,7 @@ class KimiK25(DeepseekV3):
 
     @classmethod
     def config_to_hf(cls, arch: DeepseekV3Architecture) -> dict[str, Any]:
-        """The config.json of a checkpoint with this architecture, without eyes."""
+        """Returns the config.json of a checkpoint with this architecture, without vision."""
         text = super().config_to_hf(arch) | {
             "architectures": ["KimiK2ForCausalLM"],
             "model_type": "kimi_k2",

@@ -4,7 +4,10 @@ from dflash.models.decoder import Decoder
 
 
 class Llama3(Decoder):
-    """`LlamaForCausalLM`. Source: The Llama 3 herd of models, 2024."""
+    """Target family `LlamaForCausalLM`.
+
+    Source: The Llama 3 herd of models, 2024.
+    """
 
     hf_architectures = ("LlamaForCausalLM",)
     hf_model_type = "llama"

@@ -4,7 +4,10 @@ from dflash.models.decoder import Decoder
 
 
 class Qwen3(Decoder):
-    """`Qwen3ForCausalLM`. Source: Qwen3 technical report, 2025."""
+    """Target family `Qwen3ForCausalLM`.
+
+    Source: Qwen3 technical report, 2025.
+    """
 
     hf_architectures = ("Qwen3ForCausalLM",)
     hf_model_type = "qwen3"

@@ -12,13 +12,16 @@ from dflash.models.qwen3 import Qwen3
 
 
 class Qwen3Moe(Qwen3):
-    """`Qwen3MoeForCausalLM`. Source: Qwen3 technical report, 2025."""
+    """Target family `Qwen3MoeForCausalLM`.
+
+    Source: Qwen3 technical report, 2025.
+    """
 
     hf_architectures = ("Qwen3MoeForCausalLM",)
     hf_model_type = "qwen3_moe"
 
     def make_layer(self, i, **build) -> TransformerLayer:
-        """A dense layer, or one with experts."""
+        """Returns layer `i`, dense or with experts."""
         if not has_experts(self.arch, i):
             return super().make_layer(i, **build)
         arch = self.arch
@@ -29,7 +32,7 @@ class Qwen3Moe(Qwen3):
         return TransformerLayer(arch, mlp=mlp, qk_norm=self.qk_norm, **build)
 
     def checkpoint_name(self, path: str) -> Source:
-        """As in `Decoder`; a projection of all experts is a tensor for each of them."""
+        """Returns the source of a parameter; checkpoints store experts one by one."""
         names = moe.stacked_names(path, self.arch.num_experts)
         if names is None:
             return super().checkpoint_name(path)
@@ -39,11 +42,11 @@ class Qwen3Moe(Qwen3):
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> Qwen3MoeArchitecture:
         """Reads a checkpoint's config.json; see `Decoder`."""
         base = super().architecture_from_hf(config)
-        count = config.get("num_experts", config.get("num_local_experts"))  # its newer name
+        count = config.get("num_experts", config.get("num_local_experts"))  # The newer name.
         own = hf_config.read_fields({**config, "num_experts": count}, Qwen3MoeFields)
         return Qwen3MoeArchitecture(**vars(base), **vars(own))
 
 
 def has_experts(arch: Qwen3MoeArchitecture, layer: int) -> bool:
-    """Whether layer number `layer` has experts in place of a dense mlp."""
+    """Returns whether layer number `layer` has experts instead of a dense MLP."""
     return layer not in arch.mlp_only_layers and (layer + 1) % arch.decoder_sparse_step == 0
