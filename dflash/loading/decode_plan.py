@@ -1,4 +1,4 @@
-"""Memory and programs of a run, computed from shapes alone: `--dry_run`."""
+"""Memory and programs of a run, computed from shapes alone for `--dry_run`."""
 
 import dataclasses
 import math
@@ -25,11 +25,11 @@ class Plan:
     """The cost of a decode run before it starts.
 
     Attributes:
-      mesh: devices along each mesh axis.
-      target_parameters: number of weights.
-      drafter_parameters: number of weights; 0 if the strategy has none.
-      memory: bytes by kind.
-      programs: names of the programs to be compiled.
+      mesh: Number of devices along each mesh axis.
+      target_parameters: Number of weights of the target.
+      drafter_parameters: Number of weights of the drafter; 0 if the strategy has none.
+      memory: Bytes by kind of array.
+      programs: Names of the programs to be compiled.
     """
 
     mesh: dict[str, int]
@@ -39,7 +39,7 @@ class Plan:
     programs: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The plan as text, a line each."""
+        """Returns the plan as lines of text."""
         devices = math.prod(self.mesh.values())
         axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         lines = [
@@ -61,13 +61,13 @@ class Plan:
 def make_plan(
     engine: Engine, target: nnx.Module, drafter: nnx.Module, prompt_lengths: Sequence[int]
 ) -> Plan:
-    """Plans a run.
+    """Returns the plan of a run.
 
     Args:
-      engine: built from the two models, which may be abstract.
-      target: the model.
-      drafter: the drafter.
-      prompt_lengths: in tokens.
+      engine: Engine over the two models, which may be abstract.
+      target: Target model.
+      drafter: Drafter.
+      prompt_lengths: Lengths of the prompts, in tokens.
     """
     state = engine.abstract_state()
     return Plan(
@@ -85,7 +85,7 @@ def make_plan(
 
 
 def measure(tree: Any) -> Share:
-    """Bytes of all (abstract) arrays of a pytree."""
+    """Returns the bytes of all arrays of a pytree, abstract or not."""
     total = device = 0
     for leaf in jax.tree.leaves(tree):
         shard = math.prod(leaf.sharding.shard_shape(leaf.shape))

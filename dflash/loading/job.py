@@ -1,6 +1,6 @@
-"""A decode run before it starts: models are found and built, prompts read, everything checked.
+"""Preparation of a decode run: finds and builds models, reads prompts, and checks both.
 
-Nothing here allocates weights, so problems are found before checkpoints are read.
+Weights are allocated only by `load_weights`, so problems are found before checkpoints are read.
 """
 
 import dataclasses
@@ -30,25 +30,25 @@ from dflash.text import prompts, tokenizer_loading
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import Tokenizer
 
-_USUAL_LENGTH = 4096  # tokens of a sequence, where nothing tells how long they get
+_USUAL_LENGTH = 4096  # Default tokens per sequence.
 Grader = Callable[..., bool | None]  # (text, *, finished)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A checked run: its config, models and prompts.
+    """Checked decode run: config, models and prompts.
 
     Attributes:
-      config: the run's config.
-      target: the target; abstract until `load_weights`.
-      drafter: the drafter; likewise.
-      target_source: where the target's weights come from.
-      drafter_source: where the drafter's weights come from.
-      tokenizer: the target's tokenizer.
-      prompts: all prompts; empty where a dry run cannot know them.
-      max_length: longest sequence, prompt and output, in tokens.
-      date: the date that chat templates print; None for today.
-      shard: which part of the config's prompts these are.
+      config: Config of the run.
+      target: Target; abstract until `load_weights`.
+      drafter: Drafter; abstract until `load_weights`.
+      target_source: Source of the target's weights.
+      drafter_source: Source of the drafter's weights.
+      tokenizer: Tokenizer of the target.
+      prompts: All prompts; empty if a dry run cannot know them.
+      max_length: Length of the longest sequence, prompt and output, in tokens.
+      date: Date that chat templates print; None for today.
+      shard: Part of the config's prompts that the job holds.
     """
 
     config: DecodeRun
@@ -64,12 +64,12 @@ class Job:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence, ascending."""
+        """Returns the tokens that end a sequence, ascending."""
         eos = () if self.config.decode.ignore_eos else self.target.arch.eos_token_id
         return tuple(sorted({*eos, *self.config.decode.stop_ids}))
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
-        """Prompts as the engine takes them."""
+        """Returns the engine's requests for some prompts."""
         decode = self.config.decode
         return [
             Request(
@@ -100,10 +100,10 @@ class Job:
             )
 
     def follow(self, prompt: Prompt, turn: int, before: Record) -> Prompt:
-        """The prompt of a later turn, made from the record of the turn before it.
+        """Returns the prompt of a later turn, from the record of the turn before it.
 
         Raises:
-          InputError: the chat template refuses, or the conversation has grown too long.
+          InputError: The chat template rejects the conversation, or it has grown too long.
         """
         vocab_size = self.target.arch.vocab_size
         found = prompts.continued(
@@ -116,9 +116,9 @@ class Job:
         """Compares final answers with those of the prompts' data set.
 
         Args:
-          records: finished prompts, by index.
+          records: Records of finished prompts, by index.
         Returns:
-          the numbers "checked" and "correct"; empty where there is none to check.
+          The counts "checked" and "correct"; empty if there is nothing to check.
         """
         graders = self.shard.of(find_graders(self.config.prompts))
         if not graders:
@@ -132,42 +132,42 @@ class Job:
         return {"checked": len(marks), "correct": sum(marks)} if marks else {}
 
     def of_shard(self, shard: Shard) -> "Job":
-        """The job with a shard's prompts alone; they keep their indices."""
+        """Returns the job with only the prompts of a shard; they keep their indices."""
         return dataclasses.replace(self, prompts=shard.of(self.prompts), shard=shard)
 
     def load_weights(self) -> None:
-        """Fills both models.
+        """Loads the weights of both models.
 
         Raises:
-          CheckpointError: a checkpoint is damaged, or does not fit.
+          CheckpointError: A checkpoint is damaged, or does not fit its model.
         """
         weights.load(self.target, self.target_source, self.target.sharding)
         self.load_drafter()
 
     def load_drafter(self) -> None:
-        """Fills the drafter alone; see `load_weights`."""
+        """Loads the weights of the drafter alone; see `load_weights`."""
         weights.load(self.drafter, self.drafter_source, self.target.sharding)
 
     def with_drafter(self, config: DecodeRun) -> "Job":
-        """The same prompts and target, decoded as another config says; its drafter is abstract.
+        """Returns the job with the same prompts and target under another config.
 
         Args:
-          config: has this job's target, mesh and dtype.
+          config: Config with this job's target, mesh and dtype. Its drafter is built abstract.
         Raises:
-          UserError: the drafter cannot be found or built, or does not fit the target.
+          UserError: The drafter cannot be found or built, or does not fit the target.
         """
         source, drafter = _find_drafter(config, self.target, self.target_source)
         return dataclasses.replace(self, config=config, drafter=drafter, drafter_source=source)
 
     def without_drafting(self) -> "Job":
-        """The baseline: the same prompts, target and loop, and a drafter that proposes nothing."""
+        """Returns the baseline job, whose drafter proposes nothing."""
         return self.with_drafter(dataclasses.replace(self.config, drafter=DrafterConfig()))
 
     def with_room(self) -> "Job":
-        """The job with room for prompts that are not known yet: `decode.max_length`, or a default.
+        """Returns the job with room for unknown prompts: `decode.max_length` tokens or a default.
 
         Raises:
-          ConfigError: it is more than the target was made for.
+          ConfigError: `decode.max_length` exceeds the positions of the target.
         """
         positions, asked = self.target.arch.max_position_embeddings, self.config.decode.max_length
         if asked is not None and asked > positions:
@@ -178,11 +178,11 @@ class Job:
         return dataclasses.replace(self, max_length=asked or min(positions, _USUAL_LENGTH))
 
     def engine(self, prompts: Sequence[Prompt] = (), *, num_stop_ids: int = NUM_STOP_IDS) -> Engine:
-        """An engine over the models as they are now.
+        """Returns an engine over the current models.
 
         Args:
-          prompts: later turns to have room for, beside the first ones.
-          num_stop_ids: stop ids that a request may have.
+          prompts: Prompts of later turns that must fit too.
+          num_stop_ids: Number of stop ids that a request may have.
         """
         longest = [max_length(self.requests(prompts))] if prompts else []
         return Engine(
@@ -195,14 +195,14 @@ class Job:
         )
 
     def plan(self) -> decode_plan.Plan:
-        """The plan of the run: memory and programs."""
+        """Returns the plan of the run: its memory and programs."""
         lengths = [len(prompt.ids) for prompt in self.prompts]
         lengths = lengths or [max(1, self.max_length - self.config.decode.max_new_tokens)]
         return decode_plan.make_plan(self.engine(), self.target, self.drafter, lengths)
 
 
 def target_key(config: DecodeRun) -> str:
-    """A key that is equal for targets with the same weights on the same devices."""
+    """Returns a key that is equal for targets with the same weights on the same devices."""
     alone = {"target": config.target, "mesh": config.mesh, "rules": config.sharding_rules}
     return loader.config_hash({**alone, "dtype": config.dtype})
 
@@ -213,12 +213,12 @@ def prepare(
     """Finds, builds, reads and checks everything that a run needs.
 
     Args:
-      config: the run's config.
-      stdin: read for prompts where the config names none.
-      date: the run's date, which chat templates may print; None for today.
-      dry: for a plan only: touches no device, downloads nothing, and does not wait for stdin.
+      config: Config of the run.
+      stdin: Stream to read prompts from if the config names none.
+      date: Date of the run, which chat templates may print; None for today.
+      dry: Prepare only a plan: use no device, download nothing, and do not wait for stdin.
     Raises:
-      UserError: see its subclasses.
+      UserError: The config, a checkpoint or a prompt is unusable.
     """
     job = prepare_models(config, dry=dry, date=date)
     if dry and not _prompts_are_known(config, job.target_source):
@@ -228,14 +228,14 @@ def prepare(
     def read() -> list[Prompt]:
         return read_prompts(job, config.prompts, stdin=stdin)
 
-    # Of several processes the first one's standard input and files count.
+    # With several processes, only the first one reads standard input and files.
     return with_prompts(job, read() if dry else distributed.compute_on_first(read, [Prompt]))
 
 
 def prepare_models(
     config: DecodeRun, *, dry: bool = False, date: datetime.date | None = None
 ) -> Job:
-    """The part of `prepare` that is about models: a job without prompts."""
+    """Returns a job without prompts: the part of `prepare` that concerns models."""
     mesh = dataclasses.asdict(config.mesh)
     placed = sharding.make_sharding(mesh, config.sharding_rules, abstract=dry)
     target_source = models.find_target(config.target, download=not dry)
@@ -273,13 +273,13 @@ def read_prompts(job: Job, source: PromptsConfig, *, stdin: TextIO) -> list[Prom
 
 
 def find_graders(source: PromptsConfig, examples: Sequence[Example] | None = None) -> list[Grader]:
-    """Graders of final answers, one per prompt; empty if the data set has no answers.
+    """Returns graders of final answers, one per prompt; empty if the data set has no answers.
 
     Args:
-      source: of the prompts.
-      examples: those of `find_examples`, where they have been read; None to read them.
+      source: Prompts group of the config.
+      examples: Result of `find_examples`; None to read the examples.
     Returns:
-      functions of the answer's text; they return None where there is nothing to compare it with.
+      Functions of the answer's text; they return None if there is no reference answer.
     """
     if source.dataset is None:
         return []
@@ -291,10 +291,10 @@ def find_graders(source: PromptsConfig, examples: Sequence[Example] | None = Non
 
 
 def with_prompts(job: Job, found: Sequence[Prompt]) -> Job:
-    """The job over these prompts, after checking that they fit.
+    """Returns the job with these prompts, after checking that they fit.
 
     Raises:
-      UserError: a prompt does not fit.
+      UserError: A prompt or a stop id does not fit.
     """
     longest = max_length(job.requests(found))
     job = dataclasses.replace(
@@ -312,10 +312,10 @@ def _prompts_are_known(config: DecodeRun, source: Source) -> bool:
 
 
 def find_examples(config: PromptsConfig) -> list[Example]:
-    """What the prompts of a data set were made from, one each; empty if they come from elsewhere.
+    """Returns the examples behind the prompts of a data set; empty for prompts from elsewhere.
 
     Raises:
-      UserError: see `datasets.task_examples`.
+      UserError: The data set cannot be read; see `datasets.task_examples`.
     """
     if config.dataset is None:
         return []

@@ -1,6 +1,7 @@
-"""From a config to models: first their classes and shapes, then their weights.
+"""Builds models from a config, and loads their weights.
 
-The two steps are separate: building is cheap and finds what does not fit; loading takes memory.
+The two steps are separate because building is cheap and finds mismatches, while loading takes time
+and memory.
 """
 
 import dataclasses
@@ -17,23 +18,25 @@ from dflash.checkpoints import checkpoint, files, hf_config, weight_formats
 from dflash.config import registry, schema
 from dflash.config.schema import DrafterConfig, TargetArchitecture, TargetConfig
 from dflash.drafters.autoregressive_config import AutoregressiveConfig
+from dflash.drafters.base import Drafter
 from dflash.loading import quantization
+from dflash.models.decoder import Decoder
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
 RANDOM = schema.RANDOM
 _TARGET_SEED, _DRAFTER_SEED = 0, 1
-_MAX_QUOTED = 100  # characters of a foreign name
+_MAX_QUOTED = 100  # Characters of a name from a checkpoint.
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the weights of a model come from.
+    """Source of the weights of a model.
 
     Attributes:
-      directory: directory of the checkpoint; None for random weights, or without a download.
-      hf: content of its config.json, or None.
-      seed: seed of random weights.
+      directory: Directory of the checkpoint; None for random weights, or without a download.
+      hf: Content of the checkpoint's config.json, or None.
+      seed: Seed of random weights.
     """
 
     directory: pathlib.Path | None
@@ -45,10 +48,10 @@ def find_target(config: TargetConfig, *, download: bool = True) -> Source:
     """Finds the target's checkpoint.
 
     Args:
-      config: the run's target group.
-      download: fetch a checkpoint that is not on this machine; otherwise it counts as random.
+      config: Target group of the run's config.
+      download: Fetch a checkpoint that is not on this machine; otherwise use random weights.
     Raises:
-      CheckpointError: it is missing or cannot be read.
+      CheckpointError: The checkpoint is missing or cannot be read.
     """
     return _find(config.checkpoint, _TARGET_SEED, download)
 
@@ -58,12 +61,14 @@ def find_drafter(config: DrafterConfig, *, download: bool = True) -> Source:
     return _find(getattr(config, "checkpoint", RANDOM), _DRAFTER_SEED, download)
 
 
-def build_target(config: TargetConfig, source: Source, *, dtype: str, sharding: Sharding):
+def build_target(
+    config: TargetConfig, source: Source, *, dtype: str, sharding: Sharding
+) -> Decoder:
     """Builds the abstract target.
 
     Raises:
-      ConfigError: the config states another family or shape than the checkpoint has.
-      CheckpointError: the checkpoint is of an unknown family.
+      ConfigError: The config states another family or shape than the checkpoint has.
+      CheckpointError: The checkpoint belongs to an unknown family.
     """
     if source.hf is None:
         if config.name is None or config.architecture is None:
@@ -94,10 +99,10 @@ def build_drafter(
     *,
     dtype: str,
     sharding: Sharding,
-):
+) -> Drafter:
     """Builds the abstract drafter; see `Drafter.create` for the errors.
 
-    A drafter whose block size the loop chooses is built for its largest one.
+    If the decode loop chooses the block size, the drafter is built for the largest one.
     """
     if config.adaptive:
         largest = next(f.default for f in dataclasses.fields(config) if f.name == "block_size")
@@ -122,7 +127,7 @@ def build_drafter(
 
 
 def _quantize(model: nnx.Module, source: Source, wanted: str | None, group: str) -> None:
-    """Has a model keep weights in eight bits, as the checkpoint does or the config asks."""
+    """Declares weights as quantized if the checkpoint or the config quantizes them."""
     stored = None if source.hf is None else weight_formats.stored_format(source.hf)
     if stored is not None and wanted is not None:
         raise errors.ConfigError(
@@ -139,11 +144,11 @@ def load_weights(module: nnx.Module, source: Source) -> None:
     """Fills an abstract module from its source.
 
     Args:
-      module: itself what the checkpoint holds, or has a part called `checkpointed` that is. A
-        method `check_weights` of it then checks what was loaded.
-      source: see there.
+      module: Abstract module. The checkpoint holds the module itself, or its attribute
+        `checkpointed` if there is one. A method `check_weights` is called after loading.
+      source: Source of the weights.
     Raises:
-      CheckpointError: the checkpoint is damaged, or does not fit the module.
+      CheckpointError: The checkpoint is damaged, or does not fit the module.
     """
     if source.directory is not None:
         checkpoint.load(getattr(module, "checkpointed", module), source.directory)
@@ -156,10 +161,10 @@ def load_weights(module: nnx.Module, source: Source) -> None:
 def find_class(
     hf: Mapping[str, Any], directory: pathlib.Path, entries: Mapping[str, registry.Entry]
 ) -> tuple[str, type]:
-    """Finds the registered name and class of a checkpoint's architecture.
+    """Returns the registered name and class of a checkpoint's architecture.
 
     Raises:
-      CheckpointError: no entry has this architecture.
+      CheckpointError: No entry has this architecture.
     """
     stated = hf_config.read_classes(hf, file=str(directory / files.CONFIG))
     known = []
@@ -176,14 +181,15 @@ def find_class(
 
 
 def find_strategy(reference: str) -> str:
-    """The name of the strategy that drafts with a checkpoint, by what its config.json names.
+    """Returns the name of the strategy that drafts with a checkpoint, from its config.json.
 
-    A language model belongs to the strategy that has checkpoints, but no architectures of its own.
+    Language models belong to the strategy that drafts with models.
 
     Args:
-      reference: directory or hf:org/name.
+      reference: Directory or hf:org/name.
     Raises:
-      CheckpointError: it is missing or cannot be read, or no strategy has this architecture.
+      CheckpointError: The checkpoint is missing or cannot be read, or no strategy has its
+        architecture.
     """
     directory = checkpoint.resolve(reference)
     entries = {**registry.DRAFTERS, **registry.TARGETS}
@@ -199,7 +205,7 @@ def _drafts_with_models() -> str:
 
 
 def _draft_model_family(config: AutoregressiveConfig, source: Source) -> type:
-    """Returns the class of a draft model: by its checkpoint, or the family that the config names.
+    """Returns the class of a draft model, from its checkpoint or the config's family.
 
     Raises:
       CheckpointError: No registered family has the checkpoint's architecture.
@@ -225,10 +231,10 @@ def _is_dense(entry: registry.Entry) -> bool:
 
 
 def find_directory(reference: str, *, download: bool = True) -> pathlib.Path | None:
-    """The directory of a reference; None for one of the hub that is not to be downloaded.
+    """Returns the directory of a reference; None for the Hub's if nothing may be downloaded.
 
     Raises:
-      CheckpointError: see `checkpoint.resolve`.
+      CheckpointError: The reference cannot be resolved; see `checkpoint.resolve`.
     """
     remote = reference.startswith(checkpoint.HUB_PREFIX)
     return None if remote and not download else checkpoint.resolve(reference)
@@ -242,7 +248,7 @@ def _find(reference: str, seed: int, download: bool) -> Source:
 
 
 def _family(config: TargetConfig, source: Source) -> type:
-    """The class of the checkpoint's family, which must be the one that the config states."""
+    """Returns the class of the checkpoint's family; raises if the config states another one."""
     name, kind = find_class(source.hf, source.directory, registry.TARGETS)
     if config.name not in (None, name):
         raise errors.ConfigError(
@@ -255,7 +261,7 @@ def _family(config: TargetConfig, source: Source) -> type:
 def _check_stated(
     stated: TargetArchitecture | None, found: TargetArchitecture, directory: pathlib.Path
 ) -> None:
-    """A shape that the config states must be the checkpoint's; end-of-sequence ids may differ."""
+    """Raises if the config states another shape than the checkpoint's, stop ids aside."""
     if stated is None:
         return
     problems = [

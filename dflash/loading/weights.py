@@ -1,4 +1,4 @@
-"""The weights of models that do nothing but decode."""
+"""Weights of models, arranged for decoding."""
 
 from flax import nnx
 
@@ -12,20 +12,20 @@ def load(model: nnx.Module, source: Source, sharding: Sharding) -> None:
     """Fills an abstract target or drafter, and arranges its weights for decoding.
 
     Args:
-      model: see `models.load_weights`.
-      source: where the weights come from.
-      sharding: what they run on.
+      model: Abstract target or drafter; see `models.load_weights`.
+      source: Source of the weights.
+      sharding: Sharding of the models.
     Raises:
-      CheckpointError: the checkpoint is damaged, or does not fit the model.
+      CheckpointError: The checkpoint is damaged, or does not fit the model.
     """
     models.load_weights(model, source)
     arrange(model, sharding)
 
 
 def arrange(model: nnx.Module, sharding: Sharding) -> None:
-    """Puts weights, or abstract ones, as the platform reads them fastest, in place.
+    """Arranges weights, abstract or not, in the layout that the platform reads fastest, in place.
 
-    On a TPU projections of the same rows are joined; see docs/results/tpu_compile.md.
+    On a TPU, projections of the same rows are joined; see docs/results/tpu_compile.md.
     """
     if sharding.platform == "tpu":
         join_projections(model)
