@@ -1,4 +1,4 @@
-"""A decode run from its prompts to its summary: pending prompts, records, display.
+"""Decode run, from its pending prompts to its summary.
 
 A conversation of several turns takes several rounds, since a later turn's prompt contains the
 model's answer to the turn before. Each round decodes every prompt that is ready.
@@ -35,7 +35,7 @@ from dflash.text.tokenizer import IncrementalDecoder
 
 
 class RunRecords(NamedTuple):
-    """The finished prompts of a run, and those decoded without drafting if it asks for them."""
+    """Finished prompts of a run, with drafting and, for a baseline, without."""
 
     drafted: Records
     baseline: Records | None
@@ -48,15 +48,15 @@ def open_records(
     date: datetime.date | None = None,
     shard: Shard | None = None,
 ) -> Iterator[RunRecords]:
-    """The records of a run: in a work directory, or in memory; on all processes but the first.
+    """Yields the records of a run; only the first process keeps them in the work directory.
 
     Args:
-      directory: the work directory; None for none.
-      config: the run's config.
-      date: the run's date, kept for later starts; see `dates.find`.
-      shard: which part of the prompts, of a run that is divided.
+      directory: Work directory; None keeps the records in memory.
+      config: Config of the run.
+      date: Date of the run, stored for later starts; see `dates.find`.
+      shard: Part of the prompts, if the run is divided.
     Raises:
-      WorkdirError: the directory cannot be used.
+      WorkdirError: The directory cannot be used.
     """
     path = directory if jax.process_index() == 0 else None
     file = str if shard is None else shard.file
@@ -77,18 +77,18 @@ def open_records(
         drafted = records(records_lib.OUTPUTS)
         baseline = records(records_lib.BASELINE) if config.decode.baseline else None
         if shard is not None and held.path is not None:
-            # Of two shards that began at once with two configs, one has written its own last.
+            # If two shards started together with different configs, one overwrote the other's file.
             check_config(held.path, config)
         yield RunRecords(drafted, baseline)
 
 
 def open_display(*, stream: bool) -> Display:
-    """The display of this process: of several, only the first has a real one."""
+    """Returns the display of this process, which is silent on all processes but the first."""
     return Display(stream=stream) if jax.process_index() == 0 else Display.silent()
 
 
 def load_weights(job: Job) -> Job:
-    """Fills a job's models in place; returns the job."""
+    """Loads the weights of a job's models in place, and returns the job."""
     job.load_weights()
     return job
 
@@ -101,18 +101,18 @@ def run(
     load: Callable[[Job], Job] = load_weights,
     profile_dir: str | None = None,
 ) -> dict[str, Any]:
-    """Decodes the pending prompts, and summarizes all, those of earlier runs included.
+    """Decodes the pending prompts, and summarizes them with those of earlier runs.
 
     Args:
-      job: its weights are read only if a prompt is pending.
-      records: of this run and of earlier ones in the same work directory.
-      display: shows text as it is accepted.
-      load: returns the job with its weights.
-      profile_dir: where a profiler trace goes, or None.
+      job: Job of the run; its weights are read only if a prompt is pending.
+      records: Records of this run and of earlier ones in the same work directory.
+      display: Display that shows text as it is accepted.
+      load: Returns the job with its weights.
+      profile_dir: Directory for a profiler trace, or None.
     Returns:
-      the content of results.json.
+      Content of results.json.
     Raises:
-      UserError: see its subclasses.
+      UserError: A checkpoint, a prompt or the work directory is unusable.
     """
     drafted, baseline = records
     ready = _ready(job, drafted)
@@ -131,16 +131,16 @@ def run(
 
 
 def all_turns(job: Job) -> list[Prompt]:
-    """Every turn of a job's conversations as a prompt of its own, in order of their indices.
+    """Returns every turn of a job's conversations as a separate prompt, in order of index.
 
-    The model's answers between turns are decoded for this; without later turns nothing is.
+    If there are later turns, the model's answers between the turns are decoded first.
 
     Args:
-      job: its weights are in place.
+      job: Job with loaded weights.
     Raises:
-      InputError: the chat template refuses, or a conversation has grown too long.
+      InputError: The chat template rejects a conversation, or it has grown too long.
     """
-    # No turn follows the last answer, so that one is not needed.
+    # The answer to the last turn is not needed, since no turn follows it.
     asked = [
         dataclasses.replace(prompt, later_turns=prompt.later_turns[:-1])
         for prompt in job.prompts
@@ -164,10 +164,10 @@ def _decode(
     profile_dir: str | None = None,
     usage: Usage | None = None,
 ) -> dict[str, float]:
-    """Decodes the prompts that are ready, round by round; adds to `usage`.
+    """Decodes the prompts that are ready, round by round, and adds to `usage`.
 
     Returns:
-      milliseconds of a cycle by block size; empty where there was no choice.
+      Milliseconds per cycle by block size; empty if the block size is fixed.
     """
     engine, clock_s = None, 0.0
     while ready:
@@ -184,7 +184,7 @@ def _decode(
 
 
 def _ready(job: Job, records: Records) -> list[Prompt]:
-    """The prompts that can be decoded now: of each conversation its next turn."""
+    """Returns the next turn of each unfinished conversation."""
     ready = []
     done = records.completed()
     for prompt in records.pending(job.prompts):
@@ -194,12 +194,12 @@ def _ready(job: Job, records: Records) -> list[Prompt]:
 
 
 def _agree(ready: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts that the first process found ready: it alone reads earlier runs' records."""
+    """Broadcasts the ready prompts of the first process, which alone reads the records."""
     return distributed.broadcast(list(ready), [Prompt])
 
 
 def _engine(job: Job, engine: Engine | None, ready: Sequence[Prompt]) -> Engine:
-    """The engine so far, or a new one if a conversation has outgrown it."""
+    """Returns the current engine, or a new one if a conversation has outgrown it."""
     needed = max_length(job.requests(ready))
     if engine is not None and engine.has_room(needed, len(job.stop_ids)):
         return engine
@@ -215,7 +215,7 @@ def _round(
     clock_s: float,
     usage: Usage,
 ) -> float:
-    """Decodes prompts; returns the clock in seconds, which continues from `clock_s`."""
+    """Decodes prompts, and returns the clock in seconds, which continues from `clock_s`."""
     by_index = {prompt.index: prompt for prompt in ready}
     words = {index: IncrementalDecoder(job.tokenizer) for index in by_index}
     display.expect(
@@ -242,12 +242,12 @@ def _round(
 
 
 def _asked(prompt: Prompt) -> str | tuple[Mapping[str, Any], ...] | None:
-    """Text or messages of a prompt; None for token ids."""
+    """Returns the text or the messages of a prompt; None for token ids."""
     return prompt.text if prompt.messages is None else prompt.messages
 
 
 def _record(prompt: Prompt, completion: Completion, tokenizer, clock_s: float) -> Record:
-    """A line of outputs.jsonl."""
+    """Returns the record of a finished prompt, a line of outputs.jsonl."""
     return Record(
         index=prompt.index,
         prompt=_asked(prompt),
@@ -270,16 +270,16 @@ def report(
     cycle_ms: dict[str, float],
     usage: Usage | None = None,
 ) -> dict[str, Any]:
-    """Summarizes all prompts, those of earlier runs in the same work directory included.
+    """Summarizes all prompts of the work directory, including those of earlier runs.
 
     Args:
-      job: of the run.
-      records: all of them are finished.
-      display: shows the summary.
-      cycle_ms: milliseconds of a cycle by block size; empty where there was no choice.
-      usage: of this start of the run; None where it has decoded nothing.
+      job: Job of the run.
+      records: Records of all prompts, which are finished.
+      display: Display that shows the summary.
+      cycle_ms: Milliseconds per cycle by block size; empty if the block size is fixed.
+      usage: Usage since this start of the run; None if it has decoded nothing.
     Returns:
-      the content of results.json.
+      Content of results.json.
     """
     done, longest = records.drafted.completed(), job.drafter.longest_path
     summary: Summary = outputs.summarize(done.values(), block_size=longest)

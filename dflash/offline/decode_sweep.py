@@ -1,4 +1,4 @@
-"""Points of a sweep that decode; models stay loaded while the next point needs them."""
+"""Sweep points that decode, and keep models loaded while the next point needs them."""
 
 import dataclasses
 import datetime
@@ -20,7 +20,7 @@ from dflash.runs.sweeps import Runner
 
 
 class DecodePoints(Runner):
-    """Decodes; a point's directory is a work directory of `dflash.decode`."""
+    """Runner that decodes at each point; its directory is a work directory of `dflash.decode`."""
 
     metrics = (
         "tau",
@@ -48,28 +48,28 @@ class DecodePoints(Runner):
     def run(self, config: DecodeRun, directory: pathlib.Path) -> Mapping[str, Any]:
         date = dates.find(directory)
         job = self._checked.pop(loader.config_hash(config), None)
-        if job is None or job.date != date:  # begun on another day
+        if job is None or job.date != date:  # The point was started on another day.
             job = _prepare(config, date)
         with decode_run.open_records(directory, config, date) as records:
             return decode_run.run(job, records, Display.silent(), load=self._weights)
 
 
 class Weights:
-    """Fills jobs with weights; reads only those that differ from the previous job's."""
+    """Loader of jobs' weights that reads only those that differ from the previous job's."""
 
     def __init__(self, display: Display):
-        """Takes the display, which gets a line for each load."""
+        """Creates the loader; the display shows a line for each load."""
         self._display = display
-        self._loaded: dict[str, tuple[str, Any]] = {}  # key and model by role
+        self._loaded: dict[str, tuple[str, Any]] = {}  # Key and model by role.
 
     def __call__(self, job: Job) -> Job:
-        """The job with its models filled.
+        """Returns the job with loaded models.
 
         Raises:
-          CheckpointError: a checkpoint is damaged, or does not fit.
+          CheckpointError: A checkpoint is damaged, or does not fit its model.
         """
         wanted = {"target": jobs.target_key(job.config), "drafter": _drafter_key(job.config)}
-        # Models that are no longer needed are freed first: there may be no memory for both.
+        # Free models that are no longer needed first: memory may not hold both.
         self._loaded = {
             role: (key, model) for role, (key, model) in self._loaded.items() if key == wanted[role]
         }

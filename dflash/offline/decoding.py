@@ -1,4 +1,4 @@
-"""Decoding a list of requests: the scheduler's simplest client."""
+"""Decoding of a list of requests, the simplest client of the scheduler."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -16,13 +16,13 @@ def decode(
     """Decodes requests in order of arrival, as many at a time as there are slots.
 
     Args:
-      engine: decodes.
-      requests: all of them.
-      tell: called at the end with what the scheduler has counted.
+      engine: Engine that decodes.
+      requests: All requests.
+      tell: Called at the end with the scheduler's statistics.
     Yields:
       Tokens as they are committed, and one Completion per request after its last Tokens.
     Raises:
-      InputError: a request that cannot be decoded; before any other has begun.
+      InputError: A request cannot be decoded. It is raised before any request has started.
     """
     scheduler = Scheduler(engine, fill_at_once=True)
     for request in requests:

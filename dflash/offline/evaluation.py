@@ -15,7 +15,7 @@ from dflash.offline.decoding import decode
 
 
 class DraftingTest:
-    """Decodes the same prompts with new weights at every call; programs are compiled once.
+    """Measurement that decodes the same prompts with new weights at every call, compiling once.
 
     Usage:
       test = DraftingTest(target, drafter, config, {"math": [ids, ...]})
@@ -34,11 +34,11 @@ class DraftingTest:
         """Builds the requests; nothing is compiled yet.
 
         Args:
-          target: with its weights.
-          drafter: of the target's dtype; its parameters may be abstract.
-          config: how to decode.
-          prompts: token ids by the name of their source.
-          stop_ids: tokens that end a sequence.
+          target: Target with its weights.
+          drafter: Drafter with the target's dtype; its parameters may be abstract.
+          config: Sampling parameters and shape of the decode loop.
+          prompts: Token ids of the prompts, by the name of their source.
+          stop_ids: Tokens that end a sequence.
         """
         self._target, self._drafter, self._config = target, drafter, config
         stop_ids = tuple(sorted(set(stop_ids)))
@@ -60,8 +60,8 @@ class DraftingTest:
         """Decodes all prompts with the drafter's parameters `params`.
 
         Returns:
-          "tau", tokens per cycle over all cycles, and "tau/NAME" of each source; nothing if every
-          prompt ended at its first token.
+          Mean acceptance length "tau" over all cycles, and "tau/NAME" per source, in tokens per
+          cycle; empty if every prompt ended at its first token.
         """
         nnx.update(self._drafter, params)
         if self._engine is None:

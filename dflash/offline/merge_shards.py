@@ -1,4 +1,4 @@
-"""A list of prompts that several runs have divided among themselves, and the summary of all."""
+"""Summary of a list of prompts that several runs have divided among themselves."""
 
 import os
 
@@ -22,13 +22,13 @@ def sum_up(
     """Writes the summary of all shards of a run.
 
     Args:
-      job: with the prompts of all shards.
-      directory: the work directory.
-      display: shows the summary.
-      shard: the one that has just finished; if others have not, it says so and leaves the summary
-        to the last of them.
+      job: Job with the prompts of all shards.
+      directory: Work directory.
+      display: Display that shows the summary.
+      shard: Shard that has just finished. If others are unfinished, the display lists them, and
+        the last one to finish writes the summary.
     Raises:
-      WorkdirError: some shards have not finished, or belong to another config.
+      WorkdirError: Some shards have not finished, or belong to another config.
     """
     if jax.process_index() > 0:
         return

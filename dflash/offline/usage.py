@@ -1,4 +1,4 @@
-"""How well a decode run has used its device: prefill, slots, and time from end to end."""
+"""Device utilization of a decode run: prefill, slots, and end-to-end time."""
 
 import dataclasses
 from typing import Any
@@ -8,13 +8,13 @@ from dflash.inference.stats import SchedulerStats
 
 @dataclasses.dataclass
 class Usage:
-    """Counts of one start of a run, over all of its rounds.
+    """Counts since one start of a run, over all its rounds.
 
     Attributes:
-      slots: number of slots.
-      tokens: output tokens.
-      seconds: time from the first prompt to the last token, compiling left out.
-      counts: of the scheduler, by name; see `SchedulerStats`.
+      slots: Number of slots.
+      tokens: Number of output tokens.
+      seconds: Time from the first prompt to the last token without compiling, in seconds.
+      counts: Counts of the scheduler by name; see `SchedulerStats`.
     """
 
     slots: int = 0
@@ -23,7 +23,7 @@ class Usage:
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add(self, stats: SchedulerStats, *, slots: int, tokens: int, seconds: float) -> None:
-        """Adds a round."""
+        """Adds the counts of a round."""
         self.slots = slots
         self.tokens += tokens
         self.seconds += seconds
@@ -31,7 +31,7 @@ class Usage:
             self.counts[name] = self.counts.get(name, 0) + value
 
     def facts(self) -> dict[str, Any]:
-        """Figures for results.json; empty if nothing was decoded."""
+        """Returns the figures for results.json; empty if nothing was decoded."""
         if not self.counts:
             return {}
         counts = self.counts
