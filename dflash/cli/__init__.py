@@ -1,1 +1,1 @@
-"""What the commands share: flags, help, exit statuses, checks before any work."""
+"""Flags, help, exit statuses and preflight checks of all commands."""

@@ -1,6 +1,9 @@
-"""The subcommands of `dflash`, and the module of each. Imports nothing, so help is instant."""
+"""Subcommands of `dflash` and their modules.
 
-# name: (module, what it does)
+This module imports nothing, so that help is instant.
+"""
+
+# Name: (module, summary for the help).
 COMMANDS = {
     "decode": ("dflash.decode", "Decode prompts with a target and a drafter."),
     "chat": ("dflash.chat", "Talk to a target in the terminal."),

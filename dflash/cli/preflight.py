@@ -1,4 +1,4 @@
-"""What can be found wrong before any work begins, and before jax is imported: places on disk."""
+"""Checks of places on disk, before any work begins and before jax is imported."""
 
 import functools
 import os
@@ -13,16 +13,16 @@ from dflash.storage import paths
 
 
 def check(configs: Iterable[object], *, files: bool = True) -> None:
-    """Looks up what configs name: files to read, checkpoints, directories.
+    """Checks the files, checkpoints and directories that configs name.
 
     Args:
-      configs: resolved configs.
-      files: whether the run reads weights, data and prompts; a plan does not.
+      configs: Resolved configs.
+      files: The run reads weights, data and prompts, as a plan does not.
     Raises:
-      UserError: something is missing or of another kind; a line for each, with its key.
+      UserError: A place is missing or of the wrong kind; one line for each, with its key.
     """
     found: dict[str, type[errors.UserError]] = {}
-    trouble = functools.cache(paths.find_problem)  # each bucket is looked up once
+    trouble = functools.cache(paths.find_problem)  # Look each bucket up once.
     for key, place, given in dict.fromkeys(one for c in configs for one in places.locations(c)):
         try:
             if place == "disk":
@@ -44,13 +44,13 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
 
 
 def check_writable(*directories: str | None) -> None:
-    """Refuses directories that cannot be made or written, as far as that can be told.
+    """Raises if a directory cannot be created or written.
 
-    A bucket is asked whether it is there; whether it may be written, the first file tells.
+    For buckets, only existence is checked; permission to write shows with the first file.
 
     Raises:
-      ConfigError: the bucket of one cannot be reached.
-      WorkdirError: one of them, with the reason.
+      ConfigError: A bucket cannot be reached.
+      WorkdirError: A directory cannot be written; the message gives the reason.
     """
     for given in directories:
         if given is None:
@@ -65,17 +65,17 @@ def check_writable(*directories: str | None) -> None:
             reason = None if above.is_dir() else "Not a directory"
             if reason is None and not os.access(above, os.W_OK | os.X_OK):
                 reason = "Permission denied"
-        except (OSError, ValueError) as error:  # a name that no file can have
+        except (OSError, ValueError) as error:  # No file can have this name.
             reason = getattr(error, "strerror", None) or str(error)
         if reason is not None:
             raise errors.WorkdirError(f"{given}: cannot be written: {reason}")
 
 
 def check_local(given: str | None) -> None:
-    """Refuses the URL of a bucket for what only a file system can hold.
+    """Raises if a place that must be on a file system is in a bucket.
 
     Raises:
-      ConfigError: it is one.
+      ConfigError: The place is the URL of a bucket.
     """
     if given is not None and paths.in_bucket(given):
         raise errors.ConfigError(
@@ -87,13 +87,13 @@ def check_local(given: str | None) -> None:
 def check_bucket(
     given: str | None, trouble: Callable[[str], str | None] = paths.find_problem
 ) -> None:
-    """Refuses a URL whose bucket cannot be reached; anything else passes.
+    """Raises if a URL's bucket cannot be reached; paths pass.
 
     Args:
-      given: a path, a URL or None.
-      trouble: says what is wrong with a bucket; see `paths.find_problem`.
+      given: Path, URL or None.
+      trouble: Returns the problem of a bucket or None; see `paths.find_problem`.
     Raises:
-      ConfigError: it is not there, or gives no answer; or see `paths.check_scheme`.
+      ConfigError: The bucket is missing or does not answer, or the scheme is unsupported.
     """
     if given is None or not paths.in_bucket(given):
         return
@@ -104,10 +104,11 @@ def check_bucket(
 
 
 def check_file(given: str) -> None:
-    """Refuses what is no file that can be read.
+    """Raises if a file cannot be read.
 
     Raises:
-      InputError: it is missing, a directory, or not readable; the message offers a near name.
+      InputError: The file is missing, a directory, or unreadable; the message suggests a similar
+        name.
     """
     path = paths.to_path(given)
     try:
@@ -122,7 +123,7 @@ def check_file(given: str) -> None:
 
 
 def _namesake(path: pathlib.Path) -> str:
-    """ "; did you mean 'x'?" for a file of a similar name beside the missing one."""
+    """Returns "; did you mean 'x'?" if a file beside the missing one has a similar name."""
     try:
         beside = [str(path.with_name(one.name)) for one in path.parent.iterdir() if one.is_file()]
     except (OSError, ValueError):

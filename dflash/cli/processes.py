@@ -1,4 +1,4 @@
-"""A command as one of several processes: they join, compare what was given, and leave together."""
+"""Commands in several processes, which join, compare their arguments, and leave together."""
 
 import contextlib
 import os
@@ -19,17 +19,17 @@ from dflash.runs import outputs
 
 _FAILED = 1
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED): ")
-_MAX_CHARACTERS = 300  # of a failure that is no UserError
+_MAX_CHARACTERS = 300  # Characters of a failure other than a UserError.
 
 
 def run(given: Sequence[Any], work: Callable[[ProcessGroup], int]) -> int:
-    """Joins the other processes and does the work; if any of them fails, all leave alike."""
+    """Joins the other processes and does the work; if one fails, all exit with its status."""
     host.quiet_without_tpu()
     _keep_stdout_for_results()
     distributed.initialize(*given)
     group = agreement.ProcessGroup(_say_failure)
     try:
-        # As an exception, so that the others hear of it; training takes it over for its own end.
+        # Raise on SIGTERM, so that the other processes stop too. Training installs its own handler.
         signal.signal(signal.SIGTERM, _terminate)
         status = work(group)
         sys.stdout.flush()
@@ -40,19 +40,19 @@ def run(given: Sequence[Any], work: Callable[[ProcessGroup], int]) -> int:
 
 
 def check_alike(group: ProcessGroup, command: str, config: Any) -> None:
-    """Refuses processes with other versions, another command or config, or other devices.
+    """Raises if versions, command, config or devices differ between processes.
 
     Raises:
-      ConfigError: on all processes; it names the first that differs, and in what.
+      ConfigError: Raised on all processes; it names the first process that differs, and the value.
     """
     values = dict(loader.flatten(loader.to_dict(config)))
     group.check_same({"command": command, **outputs.versions(), **values})
-    # Only now, since processes with other versions may not get as far as to see devices.
+    # Compare devices last: processes with other versions may fail before they see devices.
     group.check_same({"devices of a process": jax.local_device_count()})
 
 
 def _told(error: BaseException) -> tuple[int, tuple[str, ...]]:
-    """Exit status and lines for what ends one of several processes."""
+    """Returns the exit status and the lines for an exception that ends a process."""
     if isinstance(error, errors.UserError):
         return error.exit_status, tuple(str(error).splitlines())
     if isinstance(error, KeyboardInterrupt):
@@ -61,7 +61,7 @@ def _told(error: BaseException) -> tuple[int, tuple[str, ...]]:
         return errors.BROKEN_PIPE, ("the reader of stdout has closed it",)
     if isinstance(error, SystemExit):
         return error.code, ("stopped by SIGTERM",)
-    # A collective that another process has left, by a kill say, fails like this.
+    # A collective fails like this if another process was killed.
     reason = " ".join(str(error).split())
     if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(reason):
         line = f"a computation of all processes failed; one of them may be gone: {reason}"
@@ -72,8 +72,8 @@ def _told(error: BaseException) -> tuple[int, tuple[str, ...]]:
 
 
 def _say_failure(failure: Failure) -> None:
-    """Prints what ended a run of several processes, on any of them."""
-    shown_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a display may have hidden it
+    """Prints the failure that ended a run of several processes."""
+    shown_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # A display may have hidden it.
     for line in failure.lines:
         print(f"{shown_cursor}error: process {failure.process}: {line}", file=sys.stderr)
     sys.stderr.flush()
@@ -86,14 +86,13 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 
 def _keep_stdout_for_results() -> None:
-    """Leaves stdout to Python alone: gloo, which joins processes, writes there too.
+    """Redirects file descriptor 1 to /dev/null and keeps `sys.stdout` for results.
 
-    Its lines come from native code, which knows the file descriptor only. That one leads nowhere
-    from now on.
+    Gloo, which connects the processes, prints to the file descriptor from native code.
     """
     try:
         own = sys.stdout.fileno() == 1
-    except OSError:  # it has none, as in a notebook or a test
+    except OSError:  # Notebooks and tests may have no file descriptor.
         own = False
     if own:
         sys.stdout.flush()

@@ -1,12 +1,11 @@
-"""Shared by all subcommands: flags, the config, help, and exit statuses.
+"""Flags, config, help and exit statuses of subcommands.
 
     dflash COMMAND CONFIG [key=value ...] [--flags]
 
-Flags say where and how a run happens; the config holds everything that can change a number. Flags
-are defined in an object of their own, so importing this module defines nothing globally.
+Flags set where and how a run happens; the config holds everything that can change a number. Each
+subcommand has its own `FlagValues`, so importing this module defines no global flags.
 
-Exit statuses follow one rule: 2 for what was given (usage, config, input, checkpoint), 1 for a run
-that failed.
+The exit status is 2 for unusable usage, config, input or checkpoint, and 1 for a run that failed.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from dflash.parallel.agreement import ProcessGroup
 
 _USAGE_ERROR = 2
-_WIDTH = 80  # columns of help
+_WIDTH = 80  # Columns of the help.
 _LABEL_WIDTH = 24
 CONFIG = "CONFIG"
 _ABOUT_CONFIGS = (
@@ -50,21 +49,21 @@ RUN_FLAGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Subcommand:
-    """What a subcommand takes: for its command line, its help and its completion.
+    """Declaration of a subcommand, for its command line, help and shell completion.
 
     Attributes:
-      name: as in `dflash NAME`.
-      description: one or two sentences for its help.
-      examples: lines for its help, as they are typed.
-      arguments: names of the positional arguments; key=value may follow CONFIG.
-      schema: the dataclass that the config fills, or several to choose from.
-      load: reads the config instead, from its path and the overrides.
-      configs: the configs of runs within what was loaded.
-      shared: names of the flags that it takes of those that several commands have.
-      define_flags: adds its own flags.
-      overrides: what its own flags add to the key=value arguments.
-      cpu_only: whether it computes nothing that is worth an accelerator.
-      statuses: exit statuses beside the usual ones, for its help.
+      name: Name, as in `dflash NAME`.
+      description: One or two sentences for the help.
+      examples: Command lines for the help.
+      arguments: Names of the positional arguments; key=value may follow CONFIG.
+      schema: Dataclass that the config fills, or several to choose from.
+      load: Reads the config from its path and the overrides, in place of `schema`.
+      configs: Returns the configs of the runs within the loaded object.
+      shared: Names of the shared flags that the subcommand takes.
+      define_flags: Adds the subcommand's own flags.
+      overrides: Returns the key=value arguments that its own flags stand for.
+      cpu_only: The subcommand never needs an accelerator.
+      statuses: Exit statuses beside the usual ones, for the help.
     """
 
     name: str
@@ -82,17 +81,17 @@ class Subcommand:
 
     @property
     def takes_config(self) -> bool:
-        """Whether its first argument is a config."""
+        """Returns whether the first argument is a config."""
         return self.arguments == (CONFIG,)
 
     @property
     def usage(self) -> str:
-        """Its command line, in one line."""
+        """Returns the usage as one line."""
         overrides = ["[key=value ...]"] if self.takes_config else []
         return " ".join(["dflash", self.name, *self.arguments, *overrides, "[--flags]"])
 
     def flag_values(self) -> flags.FlagValues:
-        """Its flags, not parsed yet: the shared ones that it takes, and its own."""
+        """Returns the unparsed flags, shared ones and its own."""
         values = _define_shared()
         for name in set(values) - set(self.shared):
             delattr(values, name)
@@ -103,22 +102,22 @@ class Subcommand:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A parsed command line; flags that a subcommand does not take have their defaults.
+    """Parsed command line, with defaults for flags that the subcommand does not take.
 
     Attributes:
-      config: the resolved config, an instance of the subcommand's schema; None without CONFIG.
-      config_hash: hash of the resolved config.
-      config_path: path of the config file.
-      overrides: the key=value arguments.
-      arguments: the positional arguments, where there is no CONFIG among them.
-      workdir: directory for results; None for terminal only.
-      dry_run: whether to print the plan only, allocating nothing.
-      profile_dir: directory for a profiler trace, or None.
-      coordinator_address, num_processes, process_id: see `distributed.initialize`.
-      shard: which part of the work, of a run that is divided; None for all of it.
-      stream: whether to print text as it is accepted.
-      compilation_cache: see `compilation_cache.enable`.
-      flags: values of the subcommand's own flags, by name.
+      config: Resolved config, an instance of the subcommand's schema; None without CONFIG.
+      config_hash: Hash of the resolved config.
+      config_path: Path of the config file.
+      overrides: Arguments of the form key=value.
+      arguments: Positional arguments of a subcommand without CONFIG.
+      workdir: Directory for results; None prints them only.
+      dry_run: Print the plan only, and allocate nothing.
+      profile_dir: Directory for a profiler trace, or None.
+      coordinator_address, num_processes, process_id: Arguments of `distributed.initialize`.
+      shard: Part of the work, if the run is divided; None is all of it.
+      stream: Print text as it is accepted.
+      compilation_cache: Argument of `compilation_cache.enable`.
+      flags: Values of the subcommand's own flags, by name.
     """
 
     config: Any = None
@@ -146,18 +145,18 @@ def run(
     """Runs a subcommand and exits with its status.
 
     Args:
-      subcommand: what it takes.
-      main: does the work; returns an exit status, None for 0.
-      argv: arguments without the names of program and subcommand; None for those of the process.
+      subcommand: Declaration of the subcommand.
+      main: Does the work, and returns an exit status; None is 0.
+      argv: Arguments without the names of program and subcommand; None takes the process's.
     Raises:
-      SystemExit: always, with the status of `status_of`; 2 for wrong usage.
+      SystemExit: Always, with the status of `status_of`; 2 for wrong usage.
     """
     argv = sys.argv[1:] if argv is None else argv
     sys.exit(status_of(lambda: _run(subcommand, main, argv)))
 
 
 def status_of(work: Callable[[], int | None]) -> int:
-    """Calls `work` and returns the exit status; prints a UserError as lines on stderr.
+    """Calls `work`, prints a UserError as lines on stderr, and returns the exit status.
 
     Returns:
       The result of `work`, 0 for None; the status of a UserError; 130 if interrupted; 141 if the
@@ -174,7 +173,7 @@ def status_of(work: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr)
         return errors.INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; that must not fail.
+        # Python flushes stdout once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return errors.BROKEN_PIPE
     return status
@@ -192,7 +191,7 @@ def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
     configured = _configured if subcommand.takes_config else _plain
 
     def work(group: "ProcessGroup | None" = None) -> int:
-        # The first process of several writes, and only its places need be there.
+        # Only the first process writes, so only it checks where results go.
         writes = group is None or group.process == 0
         command = configured(subcommand, values, positional, writes=writes)
         if command is None:
@@ -209,20 +208,20 @@ def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
     alone = any(name in values and values[name].value for name in ("dry_run", "print_config"))
     if alone or all(value is None for value in given):
         return work()
-    from dflash.cli import processes  # imports jax
+    from dflash.cli import processes  # Imported late because it imports jax.
 
     return processes.run(given, work)
 
 
 def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **given: Any) -> Command:
-    """A command as a program gives it, for the `run` of a command's module.
+    """Returns the command for arguments from a program, for the `run` of a command's module.
 
     Args:
-      subcommand: what it takes.
-      *arguments: the positional arguments, overrides included.
-      **given: values of flags, by name; None for the default.
+      subcommand: Declaration of the subcommand.
+      *arguments: Positional arguments, overrides included.
+      **given: Values of flags by name; None is the default.
     Raises:
-      UserError: what is given cannot be used; worded as on the command line.
+      UserError: An argument is unusable; the message is that of the command line.
     """
     values = subcommand.flag_values()
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -234,12 +233,12 @@ def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **given: Any) -
 
 
 def _set_up(subcommand: Subcommand, command: Command) -> None:
-    """Prepares jax, once everything that was given has been found good."""
+    """Prepares jax after all arguments have been checked."""
     host.quiet_without_tpu()
     if subcommand.cpu_only and "jax" not in sys.modules:
         os.environ["JAX_PLATFORMS"] = "cpu"
     if "compilation_cache" in subcommand.shared and not command.dry_run:
-        from dflash.runs import compilation_cache  # imports jax
+        from dflash.runs import compilation_cache  # Imported late because it imports jax.
 
         compilation_cache.enable(command.compilation_cache)
 
@@ -269,11 +268,13 @@ def _configured(
     *,
     writes: bool = True,
 ) -> Command | None:
-    """The command with its config, checked as far as no device is needed; None once printed.
+    """Returns the command with its checked config; None if the config was only printed.
 
     Args:
-      subcommand, values, positional: what it takes, and what is given.
-      writes: whether this process writes results.
+      subcommand: Declaration of the subcommand.
+      values: Parsed flags.
+      positional: Positional arguments.
+      writes: This process writes results.
     """
     path, *overrides = positional
     overrides += subcommand.overrides(values)
@@ -289,7 +290,7 @@ def _configured(
         overrides=tuple(overrides),
         **_values(values),
     )
-    # A plan reads no data, and what takes no --dry_run is but a plan.
+    # A plan reads no data. Subcommands without --dry_run only make plans.
     reads = "dry_run" in subcommand.shared and not command.dry_run
     preflight.check(subcommand.configs(config), files=reads)
     if writes and not command.dry_run:
@@ -300,7 +301,7 @@ def _configured(
 
 
 def _values(values: flags.FlagValues) -> dict[str, Any]:
-    """Values of flags as fields of a Command."""
+    """Returns the values of flags as fields of `Command`."""
     known = {field.name for field in dataclasses.fields(Command)} - {"flags"}
     given = {name: values[name].value for name in values if name not in ("help", "h")}
     own = {name: value for name, value in given.items() if name not in (*known, "print_config")}
@@ -351,10 +352,10 @@ def _define_shared() -> flags.FlagValues:
 
 
 def _parse(subcommand: Subcommand, values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
-    """Fills `values` and returns the positional arguments; flags may be anywhere.
+    """Parses flags, which may be anywhere, into `values`; returns the positional arguments.
 
     Raises:
-      ConfigError: unknown flags, each on a line of its own, or a flag's value is unusable.
+      ConfigError: Some flags are unknown (one line for each), or a value is unusable.
     """
     values.set_gnu_getopt(True)
     try:
@@ -397,7 +398,7 @@ def _help(subcommand: Subcommand, values: flags.FlagValues) -> str:
 
 
 def _flag_lines(values: flags.FlagValues) -> list[str]:
-    """Each flag with its help, in the order of their definition."""
+    """Returns the help of each flag, in the order of definition."""
     lines = []
     for group in values.flags_by_module_dict().values():
         for flag in group:
