@@ -1,4 +1,4 @@
-"""The model card of a drafter: README.md beside its weights, as the Hugging Face Hub shows it."""
+"""Model card of a drafter: the README.md beside its weights that the Hugging Face Hub shows."""
 
 import dataclasses
 import json
@@ -19,14 +19,14 @@ _HUB = "hf:"
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a distillation has found.
+    """Figures of a finished distillation for its model card.
 
     Attributes:
-      answers: number of answers that were trained on.
-      answer_tokens: tokens of these, without the questions.
-      steps: training steps.
-      best: of the best evaluation during training; None if there was none.
-      test: results of decoding by data set; see `outputs.Summary` and `outputs.Comparison`.
+      answers: Number of answers in the training data.
+      answer_tokens: Number of tokens of these answers, without the questions.
+      steps: Number of training steps.
+      best: Step and goal of the best evaluation during training; None without evaluation.
+      test: Results of decoding by data set; see `outputs.Summary` and `outputs.Comparison`.
     """
 
     answers: int
@@ -39,18 +39,18 @@ class Facts:
     def read(
         cls, answers: pathlib.Path, trained: Mapping[str, Any], test: Mapping[str, Any]
     ) -> "Facts":
-        """Takes them from the file of answers, and from what ended the later stages."""
+        """Reads the figures from the file of answers and the results of the later stages."""
         with answers.open("rb") as lines:
             lengths = [len(json.loads(line)["output_ids"]) for line in lines]
         return cls(len(lengths), sum(lengths), trained["steps"], trained["best"], test)
 
 
 def write(config: DistillRun, facts: Facts) -> str:
-    """The text of the card.
+    """Returns the text of the card.
 
     Args:
-      config: of the distillation.
-      facts: what it has found.
+      config: Config of the distillation.
+      facts: Figures of the distillation.
     """
     target = config.target.checkpoint
     licence = target_licence(target)
@@ -99,12 +99,12 @@ def write(config: DistillRun, facts: Facts) -> str:
 
 
 def name_of(target: str) -> str:
-    """A target's name, such as Qwen/Qwen3-4B."""
+    """Returns a target's name, such as Qwen/Qwen3-4B."""
     return target.removeprefix(_HUB) if target.startswith(_HUB) else pathlib.Path(target).name
 
 
 def target_licence(target: str) -> str | None:
-    """The licence that a target's own model card states, such as apache-2.0; None without one."""
+    """Returns the licence in the target's own model card, such as apache-2.0; None without one."""
     if target == models.RANDOM:
         return None
     readme = checkpoint.resolve(target) / "README.md"

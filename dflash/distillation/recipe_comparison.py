@@ -1,7 +1,7 @@
-"""A race of recipes: the points of a sweep of distillations, side by side.
+"""Comparison of training recipes, the points of a sweep of distillations.
 
-Points that differ in their seed alone are one recipe. Its τ is compared with the first recipe's on
-the same prompts, and an interval says whether the difference is more than noise.
+Points that differ only in their seed belong to one recipe. The mean acceptance length (τ) of each
+recipe is compared with the first recipe's on the same prompts, with a bootstrap interval.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from dflash.distillation import stages
 from dflash.measure import bootstrap
 from dflash.runs import records
 
-TRAINING = "training"  # the cell of what training took
+TRAINING = "training"  # Name of the cell with the training time.
 _SEED_KEY = "train.seed"
-_TAU = re.compile(r"(?P<task>.+?)(?:-(?P<way>(?:block|tree)\d+))?\.tau")  # of a cell
+_TAU = re.compile(r"(?P<task>.+?)(?:-(?P<way>(?:block|tree)\d+))?\.tau")  # Name of a cell.
 _RANDOM_SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What the drafters of a recipe do, drafting as their config says or in another way.
+    """Results of a recipe's drafters with one way of drafting.
 
     Attributes:
-      taus: mean over seeds by data set.
-      cycle_ms: milliseconds of a cycle, mean over seeds and data sets; None if not measured.
-      speed_up: over plain decoding, likewise.
-      ratio: τ over the first recipe's, means over data sets; None if their prompts are not there.
-      interval: both ends of the ratio's bootstrap interval; None for the first recipe, or where a
-        data set has too few prompts for one.
+      taus: Mean τ over seeds by data set.
+      cycle_ms: Milliseconds per cycle, mean over seeds and data sets; None if not measured.
+      speed_up: Speed-up over plain decoding, mean over seeds and data sets; None if not measured.
+      ratio: Mean τ over data sets, divided by the first recipe's; None without their outputs.
+      interval: Ends of the ratio's bootstrap interval; None for the first recipe, or if a data
+        set has too few prompts.
     """
 
     taus: Mapping[str, float]
@@ -46,18 +46,18 @@ class Way:
 
     @property
     def tau(self) -> float:
-        """Mean over data sets."""
+        """Returns the mean τ over data sets."""
         return statistics.mean(self.taus.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The points of a recipe.
+    """Measured points of one recipe.
 
     Attributes:
-      name: what tells it from the others.
-      points: of each seed: hours of training, None if unknown; and τ, mean over data sets.
-      ways: by "", "block8", "tree32" and the like.
+      name: Short name that distinguishes the recipe from the others.
+      points: Hours of training (None if unknown) and mean τ over data sets, for each seed.
+      ways: Results by way of drafting: "" for the config's own, "block8", "tree32", ….
     """
 
     name: str
@@ -68,12 +68,12 @@ class Recipe:
 def recipes(
     axes: Sequence[Sequence[str]], rows: Mapping[str, Mapping[str, Any]], points: pathlib.Path
 ) -> list[Recipe]:
-    """The recipes of a sweep that have been measured, in the order of their first points.
+    """Returns the measured recipes of a sweep, in the order of their first points.
 
     Args:
-      axes: keys of the sweep.
-      rows: figures of the finished points, by name.
-      points: where their directories are, whose tests give the intervals.
+      axes: Keys of the sweep.
+      rows: Figures of the finished points, by name.
+      points: Parent of the points' directories, whose test outputs give the intervals.
     """
     names = recipe_names([key for axis in axes for key in axis], list(rows.values()))
     grouped: dict[str, list[str]] = {}
@@ -83,7 +83,7 @@ def recipes(
     for name, members in grouped.items():
         theirs = [rows[point] for point in members]
         cells = _cells(theirs)
-        if "" not in cells:  # no data set that all of its points were tested on
+        if "" not in cells:  # No data set was measured on all points.
             continue
         tests = {way: _read(points, members, way, tasks) for way, tasks in cells.items()}
         first = first or tests
@@ -99,9 +99,9 @@ def recipes(
 
 
 def table(found: Sequence[Recipe]) -> str:
-    """A table of recipes, in Markdown: a line for each, and for each further way of drafting.
+    """Returns a Markdown table with a line for each recipe and way of drafting.
 
-    The one with the largest τ comes first.
+    Recipes are sorted by τ, the largest first.
     """
     tasks = list(
         dict.fromkeys(task for one in found for way in one.ways.values() for task in way.taus)
@@ -141,8 +141,8 @@ def _against(way: Way) -> tuple[str, str]:
 
 
 def plot(found: Sequence[Recipe]) -> bytes:
-    """A PNG image of mean τ against hours of training: a dot for each seed."""
-    # Not pyplot, which keeps figures alive and looks for a window system.
+    """Returns a PNG image of mean τ against hours of training, with a dot for each seed."""
+    # Avoid pyplot, which keeps figures alive and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -153,7 +153,7 @@ def plot(found: Sequence[Recipe]) -> bytes:
     axes = figure.subplots()
     timed = [one for one in found if all(hours is not None for hours, _ in one.points)]
     for number, one in enumerate(timed):
-        marker = "os^Dv"[number // 10 % 5]  # colors repeat after ten
+        marker = "os^Dv"[number // 10 % 5]  # Colors repeat after ten.
         hours, taus = zip(*one.points, strict=True)
         axes.scatter(hours, taus, label=one.name, color=f"C{number % 10}", marker=marker)
     axes.set_xlabel("hours of training")
@@ -165,7 +165,7 @@ def plot(found: Sequence[Recipe]) -> bytes:
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The data sets on which all points of a recipe were measured, by way of drafting."""
+    """Returns the data sets that all points of a recipe were measured on, by way of drafting."""
     found: dict[str, list[str]] = {}
     for key in rows[0]:
         cell = _TAU.fullmatch(key)
@@ -179,7 +179,7 @@ def _name(task: str, way: str) -> str:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], way: str, figure: str):
-    """Mean of a figure over points and data sets; None where one of them lacks it."""
+    """Returns the mean of a figure over points and data sets; None if one of them lacks it."""
     values = [row.get(f"{_name(task, way)}.{figure}") for row in rows for task in tasks]
     return None if None in values else statistics.mean(values)
 
@@ -191,9 +191,9 @@ _Test = Mapping[str, np.ndarray]
 def _read(
     points: pathlib.Path, members: Sequence[str], way: str, tasks: Sequence[str]
 ) -> _Test | None:
-    """What the tests of a recipe's points left, by data set.
+    """Returns the test outputs of a recipe's points by data set.
 
-    None if some of it is gone, or its points were tested on other prompts than one another.
+    The result is None if a file is missing, or if points were tested on different prompts.
     """
     found = {}
     for task in tasks:
@@ -234,16 +234,16 @@ def _way(
 def compare(
     test: Sequence[np.ndarray], first: Sequence[np.ndarray]
 ) -> tuple[float, tuple[float, float] | None]:
-    """Mean τ over data sets, by another one's on the same prompts, and its bootstrap interval.
+    """Returns the ratio of two recipes' mean τ on the same prompts, and its bootstrap interval.
 
-    Prompts are drawn with replacement within each data set, the same for both; seeds, which are
-    drafters, for each of them by itself and for all data sets alike.
+    Prompts are drawn with replacement within each data set, the same ones for both recipes. Seeds
+    are drawn for each recipe separately, the same ones for all data sets.
 
     Args:
-      test: tokens and cycles of each data set: float64 [2, seeds, prompts].
-      first: likewise; the number of seeds may be another.
+      test: Tokens and cycles of each data set, float64 [2, seeds, prompts].
+      first: Tokens and cycles of the first recipe, whose number of seeds may differ.
     Returns:
-      The ratio; the two ends of its interval, None where a data set has fewer prompts than
+      The ratio, and the two ends of its interval, None if a data set has fewer prompts than
       `bootstrap.MIN_GROUPS`.
     """
     ratio = float(_tau(test) / _tau(first))
@@ -260,20 +260,20 @@ def compare(
 
 
 def _tau(test: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean τ over data sets, [...], from tokens and cycles, [2, ..., seeds, prompts]."""
+    """Returns the mean τ over data sets [...] from tokens and cycles [2, ..., seeds, prompts]."""
     sums = [one.sum(axis=(-2, -1)) for one in test]
     return np.mean([tokens / np.maximum(cycles, 1) for tokens, cycles in sums], axis=0)
 
 
 def recipe_names(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A short name of each point's recipe, such as "dflash, kl, causal_head".
+    """Returns a short name of each point's recipe, such as "dflash, kl, causal_head".
 
-    It has the names of groups, such as that of the drafter, and of the rest what tells it from
-    other points with these names; never the seed, nor what is only measured.
+    A name consists of the names of groups, such as the drafter's, and of the values in which points
+    with these names differ. Seeds and keys of the test are left out.
 
     Args:
-      keys: those that the sweep varies.
-      rows: their values, by key.
+      keys: Keys that the sweep varies.
+      rows: Values of each point, by key.
     """
     learned = [key for key in keys if key != _SEED_KEY and not key.startswith("test")]
     points = [dict(_leaves({key: row[key] for key in learned})) for row in rows]
@@ -291,7 +291,7 @@ def recipe_names(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of nested mappings by dotted key."""
+    """Yields the values of nested mappings with their dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
