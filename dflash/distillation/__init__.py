@@ -1,1 +1,1 @@
-"""From a target and questions to a drafter: the stages, their plan, the model card."""
+"""Distillation: answers of a target, a drafter trained on them, and its measurement."""

@@ -1,7 +1,7 @@
-"""The plan of a distillation: memory of its two programs, and time and disk of every stage.
+"""Plan of a distillation: memory of its two programs, and time and disk space of every stage.
 
-Times are lower bounds, at the peak rates of the chip: real runs take two to four times as long.
-Amounts are upper bounds where they depend on how long the answers get.
+Times are lower bounds at the peak rates of the chip; real runs take two to four times as long.
+Amounts that depend on the length of the answers are upper bounds.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from dflash.training import train_job as training_jobs
 from dflash.training.train_job import TrainJob
 from dflash.training.train_plan import step_flops
 
-_BYTES_PER_TOKEN = 2 * 8 + 4  # of an answer: twice as JSON, and as rows for training
-_ROW_BYTES_PER_TOKEN = 16  # tokens, positions, segment_ids and loss_mask
-_OPTIMIZER_COPIES = 3  # float32 arrays of a checkpoint for each weight: itself and two moments
+_BYTES_PER_TOKEN = 2 * 8 + 4  # Of an answer, stored twice as JSON and as training rows.
+_ROW_BYTES_PER_TOKEN = 16  # Tokens, positions, segment_ids and loss_mask.
+_OPTIMIZER_COPIES = 3  # Float32 arrays per weight in a checkpoint: the weight and two moments.
 
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """What a stage takes.
+    """Time and disk space of a stage.
 
     Attributes:
-      name: the stage's.
-      amount: how much there is to do, as text.
-      seconds: the least time; None where the chip is unknown.
-      disk_bytes: what it leaves on disk, at most.
+      name: Name of the stage.
+      amount: Amount of work, as text.
+      seconds: Lower bound of its time, in seconds; None if the chip is unknown.
+      disk_bytes: Upper bound of the bytes that it leaves on disk.
     """
 
     name: str
@@ -45,16 +45,16 @@ class StagePlan:
 
 
 def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
-    """Builds and checks the models of all stages, and plans them; no weights are read.
+    """Builds and checks the models of all stages without weights, and plans the stages.
 
     Args:
-      config: the run's config.
-      answers: path of the file of answers.
-      dry: touches no device and downloads nothing; the chip is then `plan.chip` or unknown.
+      config: Config of the run.
+      answers: Path of the file of answers.
+      dry: Use no device and download nothing; the chip is then `plan.chip` or unknown.
     Returns:
-      The plan as text, a line each.
+      Lines of the plan.
     Raises:
-      UserError: the models or the config do not fit.
+      UserError: The models do not fit each other or the config.
     """
     decoding = _decode_job(config.answer_run(PromptsConfig()), dry)
     training = training_jobs.prepare(config.train_run(answers), dry=True)
@@ -77,7 +77,7 @@ def make(config: DistillRun, *, answers: str, dry: bool) -> list[str]:
 
 
 def _decode_job(run: DecodeRun, dry: bool) -> DecodeJob:
-    """The job of a run without its prompts, which would have to be made or read first."""
+    """Returns the job of a run without its prompts, which are not read for a plan."""
     job = decode_jobs.prepare_models(run, dry=dry)
     longest = run.decode.prefill_chunk + run.decode.max_new_tokens
     return dataclasses.replace(job, max_length=run.decode.max_length or longest)
@@ -108,10 +108,10 @@ def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> Sta
 
 
 def _num_questions(config: DistillRun) -> int:
-    """Questions of all data sets and files, or answers that were made before.
+    """Returns the number of questions of all data sets and files, or of existing answers.
 
     Raises:
-      InputError: a file cannot be read.
+      InputError: A file cannot be read.
     """
     if config.answers.made is not None:
         return sum(1 for _ in jsonl.entries(config.answers.made))
@@ -132,7 +132,7 @@ def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> Sta
     amount = f"{steps:,} steps of {row:,} tokens"
     work = Work(step_flops(job.task), 0.0)
     learning = parameters.count(job.task.learner)
-    kept = run.train.keep_last + 2  # the best, and one that is being written
+    kept = run.train.keep_last + 2  # The best one, and one that is being written.
     disk = kept * _OPTIMIZER_COPIES * 4 * learning
     if run.train.features == "cached":
         disk += int(per_epoch / share) * _feature_bytes(job)
@@ -140,7 +140,7 @@ def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> Sta
 
 
 def _feature_bytes(job: TrainJob) -> int:
-    """Bytes of what the feature cache keeps of a token."""
+    """Returns the bytes of a token in the feature cache."""
     arch, taps = job.task.target.arch, len(job.task.working.feature_layers)
     vectors = taps + job.config.loss.uses_target_hidden
     return vectors * arch.hidden_size * job.task.dtype.itemsize + _ROW_BYTES_PER_TOKEN
@@ -154,8 +154,8 @@ def _test(
     prompts = len(runs) * test.prompts
     if not prompts:
         return StagePlan("test", "none: test.tasks is empty", 0.0, 0)
-    for run in runs[: len(runs) // len(test.tasks)]:  # of the first data set
-        decode_jobs.prepare_models(run, dry=True)  # sizes that do not fit are errors
+    for run in runs[: len(runs) // len(test.tasks)]:  # Runs of the first data set.
+        decode_jobs.prepare_models(run, dry=True)  # Raises if sizes do not fit.
     slots = runs[0].decode.batch_size
     forward = roofline.target_work(
         decoding.target, batch=slots, rows=1, context=config.plan.prompt_tokens
@@ -163,7 +163,7 @@ def _test(
     tokens = prompts * test.decode.max_new_tokens
     amount = f"{prompts:,} prompts, with the drafter and without"
     stored = 2 * tokens * _BYTES_PER_TOKEN
-    # The drafted run takes at most as long as the plain one, or the drafter is of no use.
+    # Assume that the run with drafts takes at most as long as the plain one.
     return StagePlan("test", amount, _seconds(forward, 2 * tokens / slots, machine), stored)
 
 

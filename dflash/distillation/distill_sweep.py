@@ -1,4 +1,4 @@
-"""Points of a sweep that are distillations: a race of recipes for the same target."""
+"""Sweep points that are distillations, for comparing recipes for the same target."""
 
 import json
 import pathlib
@@ -18,11 +18,10 @@ TABLE, PLOT = "recipes.md", "tau_by_training_time.png"
 
 
 class DistillPoints(Runner):
-    """Makes drafters; a point's directory is a work directory of `dflash.distill`.
+    """Runner that distills at each point; its directory is a work directory of `dflash.distill`.
 
-    The cells of a point are its tests: a data set, or a data set and what is drafted, such as
-    math-block8 and math-tree32.
-    One more, `training`, has what the training took.
+    The cells of a point are its tests, named by data set and way of drafting, such as math,
+    math-block8 and math-tree32. The further cell `training` has the cost of training.
     """
 
     metrics = ("tau", "speed_up", "cycle_ms", "tokens_per_second", "hours", "weights", "steps")
@@ -49,7 +48,7 @@ class DistillPoints(Runner):
     def draw(
         self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
     ) -> None:
-        """Heat maps, and the recipes side by side: a table, and τ against the time of training."""
+        """Writes heat maps, a table of the recipes, and a plot of τ against training time."""
         super().draw(sweep, rows, directory)
         found = recipe_comparison.recipes(sweep.axes, rows, directory / sweeps.POINTS)
         if found:
@@ -60,17 +59,17 @@ class DistillPoints(Runner):
 def figures(
     trained: Mapping[str, Any], tested: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, float | None]]:
-    """The figures of a finished distillation, as "cell.figure" and value.
+    """Yields the figures of a finished distillation as pairs of "cell.figure" and value.
 
     Args:
-      trained: what ended the training.
-      tested: results of the tests by cell.
+      trained: Results of training.
+      tested: Results of the tests by cell.
     """
     for cell, found in tested.items():
         tau, rate = found["tau"], found["tokens_per_second"]
         yield f"{cell}.tau", tau
         yield f"{cell}.speed_up", found["baseline"]["speed_up"]
-        # Each slot commits τ tokens a cycle.
+        # Each slot commits τ tokens per cycle.
         yield f"{cell}.cycle_ms", 1e3 * tau * found["slots"] / rate if tau and rate else None
         yield f"{cell}.tokens_per_second", rate
     step_s = trained["step_seconds"]

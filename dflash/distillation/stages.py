@@ -1,16 +1,16 @@
-"""The stages of a distillation, each skipped where its last file is there.
+"""Stages of a distillation; a stage is skipped if its last file exists.
 
 WORKDIR/answers/NAME/    a decode run for each source of questions
-WORKDIR/answers.jsonl    the answers of all of them, in the order of the questions
-WORKDIR/training/        a training run on them
-WORKDIR/trained.json     what it ended with
+WORKDIR/answers.jsonl    all answers, in the order of the questions
+WORKDIR/training/        a training run on the answers
+WORKDIR/trained.json     the results of training
 WORKDIR/test/TASK/       a decode run with the drafter, and without, on held-out prompts;
                          TASK-blockN/ with blocks of N rows, TASK-treeN/ with a tree of N drafts
 WORKDIR/test.json        τ and speed-up by data set
 WORKDIR/drafter/         the weights in the Hugging Face layout, and a model card
 
-The file or directory that ends a stage appears whole, once all of the stage is done. Within a stage
-the runs continue as they always do, so a kill at any point changes nothing of the result.
+The last file or directory of a stage is written atomically when the stage is done. Within a stage,
+runs resume as they do on their own, so a kill at any point does not change the result.
 """
 
 import contextlib
@@ -48,20 +48,20 @@ from dflash.training import train_job as training_jobs
 from dflash.training import train_run as training
 
 ANSWERS, TRAINED, TESTED, DRAFTER = "answers.jsonl", "trained.json", "test.json", "drafter"
-TESTS = "test"  # directory of the decode runs that measure the drafter
-_TRAINING = "training"  # directory of the training run
-_REPORT_SECONDS = 30.0  # between two lines about the prompts that are done
+TESTS = "test"  # Directory of the decode runs that measure the drafter.
+_TRAINING = "training"  # Directory of the training run.
+_REPORT_SECONDS = 30.0  # Seconds between two lines of progress.
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A distillation in its work directory.
+    """Distillation in its work directory.
 
     Attributes:
-      config: the run's config.
-      path: the work directory, absolute, held by this run.
-      date: the run's date, which chat templates may print.
-      display: takes a line now and then.
+      config: Config of the run.
+      path: Absolute path of the work directory, which this run has locked.
+      date: Date of the run, which chat templates may print.
+      display: Display for lines of progress.
     """
 
     config: DistillRun
@@ -71,21 +71,21 @@ class Work:
 
     @property
     def train_run(self) -> TrainRun:
-        """The training run on the answers of this directory."""
+        """Returns the config of the training run on the answers of this directory."""
         return self.config.train_run(str(self.path / ANSWERS))
 
     @property
     def training(self) -> pathlib.Path:
-        """The directory of the training run."""
+        """Returns the directory of the training run."""
         return self.path / _TRAINING
 
     @property
     def weights(self) -> pathlib.Path:
-        """Where training leaves the best weights."""
+        """Returns the directory of the best weights of the training run."""
         return self.training / rundir.EXPORT
 
     def decode(self, run: DecodeRun, name: str, load: Weights) -> dict[str, Any]:
-        """Decodes the prompts of a run that are not done yet; returns its results."""
+        """Decodes the unfinished prompts of a run, and returns its results."""
         job = decode_jobs.prepare(run, stdin=io.StringIO(), date=self.date)
         first = jax.process_index() == 0
         with decoding.open_records(self.path / name, run, self.date) as held:
@@ -95,11 +95,11 @@ class Work:
             return decoding.run(job, held, display, load=load)
 
     def read(self, name: str) -> dict[str, Any]:
-        """What ended an earlier stage."""
+        """Returns the content of the last file of an earlier stage."""
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
     def finish(self, name: str, content: dict[str, Any]) -> None:
-        """Ends a stage; raises WorkdirError if that cannot be written."""
+        """Writes the last file of a stage; raises WorkdirError if that fails."""
         if jax.process_index() == 0:
             with files.explained(self.path / name):
                 files.write_whole(self.path / name, files.to_json(content))
@@ -108,12 +108,12 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage.
+    """Stage of a distillation.
 
     Attributes:
-      name: what it makes.
-      end: file or directory that is there once it is done.
-      run: does it; returns an exit status, other than 0 if a signal stopped it.
+      name: Name of its result.
+      end: Last file or directory, which exists once the stage is done.
+      run: Runs the stage, and returns an exit status; it is not 0 if a signal stopped it.
     """
 
     name: str
@@ -122,17 +122,18 @@ class Stage:
 
 
 def run(config: DistillRun, directory: RunDirectory, date: datetime.date, display: Display) -> int:
-    """Runs the stages that are not done yet.
+    """Runs the unfinished stages.
 
     Args:
-      config: the run's config.
-      directory: its work directory, held by this run.
-      date: the run's date.
-      display: takes a line now and then.
+      config: Config of the run.
+      directory: Work directory, which this run has locked.
+      date: Date of the run.
+      display: Display for lines of progress.
     Returns:
-      The exit status: 0 if all is done, 128 + the number of a signal that stopped training.
+      Exit status: 0 if all stages are done, or 128 + the number of the signal that stopped
+      training.
     Raises:
-      UserError: questions, checkpoints, numbers or files are unusable.
+      UserError: Questions, checkpoints, numbers or files are unusable.
     """
     path = paths.absolute(directory.path)
     work = Work(config, path, date, display)
@@ -155,7 +156,7 @@ def run(config: DistillRun, directory: RunDirectory, date: datetime.date, displa
 def open_directory(
     path: str | os.PathLike, config: DistillRun, date: datetime.date
 ) -> Iterator[RunDirectory]:
-    """Takes the work directory of a distillation; see `RunDirectory` for the errors."""
+    """Locks the work directory of a distillation; see `RunDirectory` for the errors."""
     first = jax.process_index() == 0
     with RunDirectory(
         path, config, is_used=is_used, may_change=distill_schema.is_free, take=first
@@ -167,7 +168,10 @@ def open_directory(
 
 
 def is_used(directory: pathlib.Path) -> bool:
-    """Whether a distillation has begun in a directory; answers alone may be another one's."""
+    """Returns whether a distillation has started in a directory.
+
+    A file of answers alone does not count, since another distillation may have left it.
+    """
     return any((directory / name).exists() for name in ("answers", _TRAINING, DRAFTER))
 
 
@@ -226,7 +230,7 @@ STAGES = (
 
 
 def _all_answers(directory: pathlib.Path, names: list[str]) -> Iterator[bytes]:
-    """Token ids of all answers as lines of training data, in the order of the questions."""
+    """Yields the token ids of all answers as lines of training data, in order of the questions."""
     for name in names:
         for record in records.read(directory / name / records.OUTPUTS):
             ids = {"prompt_ids": record.prompt_ids, "output_ids": record.output_ids}
@@ -239,7 +243,7 @@ def _lines(path: str) -> Iterator[bytes]:
 
 
 def _step_seconds(work: Work) -> float | None:
-    """What a step took, by the median of the pace that was logged; None if none was."""
+    """Returns the time of a training step from the median logged rate; None without a log."""
     tokens = work.config.train.batch_size * work.config.data.length
     lines = (work.training / rundir.METRICS).read_text(encoding="utf-8").splitlines()
     rates = [json.loads(line).get("tokens_per_second") for line in lines]
@@ -248,7 +252,7 @@ def _step_seconds(work: Work) -> float | None:
 
 
 def _agreed(value: bool) -> bool:
-    """What the first process found: stages end with its files."""
+    """Returns the first process's value, since only that process writes the stages' files."""
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils
@@ -257,16 +261,22 @@ def _agreed(value: bool) -> bool:
 
 
 class _Progress(Display):
-    """Counts the finished prompts of a run: a line now and then instead of one for each."""
+    """Display that counts finished prompts, with a line of progress from time to time."""
 
     def __init__(self, name: str, total: int, done: int):
-        """Takes the run's name, its number of prompts, and how many an earlier start has done."""
+        """Creates the display.
+
+        Args:
+          name: Name of the run.
+          total: Number of prompts.
+          done: Number of prompts that earlier starts have finished.
+        """
         super().__init__(stream=False)
         self._name, self._total, self._done = name, total, done
         self._said = time.monotonic()
 
     def finish(self, index: int, summary: str) -> None:
-        """Counts one more."""
+        """Counts a finished prompt."""
         del index, summary
         self._done += 1
         now = time.monotonic()
@@ -275,7 +285,7 @@ class _Progress(Display):
             self.note(f"{self._name}: {self._done} of {self._total} prompts")
 
     def results(self, summary: outputs.Summary) -> None:
-        """Shows nothing: what is measured comes with the model card."""
+        """Shows nothing, since the model card has the results."""
 
     def comparison(self, *unused) -> None:
         """Shows nothing."""
