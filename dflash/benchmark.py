@@ -55,7 +55,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash benchmark --help`."""
+    """Runs the command; see `dflash benchmark --help`."""
     cli.run(SUBCOMMAND, _benchmark, argv)
 
 
@@ -69,13 +69,13 @@ def run(
     """Measures, as `dflash benchmark` does, and prints its table.
 
     Args:
-      config: a YAML file.
-      *overrides: `key=value`.
-      workdir, profile_dir, compilation_cache: as the flags of these names.
+      config: Path of a YAML file, looked up as on the command line.
+      *overrides: Overrides of the form `key=value`.
+      workdir, profile_dir, compilation_cache: Values of the flags with these names.
     Returns:
       The content of results.json, or of study.json; see docs/measuring.md.
     Raises:
-      UserError: what the command would end with.
+      UserError: The command would exit with an error.
     """
     command = cli.parse(
         SUBCOMMAND,

@@ -67,7 +67,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash compile --help`."""
+    """Runs the command; see `dflash compile --help`."""
     cli.run(SUBCOMMAND, _compile, argv)
 
 
@@ -81,11 +81,11 @@ def run(
     """Compiles for a TPU, as `dflash compile` does, and prints its report.
 
     Args:
-      config: a YAML file.
-      *overrides: `key=value`, such as "tpu.topology=v5p:2x2x1".
-      workdir, rows, kernels: as the flags of these names.
+      config: Path of a YAML file, looked up as on the command line.
+      *overrides: Overrides of the form `key=value`, such as "tpu.topology=v5p:2x2x1".
+      workdir, rows, kernels: Values of the flags with these names.
     Raises:
-      UserError: what the command would end with.
+      UserError: The command would exit with an error.
     """
     flags_given = {"workdir": workdir, "rows": rows, "kernels": kernels}
     return _found(cli.parse(SUBCOMMAND, config, *overrides, **flags_given))
@@ -97,11 +97,11 @@ def forecast(
     """Forecasts speed-ups, as `dflash compile --forecast` does, and prints them.
 
     Args:
-      config: a YAML file.
-      *overrides: `key=value`, such as "forecast.batches=[1,8]".
-      workdir: as the flag of this name.
+      config: Path of a YAML file, looked up as on the command line.
+      *overrides: Overrides of the form `key=value`, such as "forecast.batches=[1,8]".
+      workdir: Value of the flag with this name.
     Raises:
-      UserError: what the command would end with.
+      UserError: The command would exit with an error.
     """
     flags_given = {"workdir": workdir, "forecast": True}
     return _forecast(cli.parse(SUBCOMMAND, config, *overrides, **flags_given))

@@ -76,7 +76,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash completion --help`."""
+    """Runs the command; see `dflash completion --help`."""
     cli.run(SUBCOMMAND, _completion, argv)
 
 

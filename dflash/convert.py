@@ -50,7 +50,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash convert --help`."""
+    """Runs the command; see `dflash convert --help`."""
     cli.run(SUBCOMMAND, _convert, argv)
 
 
@@ -71,7 +71,7 @@ def run(
     Returns:
       The directory that was written.
     Raises:
-      UserError: what the command would end with.
+      UserError: The command would exit with an error.
     """
     _convert(cli.parse(SUBCOMMAND, source, destination, to=to, dtype=dtype))
     return paths.to_path(destination)

@@ -29,7 +29,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash decode --help`."""
+    """Runs the command; see `dflash decode --help`."""
     cli.run(SUBCOMMAND, _decode, argv)
 
 

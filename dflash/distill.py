@@ -28,7 +28,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash distill --help`."""
+    """Runs the command; see `dflash distill --help`."""
     cli.run(SUBCOMMAND, _distill, argv)
 
 

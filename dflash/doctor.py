@@ -62,7 +62,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash doctor --help`."""
+    """Runs the command; see `dflash doctor --help`."""
     cli.run(SUBCOMMAND, _doctor, argv)
 
 

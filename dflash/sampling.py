@@ -1,4 +1,4 @@
-"""What a caller from Python may ask of an output: `dflash.Sampling`."""
+"""Sampling parameters of the Python API, `dflash.Sampling`."""
 
 import dataclasses
 import numbers
@@ -14,32 +14,32 @@ from dflash.text.grammar import Vocabulary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to draw tokens and when to stop; what is left out is as the config's `decode` says.
+    """Sampling and stopping parameters; defaults are those of the config's `decode` group.
 
     >>> Sampling(temperature=0.8, max_tokens=64, seed=1).temperature
     0.8
 
     Attributes:
-      temperature: 0 is greedy.
-      top_k: number of likeliest tokens to draw from; 0 is off.
-      top_p: probability mass of the likeliest tokens to draw from; 1 is off.
-      min_p: smallest probability of a token to draw, as a share of the likeliest one's; 0 is off.
-      presence_penalty: subtracted from the logits of tokens that the output holds.
-      frequency_penalty: subtracted once for every time that the output holds the token.
-      repetition_penalty: divides positive logits of tokens that the prompt or the output holds,
-        and multiplies negative ones; 1 is off.
-      logit_bias: what is added to the logits of tokens, by token id.
-      max_tokens: output tokens at most.
-      min_tokens: output tokens before which no stop token is drawn.
-      seed: of the noise; prompt i of a call draws with noise of its own.
-      stop_token_ids: tokens that end the output, in addition to the checkpoint's and the config's.
-      ignore_eos: whether the checkpoint's own stop tokens do not count.
-      logprobs: number of the target's likeliest tokens to report beside each output token; None
+      temperature: Sampling temperature; 0 is greedy.
+      top_k: Number of likeliest tokens to draw from; 0 is off.
+      top_p: Probability mass of the likeliest tokens to draw from; 1 is off.
+      min_p: Smallest probability of a token to draw, relative to the likeliest token; 0 is off.
+      presence_penalty: Value subtracted from the logits of tokens in the output.
+      frequency_penalty: Value subtracted once per occurrence of the token in the output.
+      repetition_penalty: Divisor of positive logits, and factor of negative logits, of tokens in
+        the prompt or the output; 1 is off.
+      logit_bias: Values added to the logits of tokens, by token id.
+      max_tokens: Maximum number of output tokens.
+      min_tokens: Number of output tokens before which no stop token is drawn.
+      seed: Seed of the noise; each prompt of a call draws with its own noise.
+      stop_token_ids: Tokens that end the output, in addition to the checkpoint's and the config's.
+      ignore_eos: Ignore the checkpoint's own stop tokens.
+      logprobs: Number of the target's likeliest tokens to report beside each output token; None
         reports nothing.
-      json_schema: what the output must match, as a value or as text; {"type": "object"} stands for
-        any JSON object.
-      regex: what the output must match as a whole.
-      lark: a context-free grammar that the output must match, in llguidance's dialect of Lark.
+      json_schema: JSON schema that the output must match, as a value or as text;
+        {"type": "object"} matches any JSON object.
+      regex: Regular expression that the whole output must match.
+      lark: Context-free grammar that the output must match, in llguidance's dialect of Lark.
     """
 
     temperature: float | None = None
@@ -61,7 +61,7 @@ class Sampling:
     lark: str | None = None
 
     def __post_init__(self):
-        """Raises InputError if a value is of the wrong type; ranges are those of requests."""
+        """Raises InputError if a value has the wrong type; ranges are checked with the request."""
         for names, kind, expected in (
             (_INTEGERS, numbers.Integral, "an integer"),
             (_NUMBERS, numbers.Real, "a number"),
@@ -77,7 +77,7 @@ class Sampling:
             raise errors.InputError(f"Sampling: {' and '.join(given)}: expected one of them")
 
     def applied_to(self, config: DecodeConfig) -> DecodeConfig:
-        """The config with what is given here in place of its own."""
+        """Returns the config with these parameters in place of its own."""
         names = {name: name for name in (*_SAMPLING, "ignore_eos")}
         names |= {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
         given = {key: getattr(self, name) for key, name in names.items()}
@@ -88,13 +88,13 @@ class Sampling:
     def requests(
         self, made: Iterable[Request], vocabulary: Callable[[], Vocabulary]
     ) -> list[Request]:
-        """The requests that a config makes, with what only this asks for.
+        """Returns a config's requests with the parameters that configs do not have.
 
         Args:
-          made: by a config with this applied.
-          vocabulary: () -> that of the tokenizer; only called for a grammar.
+          made: Requests of the config that `applied_to` returns.
+          vocabulary: Returns the tokenizer's vocabulary; only called for a grammar.
         Raises:
-          InputError: the grammar is unusable.
+          InputError: The grammar is unusable.
         """
         grammar = None
         if self.json_schema is not None:

@@ -46,7 +46,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash serve --help`."""
+    """Runs the command; see `dflash serve --help`."""
     cli.run(SUBCOMMAND, _serve, argv)
 
 

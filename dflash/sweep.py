@@ -48,7 +48,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash sweep --help`."""
+    """Runs the command; see `dflash sweep --help`."""
     cli.run(SUBCOMMAND, _sweep, argv)
 
 

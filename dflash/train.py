@@ -37,20 +37,20 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash train --help`."""
+    """Runs the command; see `dflash train --help`."""
     cli.run(SUBCOMMAND, _train, argv)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a training run has come to.
+    """Result of a training run.
 
     Attributes:
-      weights: directory of the exported weights, which `dflash.LLM` takes.
-      step: number of steps done.
+      weights: Directory of the exported weights, which `dflash.LLM` reads.
+      step: Number of finished steps.
       best: {"goal", "evaluation", "step", "score"} of the best evaluation; None without any.
-      finished: whether all steps are done; if not, a signal has stopped the run, and the same call
-        continues it.
+      finished: All steps are done. Otherwise a signal stopped the run, and the same call continues
+        it.
     """
 
     weights: pathlib.Path
@@ -66,14 +66,14 @@ def run(
     profile_dir: str | os.PathLike | None = None,
     compilation_cache: str | None = None,
 ) -> Trained:
-    """Trains, or continues, as `dflash train` does.
+    """Trains or continues to train, as `dflash train` does.
 
     Args:
-      config: a YAML file.
-      *overrides: `key=value`.
-      workdir, profile_dir, compilation_cache: as the flags of these names.
+      config: Path of a YAML file, looked up as on the command line.
+      *overrides: Overrides of the form `key=value`.
+      workdir, profile_dir, compilation_cache: Values of the flags with these names.
     Raises:
-      UserError: what the command would end with.
+      UserError: The command would exit with an error.
     """
     from dflash.training import rundir
 

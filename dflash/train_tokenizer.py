@@ -43,7 +43,7 @@ SUBCOMMAND = cli.Subcommand(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command; see `dflash train_tokenizer --help`."""
+    """Runs the command; see `dflash train_tokenizer --help`."""
     cli.run(SUBCOMMAND, _train_tokenizer, argv)
 
 
