@@ -34,7 +34,7 @@ def ints(low, high=schema.INT32_MAX):
     return st.integers(low, high)
 
 
-def floats(low, high=None):
+def floats(low, high=schema.FLOAT32_MAX):
     return st.floats(low, high, allow_nan=False, allow_infinity=False)
 
 
