@@ -11,6 +11,7 @@ from typing import Any, Literal
 AUTO = "auto"
 RANDOM = "random"  # a checkpoint: weights are drawn
 INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
+MAX_SEED = 2**32 - 1
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # Bound of the device's floats and so of every float key.
 MAX_TOKENS = 2**24  # of a sequence
 MAX_BATCH = 2**16  # slots, or prompts of a task
@@ -40,6 +41,11 @@ def option_like(declared: type, name: str, default: Any = dataclasses.MISSING) -
     """Returns a dataclass field with the bounds of the field `name` of `declared`."""
     metadata = declared.__dataclass_fields__[name].metadata
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def subset(values: Any, declared: type) -> dict[str, Any]:
+    """Returns the attributes of `values` that are fields of the dataclass `declared`."""
+    return {field.name: getattr(values, field.name) for field in dataclasses.fields(declared)}
 
 
 def location(kind: Place, default: Any = None) -> Any:
@@ -189,7 +195,7 @@ class SamplingConfig:
     presence_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
     frequency_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
     repetition_penalty: float = option(1.0, minimum=0.01, maximum=100.0)  # 1: off
-    seed: int = option(0, minimum=0, maximum=2**32 - 1)
+    seed: int = option(0, minimum=0, maximum=MAX_SEED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ class TrainConfig:
     steps: int | None = option(None, minimum=1)  # total optimizer steps; None: from `epochs`
     epochs: float | None = option(None, minimum=0.0)  # passes over the training data
     batch_size: int = option(8, minimum=1)  # packed rows per step, over all devices
-    seed: int = option(0, minimum=0, maximum=2**32 - 1)  # seed of initial weights and of anchors
+    # Seed of initial weights and of anchors.
+    seed: int = option(0, minimum=0, maximum=schema.MAX_SEED)
     dtype: schema.DType = "bfloat16"  # dtype of the computation; trained weights are float32
     remat: bool = False  # recompute activations in the backward pass
     # online: the target runs in every step; cached: once over the data, its features go to disk.

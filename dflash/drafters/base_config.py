@@ -5,6 +5,7 @@ group `drafter`; the keys of `drafter.architecture`, which size a fresh drafter;
 which follows from a checkpoint's config.json or from that architecture.
 """
 
+import abc
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
@@ -138,23 +139,24 @@ def _default_heads(width: int, head_dim: int) -> int:
 # --- Shapes ---------------------------------------------------------------------------------------
 
 
-class DrafterShape:
+class DrafterShape(abc.ABC):
     """Base of shapes: frozen dataclasses of everything that a drafter's config.json states."""
 
     @classmethod
+    @abc.abstractmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads a checkpoint's config.json.
 
         Raises:
           CheckpointError: A field is missing, unusable or unsupported, or contradicts another.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json fields of this shape, for `from_hf`."""
-        raise NotImplementedError
 
     @classmethod
+    @abc.abstractmethod
     def for_target(cls, target: TargetArchitecture, options: Any) -> Self:
         """Returns the shape of a fresh drafter.
 
@@ -164,20 +166,14 @@ class DrafterShape:
         Raises:
           ConfigError: The options contradict one another, or the target.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fit(self, target: TargetArchitecture) -> Self:
         """Returns this shape, completed with what follows from the target.
 
         Raises:
           CheckpointError: The drafter was trained for a target of another shape.
         """
-        raise NotImplementedError
-
-
-def subset(values: Any, declared: type) -> dict[str, Any]:
-    """Returns the attributes of `values` that are fields of the dataclass `declared`."""
-    return {field.name: getattr(values, field.name) for field in dataclasses.fields(declared)}
 
 
 # The fields involved, the one to change first, and the problem; as in config/checks.py.
@@ -204,28 +200,25 @@ def vocabulary_problems(draft_vocab_size: int | None, vocab_size: int) -> Iterab
         yield ("draft_vocab_size",), f"{draft_vocab_size} exceeds the vocabulary of {vocab_size}"
 
 
-def check_same_target(
-    target: TargetArchitecture, *, hidden_size: int, vocab_size: int, num_layers: int | None
-) -> None:
+def check_same_target(target: TargetArchitecture, trained_for: Any, num_layers: int | None) -> None:
     """Checks that a drafter was trained for a target of the same size.
 
     Args:
       target: Architecture of the target at hand.
-      hidden_size: Width of the drafter's target.
-      vocab_size: Vocabulary size of the drafter's target.
+      trained_for: Object with `hidden_size` and `vocab_size` of the drafter's target.
       num_layers: Depth of the drafter's target; None if not stated.
     Raises:
       CheckpointError: Some sizes differ; the message names them all.
     """
     sizes = {
-        "hidden size": (hidden_size, target.hidden_size),
+        "hidden size": (trained_for.hidden_size, target.hidden_size),
         "number of target layers": (num_layers, target.num_hidden_layers),
-        "vocabulary": (vocab_size, target.vocab_size),
+        "vocabulary": (trained_for.vocab_size, target.vocab_size),
     }
     differences = [
-        f"{name} {trained_for} (target: {actual})"
-        for name, (trained_for, actual) in sizes.items()
-        if trained_for not in (None, actual)
+        f"{name} {expected} (target: {actual})"
+        for name, (expected, actual) in sizes.items()
+        if expected not in (None, actual)
     ]
     if differences:
         raise errors.CheckpointError(

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.config.schema import MAX_BLOCK_SIZE, TargetArchitecture, option, option_like
+from dflash.config.schema import MAX_BLOCK_SIZE, TargetArchitecture, option, option_like, subset
 from dflash.drafters import base_config
 from dflash.drafters.base_config import MAX_LAYERS, MAX_RANK, MAX_WIDTH, BlockDrafterConfig
 from dflash.drafters.dflash_config import GROUP, BlockArchitecture, DFlashShape
@@ -75,14 +75,14 @@ class DFlash2Shape(DFlashShape, DFlash2Fields):
     def to_hf(self) -> dict[str, Any]:
         """Writes z-lab's layout; see `DrafterShape.to_hf`."""
         config = super().to_hf()
-        config[GROUP] |= {"projector_type": "dflash2"} | base_config.subset(self, DFlash2Fields)
+        config[GROUP] |= {"projector_type": "dflash2"} | subset(self, DFlash2Fields)
         return config
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: DFlash2Architecture | None) -> Self:
         """See `DrafterShape.for_target`."""
         options = options or DFlash2Architecture()
-        shape = cls(**options.shape_fields(target), **base_config.subset(options, DFlash2Fields))
+        shape = cls(**options.shape_fields(target), **subset(options, DFlash2Fields))
         base_config.check_options(shape._problems())
         return shape
 

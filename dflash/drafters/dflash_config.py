@@ -150,12 +150,7 @@ class DFlashShape(DrafterShape):
     def fit(self, target: TargetArchitecture) -> Self:
         """Adds the target's depth if it is not stated; see `DrafterShape.fit`."""
         depth = target.num_hidden_layers
-        base_config.check_same_target(
-            target,
-            hidden_size=self.decoder.hidden_size,
-            vocab_size=self.decoder.vocab_size,
-            num_layers=self.num_target_layers,
-        )
+        base_config.check_same_target(target, self.decoder, self.num_target_layers)
         if max(self.target_layer_ids) >= depth or self.mask_token_id >= target.vocab_size:
             raise errors.CheckpointError(
                 f"drafter: taps layers {list(self.target_layer_ids)} and masks with token "

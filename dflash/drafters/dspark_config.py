@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from dflash.checkpoints import hf_config
-from dflash.config.schema import TargetArchitecture, option, option_like
-from dflash.drafters import base_config
+from dflash.config.schema import TargetArchitecture, option, option_like, subset
 from dflash.drafters.base_config import MAX_RANK, BlockDrafterConfig
 from dflash.drafters.dflash_config import GROUP, BlockArchitecture, DFlashShape
 
@@ -70,7 +69,7 @@ class DSparkShape(DFlashShape, DSparkFields):
         config = super().to_hf()
         group = config.pop(GROUP)
         kept = {name: group[name] for name in ("mask_token_id", "target_layer_ids")}
-        return config | kept | base_config.subset(self, DSparkFields)
+        return config | kept | subset(self, DSparkFields)
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: DSparkArchitecture | None) -> Self:

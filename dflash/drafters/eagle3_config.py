@@ -144,12 +144,7 @@ class Eagle3Shape(DrafterShape):
         See `DrafterShape.fit`.
         """
         depth = target.num_hidden_layers
-        base_config.check_same_target(
-            target,
-            hidden_size=self.decoder.hidden_size,
-            vocab_size=self.decoder.vocab_size,
-            num_layers=self.num_target_layers,
-        )
+        base_config.check_same_target(target, self.decoder, self.num_target_layers)
         taps = self.target_layer_ids or default_taps(depth)
         if max(taps) >= depth:
             raise errors.CheckpointError(

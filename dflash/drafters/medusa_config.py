@@ -65,12 +65,7 @@ class MedusaShape(DrafterShape):
 
     def fit(self, target: TargetArchitecture) -> Self:
         """Returns the shape unchanged; see `DrafterShape.fit`."""
-        base_config.check_same_target(
-            target,
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            num_layers=self.num_target_layers,
-        )
+        base_config.check_same_target(target, self, self.num_target_layers)
         return self
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from dflash import errors
-from dflash.config.schema import FLOAT32_MAX, INT32_MAX, SamplingConfig, option
+from dflash.config.schema import FLOAT32_MAX, INT32_MAX, SamplingConfig, option, subset
 from dflash.text.grammar import Grammar
 
 MAX_LOGPROBS = 20  # Most alternatives reported per output token.
@@ -40,8 +40,7 @@ class Sampling(SamplingConfig):
     @classmethod
     def from_config(cls, config: SamplingConfig, sequence: int = 0) -> "Sampling":
         """Returns the config's sampling parameters for sequence number `sequence` of the run."""
-        names = [field.name for field in dataclasses.fields(SamplingConfig)]
-        return cls(**{name: getattr(config, name) for name in names}, sequence=sequence)
+        return cls(**subset(config, SamplingConfig), sequence=sequence)
 
 
 @dataclasses.dataclass(frozen=True)

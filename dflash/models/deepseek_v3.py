@@ -8,7 +8,7 @@ import jax
 
 from dflash.checkpoints import hf_config
 from dflash.checkpoints.tensor_map import Rows, Source, Stack
-from dflash.config.schema import DeepseekV3Architecture, DeepseekV3Fields
+from dflash.config.schema import DeepseekV3Architecture, DeepseekV3Fields, subset
 from dflash.layers import moe, rotary
 from dflash.layers.latent_attention import LatentAttention, LatentShape
 from dflash.layers.mlp import Mlp
@@ -29,10 +29,8 @@ class DeepseekV3(Decoder):
     def make_layer(self, i, **build) -> TransformerLayer:
         """Returns layer `i`: latent attention, and a dense MLP or experts."""
         arch = self.arch
-        sizes = {name: getattr(arch, name) for name in LatentShape.__dataclass_fields__}
-        attention = LatentAttention(
-            arch.hidden_size, LatentShape(**sizes), scale=attention_scale(arch), **build
-        )
+        shape = LatentShape(**subset(arch, LatentShape))
+        attention = LatentAttention(arch.hidden_size, shape, scale=attention_scale(arch), **build)
         if i < arch.first_k_dense_replace:
             mlp = Mlp(arch.hidden_size, arch.intermediate_size, **build)
         else:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from dflash import errors
-from dflash.config.schema import INT32_MAX, DecodeConfig, SamplingConfig
+from dflash.config.schema import INT32_MAX, MAX_SEED, DecodeConfig, SamplingConfig
 from dflash.inference.request import MAX_BIASED, Request, Sampling
 from dflash.serving import structure
 from dflash.serving.fields import Bounds, Fields, as_ids, as_mapping, as_text
@@ -19,7 +19,6 @@ MAX_CHOICES = 128  # outputs of one HTTP request, over all of its prompts
 MAX_STOPS = 64  # stop strings of a request
 MAX_STOP_CHARACTERS = 1000  # of each
 NUM_STOP_IDS = 16  # that a request may add to the model's own
-_MAX_SEED = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +248,7 @@ def _sampling(fields: Fields, model: Model, names: Names) -> Sampling:
     sampling = dataclasses.replace(Sampling.from_config(model.decode), **given)
     if "seed" not in given and sampling.temperature:
         # Like requests are not to get like answers.
-        sampling = dataclasses.replace(sampling, seed=secrets.randbelow(_MAX_SEED + 1))
+        sampling = dataclasses.replace(sampling, seed=secrets.randbelow(MAX_SEED + 1))
     return sampling
 
 

@@ -89,10 +89,7 @@ class _Scripted(Job):
 def _serving(bench: benches.Bench, job: Job, sent: Sequence[Item]):
     """A server of one strategy in the background, for these requests; a context of its URL."""
     run = job.config
-    decode = ServeDecode(
-        **{f.name: getattr(run.decode, f.name) for f in dataclasses.fields(run.decode)}
-    )
-    given = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)} | {"decode": decode}
+    given = vars(run) | {"decode": ServeDecode(**vars(run.decode))}
     served = ServeRun(**given, serve=ServeConfig(queue=_QUEUE, drain_s=0.0))
     if bench.workload.forced:
         longest = job.drafter.longest_path
