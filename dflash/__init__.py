@@ -14,6 +14,8 @@ comes with the first model. Each command is a module whose `run` does what the c
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dflash.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from dflash import benchmark as benchmark
     from dflash import compile as compile
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from dflash.llm import Piece as Piece
     from dflash.llm import Stream as Stream
     from dflash.sampling import Sampling as Sampling
-
-__version__ = "0.1.0"
 
 _HOME, _CLASSES = "llm", ("LLM", "Completion", "Piece", "Sampling", "Stream")
 _MODULES = ("benchmark", "compile", "convert", "errors", "train")

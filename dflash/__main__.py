@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     if name == "--version":
-        from dflash import __version__
+        from dflash.version import __version__
 
         print(f"dflash {__version__}")
         return 0

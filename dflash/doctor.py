@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-import dflash
 from dflash.cli import subcommand as cli
 from dflash.config import merging
+from dflash.version import __version__
 
 # Distributions that every command needs, as in pyproject.toml.
 REQUIRED = (
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _doctor(command: cli.Command) -> int:
     sick = []
-    print(_row("dflash", f"{dflash.__version__} in {pathlib.Path(__file__).parent}"))
+    print(_row("dflash", f"{__version__} in {pathlib.Path(__file__).parent}"))
     print(_row("configs", str(merging.package_configs())))
     print(_row("python", f"{platform.python_version()} in {sys.prefix}"))
     print(_row("system", f"{platform.system()} {platform.machine()}, {_cores()}, {_memory()}"))

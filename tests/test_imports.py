@@ -25,7 +25,7 @@ from dflash.config import registry
 ROOT = "dflash"
 PACKAGE = pathlib.Path(dflash.__file__).parent
 LEVELS = (
-    {"", "errors", "storage", "config", "assets"},  # "" is dflash/__init__.py
+    {"", "version", "errors", "storage", "config", "assets"},  # "" is dflash/__init__.py
     {"parallel", "text"},
     {"runs"},
     {"kernels", "checkpoints"},
@@ -176,7 +176,7 @@ def test_wrong_ways_are_found(module, source):
         ("dflash.config.registry", "from dflash import errors\nimport dflash"),
         ("dflash.drafters.mine_config", "from dflash.checkpoints import hf_config"),
         ("dflash.drafters.mine_config", "from dflash.drafters.base_config import DrafterShape"),
-        ("dflash.runs.outputs", "from dflash import __version__\nimport dflash"),
+        ("dflash.runs.outputs", "from dflash.version import __version__\nimport dflash"),
         ("dflash.decode", "from dflash import cli\nfrom dflash.inference import engine"),
     ],
 )

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import dflash
 from dflash.config.schema import INT32_MAX
+from dflash.version import __version__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ def compare(
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that reported numbers depend on."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
-    return {"dflash": dflash.__version__, "python": platform.python_version(), **packages}
+    return {"dflash": __version__, "python": platform.python_version(), **packages}
 
 
 def encode(record: Record) -> bytes:

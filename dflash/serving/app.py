@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-import dflash
 from dflash import errors
 from dflash.serving import answers, http, openai_requests, page, sglang_requests
 from dflash.serving import ask as asks
@@ -25,6 +24,7 @@ from dflash.serving.http import EventStream, Guard, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.refusal import Refusal
 from dflash.serving.service import Service, State
+from dflash.version import __version__
 
 _SMALL_BYTES = 2**15  # of a body; its text is tokens within a few milliseconds
 # What probes, scrapers and the page's reader need no key for.
@@ -177,7 +177,7 @@ class Endpoints:
 
     async def version(self, request: Request) -> Response:
         """What runs."""
-        return JSONResponse({"version": dflash.__version__, "python": platform.python_version()})
+        return JSONResponse({"version": __version__, "python": platform.python_version()})
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus's text format."""
@@ -219,7 +219,7 @@ class Endpoints:
         tau = 1 + totals.accepted / totals.cycles if totals.cycles else None
         return JSONResponse(
             {
-                "version": dflash.__version__,
+                "version": __version__,
                 "model_path": model.root,
                 "served_model_name": model.name,
                 "speculative_algorithm": model.drafter.upper(),

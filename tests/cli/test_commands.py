@@ -10,10 +10,10 @@ import textwrap
 import pytest
 
 from dflash import __main__ as program
-from dflash import __version__
 from dflash.cli import subcommand as cli
 from dflash.cli.commands import COMMANDS
 from dflash.config import loader
+from dflash.version import __version__
 
 NAMES = list(COMMANDS)
 
