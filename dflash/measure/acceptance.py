@@ -1,4 +1,4 @@
-"""Acceptance that is known before a run: published, or recorded by an earlier one."""
+"""Expected acceptance lengths of a run, published or recorded by an earlier run."""
 
 import dataclasses
 import json
@@ -11,19 +11,19 @@ from dflash import errors
 from dflash.measure import published, workload
 from dflash.storage import paths
 
-# Share of cycles that committed 1, 2, … tokens, or their number, by task.
+# By task: the number, or the fraction, of cycles that committed 1, 2, … tokens.
 Histograms = Mapping[str, Sequence[float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Histograms of acceptance lengths by task, and whose they are.
+    """Histograms of acceptance lengths by task, with their source.
 
     Attributes:
-      histograms: by task.
-      strategy: name of the strategy that they were recorded with; None where that is not said.
-      source: where they are from.
-      published: whether they are those that `published` holds.
+      histograms: Histogram of each task.
+      strategy: Strategy that was recorded; None if the source does not name it.
+      source: Description of the source.
+      published: Whether the histograms are those of `published`.
     """
 
     histograms: Histograms
@@ -34,12 +34,12 @@ class Known:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a strategy drafts.
+    """Shape of a strategy's drafts.
 
     Attributes:
-      drafter: name of its drafter.
-      rows: that the target verifies of a sequence.
-      tree: drafts of its trees; None for chains.
+      drafter: Name of the drafter.
+      rows: Rows per sequence that the target verifies.
+      tree: Number of drafts per tree; None for chains.
     """
 
     drafter: str
@@ -49,13 +49,13 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a strategy is expected to commit in a cycle.
+    """Expected mean acceptance length (τ) of a strategy.
 
     Attributes:
       tokens: τ by task, bonus included.
-      source: where that is from and what it assumes.
-      longest: tokens of the longest block that it was recorded with.
-      published: whether it is of what is published.
+      source: Description of the source and of its assumptions.
+      longest: Longest recorded acceptance length.
+      published: Whether the source is `published`.
     """
 
     tokens: Mapping[str, float]
@@ -67,12 +67,14 @@ class Expected:
 def expected(
     known: Sequence[Known], shapes: Mapping[str, Shape], drafter: str
 ) -> dict[str, Expected]:
-    """What strategies are expected to commit; those of which nothing is known are left out.
+    """Returns what strategies are expected to commit per cycle, by name.
+
+    Strategies without a matching recording are left out.
 
     Args:
-      known: of `read`.
-      shapes: of the strategies, by name.
-      drafter: name of the drafter that acceptance is of where no strategy is named.
+      known: Histograms, as from `read`.
+      shapes: Shapes of the strategies, by name.
+      drafter: Drafter that histograms without a strategy name belong to.
     """
     found = {}
     for name, shape in shapes.items():
@@ -103,23 +105,25 @@ def _expected(known: Known, shape: Shape, *, own: bool) -> Expected | None:
 
 
 def tau(shares: Sequence[float], rows: int) -> float:
-    """τ of a block cut to `rows` rows, as if its first drafts were those of the longer block.
+    """Returns the mean acceptance length (τ) of a block that is cut to `rows` rows.
+
+    It assumes that the first drafts of the shorter block equal those of the longer one.
 
     Args:
-      shares: of cycles that committed 1, 2, … tokens, in any unit.
-      rows: of the shorter block, anchor included.
+      shares: Number or fraction of cycles that committed 1, 2, … tokens.
+      rows: Rows of the shorter block, anchor included.
     """
     lengths = (min(length, rows) * share for length, share in enumerate(shares, 1))
     return sum(lengths) / sum(shares)
 
 
 def read(file: str | None) -> list[Known]:
-    """Reads acceptance; None is what is published.
+    """Reads acceptance lengths from a file; None returns the published ones.
 
     Args:
-      file: a trace, `results.json` of a benchmark, or `summary.json` of a decode run.
+      file: Trace, `results.json` of a benchmark, or `summary.json` of a decode run.
     Raises:
-      InputError: it cannot be read, or is none of these.
+      InputError: The file cannot be read, or has another format.
     """
     if file is None:
         return [Known(published.HISTOGRAMS, None, f"published: {published.ORIGIN}", published=True)]
@@ -155,7 +159,7 @@ def _of_trace(file: str) -> Histograms:
 
 
 def _of_benchmark(cells: Sequence[Any], file: str, source: str) -> list[Known]:
-    """One for each strategy that ran cycles."""
+    """Returns one entry for each strategy that ran cycles."""
     found: dict[str, dict[str, Sequence[float]]] = {}
     try:
         for cell in cells:
@@ -168,7 +172,7 @@ def _of_benchmark(cells: Sequence[Any], file: str, source: str) -> list[Known]:
 
 
 def _shares(histogram: Any, file: str) -> Sequence[float]:
-    """A histogram by length, from "1", as a sequence."""
+    """Converts a histogram with acceptance lengths as keys, from "1", to a sequence."""
     try:
         counts = {int(length): float(count) for length, count in histogram.items()}
     except (AttributeError, TypeError, ValueError):

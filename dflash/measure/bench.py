@@ -1,4 +1,4 @@
-"""A benchmark before and while it runs: one target, many strategies, prompts decoded in turn."""
+"""A benchmark run: one target, several strategies, prompts decoded in turns."""
 
 import dataclasses
 import itertools
@@ -26,18 +26,18 @@ from dflash.runs.shards import Shard
 
 BASELINE = DrafterConfig()  # the default strategy drafts nothing
 
-# Called before each step of a run: what it does, and the share of the run that is done.
+# Called before each step of a run with its description and the completed fraction of the run.
 Progress = Callable[[str, float], None]
 
 
 def quiet(what: str, done: float) -> None:
-    """A `Progress` that shows nothing."""
+    """Ignores progress; a `Progress`."""
 
 
 class Bench:
-    """One target with its weights, and an engine per strategy; the baseline comes first.
+    """One target with its weights, and an engine for each strategy, the baseline first.
 
-    To be called in this order: `load`, `converse`, `compile`, `warm_up`, `run`.
+    Call the methods in this order: `load`, `converse`, `compile`, `warm_up`, `run`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Bench:
         *,
         target_loaded: bool,
     ):
-        """Use `prepare`."""
+        """Initializes the bench; `prepare` builds its arguments."""
         self._target_loaded = target_loaded
         self.config = config
         self.workload = workload
@@ -57,29 +57,29 @@ class Bench:
 
     @property
     def baseline(self) -> str:
-        """Name of the strategy that all others are compared with."""
+        """Returns the name of the strategy that all others are compared with."""
         return next(iter(self.jobs))
 
     @property
     def target(self):
-        """The target, shared by all strategies."""
+        """Returns the target, which all strategies share."""
         return self.jobs[self.baseline].target
 
     @property
     def block_sizes(self) -> dict[str, int]:
-        """Rows that the target verifies, by strategy."""
+        """Returns the number of rows that the target verifies, by strategy."""
         return {name: job.drafter.block_size for name, job in self.jobs.items()}
 
     @property
     def longest_paths(self) -> dict[str, int]:
-        """The most tokens that a cycle may commit, by strategy."""
+        """Returns the most tokens that a cycle may commit, by strategy."""
         return {name: job.drafter.longest_path for name, job in self.jobs.items()}
 
     def divide(self, shard: Shard) -> None:
-        """Keeps a shard's part of every task alone.
+        """Keeps only a shard's prompts of every task.
 
         Raises:
-          ConfigError: there are fewer prompts than shards.
+          ConfigError: There are fewer prompts than shards.
         """
         self.workload = self.workload.of_shard(shard)
         if not self.workload.tasks:
@@ -90,7 +90,7 @@ class Bench:
         }
 
     def load(self) -> None:
-        """Reads all weights; the target's once, unless it came with them."""
+        """Reads all weights: the target's once, or not at all if a loaded target was given."""
         if not self._target_loaded:
             source = self.jobs[self.baseline].target_source
             weights.load(self.target, source, self.target.sharding)
@@ -100,18 +100,18 @@ class Bench:
     def converse(self) -> None:
         """Turns the later turns of conversations into prompts of their own.
 
-        Each follows the baseline's answers, whichever strategy decodes it, so that all strategies
-        decode the same prompts.
+        Every strategy decodes them after the baseline's answers, so that all strategies decode the
+        same prompts.
 
         Raises:
-          InputError: a conversation has grown too long.
+          InputError: A conversation no longer fits into the cache or the model's context.
         """
         turns = decode_run.all_turns(self.jobs[self.baseline])
         self.workload = self.workload.with_turns(turns)
         self.jobs = {name: jobs.with_prompts(job, turns) for name, job in self.jobs.items()}
 
     def compile(self, progress=lambda ready, total: None) -> None:
-        """Makes the engines and compiles all programs of all strategies; see `Engine.compile`."""
+        """Builds all engines and compiles all their programs; see `Engine.compile`."""
         lengths = [len(item.prompt.ids) for item in self.workload.items]
         self.engines = {name: self._engine(job) for name, job in self.jobs.items()}
         counts = {name: len(one.program_names(lengths)) for name, one in self.engines.items()}
@@ -128,17 +128,17 @@ class Bench:
         return make_engine(job, script=(sequences, cycles))
 
     def warm_up(self) -> None:
-        """Decodes some prompts of each task with every strategy and times parts; drops all."""
+        """Runs a part of each task with every strategy, untimed, and discards the results."""
         for task in self.workload.tasks:
             first = self.queues(task)[0][: self.config.decode.batch_size]
             self.task_round(task, 0, [first])
 
     def queues(self, task: str) -> list[tuple[Item, ...]]:
-        """The task's prompts, as they are queued together; see `Workload.queues`."""
+        """Returns the task's prompts, grouped into queues; see `Workload.queues`."""
         return self.workload.queues(task, self.config.decode.batch_size)
 
     def decode(self, strategy: str, queue: Sequence[Item]) -> tuple[Completion, ...]:
-        """Decodes a queue of prompts; a slot that is free takes the next one."""
+        """Decodes a queue of prompts; each free slot takes the next prompt."""
         engine = self.engines[strategy]
         engine.follow([script(item, self.longest_paths[strategy]) for item in queue])
         events = decode(engine, [self.request(item) for item in queue])
@@ -146,16 +146,16 @@ class Bench:
         return tuple(sorted(done, key=lambda one: one.id))
 
     def request(self, item: Item, at_most: int | None = None) -> Request:
-        """What an item asks of an engine, cut to `at_most` new tokens."""
+        """Returns the request that decodes an item, with at most `at_most` new tokens."""
         index = item.prompt.index
         new_tokens = min(item.max_new_tokens, at_most or item.max_new_tokens)
-        # Forced acceptance commits whatever was drafted; a stop token in it means nothing.
+        # Forced acceptance commits any drafted token, so a stop token has no meaning.
         stop_ids = () if self.workload.forced else self.jobs[self.baseline].stop_ids
         sampling = Sampling.from_config(self.config.decode, index)
         return Request(index, item.prompt.ids, new_tokens, sampling, stop_ids)
 
     def marks(self, queue: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
-        """Whether each output has the right answer; None where its prompt has none."""
+        """Returns whether each output has the right answer; None if its prompt has none."""
         words = self.jobs[self.baseline].tokenizer
         return tuple(
             item.grader(words.decode(one.output_ids), finished=one.finish_reason == "stop")
@@ -165,12 +165,13 @@ class Bench:
         )
 
     def run(self, progress: Progress = quiet) -> Iterator[TaskRound]:
-        """Measures: strategies take turns queue by queue, so that drift affects all equally.
+        """Yields the measurements of every task in every round.
 
-        The parts of each strategy's cycle are timed between the queues, for the same reason.
+        Strategies take turns queue by queue, and their parts are timed between the queues, so that
+        drift of the machine affects all strategies equally.
 
         Args:
-          progress: called before each step, with words, and the share of the run that is done.
+          progress: Called before each step, with its description and the completed fraction.
         """
         tasks = self.workload.tasks
         steps = self.config.rounds * sum(len(self.queues(task)) for task in tasks)
@@ -193,7 +194,7 @@ class Bench:
         queues: Sequence[Sequence[Item]],
         progress: Callable[[str], None] = lambda name: None,
     ) -> TaskRound:
-        """One round over some of a task's prompts, as `queues` gives them."""
+        """Runs one round over the given queues of a task."""
         samples, probes = [], {}
         times: dict[str, list[Parts]] = {}
         for queue in queues:
@@ -204,7 +205,7 @@ class Bench:
                 marks = self.marks(queue, done)
                 samples.append(Sample(task, name, number, done, conversations, marks))
             probes = probes or self._probes(queue, samples[0])
-            # As often as the slots were filled.
+            # Time the parts once for each time that the queue fills the slots.
             for _ in range(math.ceil(len(queue) / self.config.decode.batch_size)):
                 for name, probe in probes.items():
                     times.setdefault(name, []).append(probe.parts())
@@ -212,7 +213,7 @@ class Bench:
         return TaskRound(task, number, tuple(samples), parts)
 
     def _probes(self, queue: Sequence[Item], plain: Sample) -> dict[str, Probe]:
-        """Probes in the middle of the first prompt's output, as the baseline has it."""
+        """Builds probes whose context ends in the middle of the baseline's first output."""
         output = plain.completions[0].output_ids
         context = (*queue[0].prompt.ids, *output[: len(output) // 2])
         probes = {
@@ -221,20 +222,20 @@ class Bench:
             if engine.has_parts
         }
         for probe in probes.values():
-            probe.parts()  # its first call is slower than all others
+            probe.parts()  # The first call is slower than all others.
         return probes
 
 
 def make_engine(
     job: jobs.Job, *, script: tuple[int, int] | None = None, num_stop_ids: int = NUM_STOP_IDS
 ) -> MeasuredEngine:
-    """An engine over a job's models.
+    """Builds an engine over a job's models.
 
     Args:
-      job: a strategy's.
-      script: sequences and cycles of the longest script of acceptance lengths that is to be forced
-        upon its drafts; None: they are accepted as they are.
-      num_stop_ids: stop ids that a request may have.
+      job: Job of a strategy.
+      script: Number of sequences, and of cycles per sequence, for which acceptance lengths can be
+        forced; None leaves acceptance to verification.
+      num_stop_ids: Number of stop ids that a request may have.
     """
     drafter = job.drafter
     if script is not None and drafter.num_draft_tokens:
@@ -252,9 +253,9 @@ def make_engine(
 
 
 def script(item: Item, longest: int) -> list[int]:
-    """The item's acceptance lengths, none over `longest`; empty where none are given.
+    """Returns the item's forced acceptance lengths, cut to `longest`; empty if it has none.
 
-    Lengths that were cut are repeated, so that they last to the end of the output.
+    Lengths that had to be cut are repeated, so that they suffice for the whole output.
     """
     lengths = [min(length, longest) for length in item.lengths or ()]
     repeated = itertools.cycle(lengths) if tuple(lengths) != item.lengths else lengths
@@ -262,7 +263,7 @@ def script(item: Item, longest: int) -> list[int]:
 
 
 def _median(some: Sequence[Parts]) -> Parts:
-    """The medians of several timings."""
+    """Returns the medians of several timings."""
     return Parts(
         draft_ms=statistics.median(one.draft_ms for one in some),
         verify_ms=statistics.median(one.verify_ms for one in some),
@@ -277,15 +278,15 @@ def prepare(
     target: Decoder | None = None,
     dry: bool = False,
 ) -> Bench:
-    """Finds and builds all models, reads all prompts, and checks that they fit together.
+    """Builds all models, reads all prompts, and checks that they fit together.
 
     Args:
-      config: of the run.
-      cut: let forced acceptance lengths exceed a strategy's block, which then cuts them.
-      target: to be shared, with its weights; None to build one.
-      dry: for a plan only: touches no device and downloads no checkpoint.
+      config: Config of the run.
+      cut: Allow forced acceptance lengths beyond a strategy's block, which are cut to it.
+      target: Loaded target to share; None builds one.
+      dry: Prepare a plan only: use no device and download no checkpoint.
     Raises:
-      UserError: whatever is wrong.
+      UserError: The config, a checkpoint or an input is unusable.
     """
     prepared = prepare_models(config, target, dry=dry)
     work = workloads.read(config, prepared[BASELINE.name])
@@ -306,7 +307,7 @@ def prepare(
 def prepare_models(
     config: BenchmarkRun, target: Decoder | None = None, *, dry: bool = False
 ) -> dict[str, jobs.Job]:
-    """A job per strategy, the baseline first, all with one target: `target` if that is given."""
+    """Returns a job for each strategy, the baseline first; all share one target."""
     strategies = with_baseline(config.strategies)
     prepared = {}
     for name, drafter in strategies.items():
@@ -317,10 +318,10 @@ def prepare_models(
 
 
 def with_baseline(strategies: Mapping[str, DrafterConfig]) -> dict[str, DrafterConfig]:
-    """The strategies, preceded by the baseline under its own name.
+    """Returns the strategies, preceded by the baseline under its own name.
 
     Raises:
-      ConfigError: another strategy has taken that name.
+      ConfigError: Another strategy has the baseline's name.
     """
     if strategies.get(BASELINE.name, BASELINE) != BASELINE:
         raise errors.ConfigError(

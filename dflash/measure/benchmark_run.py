@@ -40,13 +40,13 @@ PAGE = "report.html"
 
 
 def plan(config: BenchmarkRun) -> list[str]:
-    """What each strategy will take, as lines; nothing is allocated.
+    """Returns the plan of each strategy, as lines, and allocates nothing.
 
-    Acceptance lengths that are to be forced are read and checked. Data sets are not read: that may
-    mean to download them.
+    Forced acceptance lengths are read and checked. Data sets are not read, since that could
+    download them.
 
     Raises:
-      UserError: whatever is wrong.
+      UserError: The config, a checkpoint or an input is unusable.
     """
     decodes = config.study is None or config.study.name in studies.DECODING
     if config.forced and decodes:
@@ -71,14 +71,14 @@ def run(
     wide: bool = False,
     shard: Shard | None = None,
 ) -> dict[str, Any]:
-    """Measures every cell and writes what there is after every round of every task.
+    """Measures every cell, and saves the results so far after each round of each task.
 
     Args:
-      bench: prepared.
-      directory: where files go.
-      display: shows what runs.
-      wide: print all figures, not only those that fit into 80 columns.
-      shard: measure this part alone, and leave plots, tables and page to `sum_up`.
+      bench: Prepared benchmark, nothing loaded.
+      directory: Directory for the files.
+      display: Display of the progress.
+      wide: Print all figures, not only those that fit into 80 columns.
+      shard: Part to measure; plots, tables and page are then left to `sum_up`.
     Returns:
       The content of results.json.
     """
@@ -115,17 +115,17 @@ def run(
 def sum_up(
     bench: Bench, directory: RunDirectory, display: Display, *, wide: bool = False
 ) -> dict[str, Any]:
-    """The figures of all shards together.
+    """Combines the figures of all shards, then writes and prints them.
 
     Args:
-      bench: prepared, with the prompts of all shards; nothing is loaded.
-      directory: of the shards; of several processes, the first one's.
-      display: shows what runs.
-      wide: print all figures, not only those that fit into 80 columns.
+      bench: Prepared benchmark with the prompts of all shards, nothing loaded.
+      directory: Directory of the shards; only the first process has a path.
+      display: Display of the progress.
+      wide: Print all figures, not only those that fit into 80 columns.
     Returns:
-      The content of results.json; nothing on other processes than the first.
+      The content of results.json; empty on all processes but the first.
     Raises:
-      WorkdirError: some shards have not finished.
+      WorkdirError: Some shards have not finished.
     """
     if directory.path is None:
         return {}
@@ -149,7 +149,7 @@ def _finish(
     *,
     wide: bool,
 ) -> None:
-    """Writes and prints what is made of a whole benchmark's figures."""
+    """Writes the tables, plots and page of a complete benchmark, and prints its table."""
     directory.write("results.csv", results.table_csv(results.rows(values)))
     words = bench.workload.acceptance["words"]
     categories = speed_bench.by_task(bench.workload.tasks, done)
@@ -164,12 +164,12 @@ def _finish(
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """The figures of the rounds that are done, and what speaks against them.
+    """Figures of the completed rounds.
 
     Attributes:
-      cells, averages: the figures.
-      machine: under the run.
-      load: of the machine since the run began.
+      cells, averages: Figures of each cell, and of each strategy over all tasks.
+      machine: Peak rates of the machine.
+      load: Load of the machine since the run began.
     """
 
     cells: list[cells.Cell]
@@ -179,11 +179,11 @@ class Judged:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences to be read with the figures: doubts first, then conclusions."""
+        """Returns sentences to print with the figures: warnings first, then conclusions."""
         return [*table.doubt_lines(self.cells), *table.limits(self.cells)]
 
     def values(self, bench: Bench, *, complete: bool) -> dict[str, Any]:
-        """The content of results.json."""
+        """Returns the content of results.json."""
         facts = {
             "acceptance": dict(bench.workload.acceptance),
             "baseline": bench.baseline,
@@ -197,7 +197,7 @@ class Judged:
 def judged(
     bench: Bench, done: Sequence[TaskRound], machine: roofline.Machine, load: Load
 ) -> Judged:
-    """Cells and averages of the rounds that are done."""
+    """Computes the figures of the completed rounds."""
     setting = cells.setting_of(bench, machine, warnings.of_load(load.others_share))
     found = cells.cells(done, setting)
     averages = cells.averages(found, done, baseline=bench.baseline)
@@ -207,9 +207,9 @@ def judged(
 def study(
     config: BenchmarkRun, directory: RunDirectory, display: Display, *, wide: bool = False
 ) -> dict[str, Any]:
-    """Answers the config's study and writes study.json, study.csv and study.png.
+    """Runs the config's study and writes study.json, study.csv and study.png.
 
-    The results so far are saved after each turn.
+    Results so far are saved after each turn.
 
     Returns:
       The content of study.json.
@@ -226,7 +226,7 @@ def study(
     values = _study_values(config, answer, load) | {"complete": True}
     directory.write_json(results.STUDY, values)
     directory.write("study.csv", results.table_csv(answer.rows))
-    # Studies of single forwards decode nothing: what is accepted plays no part.
+    # Studies of single forwards decode nothing, so acceptance lengths do not affect them.
     decodes = name in studies.DECODING
     directory.write("study.png", answer.png(_forced_note(config) if decodes else ""))
     notes = [f"not trustworthy: {one.words}" for one in warnings.of_load(load.others_share)]
@@ -237,7 +237,7 @@ def study(
 
 
 def _study_values(config: BenchmarkRun, answer: studies.StudyResult, load: Load) -> dict[str, Any]:
-    """The content of study.json."""
+    """Returns the content of study.json."""
     return {
         "schema": results.STUDY_SCHEMA,
         "study": config.study.name,
@@ -263,7 +263,7 @@ def report(
     notes: Sequence[str],
     directory: RunDirectory,
 ) -> None:
-    """Writes the plots and the page, which has each plot for light and for dark screens."""
+    """Writes the plots and the page, which holds each plot in a light and a dark theme."""
     note = _forced_note(bench.config)
     drawn = {
         name: {
@@ -280,7 +280,11 @@ def report(
 
 
 def record_replays(bench: Bench, found: list[cells.Cell], done: Sequence[TaskRound]) -> dict:
-    """A prompt of each task once more with every strategy, untimed: the one with most to say."""
+    """Replays a prompt of each task with every strategy, untimed: the one with the longest output.
+
+    Returns:
+      By task, the prompt's text and the replay of each strategy.
+    """
     size = bench.config.replay_tokens
     if not size or not bench.engines:
         return {}
@@ -290,7 +294,7 @@ def record_replays(bench: Bench, found: list[cells.Cell], done: Sequence[TaskRou
         request, lanes = bench.request(item, at_most=size), {}
         for name, engine in bench.engines.items():
             if not engine.has_parts:
-                continue  # outside the loop, cycle by cycle, no block size would be chosen
+                continue  # A replay runs cycles one by one, which cannot choose block sizes.
             cell = next(one for one in found if (one.task, one.strategy) == (task, name))
             words = bench.jobs[name].tokenizer
             recorded = replay.record(engine, request, item.lengths or (), words)
@@ -301,7 +305,7 @@ def record_replays(bench: Bench, found: list[cells.Cell], done: Sequence[TaskRou
 
 
 def _longest(bench: Bench, task: str, done: Sequence[TaskRound]) -> Item:
-    """The item of a task that the baseline has answered at greatest length."""
+    """Returns the task's item with the longest output of the baseline."""
     lengths = {
         one.id: len(one.output_ids)
         for round_ in done
@@ -313,14 +317,14 @@ def _longest(bench: Bench, task: str, done: Sequence[TaskRound]) -> Item:
 
 
 def _shown(prompt: Prompt) -> str:
-    """A prompt as its reader sees it."""
+    """Returns a prompt as text for the page."""
     if prompt.messages is not None:
         return "\n".join(message["content"] for message in prompt.messages)
     return prompt.text or f"{len(prompt.ids)} random tokens"
 
 
 def common_facts(config: BenchmarkRun) -> dict[str, Any]:
-    """What every figure of a run depends on."""
+    """Returns the settings and versions that every figure of a run depends on."""
     used = math.prod(dataclasses.asdict(config.mesh).values())
     return {
         "batch_size": config.decode.batch_size,
@@ -333,6 +337,6 @@ def common_facts(config: BenchmarkRun) -> dict[str, Any]:
 
 
 def _say(lines: Sequence[str], notes: Sequence[str]) -> None:
-    """Prints lines and, below them, sentences, on the first process."""
+    """Prints lines and then sentences, on the first process only."""
     if jax.process_index() == 0:
         print("\n".join([*lines, "", *table.wrapped(notes)]), flush=True)

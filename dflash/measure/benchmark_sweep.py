@@ -1,4 +1,4 @@
-"""Points of a sweep that are benchmarks; the target stays loaded while points need it."""
+"""Sweeps over benchmarks; the target stays loaded as long as consecutive points share it."""
 
 import pathlib
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from dflash.runs.sweeps import Runner
 
 
 class BenchmarkPoints(Runner):
-    """Runs benchmarks; a point's directory is a work directory of `dflash.benchmark`."""
+    """Runs each point as a benchmark, with the point's directory as its work directory."""
 
     metrics = results.FIGURES
     shown = ("tau", "speedup")
 
     def __init__(self, display: Display):
         super().__init__(display)
-        self._targets: dict[str, Decoder] = {}  # at most one, by `target_key`
+        self._targets: dict[str, Decoder] = {}  # at most one, by `job.target_key`
 
     def check(self, config: BenchmarkRun) -> None:
         if config.study is not None:
@@ -36,7 +36,7 @@ class BenchmarkPoints(Runner):
 
     def run(self, config: BenchmarkRun, directory: pathlib.Path) -> Mapping[str, Any]:
         key = self.affinity(config)
-        # Another target is freed first: there may be no memory for both.
+        # Free another target first: memory may not hold two.
         self._targets = {one: target for one, target in self._targets.items() if one == key}
         bench = benches.prepare(config, target=self._targets.get(key))
         with results.open_directory(directory, config) as opened:

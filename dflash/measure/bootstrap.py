@@ -1,4 +1,4 @@
-"""How far a speed-up may be off: conversations are drawn anew, strategy and baseline alike."""
+"""Bootstrap intervals of speed-ups, resampling conversations and rounds."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ from dflash.measure.samples import Sample
 
 DRAWS = 2000
 INTERVAL_PERCENT = 95.0
-# A bootstrap interval reaches from the least group to the largest at most, and n groups all lie on
-# one side of their true median with probability 2^(1-n): from 6 on less often than 5 %.
+# The bootstrap interval of a median lies within the range of the groups. All n groups fall on one
+# side of the true median with probability 2^(1-n), which is below 5 % from n = 6 on.
 MIN_GROUPS = 6
 _SEED = 0
 
@@ -17,18 +17,18 @@ _SEED = 0
 def bootstrap(
     samples: Sequence[Sequence[Sample]], plain: Sequence[Sequence[Sample]]
 ) -> tuple[float, tuple[float, float] | None]:
-    """The mean speed-up over tasks, and its bootstrap interval.
+    """Computes the mean speed-up over tasks, and its bootstrap interval.
 
-    Conversations are drawn with replacement within each task. A round is drawn for each of them,
-    but only one for all that were decoded together: whatever slowed one of those down has slowed
-    the others. Strategy and baseline keep the same draws, as they ran side by side.
+    Conversations are resampled with replacement within each task. Each resampled conversation gets
+    a random round of its own, except that conversations decoded together share one, since whatever
+    slowed one of them slowed all. Strategy and baseline use the same draws, as they ran in turns.
 
     Args:
-      samples: of the strategy, by task.
-      plain: of the baseline, by task.
+      samples: Samples of the strategy, by task.
+      plain: Samples of the baseline, by task.
     Returns:
-      The mean; the two ends of its interval, None where a task has fewer conversations than
-      `MIN_GROUPS`.
+      The mean, and the two ends of its interval; the interval is None if a task has fewer
+      conversations than `MIN_GROUPS`.
     """
     tables = [
         np.concatenate([_table(ours), _table(theirs)])
@@ -49,14 +49,14 @@ def bootstrap(
 
 
 def interval(drawn: np.ndarray) -> tuple[float, float]:
-    """The two ends between which `INTERVAL_PERCENT` of the drawn values lie, float [draws]."""
+    """Returns the ends of the central `INTERVAL_PERCENT` of the drawn values, float [draws]."""
     tail = (100 - INTERVAL_PERCENT) / 2
     low, high = np.percentile(drawn, [tail, 100 - tail])
     return float(low), float(high)
 
 
 def _table(samples: Sequence[Sample]) -> np.ndarray:
-    """Milliseconds and tokens, [2, conversations, rounds]."""
+    """Returns milliseconds and tokens, float64 [2, conversations, rounds]."""
     groups = sorted({number for sample in samples for number in sample.conversations})
     rounds = sorted({sample.round for sample in samples})
     table = np.zeros((2, len(groups), len(rounds)))
@@ -69,6 +69,6 @@ def _table(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def _speedup(sums: np.ndarray) -> np.ndarray:
-    """Tokens per time over the baseline's, [...] from the sums [4, ...] of two tables."""
+    """Returns the speed-up [...] from milliseconds and tokens of strategy and baseline [4, ...]."""
     clock_ms, tokens, plain_ms, plain_tokens = sums
     return tokens / clock_ms * plain_ms / np.maximum(plain_tokens, 1)

@@ -1,10 +1,10 @@
-"""From samples to figures: plain arithmetic on the host, the same for every device.
+"""Figures of a benchmark, computed from samples on the host.
 
-A cell is one strategy on one task. Symbols: τ is the tokens per cycle; T_1 the time of a cycle of
-the baseline, which is a plain token; T_draft and T_verify the times of a cycle's two forwards; rest
-what is left of the cycle. Then
+A cell is one strategy on one task. τ is the mean acceptance length; T_1 the time of a cycle of the
+baseline, which commits one token; T_draft and T_verify the times of a cycle's two forwards; `rest`
+is the remainder of the cycle. Then
 
-    speed-up = τ · T_1 / cycle,   and were there no rest:   ideal = τ · T_1 / (T_draft + T_verify).
+    speed-up = τ · T_1 / cycle,   and without the rest:   ideal = τ · T_1 / (T_draft + T_verify).
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ from dflash.measure.warnings import Doubt
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Milliseconds of a cycle; the first is the sum of the others.
+    """Milliseconds of a cycle and of its parts, which add up to it.
 
-    Where the block size is chosen anew for every cycle, only the mean cycle is known.
+    The parts are None if the block size is chosen anew for every cycle.
 
     Attributes:
-      cycle: in the real loop, on the wall clock, host included.
+      cycle: Wall-clock time of a cycle in the decode loop, host included.
       draft: T_draft, timed alone.
       verify: T_verify, timed alone.
-      rest: the difference: observing, committing, and the host between dispatches.
+      rest: Remainder: observing, committing, and host time between dispatches.
     """
 
     cycle: float
@@ -45,36 +45,36 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One strategy on one task, over all rounds; None where no cycle was run.
+    """One strategy on one task, over all rounds; figures of cycles are None if none was run.
 
     Attributes:
-      task, strategy: names.
-      rounds, prompts: how many of each; every turn of a conversation is a prompt.
-      groups: conversations; the bootstrap draws these.
-      busy_slots: sequences in flight, averaged over the decode time.
-      block_size: rows that the target verifies.
-      output_tokens, cycles: of all rounds; tokens without each prompt's first.
-      tau: mean acceptance length.
-      acceptance_histogram: cycles by acceptance length.
-      joint_acceptance: for each draft position, the share of cycles that accepted it.
-      conditional_acceptance: the same share among cycles that accepted all positions before it.
-      ttft_ms: median over prompts and rounds, from the prompt's dispatch to its first token.
-      tpot_ms: time per token after the first, of a prompt.
-      tokens_per_second: of all slots together.
-      speedup: tokens per second over those of the baseline.
-      speedup_interval: the two ends of its bootstrap interval; None with few groups.
-      speedup_with_prefill: the same with every prompt's time to first token in both clocks.
-      identical_share: of prompts whose output is that of the baseline, token for token.
-      checked: outputs of all rounds whose prompt has a right answer.
-      correct_share: share of these with the right answer; None without any.
-      cost_ms: of a cycle.
+      task, strategy: Names of the task and the strategy.
+      rounds, prompts: Number of rounds, and of prompts; every turn of a conversation is a prompt.
+      groups: Number of conversations, which the bootstrap resamples.
+      busy_slots: Number of sequences in flight, averaged over the decode time.
+      block_size: Rows per sequence that the target verifies.
+      output_tokens, cycles: Totals over all rounds, without the first token of each prompt.
+      tau: Mean acceptance length (τ).
+      acceptance_histogram: Number of cycles by acceptance length.
+      joint_acceptance: For each draft position, the fraction of cycles that accepted it.
+      conditional_acceptance: The same fraction among cycles that accepted all positions before it.
+      ttft_ms: Median time from a prompt's dispatch to its first token, over prompts and rounds.
+      tpot_ms: Time of a prompt per token after the first.
+      tokens_per_second: Throughput of all slots together.
+      speedup: Tokens per second relative to the baseline.
+      speedup_interval: Ends of the bootstrap interval; None with too few conversations.
+      speedup_with_prefill: Speed-up with the time to first token added to both sides.
+      identical_share: Fraction of outputs that equal the baseline's, token for token.
+      checked: Number of outputs, over all rounds, whose prompt has a right answer.
+      correct_share: Fraction of these outputs that have it; None without any.
+      cost_ms: Cost of a cycle.
       baseline_cycle_ms: T_1.
-      ideal_speedup: see above.
-      share_of_ideal: speedup over that.
-      losses: factors by which the speed-up is below τ: "verify" T_verify over T_1,
-        "draft" (T_draft + T_verify) over T_verify, "rest" a cycle over T_draft + T_verify.
-      roofline_ms: the least that T_verify can be.
-      doubts: why figures of the cell are not trustworthy.
+      ideal_speedup: Ideal speed-up, as defined in the module's docstring.
+      share_of_ideal: Speed-up relative to the ideal one.
+      losses: Factors by which the speed-up is below τ: "verify" is T_verify / T_1, "draft" is
+        (T_draft + T_verify) / T_verify, "rest" is a cycle over T_draft + T_verify.
+      roofline_ms: Lower bound of T_verify by the roofline.
+      doubts: Warnings about figures of the cell.
     """
 
     task: str
@@ -108,23 +108,24 @@ class Cell:
     doubts: tuple[Doubt, ...] = ()
 
     def doubtful(self, about: str) -> bool:
-        """Whether there are doubts about these figures; see `warnings.Doubt.about`."""
+        """Returns whether there are warnings about these figures; see `warnings.Doubt.about`."""
         return warnings.concern(self.doubts, about)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What figures are judged by.
+    """Properties of a run that its figures are judged by.
 
     Attributes:
-      baseline: name of the strategy that the others are compared with.
-      block_sizes: rows that the target verifies, by strategy.
-      longest_paths: what a cycle may commit at most, by strategy.
-      slots: sequences decoded at once.
-      forced: acceptance lengths were given, so outputs are meaningless and not compared.
-      exact: every output has to be the baseline's.
-      least_ms: (strategy, context tokens) -> the roofline of a verification; None: not known.
-      doubts: doubts about the run as a whole.
+      baseline: Name of the strategy that the others are compared with.
+      block_sizes: Rows per sequence that the target verifies, by strategy.
+      longest_paths: Most tokens that a cycle may commit, by strategy.
+      slots: Number of sequences decoded at once.
+      forced: Acceptance lengths are forced, so outputs are meaningless and not compared.
+      exact: Every output must equal the baseline's.
+      least_ms: Maps a strategy and its context length in tokens to the roofline of a verification;
+        None if the machine's peak rates are unknown.
+      doubts: Warnings about the run as a whole.
     """
 
     baseline: str
@@ -138,7 +139,7 @@ class Setting:
 
 
 def cells(rounds: Sequence[TaskRound], setting: Setting) -> list[Cell]:
-    """All cells of the rounds that are done, in any order, task by task."""
+    """Computes the cells of the completed rounds, which may come in any order, task by task."""
     found = []
     for task in dict.fromkeys(one.task for one in rounds):
         done = [one for one in rounds if one.task == task]
@@ -154,12 +155,12 @@ def cells(rounds: Sequence[TaskRound], setting: Setting) -> list[Cell]:
 def setting_of(
     bench: Bench, machine: Machine | None = None, about_run: tuple[Doubt, ...] = ()
 ) -> Setting:
-    """What the figures of a benchmark are judged by.
+    """Returns the properties of a benchmark that its figures are judged by.
 
     Args:
-      bench: ready to run.
-      machine: gives the roofline; None: not known.
-      about_run: doubts about the run as a whole.
+      bench: Prepared benchmark.
+      machine: Peak rates for the roofline; None if unknown.
+      about_run: Warnings about the run as a whole.
     """
     config = bench.config
     coupled = config.decode.verify == "coupled" or not config.decode.temperature
@@ -187,7 +188,7 @@ def setting_of(
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """One strategy over all tasks, each task counting alike."""
+    """One strategy over all tasks, each with the same weight."""
 
     strategy: str
     tasks: int
@@ -200,12 +201,12 @@ class Average:
     doubts: tuple[Doubt, ...] = ()
 
     def doubtful(self, about: str) -> bool:
-        """As of a cell."""
+        """Returns whether there are warnings about these figures; see `warnings.Doubt.about`."""
         return warnings.concern(self.doubts, about)
 
 
 def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: str) -> list[Average]:
-    """The mean of each strategy's cells."""
+    """Averages the cells of each strategy over tasks."""
 
     def samples(task, strategy):
         every = (sample for one in rounds for sample in one.samples)
@@ -239,7 +240,7 @@ def _cell(
     rounds: Sequence[TaskRound],
     setting: Setting,
 ) -> Cell:
-    """The cell of a strategy's samples of one task, beside those of the baseline."""
+    """Computes the cell of a strategy's samples on one task, compared with the baseline's."""
     name, longest_path = samples[0].strategy, setting.longest_paths[samples[0].strategy]
     completions = [one for sample in samples for one in sample.completions]
     lengths = [length for one in completions for length in one.acceptance_lengths]
@@ -290,7 +291,7 @@ def _cell(
 
 
 def _doubts(cell: Cell, setting: Setting) -> tuple[Doubt, ...]:
-    """Why figures of a cell are not trustworthy."""
+    """Returns the warnings about figures of a cell."""
     found = setting.doubts
     if cell.speedup is not None:
         found += warnings.of_prompts(cell.groups)
@@ -314,18 +315,19 @@ def _roofline_ms(name: str, rounds: Sequence[TaskRound], setting: Setting) -> fl
 def position_acceptance(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]], longest_path: int
 ) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
-    """Joint and conditional acceptance of draft positions 1 … G.
+    """Computes joint and conditional acceptance of draft positions 1 … G.
 
-    The last cycle of each sequence is left out, for a limit or a stop token may have cut it short.
-    A cycle says nothing about positions past its block; so the joint share is the product of the
-    conditional ones (Kaplan & Meier 1958), a plain share where all blocks have the same size.
+    The last cycle of each sequence is left out, since a limit or a stop token may have cut it
+    short. A cycle gives no information about positions beyond its block, so the joint fraction is
+    the product of the conditional ones (Kaplan & Meier 1958). If all blocks have the same size, it
+    is the plain fraction of cycles.
 
     Args:
-      sequences: for each its cycles' acceptance lengths, bonus included, and rows verified.
+      sequences: For each sequence, its cycles' acceptance lengths (bonus included) and row counts.
       longest_path: G + 1.
     Returns:
-      For each position the share of cycles that accepted it; and that share among the cycles that
-      accepted all positions before it, None where there are none.
+      For each position, the fraction of cycles that accepted it; and the fraction among cycles that
+      accepted all positions before it, None if there are no such cycles.
     """
     cycles = [pair for one in sequences for pair in list(zip(*one, strict=True))[:-1]]
     lengths, rows = np.array(cycles, int).reshape(-1, 2).T
@@ -339,14 +341,14 @@ def position_acceptance(
 
 
 def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float:
-    """Share of the outputs of all rounds that equal the baseline's."""
+    """Returns the fraction of outputs, over all rounds, that equal the baseline's."""
     expected = {one.id: one.output_ids for sample in plain for one in sample.completions}
     equal = [one.output_ids == expected[one.id] for sample in samples for one in sample.completions]
     return statistics.fmean(equal)
 
 
 def _tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:
-    """Tokens over time; with `prefill`, first tokens and the time to them count too."""
+    """Returns tokens per millisecond; with `prefill`, first tokens and their prefills count too."""
     tokens = sum(sample.tokens for sample in samples)
     clock = sum(sample.clock_ms for sample in samples)
     if prefill:
@@ -357,7 +359,7 @@ def _tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float
 
 
 def _cycle_ms(samples: Sequence[Sample]) -> float | None:
-    """The time of a cycle as a sequence sees it, however many others are in flight."""
+    """Returns the mean time of a cycle as one sequence experiences it."""
     return _ratio(sum(s.elapsed_ms for s in samples), sum(s.cycles for s in samples))
 
 
@@ -383,7 +385,7 @@ def _losses(cost: Cost | None, baseline_ms: float | None) -> dict[str, float]:
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
-    """part / whole; None where one of them is zero or unknown."""
+    """Returns part / whole; None if either is zero or unknown."""
     return part / whole if part and whole else None
 
 
