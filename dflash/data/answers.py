@@ -1,12 +1,12 @@
-r"""Final answers in the text of a solution, and whether two of them are the same.
+r"""Extraction and comparison of the final answers of solutions.
 
-A number counts however it is written (1,000 = 1{,}000.0 = \frac{2000}{2}), and other expressions
-count by their value (2x = x+x); see `latex_values` for what is supported. Everything else is
-compared as LaTeX without its decoration, so a right answer in another form counts as wrong.
+Numbers are compared by value in any notation (1,000 = 1{,}000.0 = \frac{2000}{2}), and so are the
+other expressions that `latex_values` supports (2x = x+x). Everything else is compared as LaTeX
+without decoration, so a right answer in another form counts as wrong.
 
-Libraries for this (math-verify 0.9) understand more of LaTeX, but bound their time by signals,
-which threads cannot use, and still never return on some answers. Here each step is linear in the
-text, or of bounded size.
+Libraries such as math-verify 0.9 support more of LaTeX, but they limit their time with signals,
+which threads cannot use, and some answers still never return. Here each step takes linear time or
+works on input of bounded size.
 """
 
 import re
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 from dflash.data import latex_values
 
-MAX_CHARACTERS = 1000  # of an answer that is more than compared
-MAX_ITEMS = 50  # of a list or set whose items are compared one by one
+MAX_CHARACTERS = 1000  # longer answers are only compared as strings
+MAX_ITEMS = 50  # largest list or set whose items are compared one by one
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DIGITS = re.compile(r"\d[\d.,]*")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _PLAIN = re.compile(r"\d+(?:\.\d+)?")
-_BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))")  # as TeX sets thousands well
+_BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))")  # thousands separator in TeX
 _MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _TEXT = re.compile(r"\\(?:text|mbox|textbf|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
 _UNITS = re.compile(r"(?<=\d)\s*\\(?:text|mbox|mathrm)\s*\{[a-zA-Z ./^\d]*\}(?:\^\{?\d\}?)?\s*$")
@@ -37,14 +37,14 @@ _BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
 
 
 def find(text: str, *, finished: bool = True) -> str | None:
-    r"""The final answer of a solution: in its last \boxed{}, after its last "####", or a number.
+    r"""Finds the final answer of a solution: in its last \boxed{}, after "####", or a number.
 
     Args:
-      text: of the solution, such as a model's.
-      finished: False where the text was cut off at a limit. Its last number is then no answer, and
-        neither is what a last line without an end marks.
+      text: Solution, such as the output of a model.
+      finished: False if the text was cut off at a limit. Then its last number is not taken as the
+        answer, and a "####" in its incomplete last line is ignored.
     Returns:
-      The answer as written; where nothing marks one, the last number; None without even that.
+      The answer as written; the last number if no answer is marked; None without any number.
     """
     boxes = boxed(text)
     if boxes:
@@ -54,12 +54,12 @@ def find(text: str, *, finished: bool = True) -> str | None:
 
 
 def agree(text: str, reference: str, *, finished: bool = True) -> bool | None:
-    """Whether a text has the same final answer as a reference; None if that has none.
+    """Returns whether a text has the final answer of a reference; None if that has no answer.
 
     Args:
-      text: to be graded.
-      reference: a worked solution.
-      finished: see `find`.
+      text: Solution to grade.
+      reference: Worked solution.
+      finished: False if the text was cut off at a limit; see `find`.
     """
     wanted = find(reference)
     if not wanted:
@@ -69,27 +69,27 @@ def agree(text: str, reference: str, *, finished: bool = True) -> bool | None:
 
 
 def marked(text: str) -> str | None:
-    """What follows the last "####" that begins a line, as the solutions of GSM8K end."""
+    """Returns the answer after the last line-initial "####", the format of GSM8K solutions."""
     answers = [line[4:].strip() for line in text.splitlines() if line.startswith("####")]
     return next((answer for answer in reversed(answers) if answer), None)
 
 
 def boxed(text: str) -> list[str]:
-    r"""What each \boxed{…} of a text holds; a box that never closes does not count."""
+    r"""Returns the content of each \boxed{…} in a text; boxes that never close are skipped."""
     boxes = [match.end() for match in _BOX.finditer(text)]
     ends = _partners(text) if boxes else {}
     return [text[start + 1 : ends[start]].strip() for start in boxes if start in ends]
 
 
 def same(answer: str, reference: str) -> bool:
-    """Whether two final answers have the same value, or else are the same expression."""
+    """Returns whether two final answers have equal values or are the same expression."""
     if max(len(answer), len(reference)) > MAX_CHARACTERS:
         return answer.strip() == reference.strip()
     return _same(simplified(answer), simplified(reference))
 
 
 def simplified(answer: str) -> str:
-    """An answer without what does not change its value: spaces, dollars, units, sizes of braces."""
+    """Removes whatever does not change the value of an answer: spaces, dollar signs, units."""
     text = answer.strip().rstrip(".").strip()
     text = _LETTER.sub(r"\1", text)
     text = _UNITS.sub("", text)
@@ -101,12 +101,12 @@ def simplified(answer: str) -> str:
     if _GROUPED.fullmatch(text):
         return text.replace(",", "")
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    # 3 4 is not 34, and \pi k is not \pik.
+    # Keep the spaces in "3 4", which is not 34, and in "\pi k", which is not "\pik".
     return _SPACE.sub(lambda kept: f"{kept[1]} " if kept[1] else "", text)
 
 
 def _same(one: str, other: str) -> bool:
-    """`same` of simplified answers."""
+    """Implements `same` for simplified answers."""
     if one == other:
         return True
     (bracket, items), (other_bracket, others) = _items(one), _items(other)
@@ -129,7 +129,7 @@ def _same_in_any_order(items: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _items(text: str) -> tuple[str, list[str]]:
-    r"""The brackets of a list, "" without any, and its items: "[1,2)" -> "[)", ["1", "2"]."""
+    r"""Splits a list into its brackets and its items: "[1,2)" -> "[)", ["1", "2"]."""
     kind = ""
     for opening, closing in _BRACKETS.items():
         if text.startswith(opening) and text.endswith((")", "]", closing)):
@@ -148,7 +148,7 @@ def _items(text: str) -> tuple[str, list[str]]:
 
 
 def _last_number(text: str) -> str | None:
-    """The last number of a text as written, with its minus sign."""
+    """Returns the last number of a text as written, with its minus sign."""
     for match in reversed(list(_DIGITS.finditer(text))):
         run = match.group().rstrip(".,")
         number = run if _GROUPED.fullmatch(run) else run.rpartition(",")[2]
@@ -160,7 +160,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _partners(text: str) -> dict[int, int]:
-    r"""The place of the closing brace of each opening one; \{ and \} are no braces."""
+    r"""Maps the position of each opening brace to its closing one; skips escaped braces."""
     pairs, opened = {}, []
     for match in _BRACE.finditer(text):
         if match.group() == "{":

@@ -1,8 +1,7 @@
-"""Endless batches of packed rows: mixed by share, shuffled, divided among processes, resumable.
+"""Endless, resumable batches of packed rows: mixed by share, shuffled, divided among processes.
 
-The number of rows taken from each corpus is the position: with the seed it determines all rows that
-follow. So resuming costs nothing, and all processes together read the same batches whatever their
-number.
+The position is the number of rows drawn from each corpus. Together with the seed it determines all
+further rows, so resuming costs nothing, and the batches do not depend on the number of processes.
 """
 
 import hashlib
@@ -16,10 +15,10 @@ from dflash.data.mixture import Mixture, Place
 
 
 class Batches:
-    """An endless iterator over one process's rows of each batch.
+    """Endless iterator over the rows of each batch that one process reads.
 
-    A batch is a dict of arrays [rows of this process, length]; see `packing.Rows`. Each corpus goes
-    through passes of its own: all of its rows, in a new order each time.
+    A batch is a dict of arrays [rows of this process, length]; see `packing.Rows`. Each corpus has
+    its own passes; every pass visits all of its rows in a new order.
     """
 
     def __init__(
@@ -30,15 +29,15 @@ class Batches:
         mine: Sequence[int] | None = None,
         state: Mapping[str, Any] | None = None,
     ):
-        """Begins where `state` says, else at the first batch.
+        """Starts at the position `state`, or at the first batch.
 
         Args:
-          mixture: rows to read.
-          batch_size: rows per batch, over all processes.
-          mine: numbers of the rows of each batch that this process reads; None for all.
-          state: position to resume from, as `state()` returns it; None for the beginning.
+          mixture: Rows to read.
+          batch_size: Rows per batch, over all processes.
+          mine: Indices of the rows of each batch that this process reads; None for all.
+          state: Position to resume from, as `state()` returns it; None for the beginning.
         Raises:
-          InputError: there is less than one batch, or `state` belongs to other data.
+          InputError: The data are fewer rows than one batch, or `state` belongs to other data.
         """
         _check_size(mixture, batch_size)
         fingerprints = [rows.corpus.fingerprint for rows in mixture.corpora]
@@ -47,7 +46,7 @@ class Batches:
         self._mixture = mixture
         self._passes = [_Passes(mixture, corpus) for corpus in range(len(mixture.corpora))]
         self._shares = np.array(mixture.shares, np.float64) / sum(mixture.shares)
-        self._counts = [0] * len(self._passes)  # rows that each corpus has given
+        self._counts = [0] * len(self._passes)  # rows drawn from each corpus
         self._batch_size = batch_size
         self._mine = tuple(range(batch_size) if mine is None else mine)
         if state is not None:
@@ -60,17 +59,17 @@ class Batches:
         return self._mixture.read(self.draw())
 
     def draw(self) -> list[Place]:
-        """The places of this process's rows of the next batch, in place of the batch itself."""
+        """Returns the places of this process's rows of the next batch, without reading them."""
         drawn = [self._next() for _ in range(self._batch_size)]
         mine = (drawn[row] for row in self._mine)
         return [(corpus, self._passes[corpus][number]) for corpus, number in mine]
 
     def state(self) -> dict[str, Any]:
-        """Position of the next batch, in JSON's types: {"rows": [12, 4], "data": "…"}."""
+        """Returns the position of the next batch as JSON data: {"rows": [12, 4], "data": "…"}."""
         return {"rows": list(self._counts), "data": self._data}
 
     def _next(self) -> tuple[int, int]:
-        """(corpus, rows it has given before) of the next row, from the one furthest behind."""
+        """Returns (corpus, rows drawn from it before) for the corpus furthest behind its share."""
         due = self._shares * (sum(self._counts) + 1) - self._counts
         corpus = int(np.argmax(due))
         self._counts[corpus] += 1
@@ -92,7 +91,7 @@ class Batches:
 
 
 class _Passes:
-    """Endless numbers of a corpus's rows: each pass has all of them, in a new order."""
+    """Endless sequence of the row numbers of a corpus; each pass has all of them in a new order."""
 
     def __init__(self, mixture: Mixture, corpus: int):
         self._mixture, self._corpus = mixture, corpus

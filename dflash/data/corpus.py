@@ -1,11 +1,11 @@
-"""Corpora: encoded documents, in memory or on disk, read one by one.
+"""Corpora of encoded documents, in memory or on disk, with random access to documents.
 
-    DIR/tokens.bin                             uint32, document after document
-    DIR/offsets.npy, learned.npy, crc32.npy    the index: 16 bytes a document
-    DIR/facts.json                             written last: the corpus is whole
+    DIR/tokens.bin                             token ids of all documents, uint32
+    DIR/offsets.npy, learned.npy, crc32.npy    index, 16 bytes per document
+    DIR/facts.json                             written last; marks a complete corpus
 
-A process holds the index. Tokens stay on disk: they are read when a row needs them, and are
-compared with their checksum then. So a corpus opens as fast as its index is read.
+Only the index is held in memory. The tokens of a document are read, and compared with their
+checksum, when a row needs them, so opening a corpus takes as long as reading its index.
 """
 
 import array
@@ -24,19 +24,19 @@ import numpy as np
 from dflash import errors
 from dflash.storage import files
 
-SUPERVISED = np.uint32(2**31)  # the mark of a token that a model learns to predict
+SUPERVISED = np.uint32(2**31)  # bit of supervised tokens, which a model learns to predict
 _TOKENS, _FACTS = "tokens.bin", "facts.json"
 _OFFSETS, _LEARNED, _CRC32 = _INDEX = "offsets.npy", "learned.npy", "crc32.npy"
 
 
 class TokenFile:
-    """A file of uint32 as an array of which slices are read; it is not mapped into memory."""
+    """File of uint32 values that is read slice by slice and is not mapped into memory."""
 
     def __init__(self, path: pathlib.Path):
         self._file = path.open("rb", buffering=0)
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """uint32 [stop - start]; shorter where the file has been cut off."""
+        """Reads a slice: uint32 [stop - start], shorter if the file is truncated."""
         size = 4 * (int(part.stop) - int(part.start))
         content = os.pread(self._file.fileno(), size, 4 * int(part.start))
         return np.frombuffer(content[: len(content) // 4 * 4], "<u4")
@@ -47,14 +47,15 @@ class Corpus:
     """Encoded documents.
 
     Attributes:
-      name: name in error messages, such as "math/train".
-      fingerprint: equal for equal contents.
-      tokens: uint32 [total]; all documents, marks included; an array or a file.
-      offsets: int64 [documents + 1]; where each document begins, and the end.
-      learned: int32 [documents]; place of the first supervised token; the length where none is.
-      max_id: the largest token id.
-      crc32: uint32 [documents]; checksums of documents on disk.
-      directory: where it is stored; None for a corpus in memory.
+      name: Name in error messages, such as "math/train".
+      fingerprint: Hash of the contents.
+      tokens: Tokens of all documents with supervision bits, uint32 [total], in memory or in a file.
+      offsets: Start of each document, and the end of the last one, int64 [documents + 1].
+      learned: Index of the first supervised token within each document, or the length of the
+        document if it has none, int32 [documents].
+      max_id: Largest token id.
+      crc32: Checksums of the documents, uint32 [documents]; None for a corpus in memory.
+      directory: Directory of the files; None for a corpus in memory.
     """
 
     name: str
@@ -70,10 +71,10 @@ class Corpus:
         return len(self.offsets) - 1
 
     def document(self, index: int) -> np.ndarray:
-        """uint32 [length]: one document, marks included.
+        """Returns a document with its supervision bits, uint32 [length].
 
         Raises:
-          InputError: what is on disk is not what was written there.
+          InputError: The file cannot be read, or its content differs from what was written.
         """
         try:
             found = self.tokens[self.offsets[index] : self.offsets[index + 1]]
@@ -86,7 +87,7 @@ class Corpus:
 
 
 def join(name: str, documents: Sequence[np.ndarray]) -> Corpus:
-    """A corpus in memory."""
+    """Builds a corpus in memory."""
     lengths = [len(document) for document in documents]
     tokens = np.concatenate([np.zeros(0, np.uint32), *documents])
     fingerprint = hashlib.sha256(tokens.tobytes() + repr(lengths).encode()).hexdigest()[:16]
@@ -96,19 +97,19 @@ def join(name: str, documents: Sequence[np.ndarray]) -> Corpus:
 
 
 def is_whole(path: pathlib.Path) -> bool:
-    """Whether a directory holds a corpus that was written to its end."""
+    """Returns whether a directory holds a complete corpus."""
     return (path / _FACTS).exists()
 
 
 def write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
-    """Stores a corpus; `path` holds all of it or does not change.
+    """Stores a corpus atomically: `path` holds all of it or does not change.
 
     Args:
-      path: the corpus's own directory.
-      documents: each uint32 [length], shorter than 2**31, marks included.
+      path: Directory of this corpus.
+      documents: Documents with supervision bits, each uint32 [length] with length < 2**31.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Its own, since where files cannot be locked another process may do the same.
+    # The name is random, because another process may write the same corpus where locks do not work.
     partial = pathlib.Path(
         tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     )
@@ -121,14 +122,15 @@ def write(path: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
 
 
 def open_stored(path: pathlib.Path, name: str, fingerprint: str) -> Corpus:
-    """Opens a stored corpus; reads its index.
+    """Opens a stored corpus and reads its index.
 
     Args:
-      path: the corpus's own directory.
-      name: name in error messages.
-      fingerprint: hash of what the contents depend on.
+      path: Directory of this corpus.
+      name: Name in error messages.
+      fingerprint: Hash of everything that the contents depend on.
     Raises:
-      InputError: a file is missing or damaged; damage within a document is found when that is read.
+      InputError: A file is missing or damaged. Damage within a document is only detected when the
+        document is read.
     """
     file = path / _FACTS
     try:
@@ -155,7 +157,7 @@ def _damaged(file: pathlib.Path) -> errors.InputError:
 
 
 def _write_files(partial: pathlib.Path, documents: Iterable[np.ndarray]) -> None:
-    # Arrays of the standard library, since lists would take five times as much.
+    # Lists would take five times as much memory as arrays of the standard library.
     offsets, learned, sums = array.array("q", [0]), array.array("i"), array.array("I")
     max_id = 0
     with (partial / _TOKENS).open("wb", buffering=2**20) as tokens:

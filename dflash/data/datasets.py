@@ -1,6 +1,6 @@
-"""The data sets by name: what their contents depend on, and their examples, split by split.
+"""Data sets by name, with the examples of each split.
 
-A new one is a class here or anywhere, and a line in dflash/config/registry.py.
+A new data set is a subclass of `Dataset`, in any module, and a line in dflash/config/registry.py.
 """
 
 import abc
@@ -20,14 +20,14 @@ from dflash.data.generated.word_problems import problems
 
 
 class Dataset(abc.ABC):
-    """A data set. Equal name, version, variant and split mean equal examples.
+    """Data set whose name, version, variant and split determine its examples.
 
     Attributes:
-      name: as in the registry.
-      version: raise it when the examples change.
-      variant: whatever else the examples depend on, as part of a directory's name.
-      has_answers: whether some examples have a final answer to compare with.
-      takes_long: whether there may be too many examples to go through them at every start.
+      name: Name in the registry.
+      version: Version of the examples; raise it when they change.
+      variant: Everything else that the examples depend on, as part of a directory name.
+      has_answers: True if some examples have a final answer to compare with.
+      takes_long: True if the data set may be too large to be read at every start.
     """
 
     name: ClassVar[str]
@@ -47,24 +47,24 @@ class Dataset(abc.ABC):
         """Yields every example of a split, in a fixed order."""
 
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
-        """Up to `limit` examples from all over a split, always the same ones."""
+        """Returns up to `limit` examples from all over a split, always the same ones."""
         return shuffled(list(self.examples(split)))[:limit]
 
     def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
-        """Whether `text`, in place of the example's last answer, has the same final answer.
+        """Returns whether `text` has the same final answer as the last answer of the example.
 
         Args:
-          example: with the right answer.
-          text: to be graded.
-          finished: False where the text was cut off at a limit; see `answers.find`.
+          example: Example with the right answer.
+          text: Answer to grade.
+          finished: False if the text was cut off at a limit; see `answers.find`.
         Returns:
-          None where there is no final answer to compare with, as in a conversation.
+          None if the example has no final answer to compare with, as in a conversation.
         """
         del example, text, finished
         return None
 
     def empty(self, split: Split) -> errors.InputError:
-        """The error for a split without examples."""
+        """Returns the error for a split without examples."""
         return errors.InputError(f"data set {self.name}: no examples in its split {split}")
 
 
@@ -93,7 +93,7 @@ class Math(Dataset):
 
 
 class _Literal(Dataset):
-    """The prompt determines the answer, so a text is right if it is the answer to the letter."""
+    """Data set whose prompts determine the answers, so an answer is right only if identical."""
 
     has_answers = True
 
@@ -115,7 +115,7 @@ class Arithmetic(_Literal):
 
 
 class _Library(_Literal):
-    """Examples from the running Python's standard library; they differ between versions."""
+    """Data set made of the standard library of the running Python; it differs between versions."""
 
     @property
     def variant(self) -> str:
@@ -123,7 +123,7 @@ class _Library(_Literal):
 
 
 class Copying(_Library):
-    """Words to repeat, names of modules among them; see `copying`."""
+    """Words to repeat, including names of modules; see `copying`."""
 
     name = copying.TASK
 
@@ -142,7 +142,7 @@ class Code(_Library):
 
 
 class Chat(_Library):
-    """Questions whose answer stands in the prompt, and letters; see `chat`."""
+    """Questions about a text in the prompt, and letters; see `chat`."""
 
     name = chat.TASK
     version = "3.0.0"
@@ -152,7 +152,7 @@ class Chat(_Library):
 
 
 class Jsonl(Dataset):
-    """The user's own files; see `files`."""
+    """Conversations in the user's own files; see `files`."""
 
     name = files.TASK
     takes_long = True
@@ -177,7 +177,7 @@ def find(name: str, config: DataConfig) -> Dataset:
     """Builds a data set by its name.
 
     Raises:
-      ConfigError: no such data set; the message suggests the nearest name.
+      ConfigError: The data set does not exist; the message suggests the nearest name.
     """
     if name not in registry.DATASETS:
         near = registry.suggest(name, registry.DATASETS)
@@ -186,10 +186,12 @@ def find(name: str, config: DataConfig) -> Dataset:
 
 
 def find_all(config: DataConfig) -> dict[str, Dataset]:
-    """Builds the data sets of a run, by name; build them once, since files may be long to hash.
+    """Builds the data sets of a run by name.
+
+    Call this once per run, because hashing the user's files may take long.
 
     Raises:
-      ConfigError: there is no such data set.
+      ConfigError: A data set does not exist.
     """
     return {name: find(name, config) for name in config.shares}
 
@@ -197,17 +199,17 @@ def find_all(config: DataConfig) -> dict[str, Dataset]:
 def task_examples(
     name: str, split: Split = "test", limit: int | None = None, *, raw_dir: str | None = None
 ) -> list[Example]:
-    """Examples for measuring a model, always the same ones; nothing is stored.
+    """Returns examples for measuring a model, always the same ones; stores nothing.
 
     Args:
-      name: a data set other than jsonl.
-      split: see `SPLITS`.
-      limit: number of examples; None for all.
-      raw_dir: directory of the raw files of published sets; see `raw`.
+      name: Name of a data set other than jsonl.
+      split: Split of the data set, one of `SPLITS`.
+      limit: Maximum number of examples; None for all.
+      raw_dir: Directory of the raw files of published sets; see `raw`.
     Raises:
-      ConfigError: no such data set.
-      InputError: a published set's file is unusable, or missing and cannot be downloaded.
-      ValueError: no such split.
+      ConfigError: The data set does not exist.
+      InputError: The file of a published set is unusable, or missing and cannot be downloaded.
+      ValueError: The split does not exist.
     """
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}, only {', '.join(SPLITS)}")

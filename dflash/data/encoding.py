@@ -1,7 +1,8 @@
-"""Conversations as token ids, with supervised tokens marked; stored on disk.
+"""Encodes conversations as token ids with supervision bits, and stores them on disk.
 
-A document is a uint32 array of ids. The highest bit marks a supervised token, which a model learns
-to predict: the tokens of answers, end token included. A corpus is documents, concatenated.
+A document is a uint32 array of token ids. The highest bit marks supervised tokens, which a model
+learns to predict: the tokens of answers, including the end token. A corpus is a concatenation of
+documents.
 """
 
 import hashlib
@@ -24,14 +25,14 @@ from dflash.text.tokenizer import Tokenizer
 
 VERSION = 1  # raise it when the same examples yield other ids, marks or rows
 _LAYOUT = 3  # raise it when the format of the files, or the ids of a text, change
-_REPORT_SECONDS = 30.0  # between two lines about the examples that are encoded
+_REPORT_SECONDS = 30.0  # between progress messages
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that every id of a tokenizer is in a model's vocabulary.
+    """Checks that every id of a tokenizer is in the vocabulary of a model.
 
     Raises:
-      ConfigError: the tokenizer is larger.
+      ConfigError: The tokenizer has more tokens than the model.
     """
     if tokenizer.vocab_size > vocab_size:
         raise errors.ConfigError(
@@ -41,14 +42,14 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields the documents of an example, usually one: uint32 [length], with marks.
+    """Yields the documents of an example, usually one: uint32 [length], with supervision bits.
 
-    Questions are encoded as for decoding, and answers separately, as decoding produces them. Some
-    chat templates render earlier answers differently from the last one; each answer then ends a
-    document of its own, so that training sees what decoding sees.
+    Questions and answers are encoded separately, so that training sees the token ids that decoding
+    reads and writes. If the chat template renders earlier answers differently from the last one,
+    each answer ends a document of its own.
 
     Raises:
-      InputError: the tokenizer has no chat template, or it cannot render the messages.
+      InputError: The tokenizer has no chat template, or the template cannot render the messages.
     """
     if example.output_ids:
         prompt, output = (
@@ -71,13 +72,13 @@ def open_corpus(
     """Opens a split of a data set as token ids; encodes and stores it on the first call.
 
     Args:
-      dataset: data set to encode.
-      split: split of the data set.
-      tokenizer: tokenizer of the model to train.
-      directory: directory of all data sets.
+      dataset: Data set to encode.
+      split: Split of the data set.
+      tokenizer: Tokenizer of the model to train.
+      directory: Directory of all data sets.
     Raises:
-      InputError: the data or the directory are unusable, what is stored there is damaged, or the
-        split is empty.
+      InputError: The data are malformed, the split is empty, the directory cannot be written, or
+        the stored corpus is damaged.
     """
     content = f"{dataset.name} {dataset.version} {dataset.variant} {split}"
     key = f"{content} {VERSION} {tokenizer.fingerprint}"
@@ -100,7 +101,7 @@ def open_corpus(
 
 
 def _reported(examples: Sequence[Example], name: str) -> Iterator[Example]:
-    """Yields the examples, and says now and then how many are done."""
+    """Yields the examples and prints the progress from time to time."""
     next_report = time.monotonic() + _REPORT_SECONDS
     for done, example in enumerate(examples):
         if time.monotonic() >= next_report:
@@ -110,7 +111,7 @@ def _reported(examples: Sequence[Example], name: str) -> Iterator[Example]:
 
 
 def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """Yields documents as pieces of rendered text, each with whether it is supervised."""
+    """Yields each document as a list of (rendered text, supervised) segments."""
     document: list[tuple[str, bool]] = []
     so_far = ""
     for index, message in enumerate(messages):
@@ -132,7 +133,7 @@ def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[s
 
 
 def _unmark_first(document: np.ndarray) -> np.ndarray:
-    document[:1] &= ~SUPERVISED  # nothing precedes the first token, so nothing predicts it
+    document[:1] &= ~SUPERVISED  # no token precedes the first one to predict it from
     return document
 
 

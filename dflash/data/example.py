@@ -1,4 +1,4 @@
-"""Training examples, and the splits that they belong to."""
+"""Training examples, and their assignment to splits."""
 
 import dataclasses
 import hashlib
@@ -9,21 +9,21 @@ from typing import Literal, TypeVar, get_args
 Item = TypeVar("Item")
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-HELD_OUT_PERCENT = 5  # share of the sources in validation, and again in test
+HELD_OUT_PERCENT = 5  # percentage of the sources in validation, and the same again in test
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A conversation whose last message is the assistant's, or the token ids of one.
+    """Conversation that ends with a message of the assistant, as text or as token ids.
 
     Attributes:
-      task: name of the data set, such as "math".
-      source: unit that is never divided among splits, such as a module's name.
-      messages: each with "role" and "content"; empty where ids are given.
-      prompt_ids: token ids of the prompt; empty where messages are given.
-      output_ids: token ids of the model's output, end token included.
-      category: kind of the question, where a published set has kinds; not stored.
-      question: its number or name in that set; not stored.
+      task: Name of the data set, such as "math".
+      source: Unit that is never divided among splits, such as the name of a module.
+      messages: Messages with "role" and "content"; empty for an example of token ids.
+      prompt_ids: Token ids of the prompt; empty for an example of messages.
+      output_ids: Token ids of the output, including the end token; empty for messages.
+      category: Category of the question in a published set; not compared.
+      question: Number or name of the question in a published set; not compared.
     """
 
     task: str
@@ -58,13 +58,13 @@ class Example:
 
 
 def pair(task: str, source: str, prompt: str, response: str) -> Example:
-    """An example of one question and its answer."""
+    """Builds an example of one question and its answer."""
     messages = {"role": "user", "content": prompt}, {"role": "assistant", "content": response}
     return Example(task, source, messages)
 
 
 def split_of(source: str, held_out_percent: float = HELD_OUT_PERCENT) -> Split:
-    """The split that a source belongs to, by a hash of its name alone."""
+    """Returns the split of a source, which depends on a hash of its name alone."""
     place = stable_hash(source) / 2**64 * 100
     if place < held_out_percent:
         return "test"
@@ -72,12 +72,12 @@ def split_of(source: str, held_out_percent: float = HELD_OUT_PERCENT) -> Split:
 
 
 def stable_hash(text: str) -> int:
-    """64 bits of a text, equal on every machine and in every process."""
+    """Returns a 64-bit hash of a text that is the same on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
 def shuffled(items: Sequence[Item], seed: int = 0) -> list[Item]:
-    """The items in an order that depends on their number and the seed only."""
+    """Returns the items in an order that depends only on their number and the seed."""
     order = list(items)
     random.Random(seed).shuffle(order)
     return order

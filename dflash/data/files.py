@@ -1,11 +1,11 @@
-"""The data set `jsonl`: the user's own conversations, one JSON object a line.
+"""Data set `jsonl`: the user's own conversations, one JSON object per line.
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
-    {"prompt": "…", "response": "…"}            the same, for one question and its answer
-    {"prompt_ids": [1, 2], "output_ids": [3]}   token ids: outputs.jsonl of a decode run as it is
+    {"prompt": "…", "response": "…"}            one question and its answer
+    {"prompt_ids": [1, 2], "output_ids": [3]}   token ids, as in outputs.jsonl of a decode run
 
-Whole questions are held out: a hash of everything before the last answer decides, so two answers to
-one question are always in the same split.
+A hash of everything before the last answer determines the split, so two answers to one question
+are always in the same split.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ _KINDS = "messages, prompt and response, or prompt_ids and output_ids"
 
 
 def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Iterator[Example]:
-    """Yields the examples of a split, file after file, line after line.
+    """Yields the examples of a split in the order of the files and their lines.
 
     Args:
-      files: paths of the files.
-      split: split to yield.
-      held_out_percent: share of the questions for validation, and again for test, in percent.
+      files: Paths of the files.
+      split: Split to yield.
+      held_out_percent: Percentage of the questions in validation, and the same again in test.
     Raises:
-      InputError: a file is empty, or some lines are unusable: the first ten of these are named,
-        one line each, and the rest counted.
+      InputError: A file is empty, or lines are unusable. The message lists the first ten of these
+        lines and counts the others.
     """
     for file in files:
         problems: list[str] = []
@@ -52,10 +52,10 @@ def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Ite
 
 
 def content_hash(file: str) -> bytes:
-    """SHA-256 of a file.
+    """Returns the SHA-256 digest of a file.
 
     Raises:
-      InputError: it cannot be read.
+      InputError: The file cannot be read.
     """
     try:
         with paths.to_path(file).open("rb") as content:
@@ -65,10 +65,10 @@ def content_hash(file: str) -> bytes:
 
 
 def _example(fields: Mapping[str, Any]) -> Example:
-    """One line's example.
+    """Builds the example of a line.
 
     Raises:
-      InputError: the line is unusable.
+      InputError: The line is unusable.
     """
     if "output_ids" in fields:
         prompt = jsonl.check_ids(fields.get("prompt_ids"))

@@ -1,4 +1,4 @@
-"""Prompts of a run's own data sets that training does not see."""
+"""Held-out prompts of the data sets of a run, which training does not see."""
 
 import contextlib
 import json
@@ -21,19 +21,20 @@ def mixed_prompts(
     split: Split = "validation",
     limit: int = 12,
 ) -> dict[str, list[tuple[int, ...]]]:
-    """Prompts of data sets as token ids, about `limit` in all, by data set.
+    """Returns prompts of data sets as token ids, `limit` in total, by data set.
 
-    Messages are encoded in the tokenizer's chat template; prompts that are token ids already, such
-    as those of decode's outputs.jsonl, are taken as they are.
+    Messages are encoded with the chat template of the tokenizer. Prompts that already are token
+    ids, such as those of a decode run's outputs.jsonl, stay unchanged.
 
     Args:
-      sets: data sets by name.
-      tokenizer: tokenizer of the model that is asked.
-      directory: directory of all data sets; keeps what takes long to find.
-      split: split of every data set.
-      limit: number of prompts.
+      sets: Data sets by name.
+      tokenizer: Tokenizer of the model that receives the prompts.
+      directory: Directory of all data sets; caches the prompts of large ones.
+      split: Split of every data set.
+      limit: Number of prompts.
     Raises:
-      InputError: a data set has nothing in this split, or the chat template refuses its messages.
+      InputError: A data set has no examples in this split, or the chat template cannot render its
+        messages.
     """
     found = {}
     for place, (name, dataset) in enumerate(sets.items()):
@@ -48,7 +49,7 @@ def mixed_prompts(
 
 
 def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Prompt]:
-    """Up to `count` prompts from all over a split, always the same ones."""
+    """Returns up to `count` prompts from all over a split, always the same ones."""
     if not dataset.takes_long:
         return _find_sample(dataset, split, count)
     name = f"{dataset.name}-{dataset.variant}-{dataset.version}-{split}-{count}.json"
@@ -56,7 +57,7 @@ def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path)
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
     found = _find_sample(dataset, split, count)
-    with contextlib.suppress(OSError):  # others have prepared the data, and we may only read them
+    with contextlib.suppress(OSError):  # the directory may be read-only
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(found))
     return found

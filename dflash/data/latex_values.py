@@ -1,8 +1,8 @@
-r"""Values of LaTeX expressions, exact where they can be, within bounds of time and memory.
+r"""Values of LaTeX expressions, exact where possible, in bounded time and memory.
 
-Understood: numbers, letters, \pi, + - * / \times \cdot \div, powers, \frac, \sqrt, mixed numbers
-(5\frac{1}{2}), parentheses, products without a sign (2x). A letter stands for a fixed number, one
-at each of two points, so expressions of equal value at both are the same one.
+Supported are numbers, letters, \pi, + - * / \times \cdot \div, powers, \frac, \sqrt, mixed numbers
+(5\frac{1}{2}), parentheses and implicit products (2x). Expressions are evaluated at two points, at
+which each letter has a fixed value. Expressions with equal values at both points count as equal.
 """
 
 import fractions
@@ -16,8 +16,8 @@ MAX_DEPTH = 20
 MAX_BITS = 4000  # of a numerator or denominator
 MAX_EXPONENT = 1000
 POINTS = 2
-_TOLERANCE = 1e-12  # relative, of values that are not rational
-_MAX_LETTERS = 3  # in a row; more are a word
+_TOLERANCE = 1e-12  # relative; for irrational values
+_MAX_LETTERS = 3  # a longer run of letters is a word
 
 _TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|\\?\S")
 _FRACTION = re.compile(r"\\frac(?:(\d)(\d)|\{(\d+)\}\{(\d+)\})")
@@ -26,11 +26,11 @@ _TIMES, _OVER = ("*", "\\times", "\\cdot", "×", "·"), ("/", "\\div")
 
 
 class _NoValue(Exception):
-    """The expression is none of those understood, ambiguous, or too large."""
+    """The expression is unsupported, ambiguous or too large."""
 
 
 def evaluate(text: str) -> tuple[Value, ...] | None:
-    """The values of an expression at the two points; None if it has none that is understood."""
+    """Evaluates an expression at the two points; returns None if it is not supported."""
     try:
         return tuple(_Parser(text, point).value() for point in range(POINTS))
     except (_NoValue, ArithmeticError):
@@ -38,7 +38,7 @@ def evaluate(text: str) -> tuple[Value, ...] | None:
 
 
 def equal(one: tuple[Value, ...] | None, other: tuple[Value, ...] | None) -> bool:
-    """Whether two expressions have values, and the same ones."""
+    """Returns whether both expressions have values and these are equal."""
     if one is None or other is None:
         return False
     return all(map(_equal, one, other))
@@ -99,7 +99,7 @@ class _Parser:
                 factor = self._power()
                 result = _checked(result / factor if divided else result * factor)
             elif divided or token[0].isdigit() or token[0] == ".":
-                raise _NoValue  # 1/2x is two things, 3 4 none
+                raise _NoValue  # 1/2x is ambiguous, and 3 4 has no meaning
             else:
                 result = _checked(result * self._power())
         return result
@@ -139,22 +139,22 @@ class _Parser:
             degree = self._sum()
             self._take("]")
         elif self._peek().isdigit() and len(self._peek()) > 1:
-            raise _NoValue  # TeX takes one digit, people mean all
+            raise _NoValue  # TeX reads one digit, but writers mean all of them
         return _power(self._argument(), 1 / degree)
 
     def _number(self, token: str) -> Value:
-        r"""A number; before the \frac of a smaller integer by a larger one, a mixed number."""
+        r"""Parses a number, or a mixed number if a \frac below one follows."""
         number = _rational(token)
         part = _FRACTION.match("".join(self._tokens[self._place :]))
         if not part:
             return number
         above, below = (int(one) for one in part.groups() if one)
         if not token.isdigit() or above >= below:
-            raise _NoValue  # 2\frac{3}{2}: a product, or a slip
+            raise _NoValue  # 2\frac{3}{2} may be a product or a mistake
         return _checked(number + self._atom())
 
     def _argument(self, max_digits: int | None = None) -> Value:
-        """A group in braces, or one token; of a number, as many digits as TeX takes."""
+        """Parses a group in braces or one token; of a number, at most `max_digits` digits."""
         token = self._peek()
         if not token[:1].isdigit():
             return self._atom()

@@ -1,4 +1,4 @@
-"""The rows of a run's data sets: opened once, read one by one, in endless passes."""
+"""Packed rows of the data sets of a run, with random access."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from dflash.data.packing import Rows
 from dflash.parallel import agreement
 from dflash.text.tokenizer import Tokenizer
 
-Place = tuple[int, int]  # number of a corpus, and of a row in it
+Place = tuple[int, int]  # number of a corpus, and number of a row in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Mixture:
     """Packed corpora with their shares.
 
     Attributes:
-      corpora: rows of each corpus.
-      shares: share of the rows, by corpus; they need not add up to 1.
-      seed: seed of the orders.
+      corpora: Rows of each corpus.
+      shares: Share of each corpus in the rows; they need not add up to 1.
+      seed: Seed of the order of the rows.
     """
 
     corpora: tuple[Rows, ...]
@@ -34,7 +34,7 @@ class Mixture:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all corpora, one pass over each."""
+        """Number of rows of all corpora together, in one pass."""
         return sum(map(len, self.corpora))
 
     @property
@@ -43,19 +43,19 @@ class Mixture:
         return self.corpora[0].length
 
     def order(self, corpus: int, epoch: int) -> np.ndarray:
-        """int64 [rows of the corpus]: their numbers in the order of one pass over this corpus."""
+        """Returns the row numbers of a corpus in the order of one pass, int64 [rows]."""
         generator = np.random.default_rng((self.seed, corpus, epoch))
         return generator.permutation(len(self.corpora[corpus]))
 
     def most_drawn(self, corpus: int, total: int) -> int:
-        """An upper bound of the rows of a corpus among the first `total` rows of the mixture.
+        """Returns an upper bound of the rows of a corpus among the first `total` rows.
 
-        A corpus only gives a row while it is behind its share.
+        The bound holds because a row is only drawn from a corpus that is behind its share.
         """
         return int(np.ceil(total * self.shares[corpus] / sum(self.shares))) + 1
 
     def read(self, places: Sequence[Place]) -> dict[str, np.ndarray]:
-        """Reads rows: arrays [places, length]; see `packing.Rows`."""
+        """Reads rows as arrays [places, length]; see `packing.Rows`."""
         rows = [self.corpora[corpus][number] for corpus, number in places]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
@@ -68,21 +68,22 @@ def open_mixture(
     split: Split = "train",
     vocab_size: int | None = None,
 ) -> Mixture:
-    """Opens, encodes and packs a run's data sets; every process of a run calls this.
+    """Opens, encodes and packs the data sets of a run; every process of the run calls this.
 
-    Results of earlier calls are read from `config.data_dir`. Of several processes the first one
-    makes what is not there yet, and the others read it. One that does not see it, since the
-    directory is on a disk of its own, makes its own.
+    Results of earlier calls are read from `config.data_dir`. Of several processes, the first one
+    creates missing files and the others read them. A process that cannot see these files, because
+    the directory is on its local disk, creates its own.
 
     Args:
-      config: shares and length of the rows, seed of their order, and where they are kept.
-      sets: the data sets by name; see `datasets.find_all`.
-      tokenizer: tokenizer of the model to train.
-      split: split of every data set.
-      vocab_size: the model's, to check ids against; None for no check.
+      config: Shares and length of the rows, seed of their order, and directory of the data.
+      sets: Data sets by name; see `datasets.find_all`.
+      tokenizer: Tokenizer of the model to train.
+      split: Split of every data set.
+      vocab_size: Vocabulary size of the model, to check the token ids; None for no check.
     Raises:
-      InputError: data are malformed (with file and line), empty, or too long to learn from.
-      ConfigError: the tokenizer exceeds the vocabulary.
+      InputError: The data are malformed (the message has file and line) or empty, or no document
+        has a supervised token within the length of a row.
+      ConfigError: The tokenizer has more tokens than the model.
     """
     if vocab_size is not None:
         encoding.check_vocabulary(tokenizer, vocab_size)

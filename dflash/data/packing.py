@@ -1,8 +1,8 @@
-"""Packs documents into rows of one length.
+"""Packs documents into rows of equal length.
 
-Attention does not cross documents, so it does not matter which ones share a row. They are placed
-once, by best fit; each epoch has the same rows in a new order. Packing needs lengths alone, and the
-rows of a stored corpus are stored beside it.
+Attention does not cross documents, so any documents may share a row. Documents are placed once, by
+best fit, and each epoch visits the same rows in a new order. Packing only needs the lengths of
+documents; the packing of a stored corpus is stored beside it.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from dflash.storage import files
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Which documents each row holds.
+    """Assignment of documents to rows.
 
     Attributes:
-      length: tokens per row.
-      documents: int32 or int64 [placed]; document numbers, row after row.
-      offsets: int64 [rows + 1]; where each row begins in `documents`, and the end.
+      length: Tokens per row.
+      documents: Document numbers, ordered by row, int32 or int64 [placed documents].
+      offsets: Start of each row in `documents`, and the end of the last one, int64 [rows + 1].
     """
 
     length: int
@@ -38,21 +38,21 @@ def open_packing(corpus: Corpus, length: int, seed: int = 0) -> Packing:
     """Reads the packing of a stored corpus; packs and stores it on the first call.
 
     Args:
-      corpus: documents to place; a corpus in memory is packed on every call.
-      length: tokens per row.
-      seed: see `pack`.
+      corpus: Documents to place; a corpus in memory is packed on every call.
+      length: Tokens per row.
+      seed: Seed of the order among documents of equal length.
     """
     if corpus.directory is None:
         return pack(corpus, length, seed)
     path = corpus.directory / f"rows-{length}-{seed}.npz"
-    # The archive has checksums. What is damaged is made again.
+    # The archive has checksums. A damaged packing is computed again.
     damage = OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile
     with contextlib.suppress(*damage), np.load(path) as stored:
         return Packing(length, stored["documents"], stored["offsets"])
     packed = pack(corpus, length, seed)
     content = io.BytesIO()
     np.savez(content, documents=packed.documents, offsets=packed.offsets)
-    with contextlib.suppress(OSError):  # others have prepared the data, and we may only read them
+    with contextlib.suppress(OSError):  # the directory may be read-only
         files.write_whole(path, content.getvalue())
     return packed
 
@@ -61,14 +61,14 @@ def pack(corpus: Corpus, length: int, seed: int = 0) -> Packing:
     """Places each document with a supervised token in exactly one row.
 
     Args:
-      corpus: documents to place.
-      length: tokens per row; longer documents are cut.
-      seed: seed of the order among documents of equal length.
+      corpus: Documents to place.
+      length: Tokens per row; longer documents are truncated.
+      seed: Seed of the order among documents of equal length.
     """
     sizes = np.minimum(np.diff(corpus.offsets), length).astype(np.int32)
     useful = np.flatnonzero(corpus.learned < sizes)
     order = np.random.default_rng(seed).permutation(useful)
-    # Few bits, which sort in linear time.
+    # NumPy sorts small integer types in linear time.
     missing = (length - sizes[order]).astype(np.min_scalar_type(length))
     order = order[np.argsort(missing, kind="stable")]
     row_of = _best_fit(np.bincount(sizes[order], minlength=length + 1))
@@ -79,20 +79,20 @@ def pack(corpus: Corpus, length: int, seed: int = 0) -> Packing:
 
 
 def _best_fit(counts: np.ndarray) -> np.ndarray:
-    """Places documents, the longest first; each goes where it leaves the least room.
+    """Places documents by best fit, the longest first.
 
-    Equal documents are placed together: into the rows of one room, as many as fit into each. So
-    the time depends on the number of different lengths rather than of documents.
+    Documents of equal length are placed together into rows with equal free space, so the time
+    depends on the number of distinct lengths instead of the number of documents.
 
     Args:
-      counts: int [length + 1]; number of documents of each size.
+      counts: Number of documents of each length, int [length + 1].
     Returns:
-      int32 [documents]; the row of each document, in descending order of sizes.
+      The row of each document, in descending order of lengths, int32 [documents].
     """
     length = len(counts) - 1
     placed = np.empty(counts.sum(), np.int32)
-    with_room: list[list[np.ndarray]] = [[] for _ in counts]  # rows by their room
-    rooms = 0  # bit r is set where some row has the room r
+    with_room: list[list[np.ndarray]] = [[] for _ in counts]  # rows by their free space
+    rooms = 0  # bit r is set if a row has free space r
 
     def put(rows: np.ndarray, room: int) -> None:
         nonlocal rooms
@@ -132,16 +132,16 @@ def _best_fit(counts: np.ndarray) -> np.ndarray:
 
 
 class Rows:
-    """A corpus as rows, with random access.
+    """Packed rows of a corpus, with random access.
 
-    A row is a dict of arrays of shape [length]:
-      tokens: int32; 0 where there is no document.
-      positions: int32; from 0 in each document.
-      segment_ids: int32; 1, 2, … by document, 0 where there is none.
-      loss_mask: float32; 1 on supervised tokens, which are to be predicted from those before.
+    A row is a dict of arrays [length]:
+      tokens: Token ids, 0 for padding, int32.
+      positions: Position within the document, from 0, int32.
+      segment_ids: Number of the document within the row, from 1, 0 for padding, int32.
+      loss_mask: 1 for supervised tokens, which are predicted from the tokens before, float32.
 
     Attributes:
-      corpus: where its documents are.
+      corpus: Corpus that holds the documents.
     """
 
     def __init__(self, corpus: Corpus, packing: Packing):

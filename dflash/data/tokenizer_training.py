@@ -1,4 +1,4 @@
-"""Trains a sentencepiece tokenizer that spells any text back exactly, and lays out its files."""
+"""Training of lossless sentencepiece tokenizers, and their files."""
 
 import io
 import pathlib
@@ -9,7 +9,7 @@ from dflash.checkpoints import files
 from dflash.data.example import Example
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL
 
-# Ids 0 to 6, in this order. Only the masked draft positions of a drafter read MASK.
+# Tokens 0 to 6, in this order. MASK is only read at the masked draft positions of a drafter.
 UNKNOWN, PAD, END = "<unk>", "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 MASK = "<|mask|>"
@@ -47,24 +47,24 @@ def texts(examples: Iterable[Example], max_characters: int) -> Iterator[str]:
 
 
 def train(sentences: Iterable[str], *, vocab_size: int, num_threads: int = 1) -> bytes:
-    """Trains byte-pair pieces; the same sentences give the same bytes.
+    """Trains a byte-pair tokenizer; equal sentences give equal bytes.
 
-    Spaces are pieces like any others, digits stand alone, a line break takes the spaces that indent
-    the next line with it, and characters outside the vocabulary are spelled by their bytes.
+    Spaces are ordinary characters, each digit is a token of its own, a line break and the
+    indentation after it form one token, and characters outside the vocabulary fall back to bytes.
 
     Args:
-      sentences: each a whole text; none spans two.
-      vocab_size: pieces, special ones and the 256 bytes included.
-      num_threads: number of threads.
+      sentences: Texts; no token spans two of them.
+      vocab_size: Number of tokens, including the special ones and the 256 bytes.
+      num_threads: Number of threads.
     Returns:
-      The contents of tokenizer.model.
+      The content of tokenizer.model.
     Raises:
-      InputError: the texts do not make so many pieces.
+      InputError: The texts are too few for so large a vocabulary.
     """
     import sentencepiece
 
     model = io.BytesIO()
-    # Spelled with sentencepiece's sign for a space.
+    # U+2581 is sentencepiece's symbol for a space.
     indents = ["\n" + "\u2581" * (4 * depth) for depth in range(NUM_INDENTS)]
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -74,7 +74,7 @@ def train(sentences: Iterable[str], *, vocab_size: int, num_threads: int = 1) ->
             vocab_size=vocab_size,
             num_threads=num_threads,
             minloglevel=2,
-            # Nothing of a text is changed or lost.
+            # Keep every character, so that encoding is lossless.
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
@@ -102,7 +102,7 @@ def write(model: bytes, destination: pathlib.Path) -> None:
     """Writes tokenizer.model, tokenizer_config.json and chat_template.jinja.
 
     Raises:
-      CheckpointError: `destination` is neither absent nor an empty directory, or not writable.
+      CheckpointError: `destination` exists and is not an empty directory, or cannot be written.
     """
     with files.staged(destination, SENTENCEPIECE_MODEL) as directory:
         (directory / SENTENCEPIECE_MODEL).write_bytes(model)
