@@ -1,1 +1,1 @@
-"""Drafting strategies: one file each, behind the seam in `base.py`."""
+"""Drafting strategies, one module each, with the interface in `base.py`."""

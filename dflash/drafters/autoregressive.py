@@ -1,6 +1,6 @@
-"""A smaller language model as drafter: it writes its draft token by token.
+"""Draft model: a smaller language model that drafts token by token.
 
-Source: Leviathan et al. 2023. The model is of any target family, with its own embedding, output
+Source: Leviathan et al. 2023. The model is of any target family, and has its own embedding, output
 head and paged cache.
 """
 
@@ -24,11 +24,12 @@ PAGE_TOKENS = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftModelState:
-    """Context of B sequences, anchor included: one row more than was observed.
+    """Context of B sequences, anchor included, which is one row more than `observe` committed.
 
     Attributes:
-      cache: of the model; sequence b owns pages b·M … b·M + M - 1. Rows past the anchor are stale.
-      hidden: [B, D]; after the final norm, of the anchor. It makes the first draft.
+      cache: Cache of the draft model; sequence b owns pages b·M … b·M + M - 1. Rows past the anchor
+        are stale.
+      hidden: Hidden state of the anchor after the final norm, [B, D]; it predicts the first draft.
     """
 
     cache: PagedCache
@@ -36,14 +37,23 @@ class DraftModelState:
 
 
 class Autoregressive(Drafter):
-    """The drafter; each sequence has its pages from start to end, so there is no page pool."""
+    """Drafter that runs a smaller language model.
+
+    Each sequence owns a fixed range of pages, so there is no page pool.
+    """
 
     has_probs = True
     drafts_with_model = True
     prefix_cache_mode = "rows"
 
     def __init__(self, model: nnx.Module, *, block_size: int, page_size: int = PAGE_TOKENS):
-        """Args: model: a target, of class `models.decoder.Decoder`."""
+        """Wraps an abstract draft model.
+
+        Args:
+          model: Draft model, a `models.decoder.Decoder`.
+          block_size: Number of rows that the target verifies, anchor included.
+          page_size: Tokens per page of the model's cache.
+        """
         self.model = model
         self.num_draft_tokens = block_size - 1
         self.page_size = page_size
@@ -62,7 +72,7 @@ class Autoregressive(Drafter):
         """Creates an abstract drafter and checks it against its target; see `Drafter.create`.
 
         Args:
-          family: Class of the draft model, one of the registered target families.
+          family: Class of the draft model, a registered target family.
         """
         if hf is None:
             arch = (config.architecture or DraftModelArchitecture()).for_target(target)
@@ -70,18 +80,18 @@ class Autoregressive(Drafter):
             arch = family.architecture_from_hf(hf)
         if arch.vocab_size != target.vocab_size:
             raise errors.CheckpointError(
-                f"drafter.checkpoint: another vocabulary than the target's: {arch.vocab_size} "
-                f"tokens, the target has {target.vocab_size}; use a model of the target's family"
+                f"drafter.checkpoint: the vocabulary of {arch.vocab_size} tokens differs from the "
+                f"target's of {target.vocab_size}; use a model of the target's family"
             )
         return cls(family(arch, dtype=dtype, sharding=sharding), block_size=config.block_size)
 
     @property
     def checkpointed(self) -> nnx.Module:
-        """The part that the checkpoint holds: the model, under its names as a target."""
+        """Part that a checkpoint holds: the model, with the parameter names of a target."""
         return self.model
 
     def init_state(self, batch, max_length):
-        """Abstract state; `observe` writes the anchor's row too, past a whole block."""
+        """Returns an abstract state with room for a whole block and the anchor after it."""
         arch, sharding = self.model.arch, self.model.sharding
         name, _ = batch_axes(batch, sharding)
         pages = -(-(max_length + self.block_size + 1) // self.page_size)
@@ -95,13 +105,14 @@ class Autoregressive(Drafter):
         return DraftModelState(cache, hidden)
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Writes a chain; keys and values of the drafts go past the anchor's. See `Drafter.draft`.
+        """Drafts a chain; see `Drafter.draft`.
 
-        The anchor itself went through the model when it was committed.
+        The model has already run over the anchor, in `observe`. Keys and values of the drafts are
+        written past the anchor's, where the next `observe` overwrites them.
         """
 
         def extend(hidden, tokens, state, step):
-            del hidden  # the model reads tokens alone
+            del hidden  # The model reads only tokens.
             return self.run(state, tokens, position + 1 + step)
 
         return chain.draft(
@@ -123,14 +134,14 @@ class Autoregressive(Drafter):
     def run(
         self, state: DraftModelState, tokens: jax.Array, start: jax.Array
     ) -> tuple[jax.Array, DraftModelState]:
-        """The model over tokens int32 [B, T] at start int32 [B] and on.
+        """Runs the model over tokens int32 [B, T] at positions from start int32 [B] on.
 
         Returns:
-          hidden [B, T, D] after the final norm, and the state with T rows of context more.
+          hidden [B, T, D] after the final norm, and the state with T more rows of context.
         """
         batch, pages = state.cache.page_table.shape
         name, _ = batch_axes(batch, self.model.sharding)
-        # Page indices count within a device's share of the pool.
+        # Page indices are relative to the device's shard of the pool.
         local = jnp.arange(batch) % (batch // self.model.sharding.size(name))
         table = (local[:, None] * pages + jnp.arange(pages)).astype(jnp.int32)
         positions = start[:, None] + jnp.arange(tokens.shape[1])
@@ -138,23 +149,23 @@ class Autoregressive(Drafter):
         return output.hidden, dataclasses.replace(state, cache=output.cache)
 
     def clear(self, state, fresh):
-        """Nothing to do: all that is read is observed before; see `Drafter.clear`."""
+        """Returns the state unchanged, since rows are read only after they were observed."""
         return state
 
     def insert(self, state, other, row, slot):
-        """Copies a sequence's pages; see `Drafter.insert`."""
+        """Copies the sequence's pages and hidden state; see `Drafter.insert`."""
         _, pages = state.cache.page_table.shape
 
-        def put(pool, one):
-            mine = jax.lax.dynamic_slice_in_dim(one, row * pages, pages, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(pool, mine, slot * pages, axis=1)
+        def put(pool, other_pool):
+            sequence = jax.lax.dynamic_slice_in_dim(other_pool, row * pages, pages, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(pool, sequence, slot * pages, axis=1)
 
         layers = jax.tree.map(put, state.cache.layers, other.cache.layers)
         cache = dataclasses.replace(state.cache, layers=layers)
         return DraftModelState(cache, super().insert(state.hidden, other.hidden, row, slot))
 
     def context_pages(self, num_pages, page_size):
-        """Abstract pages [P, K, S, H]; see `Drafter.context_pages`."""
+        """Returns abstract pages [P, K, S, H]; see `Drafter.context_pages`."""
         cache = self.model.new_cache(
             batch=num_pages, pages_per_sequence=1, num_pages=num_pages, page_size=page_size
         )
@@ -168,7 +179,7 @@ class Autoregressive(Drafter):
         return jax.tree.unflatten(form, pages)
 
     def read_rows(self, state, slot, start, count):
-        """See `Drafter.read_rows`."""
+        """Returns keys and values of a slot's rows; see `Drafter.read_rows`."""
         begin = self._first_row(state, slot) + start
 
         def read(pool):
@@ -178,7 +189,7 @@ class Autoregressive(Drafter):
         return jax.tree.map(read, state.cache.layers)
 
     def write_rows(self, state, slot, start, rows):
-        """See `Drafter.write_rows`."""
+        """Writes keys and values of a slot's rows; see `Drafter.write_rows`."""
         begin = self._first_row(state, slot) + start
 
         def write(pool, new):
@@ -190,11 +201,11 @@ class Autoregressive(Drafter):
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
 
     def _first_row(self, state: DraftModelState, slot: jax.Array) -> jax.Array:
-        """Number of a slot's first row, counted over the pages of all slots."""
+        """Returns the index of a slot's first row, counted over the pages of all slots."""
         return slot * state.cache.page_table.shape[1] * self.page_size
 
     def loss(self, batch, heads, key, options, *, remat=False) -> Any:
-        """Not here: the model learns as a target does."""
+        """Raises ConfigError, since the draft model is trained as a target."""
         raise errors.ConfigError(
             "drafter.name: a draft model is trained as a target (task=target), not as a drafter"
         )

@@ -42,5 +42,5 @@ class AutoregressiveConfig(CheckpointKey, DrafterConfig):
     name: str = "autoregressive"
     block_size: int | Literal["auto"] = option(5, minimum=2, maximum=MAX_BLOCK_SIZE)
     quantization: Quantization | None = None  # None: as stored in the checkpoint
-    family: str = "qwen3"  # of random weights; a checkpoint states its own
+    family: str = "qwen3"  # with random weights; a checkpoint names its own family
     architecture: DraftModelArchitecture | None = None

@@ -1,9 +1,9 @@
-"""The seam between the decode loop and a drafting strategy.
+"""Interface between the decode loop and a drafting strategy.
 
-A drafter is an nnx module with static `feature_layers` and `num_draft_tokens`, and a state: a
-pytree that the loop carries and never inspects. The loop calls `draft` once a cycle and, after
-verification, `observe` with the committed rows. A prompt reaches the drafter through `observe` too,
-so there is one way in for context.
+A drafter is an nnx module with static `feature_layers` and `num_draft_tokens`. Its state is a
+pytree that the loop carries and never inspects. The loop calls `draft` once per cycle and, after
+verification, `observe` with the committed rows. Prompts also reach the drafter through `observe`,
+so all context enters by the same method.
 """
 
 import dataclasses
@@ -30,13 +30,16 @@ class Proposal:
     Rows of the verified block are numbered with the anchor as row 0 and draft g as row g + 1.
 
     Attributes:
-      tokens: int32 [B, G].
-      parents: int32 [B, G] or None; the row that draft g continues, parents[b, g] <= g. None: a
-        chain, in which draft g continues row g. Children of one row must differ in their token.
-      probs: float32 [B, Q, V] or None; the distributions that tokens were drawn from, for rejection
-        verification. Siblings are drawn from one of them without replacement, in the order of g.
-      drawn_from: int32 [B, G] or None; row of `probs` that draft g was drawn from. None: Q = G, and
-        draft g was drawn from row g. How many children a row has must not depend on what was drawn.
+      tokens: int32 [B, G]; drafted tokens.
+      parents: int32 [B, G] or None; the row that draft g continues, parents[b, g] <= g. None means
+        a chain, in which draft g continues row g. Children of the same row must be different
+        tokens.
+      probs: float32 [B, Q, V] or None; distributions that the tokens were drawn from, for rejection
+        verification. Siblings are drawn from the same distribution without replacement, in the
+        order of g.
+      drawn_from: int32 [B, G] or None; row of `probs` that draft g was drawn from. None means that
+        Q = G and draft g was drawn from row g. The number of children of a row must not depend on
+        the drawn tokens.
     """
 
     tokens: jax.Array
@@ -45,27 +48,27 @@ class Proposal:
     drawn_from: jax.Array | None = None
 
     def first(self, count: int) -> "Proposal":
-        """The first `count` tokens of a chain.
+        """Returns the first `count` tokens of a chain.
 
         Raises:
-          ValueError: it is a tree.
+          ValueError: The proposal is a tree.
         """
         if self.parents is not None:
-            raise ValueError("only a chain has first tokens; a tree has to be drafted smaller")
+            raise ValueError("Proposal.first: expected a chain, got a tree; override draft_fewer")
         probs = None if self.probs is None else self.probs[:, :count]
         return Proposal(self.tokens[:, :count], probs=probs)
 
 
 class Candidates(NamedTuple):
-    """The k likeliest tokens of each position, the best first.
+    """The k most likely tokens at each position, best first.
 
     Attributes:
       tokens: int32 [B, T, k]; distinct within a position.
       scores: float32 [B, T, k], descending and at most 0; log-probability that verification accepts
-        the token there.
-      probs: float32 [B, T, V] or None; what `tokens` were drawn from, one after the other and
-        without replacement, where verification asks for it. `scores` then do not depend on what was
-        drawn.
+        the token at its position.
+      probs: float32 [B, T, V]; distribution that `tokens` were drawn from, sequentially and without
+        replacement. `scores` then do not depend on the drawn tokens. None unless verification needs
+        probabilities.
     """
 
     tokens: jax.Array
@@ -81,52 +84,59 @@ class Sampler(Protocol):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Draws the tokens at `positions` int32 [B, T] from logits float32 [B, T, V].
 
-        Returns tokens int32 [B, T], and the probabilities [B, T, V] that they were drawn with
-        where verification asks for them, else None.
+        Returns:
+          tokens int32 [B, T], and the distributions float32 [B, T, V] that they were drawn from;
+          None in their place unless verification needs probabilities.
         """
 
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
-        """The `count` best tokens at `positions` int32 [B, T], for a tree; see `Candidates`.
+        """Returns the best tokens at each position, for a tree.
 
-        Args: logits: float32 [B, T, V], of which count is at most V.
+        Args:
+          logits: Logits of the positions, float32 [B, T, V].
+          positions: Absolute positions of the tokens, int32 [B, T].
+          count: Number of candidates per position, at most V.
         """
 
     def among(self, vocabulary: DraftTokens) -> "Sampler":
-        """This sampler for logits [B, T, Q] of a draft vocabulary; it draws the target's tokens.
+        """Returns this sampler for logits [B, T, Q] over a draft vocabulary.
 
-        It draws what it would draw from logits over all V tokens that are -inf elsewhere.
+        The returned sampler draws the target's token ids, as if from logits over all V tokens
+        that are -inf outside the draft vocabulary.
         """
 
 
 class Heads(Protocol):
-    """The target's embedding and output head, which a drafter may use."""
+    """Embedding and output head of the target, which a drafter may use."""
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """int32 [B, T] -> [B, T, D]."""
+        """Returns the embeddings [B, T, D] of tokens int32 [B, T]."""
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """[B, T, D] -> float32 logits [B, T, V]."""
+        """Returns logits float32 [B, T, V] of hidden states [B, T, D] after a final norm."""
 
     def head_columns(self, tokens: np.ndarray) -> jax.Array:
-        """Columns [D, Q] of the output head: those of `tokens` int [Q]."""
+        """Returns the columns [D, Q] of the output head for `tokens` int [Q]."""
 
 
 class Drafter(nnx.Module):
-    """Base of all strategies; see the module's docstring for the contract.
+    """Base class of all strategies; the module docstring describes the contract.
 
     Attributes:
-      feature_layers: target layers whose outputs `observe` receives, concatenated.
-      num_draft_tokens: G, the number of tokens in every proposal.
-      has_probs: proposals bring probabilities where verification asks for them.
+      hf_architectures: Entries of `architectures` in config.json that select this class.
+      feature_layers: Target layers whose outputs `observe` receives, concatenated.
+      num_draft_tokens: Number of tokens in every proposal, G.
+      has_probs: Proposals have probabilities if verification needs them.
       drafts_with_model: The drafter is a language model of its own; `create` then also takes
         `family`, the class of that model.
-      prefix_cache_mode: how the state of a prefix comes back without running the target
-        over it, given that at least one more token is observed then.
-        "rows": from what `read_rows` returned for its positions. The rest of the state is made anew
-          by the next `observe`.
-        "tokens": by observing its tokens again; features are zeros, and must not matter.
-        "never": not at all, so that no prompt of this strategy is found in a prefix cache.
-      rows_ahead: tokens after its own position that a row depends on.
+      prefix_cache_mode: How the state of a cached prefix is restored without running the target
+        over it. At least one more token is observed afterwards.
+        "rows": From the rows that `read_rows` returned for the prefix. The next `observe` rebuilds
+          the rest of the state.
+        "tokens": By observing the prefix's tokens again, with features of zeros, which must have no
+          effect.
+        "never": Not at all. The prefix cache then has no hits for this strategy.
+      rows_ahead: Number of tokens after its own position that a row depends on.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ()
@@ -147,57 +157,62 @@ class Drafter(nnx.Module):
         dtype: jnp.dtype,
         sharding: Sharding,
     ) -> "Drafter":
-        """An abstract drafter for a target; the default serves strategies without weights.
+        """Creates an abstract drafter for a target.
+
+        The default calls the constructor without arguments.
 
         Args:
-          config: the run's drafter group, of the schema registered with the strategy.
-          hf: the checkpoint's config.json; None for random weights, or if there are none.
-          target: shape of the target.
-          dtype: of weights and state.
-          sharding: where they live.
+          config: Config group `drafter` of the run, of the strategy's registered schema.
+          hf: Contents of the checkpoint's config.json; None for random weights or no weights.
+          target: Architecture of the target.
+          dtype: Dtype of weights and state.
+          sharding: Mesh and axis rules of weights and state.
         Raises:
-          CheckpointError: the checkpoint was trained for another target.
-          ConfigError: an option that this drafter cannot serve.
+          CheckpointError: The checkpoint was trained for another target.
+          ConfigError: This drafter does not support one of the options.
         """
         return cls()
 
     def prepare_training(self, count_tokens: Callable[[], np.ndarray], heads: Heads) -> None:
-        """Called before training from scratch, for what follows from the data and the target.
+        """Sets the parameters that follow from the data and the target.
+
+        Called once, before training from scratch. The default does nothing.
 
         Args:
-          count_tokens: () -> int64 [V]; how often each token is a label in the data. Expensive, so
-            call it only if needed; the result is always the same.
-          heads: the target's embedding and output head, with weights.
+          count_tokens: () -> int64 [V]; the number of times that each token is a label in the data.
+            Call it only if needed, since it is expensive; it always returns the same counts.
+          heads: Embedding and output head of the target, with weights.
         """
 
     @property
     def block_size(self) -> int:
-        """Rows that the target verifies: the anchor and the drafted tokens."""
+        """Number of rows that the target verifies: the anchor and the drafted tokens."""
         return self.num_draft_tokens + 1
 
     @property
     def longest_path(self) -> int:
-        """Rows of the longest path, anchor included: the most tokens that a cycle commits."""
+        """Rows on the longest path, anchor included, which limit the tokens per cycle."""
         return self.block_size
 
     def init_state(self, batch: int, max_length: int) -> Any:
-        """Abstract state for `batch` sequences of at most `max_length` tokens.
+        """Returns an abstract state for `batch` sequences of at most `max_length` tokens.
 
-        A pytree of jax.ShapeDtypeStruct with shardings. Every sequence starts with all zeros.
+        The state is a pytree of `jax.ShapeDtypeStruct` with shardings. Every sequence starts with
+        all zeros.
         """
         raise TypeError(f"{type(self).__name__} must define init_state")
 
     def draft(
         self, state: Any, anchor: jax.Array, position: jax.Array, sampler: Sampler, heads: Heads
     ) -> tuple[Proposal, Any]:
-        """Proposes what follows each anchor.
+        """Proposes continuations of each anchor, and returns them with the new state.
 
         Args:
-          state: covers exactly the positions before the anchors.
-          anchor: int32 [B]; last committed token.
-          position: int32 [B]; its position.
-          sampler: draws tokens; its noise belongs to absolute positions.
-          heads: the target's embedding and output head.
+          state: State that covers exactly the positions before the anchors.
+          anchor: Last committed tokens, int32 [B].
+          position: Positions of the anchors, int32 [B].
+          sampler: Draws tokens; its noise is a function of the absolute position.
+          heads: Embedding and output head of the target.
         """
         raise TypeError(f"{type(self).__name__} must define draft")
 
@@ -210,27 +225,27 @@ class Drafter(nnx.Module):
         sampler: Sampler,
         heads: Heads,
     ) -> tuple[Proposal, Any]:
-        """Proposes `count` tokens, 0 < count < num_draft_tokens; else as `draft`.
+        """Proposes `count` tokens, 0 < count < num_draft_tokens; otherwise the same as `draft`.
 
-        The default makes the whole draft and keeps its first tokens. Override it where a shorter
-        draft costs less.
+        The default computes the whole draft and keeps its first tokens. Override it if a shorter
+        draft costs less, or if drafts are trees.
         """
         proposal, state = self.draft(state, anchor, position, sampler, heads)
         return proposal.first(count), state
 
     def review(self, state: Any, proposal: Proposal, sampled: jax.Array) -> Any:
-        """Learns from the target's token after every row, refused ones included.
+        """Updates the state with the target's token after every row, rejected rows included.
 
-        By default it does nothing. Called between verification and `observe`, if verification draws
-        a token after every row, as the coupled rule does. What is learned here does not follow from
-        the committed text alone.
+        Called between verification and `observe` if verification draws a token after every row, as
+        the coupled rule does. A state that uses these tokens no longer follows from the committed
+        tokens alone. The default does nothing.
 
         Args:
-          state: as `draft` returned it.
-          proposal: what was verified.
-          sampled: int32 [B, R]; the target's own token after the anchor and after each draft.
+          state: State that `draft` returned.
+          proposal: Verified proposal.
+          sampled: Tokens that the target draws after the anchor and after each draft, int32 [B, R].
         Returns:
-          the state, still covering the positions before the anchor.
+          The state, still covering the positions before the anchor.
         """
         return state
 
@@ -243,17 +258,19 @@ class Drafter(nnx.Module):
         features: jax.Array,
         heads: Heads,
     ) -> Any:
-        """Observes committed rows; rows past `num_committed` are arbitrary and must be ignored.
+        """Adds committed rows to the state.
+
+        Rows past `num_committed` are arbitrary and must be ignored.
 
         Args:
-          state: covers exactly the positions before `position`.
-          position: int32 [B]; of the first row.
+          state: State that covers exactly the positions before `position`.
+          position: Position of the first row, int32 [B].
           tokens: int32 [B, T + 1]; row i holds tokens[:, i] and is followed by tokens[:, i + 1].
-          num_committed: int32 [B], in [0, T].
-          features: [B, T, C·D]; of the rows.
-          heads: the target's embedding and output head.
+          num_committed: Number of committed rows, int32 [B], in [0, T].
+          features: Features of the rows, [B, T, C·D].
+          heads: Embedding and output head of the target.
         Returns:
-          the state, covering the positions before position + num_committed.
+          The state, covering the positions before position + num_committed.
         """
         raise TypeError(f"{type(self).__name__} must define observe")
 
@@ -266,27 +283,29 @@ class Drafter(nnx.Module):
         *,
         remat: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The training loss; gradients are taken with respect to the drafter alone.
+        """Computes the training loss.
+
+        Gradients are taken with respect to the drafter's parameters alone.
 
         Args:
-          batch: packed rows, with the features of `feature_layers`.
-          heads: the target's embedding and output head; frozen.
+          batch: Packed rows, with the features of `feature_layers`.
+          heads: Embedding and output head of the target, which are frozen.
           key: PRNG key.
-          options: the config of the loss.
-          remat: recompute activations in the backward pass.
+          options: Config group of the loss.
+          remat: Recompute activations in the backward pass.
         Returns:
           loss float32 [], and metrics, each float32 []. Among them are "acceptance_length", the
           mean number of tokens that a cycle would commit, and "weight", the divisor of the loss,
-          by which pieces of a batch are averaged.
+          which weights the parts of a batch when they are averaged.
         Raises:
-          ValueError: the batch lacks an array that the loss needs.
+          ValueError: The batch lacks an array that the loss needs.
         """
         raise TypeError(f"{type(self).__name__} has nothing to train")
 
     def clear(self, state: Any, fresh: jax.Array) -> Any:
-        """The state with zeros for the sequences that are `fresh`, bool [B].
+        """Returns the state with zeros for the sequences that are `fresh`, bool [B].
 
-        The default requires that every leaf of the state is [B, …].
+        The default requires that every leaf of the state has shape [B, …].
         """
 
         def put(leaf):
@@ -295,29 +314,29 @@ class Drafter(nnx.Module):
         return jax.tree.map(put, state)
 
     def insert(self, state: Any, other: Any, row: jax.Array, slot: jax.Array) -> Any:
-        """Puts sequence `row` of another state into slot `slot` of the batch's state.
+        """Copies sequence `row` of another state into slot `slot` of the batch's state.
 
-        The default requires that every leaf of the state is [B, …], of the same or smaller
-        remaining dimensions in the other one.
+        The default requires that every leaf of both states has shape [B, …], and that the other
+        state's remaining dimensions are at most as large.
         """
 
         def put(batch_leaf, leaf):
-            one = jax.lax.dynamic_slice_in_dim(leaf, row, 1)
-            where = (slot,) + (jnp.int32(0),) * (leaf.ndim - 1)
-            return jax.lax.dynamic_update_slice(batch_leaf, one, where)
+            sequence = jax.lax.dynamic_slice_in_dim(leaf, row, 1)
+            start = (slot,) + (jnp.int32(0),) * (leaf.ndim - 1)
+            return jax.lax.dynamic_update_slice(batch_leaf, sequence, start)
 
         return jax.tree.map(put, state, other)
 
-    # --- what a prefix cache keeps of the state; see `restores` ---------------------------------
+    # --- Rows of the state in a prefix cache; see `prefix_cache_mode` ----------------------------
 
     def context_pages(self, num_pages: int, page_size: int) -> Any:
-        """Abstract pages for rows of the state: a pytree of [P, …], sharded by "pages"."""
+        """Returns abstract pages of rows, a pytree of [P, …] that is sharded by "pages"."""
         return ()
 
     def read_rows(self, state: Any, slot: jax.Array, start: jax.Array, count: int) -> Any:
-        """The rows of `count` positions of a slot: an entry of each leaf of `context_pages`."""
+        """Returns the rows of `count` positions of a slot, in the layout of one page."""
         return ()
 
     def write_rows(self, state: Any, slot: jax.Array, start: jax.Array, rows: Any) -> Any:
-        """The state with the rows that `read_rows` has returned for the same positions."""
+        """Returns the state with rows that `read_rows` returned for the same positions."""
         return state

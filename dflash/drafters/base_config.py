@@ -1,8 +1,9 @@
-"""Config keys and shapes that drafting strategies share. Imports no jax.
+"""Config keys and shapes that drafting strategies share.
 
-Each strategy declares its own beside its code, in `<strategy>_config.py`: the keys of the config
-group `drafter`; the keys of `drafter.architecture`, which size a fresh drafter; and the shape,
-which follows from a checkpoint's config.json or from that architecture.
+Each strategy declares three kinds of dataclasses in `<strategy>_config.py`, beside its code: the
+keys of the config group `drafter`; the keys of `drafter.architecture`, which size a fresh drafter;
+and the shape, which is read from a checkpoint's config.json or derived from that architecture. None
+of these modules imports jax.
 """
 
 import abc
@@ -23,12 +24,12 @@ from dflash.config.schema import (
     option,
 )
 
-MAX_RANK = 2**16  # of the small matrices in drafters
+MAX_RANK = 2**16  # rank of low-rank matrices
 MAX_LAYERS = 2**12
 MAX_WIDTH = 2**20
 MAX_VOCABULARY = 2**24
-_MLP_RATIO = 3  # of Qwen3 0.6B, 1.7B and 8B
-_MOST_KV_HEADS = 8  # of every dense Qwen3
+_MLP_RATIO = 3  # as in Qwen3 0.6B, 1.7B and 8B
+_MAX_KV_HEADS = 8  # as in every dense Qwen3
 
 # --- Keys of the group `drafter` ------------------------------------------------------------------
 
@@ -37,7 +38,7 @@ _MOST_KV_HEADS = 8  # of every dense Qwen3
 class LayeredDrafterConfig(DrafterConfig):
     """Keys of a drafter that is made of transformer layers."""
 
-    rope_scaling: RopeScaling | None = None  # None: that of the checkpoint, or of the architecture
+    rope_scaling: RopeScaling | None = None  # None: from the checkpoint or architecture
     quantization: Quantization | None = None  # None: as stored in the checkpoint
 
 
@@ -52,7 +53,7 @@ class CheckpointKey:
 class BlockSizeKey:
     """Key of drafters that were trained with a block size."""
 
-    # None: as trained. auto: chosen anew in every cycle.
+    # None: the trained block size. auto: chosen again in every cycle.
     block_size: int | Literal["auto"] | None = option(None, minimum=2, maximum=MAX_BLOCK_SIZE)
 
 
@@ -65,7 +66,7 @@ class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
 
 @dataclasses.dataclass(frozen=True)
 class MarginalTree:
-    """Tree of the likeliest prefixes, by the marginal distributions of the draft positions."""
+    """Tree of the most likely prefixes, by the marginal distributions of the draft positions."""
 
     budget: int = option(minimum=1, maximum=1024)  # drafts in the tree
 
@@ -75,14 +76,15 @@ class MarginalTree:
 
 @dataclasses.dataclass(frozen=True)
 class DraftLayers:
-    """Sizes of a drafter's transformer layers, which are Qwen3's for every target.
+    """Sizes of a drafter's transformer layers, which follow Qwen3 for every target family.
 
-    Width, vocabulary and context length follow the target; its attention and MLP have no influence.
+    Width, vocabulary and context length are the target's. The target's attention and MLP have no
+    influence.
     """
 
     # None: three times the hidden size.
     intermediate_size: int | None = option(None, minimum=1, maximum=2**24)
-    # None: the smallest power of two of heads that together are as wide as the hidden size.
+    # None: the smallest power of two with heads · head_dim >= hidden size.
     num_attention_heads: int | None = option(None, minimum=1, maximum=2**16)
     # None: 8, or the number of attention heads if that is smaller.
     num_key_value_heads: int | None = option(None, minimum=1, maximum=2**16)
@@ -106,7 +108,7 @@ class DraftLayers:
             vocabulary, width, context length, end-of-sequence ids and tied embeddings.
           num_hidden_layers: Number of draft layers.
           hidden_size: Width of the drafter; None for the target's.
-          tie_word_embeddings: Whether the embedding is the output head too; None as in the target.
+          tie_word_embeddings: Whether the embedding is also the output head; None as in the target.
         Raises:
           ConfigError: The heads do not divide into groups, or into rotary halves.
         """
@@ -119,7 +121,7 @@ class DraftLayers:
             intermediate_size=self.intermediate_size or _MLP_RATIO * width,
             num_hidden_layers=num_hidden_layers,
             num_attention_heads=heads,
-            num_key_value_heads=self.num_key_value_heads or min(heads, _MOST_KV_HEADS),
+            num_key_value_heads=self.num_key_value_heads or min(heads, _MAX_KV_HEADS),
             head_dim=self.head_dim,
             max_position_embeddings=target.max_position_embeddings,
             rms_norm_eps=self.rms_norm_eps,
@@ -176,7 +178,7 @@ class DrafterShape(abc.ABC):
         """
 
 
-# The fields involved, the one to change first, and the problem; as in config/checks.py.
+# Names of the fields involved, the field to change first, and a message; as in config/checks.py.
 Problem = tuple[tuple[str, ...], str]
 
 

@@ -1,4 +1,4 @@
-"""No drafting: plain decoding, in the same loop as every strategy that it is compared with."""
+"""Plain decoding without drafts, in the same loop as the strategies that it is compared with."""
 
 import jax.numpy as jnp
 
@@ -6,18 +6,18 @@ from dflash.drafters.base import Drafter, Proposal
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing, so that every cycle commits the one token that the target supplies."""
+    """Drafter without drafts, so that every cycle commits only the target's bonus token."""
 
-    prefix_cache_mode = "rows"  # of which there are none
+    prefix_cache_mode = "rows"  # The state is empty, so a hit restores all of it.
 
     def init_state(self, batch, max_length):
-        """There is no state."""
+        """Returns an empty state."""
         return ()
 
     def draft(self, state, anchor, position, sampler, heads):
-        """An empty proposal: tokens int32 [B, 0]."""
+        """Returns an empty proposal, tokens int32 [B, 0], and the state."""
         return Proposal(jnp.zeros((anchor.shape[0], 0), jnp.int32)), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Nothing to keep."""
+        """Returns the empty state."""
         return state

@@ -1,1 +1,1 @@
-"""What several drafting strategies are made of."""
+"""Building blocks that several drafting strategies share."""

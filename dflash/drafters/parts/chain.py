@@ -1,4 +1,4 @@
-"""A chain that is drafted token by token: each draft goes through a model before the next."""
+"""Sequential drafting of a chain: a model runs over each draft before the next is drawn."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,18 +21,19 @@ def draft(
     extend: Callable[[jax.Array, jax.Array, Cache, jax.Array], tuple[jax.Array, Cache]],
     sampler: Sampler,
 ) -> tuple[Proposal, Cache]:
-    """Drafts in a scan over steps 0 … G - 1, each a token from the hidden state after the last.
+    """Drafts a chain in a scan over steps 0 … G - 1, one token per step.
 
     Args:
-      hidden: [B, 1, D]; predicts the first draft.
-      cache: the model's context, which `extend` adds to.
-      position: int32 [B]; of the anchor.
-      num_draft_tokens: G.
-      logits: hidden -> [B, 1, V].
-      extend: (hidden, tokens int32 [B, 1], cache, step) -> hidden and cache with the step's draft.
-      sampler: draws the drafts.
+      hidden: Hidden state that predicts the first draft, [B, 1, D].
+      cache: Context of the model, to which `extend` adds rows.
+      position: Position of the anchor, int32 [B].
+      num_draft_tokens: Number of drafts, G.
+      logits: Function hidden -> logits float32 [B, 1, V].
+      extend: Function (hidden, tokens int32 [B, 1], cache, step) -> (hidden, cache) that runs the
+        model over the draft of a step.
+      sampler: Draws the drafts.
     Returns:
-      The chain, and the cache with all drafts but the last.
+      The chain, and the cache with all drafts except the last.
     """
 
     def choose(hidden, step):
@@ -49,6 +50,6 @@ def draft(
     steps = jnp.arange(num_draft_tokens - 1)
     (_, _, cache), rest = jax.lax.scan(advance, (hidden, first[0], cache), steps)
     tokens, probs = jax.tree.map(
-        lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), first, rest
+        lambda head, tail: jnp.concatenate([head[None], tail]).swapaxes(0, 1), first, rest
     )
     return Proposal(tokens, probs=probs), cache

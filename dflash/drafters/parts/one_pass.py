@@ -1,4 +1,4 @@
-"""Drafters that have a distribution for every draft position of a block after a single pass."""
+"""Base of drafters that compute the distributions of all draft positions in a single pass."""
 
 import jax
 
@@ -9,11 +9,13 @@ from dflash.drafters.parts.weighted import WeightedDrafter
 
 
 class OnePassDrafter(WeightedDrafter):
-    """Base of such drafters: a chain takes a token of each position, a tree the likeliest prefixes.
+    """Base of one-pass drafters.
+
+    A chain has one token per draft position; a tree has the most likely prefixes of the block.
 
     Attributes:
-      num_positions: draft positions of the block, those after the anchor.
-      tree_budget: drafts in a tree; None for a chain.
+      num_positions: Number of draft positions in the block, which follow the anchor.
+      tree_budget: Number of drafts in a tree; None for a chain.
     """
 
     has_probs = True
@@ -29,16 +31,16 @@ class OnePassDrafter(WeightedDrafter):
         vocab_size: int,
         of: str,
     ) -> None:
-        """Sets how much is drafted.
+        """Sets the size of the block and of the tree.
 
         Args:
-          trained: rows of the block that the drafter was trained with.
-          block_size: rows to draft with; None for that many.
-          tree_budget: drafts in a tree; None for a chain.
-          vocab_size: of the target.
-          of: what has the trained block size, for the message.
+          trained: Rows of the block in training.
+          block_size: Rows of the block in decoding; None for `trained`.
+          tree_budget: Number of drafts in a tree; None for a chain.
+          vocab_size: Number of tokens that can be drafted.
+          of: Phrase that follows the trained block size in the error message.
         Raises:
-          ConfigError: block_size exceeds the trained one, or tree_budget the tree's capacity.
+          ConfigError: The block size exceeds the trained one, or the budget the tree's capacity.
         """
         if block_size is not None and block_size > trained:
             raise errors.ConfigError(
@@ -52,11 +54,11 @@ class OnePassDrafter(WeightedDrafter):
 
     @property
     def longest_path(self) -> int:
-        """Rows of the longest path; a tree is no deeper than the block."""
+        """Rows on the longest path; a tree is no deeper than the block."""
         return min(self.num_positions, self.num_draft_tokens) + 1
 
     def propose(self, logits: jax.Array, positions: jax.Array, sampler: Sampler) -> Proposal:
-        """A chain or a tree from logits float32 [B, G, V] at positions int32 [B, G]."""
+        """Proposes a chain or a tree from logits float32 [B, G, V] at positions int32 [B, G]."""
         if self.tree_budget is not None:
             return token_tree.propose(logits, positions, sampler, self.tree_budget)
         tokens, probs = sampler.propose(logits, positions)

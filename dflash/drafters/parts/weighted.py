@@ -1,4 +1,4 @@
-"""Base of drafters with weights, whose shape follows from a checkpoint or from the target."""
+"""Base of drafters with weights, whose shape is read from a checkpoint or fits the target."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from dflash.parallel.sharding import Sharding
 
 
 class WeightedDrafter(Drafter):
-    """Base of such drafters.
+    """Base of drafters with weights.
 
     Attributes:
       shape_class: Class of the strategy's shapes.
@@ -28,7 +28,10 @@ class WeightedDrafter(Drafter):
     shape_class: ClassVar[type[DrafterShape]]
 
     def __init__(self, shape: Any, *, dtype: jnp.dtype, sharding: Sharding):
-        """Subclasses declare their parameters and take the options of `options`."""
+        """Sets the attributes.
+
+        Subclasses also declare their parameters, and take the arguments that `options` returns.
+        """
         self.shape = shape
         self.dtype = jnp.dtype(dtype)
         self.sharding = sharding
@@ -43,7 +46,7 @@ class WeightedDrafter(Drafter):
         dtype: jnp.dtype,
         sharding: Sharding,
     ) -> "WeightedDrafter":
-        """An abstract drafter, checked against its target; see `Drafter.create`."""
+        """Creates an abstract drafter and checks it against its target; see `Drafter.create`."""
         if hf is None:
             shape = cls.architecture_for(target, config.architecture)
         else:
@@ -56,34 +59,37 @@ class WeightedDrafter(Drafter):
 
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
-        """Arguments of `__init__` beside the shape, from the config group."""
+        """Returns the arguments of `__init__` that the config group `drafter` sets."""
         return {}
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> Any:
-        """The shape that a checkpoint's config.json states.
+        """Returns the shape that a checkpoint's config.json describes.
 
         Raises:
-          CheckpointError: a field is missing or unusable, or contradicts another.
+          CheckpointError: A field is missing or unusable, or contradicts another.
         """
         return cls.shape_class.from_hf(config)
 
     @classmethod
     def architecture_for(cls, target: TargetArchitecture, options: Any) -> Any:
-        """The shape of a fresh drafter for a target; options None for all defaults.
+        """Returns the shape of a fresh drafter for a target.
 
+        Args:
+          target: Architecture of the target.
+          options: Config group `drafter.architecture`; None for its defaults.
         Raises:
-          ConfigError: the options contradict one another, or the target.
+          ConfigError: The options contradict one another, or the target.
         """
         return cls.shape_class.for_target(target, options)
 
     @classmethod
     def config_to_hf(cls, shape: Any) -> dict[str, Any]:
-        """The config.json of a checkpoint with this shape."""
+        """Returns the config.json of a checkpoint with this shape."""
         return shape.to_hf() | {"architectures": list(cls.hf_architectures)}
 
     def feature_projection(self, num_features: int) -> Linear:
-        """An abstract map from concatenated target features [..., C·D] to the drafter's width."""
+        """Returns an abstract linear map from target features [..., C·D] to the draft width."""
         width = self.shape.decoder.hidden_size
         return Linear(
             num_features * width,
@@ -94,14 +100,14 @@ class WeightedDrafter(Drafter):
         )
 
     def context_cache(self, batch: int, max_length: int) -> kv.StaticCache:
-        """Abstract keys and values of all draft layers for `batch` sequences.
+        """Returns abstract keys and values of all draft layers for `batch` sequences.
 
-        `observe` may write a whole path from the last position on.
+        The capacity leaves room for a whole path past the last position, which `observe` may write.
         """
         return self._static_cache(batch, max_length + self.longest_path, kv.SLOT_TILE)
 
     def context_cache_pages(self, num_pages: int, page_size: int) -> kv.StaticCache:
-        """Abstract pages of such a cache: each is a sequence of `page_size` positions."""
+        """Returns abstract pages of a context cache, each with `page_size` positions."""
         return self._static_cache(num_pages, page_size, 1)
 
     def _static_cache(self, batch: int, capacity: int, tile: int) -> kv.StaticCache:
