@@ -122,7 +122,7 @@ def test_an_unusable_forecast_is_one_line(arguments, message):
 def test_training_configs_have_no_forecast():
     done = run("configs/train/qwen3_4b_dflash.yml", "--forecast")
     assert done.returncode == 2
-    assert done.stderr == "error: --forecast: takes a decoding config, not one that trains\n"
+    assert done.stderr == "error: --forecast: expected a decoding config, got a training config\n"
 
 
 def test_a_forecast_without_the_compiler_is_one_line(monkeypatch):
@@ -211,3 +211,14 @@ def test_bad_rows_are_refused():
     done = run(*TINY, "--rows", "16,x")
     assert done.returncode == 2
     assert done.stderr == "error: --rows: expected numbers such as 1,16,64, got '16,x'\n"
+
+
+@pytest.mark.parametrize("text", ["16,x", "0", "", "-3,4"])
+def test_rows_that_are_none(text):
+    with pytest.raises(errors.ConfigError, match="--rows: expected numbers such as 1,16,64"):
+        compile_command.parse_rows(text)
+
+
+def test_rows_are_sorted_and_single():
+    assert compile_command.parse_rows("64,1,64") == [1, 64]
+    assert compile_command.parse_rows(None) == []

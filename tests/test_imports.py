@@ -2,7 +2,7 @@
 
 Imports go one way: errors, storage, config → {parallel, text} → runs → {kernels,
 checkpoints} → {layers, data} → {models, drafters} → inference → {offline, serving, training} →
-{compiler, measure} → distillation → entry points. A package may import whatever stands left of it,
+measure → compiler → distillation → entry points. A package may import whatever stands left of it,
 and itself; packages in braces never import each other. Modules named `config.py` or `*_config.py`
 in drafters, models and checkpoints count as config. dflash/__init__.py stands leftmost; what it
 hands out on demand, it imports for type checkers alone.
@@ -34,7 +34,8 @@ LEVELS = (
     {"inference"},
     {"loading"},
     {"offline", "serving", "training"},
-    {"compiler", "measure"},
+    {"measure"},
+    {"compiler"},
     {"distillation"},
     {"sampling"},
     {"cli", "llm"},

@@ -1,35 +1,113 @@
-"""Compiles a run for a topology and reports on it."""
+"""The compile command: compiles the programs of a run for a topology, and reports on them."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import json
+import pathlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 
-from dflash.compiler import programs, report, topology
+from dflash.compiler import bundles, curve, programs, report, table, topology
+from dflash.compiler.bundles import Section
+from dflash.compiler.curve import Point
 from dflash.compiler.programs import Program
 from dflash.compiler.report import ProgramReport, Report, Situation
+from dflash.config import loader
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
+from dflash.runs.display import Display
+from dflash.storage import files, paths
 
-# Called before each step: what it does, and the share that is done.
+# Called before each step with a description of it and the fraction of the work that is done.
 Progress = Callable[[str, float], None]
 
-# How the compiler reports that a program exceeds the memory.
-_FULL = "Ran out of memory"
+# Part of the compiler's message about a program that does not fit in device memory.
+_OUT_OF_MEMORY = "Ran out of memory"
 
 
-def compile_run(
+def run(
     config: CompileDecode | CompileTrain,
-    progress: Progress = lambda what, done: None,
-    keep: Callable[[Report], None] = lambda report: None,
+    *,
+    workdir: str | None = None,
+    rows: Sequence[int] = (),
+    kernels: bool = False,
 ) -> Report:
-    """Compiles every program of a run, and reads the compiler's figures.
+    """Compiles the programs of a run, prints the report and writes it.
 
     Args:
-      config: with the machine in its `tpu` group.
-      progress: called before each program is compiled.
-      keep: called after each program with the report so far.
+      config: Config of the run, with the topology in its `tpu` group.
+      workdir: Directory for `compile.json` and `config.yml`; None writes nothing.
+      rows: Numbers of rows for which the cost of verification is reported too.
+      kernels: Report the static schedules of the Pallas kernels too.
     Raises:
-      ConfigError: no such machine, or a mesh or model that does not fit it.
+      UserError: The config, its models or the TPU compiler is unusable.
+    """
+    with contextlib.ExitStack() as stack:
+        schedules = None
+        if kernels:
+            schedules = stack.enter_context(tempfile.TemporaryDirectory())
+        topology.prepare_environment(schedules)
+        return _run(config, workdir, rows, schedules)
+
+
+def _run(
+    config: CompileDecode | CompileTrain,
+    workdir: str | None,
+    rows: Sequence[int],
+    schedules: str | None,
+) -> Report:
+    display = Display()
+
+    def write(
+        run_report: Report,
+        points: Sequence[Point] = (),
+        kernels: Mapping[str, Sequence[Section]] | None = None,
+        *,
+        complete: bool = False,
+    ) -> None:
+        if workdir:
+            content = _to_json(run_report, points, kernels or {}, complete=complete)
+            _write(config, paths.to_path(workdir), content)
+
+    with display.progress("compiling", every_s=0) as progress:
+        run_report = compile_programs(config, progress, write)
+    print("\n".join(table.lines(run_report)), flush=True)
+    kernels = {}
+    if schedules:
+        names = {name for program in run_report.programs.values() for name in program.kernels}
+        kernels = bundles.of_kernels(pathlib.Path(schedules), sorted(names))
+        print("\n".join(bundles.lines(kernels)))
+    points = []
+    if rows:
+        with display.progress("compiling by rows", every_s=0) as progress:
+            points = curve.measure(
+                config,
+                rows,
+                run_report.topology,
+                run_report.rates,
+                progress,
+                lambda points_so_far: write(run_report, points_so_far, kernels),
+            )
+        print("\n".join(curve.lines(points, run_report.topology.chip)))
+    write(run_report, points, kernels, complete=True)
+    return run_report
+
+
+def compile_programs(
+    config: CompileDecode | CompileTrain,
+    progress: Progress = lambda title, fraction: None,
+    keep: Callable[[Report], None] = lambda report_so_far: None,
+) -> Report:
+    """Compiles every program of a run and reads the compiler's figures.
+
+    Args:
+      config: Config of the run, with the topology in its `tpu` group.
+      progress: Called before each program is compiled.
+      keep: Called after each program with the report so far.
+    Raises:
+      ConfigError: The topology does not exist, or the mesh or the models do not fit it.
     """
     machine = topology.find(config.tpu.topology, config.tpu.slices)
     mesh = dataclasses.asdict(config.mesh)
@@ -38,14 +116,14 @@ def compile_run(
     trains = isinstance(config, CompileTrain)
     decode = config.evaluation_decode if trains else config.decode
     capacity = machine.chip.hbm_gb * 1e9 / machine.chip.devices
-    found, memory, refused = {}, {}, None
+    reports, memory, refused = {}, {}, None
     total = programs.count(config, config.tpu)
 
     def starting(title: str) -> None:
-        progress(title, len(found) / total)
+        progress(title, len(reports) / total)
 
     def report_so_far() -> Report:
-        return Report(machine, mesh, rates, memory, capacity, refused, dict(found))
+        return Report(machine, mesh, rates, memory, capacity, refused, dict(reports))
 
     steps = (
         programs.of_training(config, sharding, starting)
@@ -55,24 +133,54 @@ def compile_run(
     try:
         for program in steps:
             situation = Situation.of(program.context, decode)
-            found[program.name] = report.examine(program, situation, machine.chip, rates)
-            memory = larger(memory, _memory(program, found[program.name]))
+            reports[program.name] = report.examine(program, situation, machine.chip, rates)
+            memory = larger(memory, _memory(program, reports[program.name]))
             keep(report_so_far())
     except jax.errors.JaxRuntimeError as error:
-        if _FULL not in str(error):
+        if _OUT_OF_MEMORY not in str(error):
             raise
         refused = " ".join(str(error).split())[:400]
     return report_so_far()
 
 
-def _memory(program: Program, found: ProgramReport) -> dict[str, int]:
+def _memory(program: Program, program_report: ProgramReport) -> dict[str, int]:
     return {
         **program.arguments,
-        "temporaries": found.temporary_bytes,
-        "programs": found.code_bytes,
+        "temporaries": program_report.temporary_bytes,
+        "programs": program_report.code_bytes,
     }
 
 
 def larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
-    """Kind by kind the larger of both: programs run one after the other over the same arrays."""
+    """Returns the maximum of two memory uses by kind.
+
+    The programs of a run share their arrays and execute one after another.
+    """
     return {kind: max(a.get(kind, 0), b.get(kind, 0)) for kind in {**a, **b}}
+
+
+def _to_json(
+    run_report: Report,
+    points: Sequence[Point],
+    kernels: Mapping[str, Sequence[Section]],
+    *,
+    complete: bool,
+) -> dict[str, Any]:
+    return {
+        "complete": complete,
+        **report.to_json(run_report),
+        "rows": curve.to_json(points),
+        "kernels": {
+            name: [dataclasses.asdict(section) for section in sections]
+            for name, sections in kernels.items()
+        },
+    }
+
+
+def _write(
+    config: CompileDecode | CompileTrain, directory: pathlib.Path, content: Mapping[str, Any]
+) -> None:
+    with files.explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        files.write_whole(directory / "compile.json", json.dumps(content, indent=2))
+        files.write_whole(directory / "config.yml", loader.to_yaml(config))

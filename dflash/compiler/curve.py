@@ -34,23 +34,6 @@ class Point:
     cost: Component
 
 
-def parse_rows(text: str | None) -> list[int]:
-    """Reads "1,16,64"; None is no rows.
-
-    Raises:
-      ConfigError: it is not a list of positive integers.
-    """
-    if text is None:
-        return []
-    try:
-        rows = sorted({int(item) for item in text.split(",")})
-    except ValueError:
-        rows = [0]
-    if rows[0] < 1:
-        raise errors.ConfigError(f"--rows: expected numbers such as 1,16,64, got {text!r}")
-    return rows
-
-
 def measure(
     config: Any,
     rows: Sequence[int],

@@ -14,7 +14,6 @@ from dflash.compiler.programs import CYCLE, PREFILL, Program
 from dflash.compiler.report import Report, Situation
 from dflash.compiler.topology import Rates, Topology
 from dflash.config.tpu_schema import TpuConfig
-from dflash.errors import ConfigError
 from dflash.parallel import chips
 
 CHIP = chips.find("v5p")
@@ -142,17 +141,6 @@ def test_two_layers_stand_for_all():
     two = Component(1, 1, 1.0, 1.0, 1.0, 0.0)
     whole = curve.at_depth({ATTENTION: two, MLP: two, UNEMBED: two, REST: two}, 36)
     assert whole.cycles_ms == 18 + 18 + 1 + 1
-
-
-@pytest.mark.parametrize("text", ["16,x", "0", "", "-3,4"])
-def test_rows_that_are_none(text):
-    with pytest.raises(ConfigError, match="--rows: expected numbers such as 1,16,64"):
-        curve.parse_rows(text)
-
-
-def test_rows_are_sorted_and_single():
-    assert curve.parse_rows("64,1,64") == [1, 64]
-    assert curve.parse_rows(None) == []
 
 
 def test_the_json_is_plain():
