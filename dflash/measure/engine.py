@@ -1,4 +1,4 @@
-"""The decode engine with further programs that run the parts of a cycle by themselves."""
+"""Decode engine with additional programs that run the parts of a cycle separately."""
 
 import dataclasses
 import time
@@ -21,10 +21,13 @@ from dflash.models.decoder import Decoder
 
 
 class MeasuredEngine(Engine):
-    """An engine that can also run a draft alone, and return proposals."""
+    """Engine that can also draft without verifying, and return proposals."""
 
     def __init__(self, target: Decoder, drafter: Drafter, config: DecodeConfig, **options):
-        """See `Engine`; a `Forced` drafter's script decides what is accepted."""
+        """Initializes the engine as `Engine` does.
+
+        The script of a `Forced` drafter determines what is accepted.
+        """
         if isinstance(drafter, Forced):
             options["revise"] = Forced.revise
         super().__init__(target, drafter, config, **options)
@@ -35,27 +38,27 @@ class MeasuredEngine(Engine):
 
     @property
     def block_size(self) -> int:
-        """Rows that the target verifies."""
+        """Returns the number of rows that the target verifies."""
         return self.layout.block_size
 
     @property
     def has_parts(self) -> bool:
-        """Whether all cycles have the same parts; a chosen block size makes them differ."""
+        """Returns whether all cycles have the same parts, which needs a fixed block size."""
         return len(self.block_sizes) == 1
 
     @property
     def turns(self) -> int:
-        """Cycles, or parts of them, in one dispatch."""
+        """Returns the number of cycles, or of parts of cycles, in one dispatch."""
         return self.config.sync_every
 
     def follow(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Forces acceptance lengths upon the sequences to come; see `Forced.follow`."""
+        """Forces acceptance lengths upon the next sequences; see `Forced.follow`."""
         if isinstance(self.drafter, Forced):
             self.drafter.follow(lengths)
             self.set_drafter(self.drafter)
 
     def occupied(self, prompt: Sequence[int]) -> DecodeState:
-        """A state with the same prompt in every slot, and room for the maximal length."""
+        """Returns a state with the same prompt in every slot, and room for the maximal length."""
         layout, sampling = self.layout, Sampling.from_config(self.config)
         request = Request(0, tuple(prompt), layout.max_length - len(prompt), sampling)
         state = self.new_state()
@@ -64,16 +67,17 @@ class MeasuredEngine(Engine):
         return jax.block_until_ready(state)
 
     def standing(self, context_tokens: int) -> DecodeState:
-        """A state that claims this many tokens of context in every slot, without computing them."""
+        """Returns a state with this context length in every slot, without computing the context."""
         layout, state = self.layout, self.new_state()
         table = np.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
         cache = dataclasses.replace(state.cache, page_table=_like(state.cache.page_table, table))
         return self.at_length(dataclasses.replace(state, cache=cache), context_tokens)
 
     def at_length(self, state: DecodeState, context_tokens: int) -> DecodeState:
-        """The state with this many tokens of its context in use, ready to run.
+        """Returns the state with its context length set to `context_tokens`, ready to run.
 
-        It may come of an engine for sequences of another length, if caches are laid out alike.
+        The state may come from an engine with another maximal length if both lay out their caches
+        alike.
         """
         plain = controls.plain(self.layout.batch_size, self.layout.max_length)
         places = self.abstract_state().controls
@@ -87,21 +91,25 @@ class MeasuredEngine(Engine):
         return jax.block_until_ready(state)
 
     def propose(self, state: DecodeState) -> Proposal:
-        """What the drafter proposes in this state, which stays as it is."""
+        """Returns the drafter's proposal in this state, and leaves the state unchanged."""
         return self.run("propose", state)
 
     def draft_alone(self, state: DecodeState) -> DecodeState:
-        """Drafts sync_every times, each time from a token of the draft before; consumes `state`."""
+        """Drafts sync_every times, each time from a token of the last draft; consumes `state`."""
         return self.run("draft_alone", state)
 
     def show_cycle(self, state: DecodeState):
-        """One cycle: state, committed [B, R], num_committed [B], proposal; consumes `state`."""
+        """Runs one cycle and consumes `state`.
+
+        Returns:
+          The state, committed tokens [B, R], their number [B], and the proposal.
+        """
         return self.run("show_cycle", state)
 
     def target_alone(self, proposal: Proposal) -> Engine:
-        """An engine of the same shapes whose drafter proposes just this, at no cost.
+        """Returns an engine of the same shapes whose drafter returns this proposal, at no cost.
 
-        It shares only weights with this one; its program is compiled once.
+        The two engines share only weights. Later calls reuse the compiled program.
         """
         canned = Canned(proposal, self.drafter)
         if self._target_alone is None:
@@ -125,7 +133,7 @@ class MeasuredEngine(Engine):
     def _draft_alone(self, target, drafter, state):
         def draft(_, carry):
             proposal, drafter_state = self._draft(target, drafter, state, *carry)
-            # The next draft starts from a sum over all of this one, so nothing is optimized away.
+            # Start the next draft from a sum over this one, so that XLA removes no part of it.
             drawn = sum(_folded(leaf) for leaf in jax.tree.leaves(proposal))
             return drafter_state, jnp.abs(drawn) % self.vocab_size
 
@@ -142,19 +150,19 @@ class MeasuredEngine(Engine):
 
 
 def _like(array: jax.Array, values) -> jax.Array:
-    """Host values in the shape, dtype and place of an array."""
+    """Returns host values with the shape, dtype and sharding of an array."""
     host = np.broadcast_to(np.asarray(values, array.dtype), array.shape)
     return jax.device_put(host, array.sharding)
 
 
 def _folded(leaf: jax.Array) -> jax.Array:
-    """One int32 [B] that depends on all of an array [B, …]."""
+    """Returns an int32 [B] that depends on all elements of an array [B, …]."""
     total = leaf.reshape(leaf.shape[0], -1).sum(axis=1)
     return total.astype(jnp.int32)
 
 
 def seconds_of(call, *arguments) -> tuple[float, object]:
-    """Seconds until the results of a call are there, and the results."""
+    """Returns the seconds until a call's results are ready, and the results."""
     jax.block_until_ready(arguments)
     begin = time.perf_counter()
     results = jax.block_until_ready(call(*arguments))

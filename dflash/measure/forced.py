@@ -23,12 +23,12 @@ from dflash.parallel.sharding import Sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where each slot is in a script.
+    """Position of each slot in the script.
 
     Attributes:
-      cycle: int32 [B]; cycles that its sequence has seen.
-      row: int32 [B]; the sequence's row.
-      taken: int32 []; rows that sequences have begun.
+      cycle: Cycles that the slot's sequence has run, int32 [B].
+      row: Row of the script that the sequence follows, int32 [B].
+      taken: Number of rows that sequences have started, int32 [].
     """
 
     cycle: jax.Array
@@ -37,22 +37,23 @@ class Place:
 
 
 class Script(nnx.Variable):
-    """Acceptance lengths by sequence and cycle."""
+    """Acceptance lengths by sequence and cycle, int32 [sequences, cycles + 1]."""
 
 
 class Forced(Drafter):
-    """A drafter whose drafts are accepted as far as a script says.
+    """Wraps a drafter and accepts its drafts as far as a script says.
 
     The script has a row for each sequence, in the order in which they are inserted into a state.
     """
 
     def __init__(self, inner: Drafter, *, sequences: int, cycles: int, sharding: Sharding):
-        """Takes the drafter.
+        """Initializes the wrapper with a script of ones.
 
         Args:
-          inner: does all the work.
-          sequences: rows of the longest script.
-          cycles: columns of the longest script; from its end on, a cycle commits one token.
+          inner: Drafter that does all the work.
+          sequences: Most rows of a script.
+          cycles: Most columns of a script; each later cycle commits one token.
+          sharding: Mesh and sharding rules.
         """
         self.inner = inner
         self.feature_layers = inner.feature_layers
@@ -64,11 +65,11 @@ class Forced(Drafter):
 
     @property
     def longest_path(self) -> int:
-        """The drafter's own."""
+        """Returns the longest path of the inner drafter."""
         return self.inner.longest_path
 
     def follow(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Takes a script: the acceptance lengths of each sequence to come, in order."""
+        """Sets the script: the acceptance lengths of each sequence to come, in order."""
         script = np.ones(self._place.shape, np.int32)
         for sequence, row in enumerate(lengths):
             row = row[: script.shape[1] - 1]
@@ -76,14 +77,14 @@ class Forced(Drafter):
         self.script.set_value(jax.device_put(script, self._place.sharding))
 
     def init_state(self, batch, max_length):
-        """The drafter's own state; how far each slot is in which row; how many rows were taken."""
+        """Returns the state of the inner drafter and the slots' `Place`, both abstract."""
         name, _ = kv.batch_axes(batch, self.sharding)
         per_slot = self.sharding.abstract((batch,), (name,), jnp.int32)
         taken = self.sharding.abstract((), (), jnp.int32)
         return self.inner.init_state(batch, max_length), Place(per_slot, per_slot, taken)
 
     def draft(self, state, anchor, position, sampler, heads):
-        """The drafter's own draft; counts the cycle."""
+        """Returns the inner drafter's proposal and counts the cycle."""
         inner, place = state
         proposal, inner = self.inner.draft(inner, anchor, position, sampler, heads)
         if proposal.parents is not None:
@@ -94,29 +95,29 @@ class Forced(Drafter):
         return proposal, (inner, dataclasses.replace(place, cycle=place.cycle + 1))
 
     def revise(self, state, result: VerifyResult) -> VerifyResult:
-        """The result on the draft of the cycle that `state` has just counted, as scripted."""
+        """Returns the result with the acceptance lengths that the script has for this cycle."""
         script, place = self.script.get_value(), state[1]
         now = jnp.minimum(place.cycle - 1, script.shape[1] - 1)
         return verify.force(result, script[place.row, now] - 1)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """As the drafter does."""
+        """Calls the inner drafter's `observe`."""
         inner, place = state
         inner = self.inner.observe(inner, position, tokens, num_committed, features, heads)
         return inner, place
 
     def review(self, state, proposal, sampled):
-        """As the drafter does."""
+        """Calls the inner drafter's `review`."""
         inner, place = state
         return self.inner.review(inner, proposal, sampled), place
 
     def clear(self, state, fresh):
-        """As the drafter does."""
+        """Calls the inner drafter's `clear`."""
         inner, place = state
         return self.inner.clear(inner, fresh), place
 
     def insert(self, state, other, row, slot):
-        """As the drafter does; the sequence begins the next row of the script."""
+        """Inserts into the inner state, and starts the sequence on the script's next row."""
         inner = self.inner.insert(state[0], other[0], row, slot)
         place, last = state[1], self._place.shape[0] - 1
         row = place.row.at[slot].set(jnp.minimum(place.taken, last))
@@ -124,10 +125,15 @@ class Forced(Drafter):
 
 
 class Canned(Drafter):
-    """Always proposes the same, at no cost: the rest of the cycle is the target's part."""
+    """Returns the same proposal in every cycle, at no cost, to time the target's part alone."""
 
     def __init__(self, proposal: Proposal, drafter: Drafter):
-        """Args: drafter: whose proposal it is, and in whose form it is verified."""
+        """Initializes the drafter.
+
+        Args:
+          proposal: Proposal to return.
+          drafter: Drafter that made the proposal; determines how it is verified.
+        """
         leaves, self.form = jax.tree.flatten(proposal)
         self.leaves = nnx.List(nnx.Variable(leaf) for leaf in leaves)
         self.feature_layers = drafter.feature_layers
@@ -137,11 +143,11 @@ class Canned(Drafter):
 
     @property
     def longest_path(self) -> int:
-        """That of the drafter whose proposal it is."""
+        """Returns the longest path of the drafter that made the proposal."""
         return self._longest_path
 
     def init_state(self, batch, max_length):
-        """An empty state."""
+        """Returns an empty state."""
         return ()
 
     def draft(self, state, anchor, position, sampler, heads):
@@ -149,5 +155,5 @@ class Canned(Drafter):
         return jax.tree.unflatten(self.form, [leaf.get_value() for leaf in self.leaves]), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Keeps nothing."""
+        """Returns the state unchanged."""
         return state

@@ -1,4 +1,4 @@
-"""How busy other processes kept the processor while something was measured."""
+"""Load of the processor by other processes during a measurement."""
 
 import dataclasses
 import os
@@ -9,12 +9,12 @@ _STAT = pathlib.Path("/proc/stat")
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The processor over some time; None where the system does not say.
+    """Load of the processor over some time; None where the system does not report it.
 
     Attributes:
-      cores: of the machine.
-      others_share: share of all cores' time that other processes took.
-      load_average: processes that ran or waited, averaged over the last minute.
+      cores: Number of cores.
+      others_share: Fraction of all cores' time that other processes used.
+      load_average: Processes running or waiting to run, averaged over the last minute.
     """
 
     cores: int | None
@@ -23,14 +23,14 @@ class Load:
 
 
 class LoadMeter:
-    """Measures the load from its making on."""
+    """Measures the load from its construction on."""
 
     def __init__(self):
-        """Starts."""
+        """Starts the measurement."""
         self._begin = _seconds()
 
     def read(self) -> Load:
-        """The load since the start."""
+        """Returns the load since the start."""
         begin, end = self._begin, _seconds()
         others = None
         if begin is not None and end is not None:
@@ -41,16 +41,17 @@ class LoadMeter:
 
 
 def _seconds() -> tuple[float, float, float] | None:
-    """Seconds of all cores: busy, with this process and its children, and altogether.
+    """Returns three sums over all cores, in seconds; None without /proc/stat.
 
-    None where there is no /proc/stat.
+    They are busy time, the time of this process and its children, and total time.
     """
     try:
         line = _STAT.read_text(encoding="ascii").partition("\n")[0]
         ticks = [int(field) for field in line.split()[1:9]]
     except (OSError, ValueError):
         return None
-    user, nice, system, idle, waiting, *rest = ticks  # then interrupts, and time stolen by a host
+    # The remaining fields are interrupts, and time that a hypervisor gave to other guests.
+    user, nice, system, idle, waiting, *rest = ticks
     per_second = os.sysconf("SC_CLK_TCK")
     busy = (user + nice + system + sum(rest)) / per_second
     return busy, sum(os.times()[:4]), busy + (idle + waiting) / per_second

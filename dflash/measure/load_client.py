@@ -1,7 +1,9 @@
-"""A load on a server, from a process of its own: python -m dflash.measure.load_client < plan.json
+"""Client that loads a server, in a process of its own.
 
-The plan is a `Plan` as JSON; what came back is a list of `Answer`s as JSON, on stdout. Nothing here
-imports jax: the server's process has enough to do.
+    python -m dflash.measure.load_client < plan.json
+
+It reads a `Plan` as JSON from stdin, and writes a list of `Answer`s as JSON to stdout. It does not
+import jax, so that it leaves the processor to the server.
 """
 
 import asyncio
@@ -20,15 +22,15 @@ _TIMEOUT_S = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to send, and when.
+    """Requests to send, and their times.
 
     Attributes:
-      url: of the server.
-      bodies: of requests to /v1/completions.
-      at_a_time: requests under way at once: the next one starts when one ends. None: they start at
-        random times, whatever has become of those before.
-      rate: requests per second on average, where they start at random.
-      seed: of the times.
+      url: URL of the server.
+      bodies: JSON bodies for /v1/completions.
+      at_a_time: Number of concurrent requests: each one that ends starts the next. None starts
+        requests at random times, independently of each other.
+      rate: Mean requests per second, if they start at random times.
+      seed: Seed of the random times.
     """
 
     url: str
@@ -40,13 +42,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """How a request went; times are in seconds since the first one of the plan.
+    """Outcome of a request; times are in seconds since the start of the plan.
 
     Attributes:
-      begin, first, last: when it was sent, and when its first and last tokens came.
-      tokens: of the output.
-      accepted: drafts among them.
-      error: what was wrong; None: nothing.
+      begin, first, last: Times at which it was sent, and its first and last tokens arrived.
+      tokens: Number of output tokens.
+      accepted: Number of output tokens that were accepted drafts.
+      error: Error message, or None.
     """
 
     begin: float
@@ -58,7 +60,7 @@ class Answer:
 
 
 async def run(plan: Plan) -> list[Answer]:
-    """Sends all requests; returns how they went, in their order."""
+    """Sends all requests, and returns their outcomes in the same order."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as client:
         zero = time.perf_counter()

@@ -1,7 +1,7 @@
-"""A benchmark that several runs have divided among themselves, and the figures of all.
+"""Merging of a benchmark whose prompts were divided among several runs.
 
-Shard i of n measures prompts i, i + n, … of every task and leaves what it has measured in
-rounds.i-of-n.json, written last.
+Shard i of n measures prompts i, i + n, … of every task, and finally writes its measurements to
+rounds.i-of-n.json.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ ROUNDS = "rounds.json"
 
 
 def save(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> None:
-    """Leaves what a shard has measured.
+    """Writes a shard's measurements.
 
     Raises:
-      WorkdirError: it cannot be written.
+      WorkdirError: The file cannot be written.
     """
     rounds = [dataclasses.asdict(one) for one in done]
     directory.write(shard.file(ROUNDS), json.dumps({"rounds": rounds}))
 
 
 def read(directory: pathlib.Path) -> list[TaskRound]:
-    """What all shards have measured, round by round.
+    """Reads the measurements of all shards, sorted by round.
 
     Raises:
-      WorkdirError: some have not finished, or a file is damaged.
+      WorkdirError: Some shards have not finished, or a file is damaged.
     """
     count = shards.shards_in(directory, ROUNDS)[0].count
     shards.check_count(directory, ROUNDS, Shard(0, count))

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: figures, plots, and a replay."""
+"""HTML report as one self-contained page: figures, plots, and a replay."""
 
 import base64
 import dataclasses
@@ -14,12 +14,12 @@ _PLACE = "@DATA@"
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A replay and its clock.
+    """Replay with the times to play it at.
 
     Attributes:
-      replay: what was written.
-      ttft_ms: when its first token is there.
-      cycle_ms: of every cycle after it.
+      replay: Recorded cycles.
+      ttft_ms: Time to the first token.
+      cycle_ms: Time of each cycle after it.
     """
 
     replay: Replay
@@ -34,13 +34,13 @@ def render(
     plots: Mapping[str, Mapping[str, bytes]],
     replays: Mapping[str, tuple[str, Mapping[str, Timed]]],
 ) -> str:
-    """The page.
+    """Returns the page as HTML.
 
     Args:
-      results: the content of results.json.
-      notes: sentences to be read with the figures.
-      plots: PNG files by theme, light and dark, and by what they show.
-      replays: by task, the prompt's text and a replay by strategy.
+      results: Content of results.json.
+      notes: Sentences to show with the figures.
+      plots: PNG files, by theme ("light", "dark") and by the name of the figure.
+      replays: By task, the prompt's text and the replay of each strategy.
     """
     data = {
         "results": results,
@@ -57,7 +57,7 @@ def render(
             for task, (prompt, lanes) in replays.items()
         },
     }
-    # Inside a script element only "</" and "<!--" mean something; JSON can spell them otherwise.
+    # Escape "<", because only "</" and "<!--" have a meaning inside a script element.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     template = importlib.resources.files("dflash.measure").joinpath("page.html")
     return template.read_text(encoding="utf-8").replace(_PLACE, text)

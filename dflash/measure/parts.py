@@ -1,7 +1,7 @@
-"""Times the parts of a cycle, each alone in a loop on the device.
+"""Timing of the parts of a cycle, each alone in a loop on the device.
 
-A part's time is that of a dispatch of sync_every turns, divided by their number. So it includes its
-share of a dispatch, as a cycle of the real loop does.
+The time of a part is that of a dispatch of sync_every repetitions, divided by their number. It thus
+includes a fraction of the dispatch's overhead, as the time of a cycle in the decode loop does.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ class Parts:
     """Milliseconds of a cycle's two forwards.
 
     Attributes:
-      draft_ms: the drafter's call.
-      verify_ms: the target over the block, and the result: a cycle whose draft costs nothing and
-        that no drafter observes.
-      context_tokens: tokens in the cache during the measurement.
+      draft_ms: Time of the drafter's call.
+      verify_ms: Time of the target's forward and of verification: of a cycle whose draft costs
+        nothing and that no drafter observes.
+      context_tokens: Number of tokens in the cache during the measurement.
     """
 
     draft_ms: float
@@ -33,11 +33,16 @@ class Parts:
 class Probe:
     """One strategy with the same context in every slot, which can be timed repeatedly.
 
-    Each timing restores the length of the context; rows written past it are stale, as in decoding.
+    Each timing resets the length of the context; rows written beyond it are stale, as in decoding.
     """
 
     def __init__(self, engine: MeasuredEngine, state: DecodeState):
-        """Args: state: with the context in every slot; taken over."""
+        """Initializes the probe.
+
+        Args:
+          engine: Compiled engine of the strategy.
+          state: State with the context in every slot; the probe consumes it.
+        """
         self._engine = engine
         self._state = state
         self.context_tokens = int(jnp.max(state.length)) - 1
@@ -47,7 +52,7 @@ class Probe:
 
     @classmethod
     def behind(cls, engine: MeasuredEngine, context: Sequence[int]) -> "Probe":
-        """A probe behind token ids, which are cut to leave room for the cycles of a dispatch."""
+        """Builds a probe behind token ids, truncated to leave room for a dispatch of cycles."""
         room = engine.layout.max_length - engine.turns - engine.block_size
         return cls(engine, engine.occupied(context[: max(room, 1)]))
 
@@ -56,7 +61,7 @@ class Probe:
         return Parts(self.draft_ms(), self.verify_ms(), self.context_tokens)
 
     def draft_ms(self) -> float:
-        """Milliseconds of a draft; 0 for a strategy that has none."""
+        """Returns the milliseconds of a draft; 0 for a strategy that drafts nothing."""
         if self._engine.block_size == 1:
             return 0.0
         seconds, state = seconds_of(self._engine.draft_alone, self._state)
@@ -64,7 +69,7 @@ class Probe:
         return 1e3 * seconds / self._engine.turns
 
     def verify_ms(self) -> float:
-        """Milliseconds of the target's part of a cycle."""
+        """Returns the milliseconds of the target's part of a cycle."""
         drafter = self._state.drafter
         bare = dataclasses.replace(self._state, drafter=())
         seconds, (state, report) = seconds_of(self._target_alone.generate, bare)
@@ -72,7 +77,7 @@ class Probe:
         return 1e3 * seconds / max(int(report.cycles), 1)
 
     def cycle_ms(self) -> float:
-        """Milliseconds of a whole cycle."""
+        """Returns the milliseconds of a whole cycle."""
         seconds, (state, report) = seconds_of(self._engine.generate, self._state)
         self._restore(state)
         return 1e3 * seconds / max(int(report.cycles), 1)
@@ -82,5 +87,5 @@ class Probe:
 
 
 def _copy(tree):
-    """A dispatch consumes its state."""
+    """Returns a copy, since a dispatch donates its state."""
     return jax.tree.map(jnp.copy, tree)

@@ -1,4 +1,4 @@
-"""The plots of a report, as PNG. Nothing here touches matplotlib's global state."""
+"""Plots of a report, as PNG, drawn without matplotlib's global state."""
 
 import dataclasses
 import io
@@ -15,21 +15,21 @@ from matplotlib.text import Annotation
 from dflash.measure.cells import Cell
 from dflash.measure.warnings import COST, MARK, SPEEDUP
 
-PARTS = {"draft": 1, "verify": 0, "rest": 6}  # index of each part's colour
+PARTS = {"draft": 1, "verify": 0, "rest": 6}  # Index of each part's color.
 _DPI = 120
-_WITHIN = 8  # curves whose legend still fits into the axes
-_HATCH = "////"  # of a bar in doubt
+_WITHIN = 8  # Most curves whose legend fits into the axes.
+_HATCH = "////"  # Hatching of a bar with a warning.
 
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-    """Colours of a plot.
+    """Colors of a plot.
 
     Attributes:
-      ink: text and axes.
-      paper: background.
-      warning: what is to be read with the figures.
-      colours: of bars and curves; the last one is a grey.
+      ink: Color of text and axes.
+      paper: Color of the background.
+      warning: Color of notes.
+      colours: Colors of bars and curves; the last one is a gray.
     """
 
     ink: str
@@ -38,7 +38,7 @@ class Theme:
     colours: tuple[str, ...]
 
 
-# Paul Tol's "bright" scheme, which colour-blind readers can tell apart; lighter on dark paper.
+# Paul Tol's "bright" scheme, which color-blind readers can tell apart; lighter on a dark ground.
 LIGHT = Theme(
     "#1c2430", "#ffffff", "#a03028",
     ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"),
@@ -51,13 +51,14 @@ DARK = Theme(
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A curve.
+    """Curve of a plot.
 
     Attributes:
-      name: for the legend.
-      places, values: its points.
-      doubtful: whether each point is in doubt; drawn hollow. None: no point is.
-      roofline_of: name of the line whose least this is; drawn dashed in its colour. None: measured.
+      name: Name in the legend.
+      places, values: Coordinates of its points.
+      doubtful: Whether each point has a warning, which draws it hollow; None if no point has one.
+      roofline_of: Name of the line that this roofline belongs to, which draws it dashed in the same
+        color; None for measured values.
     """
 
     name: str
@@ -68,10 +69,10 @@ class Line:
 
 
 def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme = LIGHT) -> bytes:
-    """Bars of the speed-up by task, with its interval, and the ideal as a tick on each.
+    """Plots the speed-up by task as bars, with intervals, and the ideal as a tick on each.
 
-    Its height stands below each bar. A bar whose speed-up is in doubt is hatched; an ideal in doubt
-    is left out.
+    The value is written below each bar. Bars with a warning are hatched, and ideals with a warning
+    are left out.
     """
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     strategies = [one for one in dict.fromkeys(cell.strategy for cell in cells) if one != baseline]
@@ -113,7 +114,7 @@ def _hatched(doubts: bool) -> str:
 
 
 def _reach(cells: Sequence[Cell]) -> list[list[float]]:
-    """How far each interval goes below and above its speed-up; NaN, not drawn, without one."""
+    """Returns lower and upper lengths of the error bars; NaN, which is not drawn, without one."""
     ends = [cell.speedup_interval or (math.nan, math.nan) for cell in cells]
     below = [cell.speedup - low for cell, (low, _) in zip(cells, ends, strict=True)]
     above = [high - cell.speedup for cell, (_, high) in zip(cells, ends, strict=True)]
@@ -121,7 +122,7 @@ def _reach(cells: Sequence[Cell]) -> list[list[float]]:
 
 
 def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> bytes:
-    """The share of cycles that accepted each draft position and all before it."""
+    """Plots the fraction of cycles that accepted each draft position and all before it."""
     drafting = [cell for cell in cells if cell.joint_acceptance and cell.cycles]
     figure, axes = _figure(theme, 7.0 if len(drafting) <= _WITHIN else 9.6)
     strategies = list(dict.fromkeys(cell.strategy for cell in drafting))
@@ -148,9 +149,9 @@ def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> byt
 
 
 def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
-    """The parts of a cycle, beside the plain token of its task.
+    """Plots the parts of a cycle as stacked bars, with the plain token of the task as a tick.
 
-    Every bar is as long as its cycle. Where the parts are in doubt they are not drawn.
+    Each bar is as long as its cycle. Parts with a warning are not drawn.
     """
     shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
     figure, axes = _figure(theme, 8.0, 1.7 + 0.36 * len(shown))
@@ -194,15 +195,15 @@ def curves(
     note: str = "",
     theme: Theme = LIGHT,
 ) -> bytes:
-    """Lines over the same axes.
+    """Plots several lines over the same axes.
 
     Args:
-      lines: what to draw; a roofline in the colour of its line.
-      title, x, y: of the plot and its axes.
-      log: whether both axes are logarithmic, or "x" alone.
-      even: height at which a thin line is drawn; None: no line.
-      note: small print below the title.
-      theme: colours.
+      lines: Lines to draw; a roofline takes the color of its line.
+      title, x, y: Title of the plot, and labels of its axes.
+      log: Whether both axes are logarithmic; "x" for the x-axis alone.
+      even: Height of a thin horizontal line; None draws no line.
+      note: Small print below the title.
+      theme: Colors.
     """
     figure, axes = _figure(theme, 7.0 if len(lines) <= _WITHIN else 9.6)
     measured = [line.name for line in lines if line.roofline_of is None]
@@ -239,7 +240,7 @@ def curves(
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a PNG file."""
+    """Returns a figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()
@@ -253,14 +254,14 @@ def _figure(theme: Theme, width: float, height: float = 4.2) -> tuple[Figure, Ax
 
 
 def _label(axes: Axes, theme: Theme, text: str, place, offset, **how) -> Annotation:
-    """A small label beside a place."""
+    """Adds a small label beside a place."""
     return axes.annotate(text, place, offset, textcoords="offset points", fontsize=8,
                          color=theme.ink, **how)  # fmt: skip
 
 
 def _make_room(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> None:
     """Widens the axes to the right and upwards until every label is inside."""
-    for _ in range(4):  # wider axes have smaller units, so labels take more of them
+    for _ in range(4):  # Wider axes have smaller units, so each label then spans more of them.
         figure.draw_without_rendering()
         boxes = [label.get_window_extent().transformed(axes.transData.inverted())
                  for label in labels]  # fmt: skip
@@ -273,12 +274,12 @@ def _make_room(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> None
 
 
 def _even(axes: Axes, theme: Theme, height: float, label: str) -> None:
-    """A thin line at which nothing is gained or lost."""
+    """Draws a thin line at the height of no gain and no loss."""
     axes.axhline(height, color=theme.ink, linewidth=0.9, linestyle=(0, (1, 2)), label=label)
 
 
 def _plain_ticks(axis) -> None:
-    """Ticks of a logarithmic axis as plain numbers, at 1, 2 and 5."""
+    """Labels a logarithmic axis with plain numbers, at 1, 2 and 5 times powers of ten."""
     axis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_locator(ticker.NullLocator())
@@ -287,7 +288,15 @@ def _plain_ticks(axis) -> None:
 def _finish(
     axes: Axes, theme: Theme, title: str, notes: Sequence[str], *, below: bool = False
 ) -> None:
-    """Title, notes, grid and legend, which stands under the axes if `below`, or beside if long."""
+    """Adds title, notes, grid and legend.
+
+    Args:
+      axes: Axes to finish.
+      theme: Colors.
+      title: Title.
+      notes: Notes to join below the title; empty ones are left out.
+      below: Put the legend below the axes; else it is inside, or beside them if it is long.
+    """
     note = "; ".join(one for one in notes if one)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=theme.ink,
                    pad=18 if note else 8)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Published figures: acceptance lengths, for runs that have none of their own, and speed-ups."""
+"""Published acceptance lengths and speed-ups, to compare with or to force upon runs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ def _shares(*lines: str) -> tuple[float, ...]:
     return tuple(float(share) for line in lines for share in line.split())
 
 
-# Share of cycles that committed 1 … 16 tokens, bonus included. The source rounds to four digits:
-# the shares of a set add up to 1 within 0.0001.
+# Fraction of cycles that committed 1 … 16 tokens, bonus included. The source rounds to four digits,
+# so the fractions of a data set add up to 1 within 0.0001.
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "aime24": _shares(
         "0.1083 0.1458 0.1189 0.1107 0.0668 0.0464 0.0521 0.0456",
@@ -54,20 +54,20 @@ HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     ),
 }
 
-# τ of a tree of so many drafts, made of a drafter's marginals, over that of its chain.
+# By number of drafts: τ of a tree built from a drafter's marginals, over τ of its chain.
 TREE_GAINS: Mapping[int, float] = {32: 1.22}
 TREE_ORIGIN = "DDTree (arXiv 2604.12989) has about 22 % more at a budget of 32"
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A task as it was measured elsewhere, at batch 1.
+    """Figures of a task that others measured, at batch 1.
 
     Attributes:
-      tau: mean acceptance length of the prompts.
-      speedup: over plain decoding.
-      plain_ms: a token of plain decoding.
-      token_ms: a token with drafts.
+      tau: Mean acceptance length (τ) over the prompts.
+      speedup: Speed-up over plain decoding.
+      plain_ms: Time per token of plain decoding.
+      token_ms: Time per token with drafts.
     """
 
     tau: float
@@ -77,7 +77,7 @@ class Measured:
 
     @property
     def cycle_ms(self) -> float:
-        """Of a cycle: τ tokens. About so, since both are means over prompts."""
+        """Returns the approximate time of a cycle; τ and `token_ms` are means over prompts."""
         return self.tau * self.token_ms
 
 
@@ -100,25 +100,25 @@ PORT: Mapping[str, Measured] = {
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Milliseconds of a plain token, and of a cycle."""
+    """Milliseconds of a plain token and of a cycle."""
 
     plain_ms: float
     cycle_ms: float
 
     @property
     def ratio(self) -> float:
-        """A cycle over a plain token."""
+        """Returns the time of a cycle relative to a plain token."""
         return self.cycle_ms / self.plain_ms
 
 
 def beside(heading: str, tokens: Mapping[str, float], roofline: Times, cycles: Times) -> list[str]:
-    """What is expected of the pair of `PORT`, beside what was measured of it.
+    """Returns a table that compares the expected speed-up with the measured figures in `PORT`.
 
     Args:
-      heading: what is expected, in words.
-      tokens: τ by task, as expected.
-      roofline: expected times.
-      cycles: the same by the compiler's cycles; of no time where these are unknown.
+      heading: Description of the expectation.
+      tokens: Expected mean acceptance length (τ) by task.
+      roofline: Expected times by roofline.
+      cycles: Expected times by the compiler's cycles; all zero if these are unknown.
     """
     tasks = [task for task in tokens if task in PORT]
     text = [
