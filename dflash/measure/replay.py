@@ -1,4 +1,4 @@
-"""Decodes a prompt once more, untimed, and records drafts beside what was accepted."""
+"""Untimed decoding of a prompt that records the drafts beside the committed tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ class Frame:
     """One cycle as text.
 
     Attributes:
-      tokens: how many were committed.
-      accepted: drafted tokens that were kept.
-      bonus: the target's own token; empty where the sequence ended before it.
-      refused: drafted tokens that were not kept.
+      tokens: Number of committed tokens.
+      accepted: Text of each accepted draft.
+      bonus: Text of the target's own token; empty if the sequence ended before it.
+      refused: Text of each rejected draft.
     """
 
     tokens: int
@@ -31,7 +31,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A whole sequence: its first token, which comes with the prompt, then a frame per cycle."""
+    """Whole sequence: its first token, which prefill returns, then a frame for each cycle."""
 
     first: str
     frames: tuple[Frame, ...]
@@ -43,10 +43,10 @@ def record(
     """Decodes a prompt cycle by cycle.
 
     Args:
-      engine: the strategy's.
-      request: what to decode.
-      lengths: acceptance lengths to force; empty where they are found.
-      tokenizer: the target's.
+      engine: Compiled engine of the strategy.
+      request: Request to decode.
+      lengths: Acceptance lengths to force; empty leaves acceptance to verification.
+      tokenizer: Tokenizer of the target.
     """
     engine.follow([lengths])
     slot = Slot(0, engine.layout.standing_pages(0))
@@ -75,14 +75,15 @@ def record(
 def split(
     drafted: Sequence[int], parents: Sequence[int] | np.ndarray | None, committed: Sequence[int]
 ) -> tuple[int, list[int]]:
-    """Finds the drafts among what was committed.
+    """Splits a cycle's drafts into accepted and rejected ones.
 
     Args:
-      drafted: token of each draft.
-      parents: row that each draft continues, rows counted from the anchor; None for a chain.
-      committed: tokens of the cycle.
+      drafted: Token of each draft.
+      parents: Row that each draft continues, counted from the anchor; None for a chain.
+      committed: Tokens that the cycle committed.
     Returns:
-      How many of `committed`, from the first on, are drafts; and the other drafts, in order.
+      The number of accepted drafts, which are the first tokens of `committed`; and the tokens of
+      the rejected drafts, in order.
     """
     parents = range(len(drafted)) if parents is None else parents
     row, taken = 0, set()

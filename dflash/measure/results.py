@@ -1,7 +1,7 @@
-"""The directory of a benchmark: results.json, tables, plots, a page.
+"""Files of a benchmark's directory: results.json, tables, plots and a page.
 
-Every file is written whole, and results.json after every round of every task, so a run that ends
-early leaves its finished rounds.
+Every file is written atomically. results.json is written after each round of each task, so a run
+that ends early keeps its completed rounds.
 """
 
 import csv
@@ -20,20 +20,21 @@ from dflash.runs.shards import Shard
 
 SCHEMA, STUDY_SCHEMA = "dflash.benchmark/1", "dflash.study/1"
 RESULTS, STUDY = "results.json", "study.json"
-CATEGORIES = "categories.json"  # where questions have some; see `speed_bench`
+CATEGORIES = "categories.json"  # Written if questions have categories; see `speed_bench`.
 
 
 def open_directory(
     path: str | os.PathLike | None, config: BenchmarkRun, shard: Shard | None = None
 ) -> RunDirectory:
-    """Takes a directory for a benchmark; results of the same config are replaced.
+    """Opens a directory for a benchmark; results of the same config are replaced.
 
     Args:
-      path: where; None for a run that leaves nothing.
-      config: of the run.
-      shard: which part of it, of a run that is divided.
+      path: Directory; None writes no files.
+      config: Config of the run.
+      shard: Part that this run measures; None is all of it.
     Raises:
-      WorkdirError: it cannot be written, is in use, or belongs to a run of another config.
+      WorkdirError: The directory cannot be written, is in use, or belongs to a run with another
+        config.
     """
     return RunDirectory(path, config, is_used=_has_results, shard=shard)
 
@@ -46,7 +47,7 @@ def _has_results(directory: pathlib.Path) -> bool:
 def as_values(
     cells: Sequence[Cell], averages: Sequence[Average], facts: Mapping[str, Any], *, complete: bool
 ) -> dict[str, Any]:
-    """The content of results.json; docs/measuring.md defines each key."""
+    """Returns the content of results.json; docs/measuring.md defines each key."""
     return {
         "schema": SCHEMA,
         "complete": complete,
@@ -66,7 +67,7 @@ FIGURES = (
 
 
 def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The cells of results.json as rows of a table: task, strategy and `FIGURES`."""
+    """Returns the cells of results.json as table rows: task, strategy and `FIGURES`."""
     found = []
     for cell in values["cells"]:
         low, high = cell["speedup_interval"] or (None, None)
@@ -79,7 +80,7 @@ def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows with the same keys as CSV."""
+    """Returns rows with the same keys as CSV."""
     if not rows:
         return ""
     text = io.StringIO()

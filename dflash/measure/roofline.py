@@ -1,7 +1,7 @@
-"""The least time of a forward: the longer of computing and reading, both at the peak rate.
+"""Rooflines: lower bounds of the time of a forward, by peak rates of arithmetic and of reading.
 
-The peaks are the vendor's where the chip is known, else measured: by large matrix products, and by
-products of a matrix and a few rows, whose time is that of reading the matrix.
+Known chips use the vendor's peaks. Other machines are measured: their arithmetic by large matrix
+products, and their reading by products of a matrix with few rows, which take as long as reading it.
 """
 
 import dataclasses
@@ -20,25 +20,25 @@ from dflash.models.decoder import Decoder
 from dflash.parallel import chips, parameters
 from dflash.parallel.sharding import Sharding
 
-_PRODUCT_SIZES = (512, 1024)  # of square matrix products, up to 2 GFLOP
-# Bytes of matrices that are read: the smaller ones stay in caches, as the weights of a small model
-# do, and are read faster.
+_PRODUCT_SIZES = (512, 1024)  # Sizes of square matrix products, up to 2 GFLOP.
+# Sizes of matrices to read. The smaller ones stay in caches and are read faster, as the weights of
+# a small model are.
 _READ_BYTES = tuple(2**20 * size for size in (1, 8, 64, 256))
-_READ_ROWS = (1, 16)  # of what they are multiplied with
+_READ_ROWS = (1, 16)  # Numbers of rows that the matrices are multiplied with.
 _TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """All devices of a run together.
+    """Peak rates of all devices of a run together.
 
     Attributes:
-      name: of the chips.
-      flops_per_s: peak rate of arithmetic.
-      bytes_per_s: peak rate of reading memory.
-      source: where the figures come from.
-      cached_rates: pairs of a size in bytes and the peak rate of reading that much again and again,
-        where caches make it higher; sizes ascending, rates descending.
+      name: Number and name of the chips.
+      flops_per_s: Peak rate of arithmetic.
+      bytes_per_s: Peak rate of reading memory.
+      source: Source of the figures.
+      cached_rates: Pairs of a size in bytes and the peak rate of reading that much repeatedly,
+        which caches may raise; sizes ascending, rates descending.
     """
 
     name: str
@@ -48,32 +48,32 @@ class Machine:
     cached_rates: tuple[tuple[float, float], ...] = ()
 
     def read_s(self, size_bytes: float) -> float:
-        """The least time of reading this much, in seconds."""
-        # What is larger than a measured size cannot be read faster than that was.
+        """Returns the least time of reading `size_bytes`, in seconds."""
+        # A larger amount of data cannot be read faster than a measured size below it.
         smaller = [rate for size, rate in self.cached_rates if size <= size_bytes]
         fastest = self.cached_rates[0][1] if self.cached_rates else self.bytes_per_s
         return size_bytes / (smaller[-1] if smaller else fastest)
 
     @property
     def ridge_rows(self) -> float:
-        """Rows at which computing with weights of two bytes takes as long as reading them."""
+        """Returns the number of rows at which compute takes as long as reading 2-byte weights."""
         return self.flops_per_s / self.bytes_per_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The least work of a forward.
+    """Least work of a forward.
 
     Attributes:
-      flops: of the matrix products.
-      size_bytes: of weights and context, each read once.
+      flops: Floating-point operations of the matrix products.
+      size_bytes: Bytes of weights and context, each read once.
     """
 
     flops: float
     size_bytes: float
 
     def ideal_ms(self, machine: Machine) -> float:
-        """The least time on a machine, in milliseconds."""
+        """Returns the least time on a machine, in milliseconds."""
         return 1e3 * max(self.flops / machine.flops_per_s, machine.read_s(self.size_bytes))
 
     def __add__(self, other: "Work") -> "Work":
@@ -81,7 +81,7 @@ class Work:
 
 
 def machine_of(sharding: Sharding) -> Machine:
-    """The machine under a mesh."""
+    """Returns the peak rates of the devices of a mesh."""
     device, count = sharding.devices[0], len(sharding.devices)
     chip = chips.of_device_kind(device.device_kind)
     if chip is not None:
@@ -97,7 +97,7 @@ def machine_of(sharding: Sharding) -> Machine:
 
 
 def machine_of_chip(chip: chips.Chip, devices: int, name: str) -> Machine:
-    """A number of jax devices of a chip, called `name`, at the vendor's peaks."""
+    """Returns the vendor's peak rates of `devices` jax devices of a chip, under a given name."""
     share = devices / chip.devices
     return Machine(
         f"{devices} × {name}",
@@ -110,11 +110,12 @@ def machine_of_chip(chip: chips.Chip, devices: int, name: str) -> Machine:
 def target_work(
     target: Decoder, *, batch: int, rows: int, context: int, kv_dtype: str = AUTO
 ) -> Work:
-    """One target forward over `rows` new rows of each sequence, the logits of all rows included.
+    """Returns the work of a target forward over `rows` rows per sequence, with all their logits.
 
-    Experts count as far as rows are expected to touch them; see `Experts.share_read`.
+    Experts count by the fraction of them that the rows are expected to use; see
+    `Experts.share_read`.
     """
-    # An embedding that is no head is looked up, not multiplied with.
+    # An embedding that is not the head is only looked up, not read as a whole.
     unread = () if target.lm_head is None else ("embed_tokens.",)
     products = _products(target, batch * rows, unread)
     pairs = batch * rows * (context + rows)
@@ -127,7 +128,7 @@ def target_work(
 
 
 def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> Work:
-    """One pass of a drafter over its block, and the target's head; its context is left out."""
+    """Returns the work of drafting a block, with the target's head but without the context."""
     if not drafter.num_draft_tokens:
         return Work(0, 0)
     rows = batch * drafter.block_size
@@ -137,21 +138,27 @@ def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> Work:
 
 
 def _products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> Work:
-    """Reading all weights once and multiplying `rows` rows with them; not those of `unread`."""
+    """Returns the work of reading all weights once and multiplying them with `rows` rows.
+
+    Args:
+      model: Model.
+      rows: Number of rows.
+      unread: Path prefixes of weights to leave out.
+    """
     share_of, work = moe.shares(model, rows), Work(0, 0)
     for path, param in parameters.named_parameters(model):
         if path.startswith(unread):
             continue
         leaf = param.get_value()
         share = share_of(path)
-        # Scales of eight-bit weights are read, but not multiplied with rows.
+        # Scales of 8-bit weights are read, but not multiplied with rows.
         flops = 0 if path.endswith(".kernel_scale") else 2 * leaf.size * rows * share.used
         work += Work(flops, leaf.size * leaf.dtype.itemsize * share.read)
     return work
 
 
 def _product_rate() -> float:
-    """FLOP/s of the first device, in float32: the best of several products."""
+    """Returns the FLOP/s of the first device in float32: the best of several products."""
     rates = []
     for size in _PRODUCT_SIZES:
         square = jnp.ones((size, size), jnp.float32)
@@ -160,19 +167,19 @@ def _product_rate() -> float:
 
 
 def _read_rates() -> tuple[tuple[float, float], ...]:
-    """Bytes/s of the first device by bytes, the best of several products each."""
+    """Returns the read rate of the first device, in bytes/s, for each size: the best of several."""
     rates = []
     for size in _READ_BYTES:
         matrix = jnp.ones((2048, size // 4 // 2048), jnp.float32)
         some = [jnp.ones((rows, 2048), jnp.float32) for rows in _READ_ROWS]
         rates.append(size / min(_least_seconds(one, matrix) for one in some))
-    # Noise apart, more is never read at a higher rate than less.
+    # Apart from noise, larger sizes are never read at a higher rate than smaller ones.
     falling = np.maximum.accumulate(rates[::-1])[::-1]
     return tuple(zip(map(float, _READ_BYTES), falling.tolist(), strict=True))
 
 
 def _least_seconds(left: jax.Array, right: jax.Array) -> float:
-    """The time of a product, the best of a few tries after one that does not count."""
+    """Returns the best time of a product over a few runs, after one that compiles."""
     product = jax.jit(jnp.dot)
     seconds_of(product, left, right)
     return min(seconds_of(product, left, right)[0] for _ in range(_TRIES))

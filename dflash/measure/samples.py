@@ -1,4 +1,4 @@
-"""What was measured: prompts that were decoded through one queue, and the time of each."""
+"""Measurements of a benchmark: the prompts of one queue, decoded together, and their times."""
 
 import dataclasses
 import functools
@@ -12,15 +12,15 @@ from dflash.measure.parts import Parts
 
 @dataclasses.dataclass(frozen=True)
 class PromptTime:
-    """The decode time of one prompt, from its first token to its last, in milliseconds.
+    """Decode time of one prompt, from its first token to its last, in milliseconds.
 
-    While a prompt is prefilled the slots wait; that time belongs to its time to first token, and to
-    no prompt's decode time.
+    While any prompt is prefilled, the slots wait. That time counts for the time to first token, but
+    for no prompt's decode time.
 
     Attributes:
-      elapsed_ms: time that passed.
-      share_ms: part of it that is the prompt's own: at every moment time is divided equally among
-        the prompts in flight. With one slot the two are equal.
+      elapsed_ms: Elapsed time.
+      share_ms: The prompt's share of the elapsed time, which is divided equally, at every moment,
+        among the prompts in flight. With one slot it equals `elapsed_ms`.
     """
 
     elapsed_ms: float
@@ -29,14 +29,14 @@ class PromptTime:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Prompts that were decoded through one queue, once, with one strategy.
+    """Prompts of one queue, decoded once with one strategy.
 
     Attributes:
-      task, strategy: names.
-      round: number of the round.
-      completions: one per prompt, in the order of the queue.
-      conversations: number of each prompt's conversation.
-      marks: whether each output has the right answer; None where its prompt has none.
+      task, strategy: Names of the task and the strategy.
+      round: Number of the round.
+      completions: Completion of each prompt, in the order of the queue.
+      conversations: Number of each prompt's conversation.
+      marks: Whether each output has the right answer; None if its prompt has none.
     """
 
     task: str
@@ -48,27 +48,27 @@ class Sample:
 
     @functools.cached_property
     def times(self) -> tuple[PromptTime, ...]:
-        """The time of each prompt."""
+        """Returns the time of each prompt."""
         return prompt_times(self.completions)
 
     @property
     def elapsed_ms(self) -> float:
-        """Decode time summed over prompts."""
+        """Returns the decode time, summed over prompts."""
         return sum(one.elapsed_ms for one in self.times)
 
     @property
     def clock_ms(self) -> float:
-        """Time in which some prompt was decoded: the sum of all shares."""
+        """Returns the time in which any prompt was decoded, which is the sum of all shares."""
         return sum(one.share_ms for one in self.times)
 
     @property
     def tokens(self) -> int:
-        """Output tokens after the first of each prompt."""
+        """Returns the number of output tokens after the first of each prompt."""
         return sum(len(one.output_ids) - 1 for one in self.completions)
 
     @property
     def cycles(self) -> int:
-        """Cycles summed over prompts."""
+        """Returns the number of cycles, summed over prompts."""
         return sum(len(one.acceptance_lengths) for one in self.completions)
 
 
@@ -76,7 +76,7 @@ class Sample:
 class TaskRound:
     """One round over one task: its samples, and the times of each strategy's parts.
 
-    A strategy that chooses its block size has no parts: its cycles differ.
+    Strategies that choose their block size have no parts, since their cycles differ.
     """
 
     task: str
@@ -86,11 +86,11 @@ class TaskRound:
 
 
 def prompt_times(completions: Sequence[Completion]) -> tuple[PromptTime, ...]:
-    """The times of prompts that shared the slots of one engine; see `PromptTime`."""
+    """Computes the times of prompts that shared the slots of one engine; see `PromptTime`."""
     last = np.array([one.finished_at for one in completions])
     first = last - [one.decode_ms / 1e3 for one in completions]
     asked = first - [one.prefill_ms / 1e3 for one in completions]
-    # Between two neighbouring edges nothing begins or ends.
+    # No prompt begins or ends between two neighboring edges.
     edges = np.unique(np.concatenate([asked, first, last]))
     begin, end = edges[:-1], edges[1:]
 

@@ -1,9 +1,9 @@
 """Acceptance by category, with the names and definitions of SPEED-Bench's own harness.
 
-That is specdec_bench of github.com/NVIDIA/Model-Optimizer. `Request_AL` is the mean number of
-tokens that a question's steps emit, with the target's own token, over all of its turns.
-`Category_AL` and `Average_AL` are means over questions. A step is a cycle here: the first token,
-which the prefill gives, is none. Times are in seconds; a request's begins with its prefill.
+The harness is specdec_bench of github.com/NVIDIA/Model-Optimizer. `Request_AL` is the mean number
+of tokens that a question's steps emit, bonus tokens included, over all of its turns. `Category_AL`
+and `Average_AL` are means over questions. A step is a cycle here, so the first token, which prefill
+returns, is not counted. Times are in seconds; that of a request begins with its prefill.
 """
 
 import collections
@@ -22,11 +22,13 @@ Values = dict[str, Any]
 
 
 def by_task(tasks: Mapping[str, Sequence[Item]], done: Iterable[TaskRound]) -> dict[str, Values]:
-    """What the file says of each task whose questions have categories: {task: {strategy: …}}.
+    """Returns the content of categories.json, {task: {strategy: figures}}.
+
+    Tasks without categories and strategies that ran no cycle are left out.
 
     Args:
-      tasks: items by task.
-      done: the rounds of all tasks; strategies that ran no cycle are left out.
+      tasks: Items by task.
+      done: Completed rounds of all tasks.
     """
     samples: dict[tuple[str, str], list[Sample]] = {}
     for one in done:
@@ -41,11 +43,11 @@ def by_task(tasks: Mapping[str, Sequence[Item]], done: Iterable[TaskRound]) -> d
 
 
 def acceptance(items: Sequence[Item], samples: Sequence[Sample]) -> Values:
-    """Acceptance lengths by question and category, and their distribution.
+    """Computes acceptance lengths by question and category, and their distribution.
 
     Args:
-      items: of one task.
-      samples: of one strategy on it.
+      items: Items of one task.
+      samples: Samples of one strategy on that task.
     """
     known = {item.prompt.index: item for item in items}
     requests: dict[str, list[int]] = {}
@@ -67,7 +69,7 @@ def acceptance(items: Sequence[Item], samples: Sequence[Sample]) -> Values:
 
 
 def _distribution(lengths: Iterable[int]) -> Values:
-    """How many steps had each length; how likely k tokens are, and k after k - 1."""
+    """Computes, by acceptance length k, the step count, P(length ≥ k) and P(≥ k | ≥ k - 1)."""
     counts = dict(sorted(collections.Counter(lengths).items()))
     total, left, before = sum(counts.values()), sum(counts.values()), 1.0
     conditional, joint = {}, {}
@@ -83,7 +85,7 @@ def _distribution(lengths: Iterable[int]) -> Values:
 
 
 def timing(samples: Sequence[Sample]) -> Values:
-    """Times of a strategy's requests; those of a queue run beside each other."""
+    """Computes times of a strategy's requests; those of one queue run concurrently."""
     completions = list(_completions(samples))
     tokens = [len(one.output_ids) for one in completions]
     spans = [_span_s(sample.completions) for sample in samples]
@@ -105,7 +107,7 @@ def timing(samples: Sequence[Sample]) -> Values:
 
 
 def _span_s(completions: Sequence[Completion]) -> float:
-    """From the first prefill of a queue to its last token, in seconds."""
+    """Returns the time from the first prefill of a queue to its last token, in seconds."""
     begins = [one.finished_at - (one.decode_ms + one.prefill_ms) / 1e3 for one in completions]
     return max(one.finished_at for one in completions) - min(begins)
 
@@ -127,7 +129,7 @@ def _completions(samples: Iterable[Sample]) -> Iterable[Completion]:
 
 
 def lines(tasks: Mapping[str, Values]) -> list[str]:
-    """A table of each task: a line per category, a column per strategy."""
+    """Returns a table of each task, with a line per category and a column per strategy."""
     text: list[str] = []
     for task, strategies in tasks.items():
         categories = sorted({name for one in strategies.values() for name in one["Category_AL"]})

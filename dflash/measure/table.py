@@ -1,4 +1,4 @@
-"""What a benchmark says on a terminal: a table of 80 columns, or all of it, and sentences."""
+"""Terminal output of a benchmark: a table, in 80 columns or complete, and sentences below it."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +13,11 @@ Column = tuple[str, Callable[[Cell | Average], str]]
 
 
 def lines(cells: Sequence[Cell], averages: Sequence[Average], *, wide: bool = False) -> list[str]:
-    """Cells and means as a table for a terminal.
+    """Returns cells and means as the lines of a table.
 
     Args:
-      cells, averages: the rows; means are left out where there is but one task.
-      wide: all figures; else those that fit into 80 columns.
+      cells, averages: Rows of the table; means are left out if there is only one task.
+      wide: Show all figures, not only those that fit into 80 columns.
     """
     averages = () if len({cell.task for cell in cells}) == 1 else averages
     columns = _WIDE if wide else _NARROW
@@ -32,7 +32,7 @@ def lines(cells: Sequence[Cell], averages: Sequence[Average], *, wide: bool = Fa
 
 
 def _plain(name: str, digits: int = 2) -> Column:
-    """A column of numbers that nothing casts doubt on; empty for means that lack it."""
+    """Returns a column of numbers that no warning concerns; empty for means that lack it."""
     words = {"tau": "τ", "ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms", "tokens_per_second": "tok/s"}
     return words[name], lambda row: _number(getattr(row, name), digits) if _has(row, name) else ""
 
@@ -76,7 +76,7 @@ _WIDE: tuple[Column, ...] = (
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines, columns aligned: the first two left, the others right."""
+    """Returns table rows as lines with aligned columns: the first two left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -88,7 +88,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def limits(cells: Sequence[Cell]) -> list[str]:
-    """For each strategy that drafts, the largest of its losses; nothing where there are doubts."""
+    """Returns the largest loss of each strategy that drafts, except for cells with warnings."""
     found = []
     for cell in cells:
         if cell.block_size == 1 or not cell.losses or cell.tau is None or cell.doubts:
@@ -111,7 +111,7 @@ _CONCERNED = {SPEEDUP: "speed-up", COST: "parts and ideal", warnings.EVERYTHING:
 
 
 def doubt_lines(cells: Sequence[Cell]) -> list[str]:
-    """A line for each reason not to trust some figures, with the cells that it is about."""
+    """Returns a line for each warning, with the cells that it concerns."""
     found: dict[warnings.Doubt, list[Cell]] = {}
     for cell in cells:
         for doubt in cell.doubts:
@@ -122,7 +122,7 @@ def doubt_lines(cells: Sequence[Cell]) -> list[str]:
 
 
 def _names(some: Sequence[Cell], everything: Sequence[Cell]) -> str:
-    """Cells by task, and by strategy where not all of a task's are meant."""
+    """Returns the names of cells: by task, with the strategies if only some of them are meant."""
     if len(some) == len(everything):
         return "every cell"
     by_task: dict[str, list[str]] = {}
@@ -148,7 +148,7 @@ def _interval(ends: tuple[float, float] | None) -> str:
 
 
 def wrapped(sentences: Iterable[str]) -> list[str]:
-    """Sentences as lines of a terminal, all but the first of each indented."""
+    """Returns sentences as lines of a terminal, with hanging indents."""
     return [
         line
         for one in sentences

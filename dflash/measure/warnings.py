@@ -1,6 +1,6 @@
-"""Reasons not to trust a figure: this module decides, and every output shows what it decided.
+"""Warnings about figures that are not trustworthy.
 
-From a figure in doubt no conclusion is drawn.
+All outputs show these warnings, and none draws conclusions from a figure with one.
 """
 
 import dataclasses
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dflash.measure.bootstrap import MIN_GROUPS
 
 SPEEDUP, COST, EVERYTHING = "speedup", "cost", "everything"
-MARK = "?"  # behind a figure in doubt
+MARK = "?"  # Suffix of a figure with a warning.
 
 MAX_SHARE_OF_IDEAL = 1.05
-# A measured peak is as noisy as any other time, so a forward may seem to beat it by a little.
+# A measured peak is as noisy as any other time, so a forward may seem slightly faster than it.
 LEAST_OVER_ROOFLINE = 0.95
-# Parts are timed apart from their cycle, so that a sum equal to it may come out a little above.
+# Parts are timed apart from their cycle, so their sum may slightly exceed an equally long cycle.
 MAX_PARTS_OVER_CYCLE = 1.01
 MAX_OTHERS_SHARE = 0.1
 LEAST_BUSY_SLOTS = 0.75
@@ -22,11 +22,12 @@ LEAST_BUSY_SLOTS = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Doubt:
-    """Why a figure is not trustworthy.
+    """Warning that a figure is not trustworthy.
 
     Attributes:
-      about: figures concerned: `SPEEDUP`, `COST` (a cycle, its parts, the ideal) or `EVERYTHING`.
-      words: the reason.
+      about: Figures that it concerns: `SPEEDUP`, `COST` (a cycle, its parts, the ideal) or
+        `EVERYTHING`.
+      words: Reason.
     """
 
     about: str
@@ -34,19 +35,19 @@ class Doubt:
 
 
 def concern(doubts: Iterable[Doubt], about: str) -> bool:
-    """Whether some of the doubts are about these figures."""
+    """Returns whether any of the warnings concerns these figures."""
     return any(one.about in (about, EVERYTHING) for one in doubts)
 
 
 def of_cost(
     cycle_ms: float, parts_ms: Sequence[float], *, share_of_ideal: float | None = None
 ) -> tuple[Doubt, ...]:
-    """Doubts of a cycle whose parts were timed alone.
+    """Warns if the parts of a cycle, which were timed alone, contradict the cycle.
 
     Args:
-      cycle_ms: milliseconds of the whole cycle.
-      parts_ms: milliseconds of its forwards.
-      share_of_ideal: speed-up over the ideal one.
+      cycle_ms: Milliseconds of the whole cycle.
+      parts_ms: Milliseconds of its forwards.
+      share_of_ideal: Speed-up relative to the ideal one.
     """
     found, parts = [], sum(parts_ms)
     if parts > MAX_PARTS_OVER_CYCLE * cycle_ms:
@@ -61,7 +62,7 @@ def of_cost(
 def of_forward(
     what: str, measured_ms: float | None, roofline_ms: float | None
 ) -> tuple[Doubt, ...]:
-    """Doubts of a forward that was faster than the machine can be."""
+    """Warns if a forward was faster than the machine's peak rates allow."""
     if not measured_ms or not roofline_ms or measured_ms >= LEAST_OVER_ROOFLINE * roofline_ms:
         return ()
     return (
@@ -73,7 +74,7 @@ def of_forward(
 
 
 def of_prompts(groups: int) -> tuple[Doubt, ...]:
-    """Doubts of a speed-up over few conversations."""
+    """Warns if a speed-up was measured on few conversations."""
     if groups >= MIN_GROUPS:
         return ()
     plural = "" if groups == 1 else "s"
@@ -87,11 +88,11 @@ def of_prompts(groups: int) -> tuple[Doubt, ...]:
 
 
 def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[Doubt, ...]:
-    """Doubts of a speed-up at other outputs than the baseline's.
+    """Warns if a speed-up was measured with outputs other than the baseline's.
 
     Args:
-      identical_share: outputs that are the baseline's; None where none were compared.
-      exact: whether all have to be.
+      identical_share: Fraction of outputs that equal the baseline's; None if not compared.
+      exact: Whether all outputs must equal the baseline's.
     """
     if not exact or identical_share is None or identical_share == 1:
         return ()
@@ -105,11 +106,11 @@ def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[Doubt, ..
 
 
 def of_slots(busy: float | None, slots: int) -> tuple[Doubt, ...]:
-    """Doubts of a speed-up whose queue was too short to fill the slots.
+    """Warns if a speed-up was measured with a queue too short to fill the slots.
 
     Args:
-      busy: slots in use, averaged over time.
-      slots: as many as there were.
+      busy: Number of slots in use, averaged over time.
+      slots: Number of slots.
     """
     if busy is None or busy >= LEAST_BUSY_SLOTS * slots:
         return ()
@@ -122,10 +123,10 @@ def of_slots(busy: float | None, slots: int) -> tuple[Doubt, ...]:
 
 
 def of_load(others_share: float | None) -> tuple[Doubt, ...]:
-    """Doubts of anything that was timed on a busy machine.
+    """Warns if other processes used much of the processor during the measurement.
 
     Args:
-      others_share: share of all cores' time that other processes took; None if unknown.
+      others_share: Fraction of all cores' time that other processes used; None if unknown.
     """
     if others_share is None or others_share <= MAX_OTHERS_SHARE:
         return ()

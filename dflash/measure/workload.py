@@ -1,4 +1,4 @@
-"""What is decoded: prompts of real tasks, or made-up ones with acceptance lengths of their own."""
+"""Prompts of a benchmark: from real tasks, or random ones with forced acceptance lengths."""
 
 import dataclasses
 import json
@@ -20,9 +20,9 @@ from dflash.storage import paths
 from dflash.text import jsonl
 from dflash.text.prompts import Prompt
 
-DRAWN_PROMPT_TOKENS = 128  # of a made-up prompt, where nothing else is said
+DRAWN_PROMPT_TOKENS = 128  # Default length of a random prompt.
 _SEED = 0
-# What names a task in keys and file names.
+# Valid names of tasks, which appear in keys and file names.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -31,14 +31,14 @@ class Item:
     """One prompt of a task.
 
     Attributes:
-      prompt: its tokens, numbered over all tasks.
-      max_new_tokens: at which decoding ends.
-      lengths: acceptance lengths to be forced, one per cycle; None to measure them.
-      grader: text -> whether it has the right answer, None if undecided; None where the prompt has
-        no right answer, such as all but the last turn of a conversation.
-      turn: number in its conversation, from 0; items of a conversation are neighbours.
-      category: kind of the question, where its data set has kinds.
-      question: its number or name in that set.
+      prompt: Prompt, numbered over all tasks.
+      max_new_tokens: Number of output tokens at which decoding ends.
+      lengths: Acceptance lengths to force, one per cycle; None measures them.
+      grader: Maps a text to whether it has the right answer, None if undecided. None if the prompt
+        has no right answer, such as all but the last turn of a conversation.
+      turn: Number of the turn in its conversation, from 0; turns of a conversation are neighbors.
+      category: Category of the question, if its data set has categories.
+      question: Number or name of the question in its data set.
     """
 
     prompt: Prompt
@@ -51,7 +51,7 @@ class Item:
 
     @property
     def conversation(self) -> int:
-        """Number of its conversation: the index of the first turn."""
+        """Returns the number of the item's conversation: the index of its first turn."""
         return self.prompt.index - self.turn
 
 
@@ -60,9 +60,9 @@ class Workload:
     """All tasks of a run.
 
     Attributes:
-      tasks: items by task.
-      acceptance: source of the acceptance lengths as results.json states it: {"source":
-        "measured"}, or what is forced and where it is from.
+      tasks: Items by task.
+      acceptance: Source of the acceptance lengths, as in results.json: {"source": "measured"}, or
+        the forced lengths and their origin.
     """
 
     tasks: Mapping[str, tuple[Item, ...]]
@@ -70,24 +70,24 @@ class Workload:
 
     @property
     def forced(self) -> bool:
-        """Whether acceptance lengths are given."""
+        """Returns whether acceptance lengths are forced."""
         return any(item.lengths is not None for items in self.tasks.values() for item in items)
 
     @property
     def has_later_turns(self) -> bool:
-        """Whether some turns are not items yet: the answers before them are not known."""
+        """Returns whether some turns are no items yet, because they need earlier answers."""
         return any(item.prompt.later_turns for item in self.items)
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Those of all tasks, in order of their index."""
+        """Returns the items of all tasks, in order of their index."""
         return tuple(item for items in self.tasks.values() for item in items)
 
     def with_turns(self, turns: Sequence[Prompt]) -> "Workload":
-        """The workload with an item for each turn of its conversations.
+        """Returns the workload with an item for each turn of its conversations.
 
         Args:
-          turns: every turn as a prompt of its own.
+          turns: Every turn, as a prompt of its own.
         """
         by_index = {prompt.index: prompt for prompt in turns}
 
@@ -106,29 +106,29 @@ class Workload:
         return dataclasses.replace(self, tasks=tasks)
 
     def of_shard(self, shard: Shard) -> "Workload":
-        """The part of every task that a shard measures; a task without any is left out."""
+        """Returns a shard's part of every task; tasks without any prompt of it are left out."""
         parts = {task: tuple(shard.of(items)) for task, items in self.tasks.items()}
         return dataclasses.replace(self, tasks={task: some for task, some in parts.items() if some})
 
     def queues(self, task: str, slots: int) -> list[tuple[Item, ...]]:
-        """The task's prompts as they are decoded, one queue after the other.
+        """Returns the task's prompts as queues, which are decoded one after the other.
 
-        With one slot prompts never meet, so each is a queue of its own and strategies take turns
-        prompt by prompt. With several, all are one queue, so that no slot waits while there is
-        something to decode.
+        With one slot each prompt is a queue of its own, so that strategies take turns prompt by
+        prompt. With several, all prompts form one queue, so that no slot waits while there are
+        prompts left.
         """
         items = self.tasks[task]
         return [(item,) for item in items] if slots == 1 else [tuple(items)]
 
 
 def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
-    """Reads, records or draws what a run decodes.
+    """Reads, or draws, the prompts of a run.
 
     Args:
-      config: of the run.
-      job: knows tokenizer and vocabulary.
+      config: Config of the run.
+      job: Job with the tokenizer and the vocabulary.
     Raises:
-      InputError: a file or a name in it is unusable.
+      InputError: A file is unusable, or has no task of a given name.
     """
     if config.trace is not None:
         tasks = _made_up(config, read_trace(config.trace, config.trace_tasks), job)
@@ -140,7 +140,7 @@ def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
 
 
 def words(config: BenchmarkRun) -> dict[str, Any]:
-    """Where acceptance lengths come from, as the results state it."""
+    """Returns the source of the acceptance lengths, as in results.json."""
     if config.trace is not None:
         return {"source": "trace", "file": config.trace, "words": _TRACE_WORDS}
     if config.acceptance:
@@ -166,7 +166,7 @@ _DRAWN_WORDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """One prompt as it was recorded."""
+    """Recorded acceptance lengths of one prompt."""
 
     where: str
     prompt_tokens: int
@@ -174,16 +174,16 @@ class Recording:
 
 
 def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording]]:
-    """Reads recorded acceptance lengths: a JSON list of objects, one a prompt.
+    """Reads recorded acceptance lengths from a JSON list with one object per prompt.
 
-    Each has `acceptance_lengths` (tokens committed in each cycle, bonus included) and may have
-    `dataset` and `prompt_tokens`.
+    Each object has `acceptance_lengths` (tokens committed in each cycle, bonus included) and may
+    have `dataset` and `prompt_tokens`.
 
     Args:
-      file: where.
-      tasks: data sets to keep; none for all.
+      file: Path of the file.
+      tasks: Data sets to keep; empty keeps all.
     Raises:
-      InputError: it cannot be read, is no such list, or lacks a task.
+      InputError: The file cannot be read, is not such a list, or lacks a task.
     """
     try:
         rows = json.loads(paths.to_path(file).read_text(encoding="utf-8"))
@@ -210,7 +210,7 @@ def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording
 
 
 def _recording(row: Any, where: str) -> tuple[str, Recording]:
-    """One prompt of a trace, after the data set that it is from; see `read_trace`."""
+    """Returns the data set and the recording of one prompt in a trace; see `read_trace`."""
     if not isinstance(row, dict) or "acceptance_lengths" not in row:
         raise errors.InputError("expected an object with acceptance_lengths")
     task = row.get("dataset", "trace")
@@ -226,10 +226,10 @@ def _recording(row: Any, where: str) -> tuple[str, Recording]:
 
 
 def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
-    """Raises InputError if a forced length is more than some strategy's block yields.
+    """Raises InputError if a forced length exceeds what some strategy's block can commit.
 
     Args:
-      block_sizes: of each strategy that drafts.
+      block_sizes: Block size of each strategy that drafts.
     """
     for task, items in workload.tasks.items():
         for item in items:
@@ -271,7 +271,7 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
 
 
 def _draw(config: BenchmarkRun, job: jobs.Job) -> dict[str, list[Recording]]:
-    """Recordings with lengths drawn from the published shares."""
+    """Draws acceptance lengths from the published histograms."""
     random = np.random.default_rng(_SEED)
     drawn: dict[str, list[Recording]] = {}
     for task in config.acceptance:
@@ -295,7 +295,7 @@ def _draw(config: BenchmarkRun, job: jobs.Job) -> dict[str, list[Recording]]:
 def _made_up(
     config: BenchmarkRun, recorded: Mapping[str, Sequence[Recording]], job: jobs.Job
 ) -> dict[str, tuple[Item, ...]]:
-    """Prompts of random tokens, as long as recorded, with the lengths recorded."""
+    """Returns prompts of random tokens with the recorded prompt and acceptance lengths."""
     random = np.random.default_rng(_SEED)
     vocab_size = job.target.arch.vocab_size
     tasks: dict[str, tuple[Item, ...]] = {}
@@ -314,10 +314,10 @@ def _made_up(
 
 
 def _check_size(config: BenchmarkRun, recording: Recording, job: jobs.Job) -> int:
-    """Tokens of a made-up prompt, once they are known to fit; before any is drawn.
+    """Returns the number of tokens of a random prompt, after checking that it fits.
 
     Raises:
-      InputError: the prompt and its output are longer than the cache or the model goes.
+      InputError: Prompt and output exceed the cache or the model's context.
     """
     size = config.prompt_tokens or recording.prompt_tokens
     job.check_length(Prompt(0, range(min(size, sys.maxsize)), source=recording.where))

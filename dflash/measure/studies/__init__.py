@@ -1,4 +1,4 @@
-"""Studies: one question about costs each, answered by a table, a plot, and the roofline beside."""
+"""Studies: each answers one question about costs by a table and a plot, with the roofline."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -7,7 +7,7 @@ from dflash.measure.studies import serving, timings, variants
 from dflash.measure.studies.result import Step
 from dflash.measure.studies.result import StudyResult as StudyResult
 
-# Each yields what it does, step by step, and what it has found by then; the last result is whole.
+# Each yields its steps with the results so far; the last result is complete.
 STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
     "cycle": timings.cycle,
     "verify": timings.verify,
@@ -19,6 +19,6 @@ STUDIES: Mapping[str, Callable[[BenchmarkRun], Iterator[Step]]] = {
     "serve": serving.serve,
 }
 
-# Those that cut acceptance lengths to the block of each variant, and all that decode prompts.
+# Studies that cut acceptance lengths to the block of each variant, and all that decode prompts.
 CUTTING = frozenset(("block", "layers", "taps"))
 DECODING = CUTTING | {"batch", "serve"}

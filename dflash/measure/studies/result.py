@@ -1,4 +1,4 @@
-"""The result of a study: a table, and the lines of its plot; and the steps that lead to it."""
+"""Results of studies, as tables and plots, and the steps that lead to them."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -9,22 +9,22 @@ from dflash.measure.plots import Line
 from dflash.measure.roofline import Machine
 from dflash.measure.warnings import MARK, Doubt
 
-DOUBTS = "doubts"  # column of every row; None where there are none
+DOUBTS = "doubts"  # Column of every row with its warnings; None if there are none.
 
 
 @dataclasses.dataclass(frozen=True)
 class StudyResult:
-    """The answer to a study's question.
+    """Answer to a study's question.
 
     Attributes:
-      title: the question.
-      rows: figures by column, the same columns each; `DOUBTS` is one of them.
-      lines: of the plot.
-      x, y: what its axes are.
-      log: both axes logarithmic.
-      even: height that neither wins nor loses, such as a speed-up of 1; None: there is none.
-      notes: sentences to be shown with the figures.
-      narrow: columns that fit on a terminal; none: all.
+      title: Question that the study answers.
+      rows: Figures by column; all rows have the same columns, `DOUBTS` among them.
+      lines: Lines of the plot.
+      x, y: Labels of the plot's axes.
+      log: Whether both axes are logarithmic.
+      even: Height of no gain and no loss, such as a speed-up of 1; None if there is none.
+      notes: Sentences to show with the figures.
+      narrow: Columns for a narrow terminal; empty selects all.
     """
 
     title: str
@@ -38,7 +38,7 @@ class StudyResult:
     narrow: Sequence[str] = ()
 
     def text(self, *, wide: bool = False) -> list[str]:
-        """The table, its doubts and its notes, as lines; all columns if `wide`."""
+        """Returns the table, its warnings and its notes as lines; all columns if `wide`."""
         if not self.rows:
             return [self.title, *table.wrapped(self.notes)]
         every = [head for head in self.rows[0] if head != DOUBTS]
@@ -51,7 +51,7 @@ class StudyResult:
         return [self.title, "", *lines, "", *table.wrapped([*self._doubts(), *self.notes])]
 
     def png(self, note: str = "") -> bytes:
-        """The plot."""
+        """Returns the plot as a PNG file."""
         return plots.curves(
             self.lines,
             title=self.title,
@@ -63,7 +63,7 @@ class StudyResult:
         )
 
     def _doubts(self) -> list[str]:
-        """A sentence for each row that is in doubt."""
+        """Returns a sentence for each row with a warning."""
         found = []
         for row in self.rows:
             if row[DOUBTS]:
@@ -75,12 +75,12 @@ class StudyResult:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A moment of a study.
+    """Progress of a study.
 
     Attributes:
-      what: the study does next.
-      done: share of it that is behind.
-      result: what there is by now; None: nothing new.
+      what: Description of what the study does next.
+      done: Completed fraction of the study.
+      result: Result so far; None if it has not changed.
     """
 
     what: str
@@ -88,7 +88,7 @@ class Step:
     result: StudyResult | None = None
 
     def within(self, begin: float, size: float) -> "Step":
-        """The step as part of something longer: the share from `begin` that is `size` long."""
+        """Returns the step as part of a whole, of which it covers `size` from `begin` on."""
         return dataclasses.replace(self, done=begin + size * self.done)
 
 
@@ -98,15 +98,15 @@ def in_turns(
     names: Callable[[Any], str],
     result: Callable[[Mapping[Any, list]], StudyResult],
 ) -> Iterator[Step]:
-    """Makes calls in turns, so that a machine that slows down slows all of them alike.
+    """Calls functions in turns, so that drift of the machine affects all of them alike.
 
     Args:
-      calls: by key; each returns what it has measured.
-      repeats: turns that count, after one that compiles and does not.
-      names: a key in words.
-      result: makes the result of what the calls have returned so far, by key.
+      calls: Functions by key; each returns a measurement.
+      repeats: Number of turns that count, after one that compiles.
+      names: Maps a key to its description.
+      result: Makes the result from the measurements so far, by key.
     Yields:
-      a step before each call, and one with a result after each turn.
+      A step before each call, and a step with a result after each turn.
     """
     found: dict[Hashable, list] = {key: [] for key in calls}
     total, done = (1 + repeats) * len(calls), 0
@@ -123,12 +123,12 @@ def in_turns(
 
 
 def doubted(row: Mapping[str, Any], doubts: Iterable[Doubt]) -> dict[str, Any]:
-    """A row with its doubts."""
+    """Returns a row with the column of its warnings added."""
     return {**row, DOUBTS: "; ".join(dict.fromkeys(one.words for one in doubts)) or None}
 
 
 def machine_note(machine: Machine) -> str:
-    """The peak rates that the roofline assumes."""
+    """Describes the peak rates that the roofline assumes."""
     rates = f"{machine.bytes_per_s / 1e9:.4g} GB/s"
     if machine.cached_rates:
         size, rate = machine.cached_rates[0]

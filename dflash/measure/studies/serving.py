@@ -1,4 +1,4 @@
-"""The study of serving: throughput and latencies of a server over loopback, under several loads."""
+"""Study of serving: throughput and latencies of a server over loopback, under several loads."""
 
 import dataclasses
 import itertools
@@ -27,14 +27,15 @@ from dflash.serving.tracks import Tracks
 from dflash.text.prompts import Prompt
 
 AT_A_TIME = (1, 2, 4, 8, 16, 32, 64)
-RATES = (0.5, 0.8)  # of the requests per second that plain decoding has reached
-_QUEUE = 4096  # nothing is to be refused
+RATES = (0.5, 0.8)  # Fractions of the requests per second that plain decoding has reached.
+_QUEUE = 4096  # Long enough that the server rejects no request.
 
 
 def serve(config: BenchmarkRun) -> Iterator[Step]:
-    """Drives a server for each strategy: so many requests at a time, then arrivals at random.
+    """Measures a server of each strategy, with concurrent requests, then with random arrivals.
 
-    The rates are the same for all strategies: shares of the most that the baseline has answered.
+    The arrival rates are fractions of the baseline's best throughput, so all strategies get the
+    same ones.
     """
     bench = benches.prepare(config)
     yield Step("loading weights", 0)
@@ -42,7 +43,7 @@ def serve(config: BenchmarkRun) -> Iterator[Step]:
     if bench.workload.has_later_turns:
         bench.converse()
     closed, items = config.study.values or AT_A_TIME, bench.workload.items
-    # Of each load its requests, in the order in which they are sent.
+    # For each load, its requests in the order in which they are sent.
     warming = items[:1] * 2
     loads = [_enough(items, max(len(items), 2 * count)) for count in closed]
     everything = [*warming, *itertools.chain(*loads), *items * len(RATES)]
@@ -74,12 +75,12 @@ def serve(config: BenchmarkRun) -> Iterator[Step]:
 
 @dataclasses.dataclass(frozen=True)
 class _Scripted(Job):
-    """A job whose engine forces acceptance lengths upon its requests, in the order they come."""
+    """Job whose engine forces acceptance lengths upon its requests, in order of arrival."""
 
     scripts: tuple[tuple[int, ...], ...] = ()
 
     def engine(self, prompts: Sequence[Prompt] = (), *, num_stop_ids: int = 0) -> Engine:
-        """See `Job.engine`."""
+        """Builds the engine and sets its script; see `Job.engine`."""
         size = len(self.scripts), max(map(len, self.scripts))
         engine = benches.make_engine(self, script=size, num_stop_ids=num_stop_ids)
         engine.follow(self.scripts)
@@ -87,7 +88,7 @@ class _Scripted(Job):
 
 
 def _serving(bench: benches.Bench, job: Job, sent: Sequence[Item]):
-    """A server of one strategy in the background, for these requests; a context of its URL."""
+    """Returns a context that serves one strategy in the background and gives the server's URL."""
     run = job.config
     given = vars(run) | {"decode": ServeDecode(**vars(run.decode))}
     served = ServeRun(**given, serve=ServeConfig(queue=_QUEUE, drain_s=0.0))
@@ -99,9 +100,9 @@ def _serving(bench: benches.Bench, job: Job, sent: Sequence[Item]):
 
 
 def _bodies(bench: benches.Bench, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """A request for each item, as the config samples.
+    """Returns the body of a request for each item.
 
-    Where acceptance is forced, whatever was drafted is committed: a stop token means nothing.
+    Forced acceptance commits any drafted token, so stop tokens are then ignored.
     """
     always = {"seed": bench.config.decode.seed}
     if bench.workload.forced:
@@ -113,15 +114,15 @@ def _bodies(bench: benches.Bench, items: Sequence[Item]) -> list[dict[str, Any]]
 
 
 def _enough(items: Sequence[Item], count: int) -> list[Item]:
-    """As many items, from the beginning again where there are fewer."""
+    """Returns `count` items, starting again from the first if there are fewer."""
     return list(itertools.islice(itertools.cycle(items), count))
 
 
 def _drive(plan: Plan) -> list[Answer]:
-    """Carries a plan out in a process of its own.
+    """Carries out a plan in a process of its own.
 
     Raises:
-      UserError: a request has failed.
+      UserError: A request has failed.
     """
     done = subprocess.run(
         [sys.executable, "-m", "dflash.measure.load_client"],
@@ -141,10 +142,10 @@ def _drive(plan: Plan) -> list[Answer]:
 
 
 def _row(name: str, at_a_time: int | None, rate: float | None, answers: Sequence[Answer]) -> dict:
-    """The figures of one load."""
+    """Computes the figures of one load."""
     seconds = max(one.last for one in answers) - min(one.begin for one in answers)
     tokens = sum(one.tokens for one in answers)
-    # The first token comes from the prompt's own pass, and each cycle has one of the target's own.
+    # Prefill returns the first token, and each cycle commits one token of the target's own.
     cycles = sum(one.tokens - 1 - one.accepted for one in answers)
     first = [1e3 * (one.first - one.begin) for one in answers]
     each = [1e3 * (one.last - one.first) / (one.tokens - 1) for one in answers if one.tokens > 1]
@@ -171,7 +172,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _result(rows: Sequence[dict]) -> StudyResult:
-    """The rows so far, and a line of throughput for each drafter."""
+    """Returns the rows so far, with a line of throughput for each drafter."""
     lines = []
     for name in dict.fromkeys(row["drafter"] for row in rows):
         some = [row for row in rows if row["drafter"] == name and row["at_a_time"]]

@@ -36,7 +36,7 @@ CYCLE_CONTEXTS = (128,)
 
 
 def cycle(config: BenchmarkRun) -> Iterator[Step]:
-    """What a cycle in the loop costs beside the sum of its two forwards, for every strategy."""
+    """Compares the cost of a cycle in the decode loop with the sum of its two forwards."""
     jobs = _loaded(benches.prepare_models(config))
     context = _contexts(config, jobs, CYCLE_CONTEXTS)[0]
     target, batch = next(iter(jobs.values())).target, config.decode.batch_size
@@ -97,7 +97,7 @@ def cycle(config: BenchmarkRun) -> Iterator[Step]:
 
 
 def verify(config: BenchmarkRun) -> Iterator[Step]:
-    """Is verification flat in its rows?"""
+    """Measures how the cost of verification depends on the number of rows."""
     only_target = dataclasses.replace(config, strategies={})
     job = next(iter(_loaded(benches.prepare_models(only_target)).values()))
     contexts = _contexts(config, {"": job}, CONTEXTS)
@@ -162,7 +162,7 @@ def verify(config: BenchmarkRun) -> Iterator[Step]:
 
 
 def draft(config: BenchmarkRun) -> Iterator[Step]:
-    """What a draft costs by block size."""
+    """Measures how the cost of a draft depends on the block size."""
     sizes, batch = config.study.values or BLOCK_SIZES, config.decode.batch_size
     variants = {
         f"{name} {size}": with_block_size(name, drafter, size)
@@ -228,7 +228,7 @@ def _draft_name(context: int, key: tuple[str, int]) -> str:
 
 
 def _with_roofline(name: str, rows: list[dict], x: str, y: str) -> tuple[Line, Line]:
-    """The line of a column of rows, and that of their rooflines."""
+    """Returns the line of a column of rows, and the line of their rooflines."""
     places, doubtful = [row[x] for row in rows], [bool(row[DOUBTS]) for row in rows]
     return (
         Line(name, places, [row[y] for row in rows], doubtful=doubtful),
@@ -242,10 +242,12 @@ def _with_roofline(name: str, rows: list[dict], x: str, y: str) -> tuple[Line, L
 
 
 def with_block_size(name: str, drafter, size: int):
-    """A drafter's config with another block; random weights are made for at least that block.
+    """Returns a drafter's config with another block size.
+
+    Random weights get an architecture of at least that block size.
 
     Raises:
-      ConfigError: the strategy has no such key.
+      ConfigError: The strategy has no block size.
     """
     if not hasattr(drafter, "block_size"):
         raise errors.ConfigError(
@@ -259,7 +261,7 @@ def with_block_size(name: str, drafter, size: int):
 
 
 def _loaded(jobs: dict[str, Job]) -> dict[str, Job]:
-    """Reads all weights, the target's once."""
+    """Reads all weights, those of the shared target once."""
     first = next(iter(jobs.values()))
     sharding = first.target.sharding
     weights.load(first.target, first.target_source, sharding)
@@ -269,10 +271,10 @@ def _loaded(jobs: dict[str, Job]) -> dict[str, Job]:
 
 
 def _contexts(config: BenchmarkRun, jobs: dict[str, Job], usual: Iterable[int]) -> tuple[int, ...]:
-    """The contexts asked for; of the usual ones, those that the target was made for.
+    """Returns the contexts of the config, or those of the default ones that the target supports.
 
     Raises:
-      ConfigError: one that was asked for is beyond the target.
+      ConfigError: A context in the config is longer than the target supports.
     """
     longest = next(iter(jobs.values())).target.arch.max_position_embeddings
     beyond = [context for context in config.study.contexts if context > longest]
@@ -285,7 +287,7 @@ def _contexts(config: BenchmarkRun, jobs: dict[str, Job], usual: Iterable[int]) 
 
 
 def _engine(config: BenchmarkRun, target, drafter, context: int) -> MeasuredEngine:
-    """An engine with room for a context and one dispatch of fully accepted cycles."""
+    """Returns an engine with room for a context and one dispatch of fully accepted cycles."""
     room = context + (config.decode.sync_every + 1) * drafter.block_size
     return MeasuredEngine(target, drafter, config.decode, max_length=room)
 
@@ -293,7 +295,7 @@ def _engine(config: BenchmarkRun, target, drafter, context: int) -> MeasuredEngi
 def _rows_engine(
     config: BenchmarkRun, job: Job, count: int, most: int, contexts: tuple[int, ...]
 ) -> MeasuredEngine:
-    """An engine that verifies `count` rows; all of them lay out their caches alike."""
+    """Returns an engine that verifies `count` rows, with a cache layout independent of `count`."""
     batch, drafts = config.decode.batch_size, count - 1
     form = types.SimpleNamespace(
         feature_layers=(), num_draft_tokens=drafts, has_probs=False, longest_path=count

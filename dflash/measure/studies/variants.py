@@ -1,4 +1,4 @@
-"""Studies that measure whole cells for each of several variants: blocks, layers, taps, batches."""
+"""Studies that measure whole cells of several variants: blocks, layers, taps, batch sizes."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from dflash.measure.samples import TaskRound
 from dflash.measure.studies.result import DOUBTS, Step, StudyResult, doubted, machine_note
 from dflash.measure.studies.timings import with_block_size
 
-# Makes the result of a study of the machine and the rows.
+# Maps a machine and the rows so far to the result of a study.
 Made = Callable[[roofline.Machine, list[dict]], StudyResult]
 
 USED_BLOCKS = (4, 8, 12, 16)
@@ -25,7 +25,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def block(config: BenchmarkRun) -> Iterator[Step]:
-    """Which block to use with a drafter of which trained block."""
+    """Compares block sizes, used and trained, by their speed-up."""
     values = config.study.values or USED_BLOCKS
     trained = {}
     for name, job in benches.prepare_models(config).items():
@@ -42,26 +42,26 @@ def block(config: BenchmarkRun) -> Iterator[Step]:
 
 
 def layers(config: BenchmarkRun) -> Iterator[Step]:
-    """What another number of draft layers costs; with random weights, at forced acceptance."""
+    """Compares numbers of draft layers, with random weights and forced acceptance."""
     values = config.study.values or LAYERS
     made = functools.partial(_table, "Number of draft layers", "layers", ("drafter",))
     yield from _architectures(config, "num_hidden_layers", "layers", values, made)
 
 
 def taps(config: BenchmarkRun) -> Iterator[Step]:
-    """What another number of tapped target layers costs; see `layers`."""
+    """Compares numbers of tapped target layers; see `layers`."""
     values = config.study.values or TAPS
     made = functools.partial(_table, "Number of tapped layers", "taps", ("drafter",))
     yield from _architectures(config, "num_target_features", "taps", values, made)
 
 
 def batch(config: BenchmarkRun) -> Iterator[Step]:
-    """What drafting is worth when the target has other sequences to serve too."""
+    """Measures the gain from drafting at several batch sizes."""
     sizes = config.study.values or BATCHES
     rows, machine, target = [], None, None
     for number, size in enumerate(sizes):
         decode = dataclasses.replace(config.decode, batch_size=size)
-        # Enough that a slot that becomes free has something to decode.
+        # Use enough prompts that a slot that becomes free has something to decode.
         prompts = max(config.prompts_per_task, 2 * size if size > 1 else 1)
         variant = dataclasses.replace(config, decode=decode, prompts_per_task=prompts)
         keys = {name: {"drafter": name, "batch": size} for name in config.strategies}
@@ -94,7 +94,7 @@ def _check_full(bench: benches.Bench, size: int) -> None:
 def _architectures(
     config: BenchmarkRun, field: str, column: str, values: Iterable[int], made: Made
 ) -> Iterator[Step]:
-    """Random drafters of other shapes, beside one another."""
+    """Compares drafters that differ in one field of their architecture, with random weights."""
     variants, keys = {}, {}
     for name, drafter in config.strategies.items():
         for value in values:
@@ -113,7 +113,7 @@ def _reshaped(name: str, drafter: DrafterConfig, field: str, value: int) -> Draf
         )
     changes = {field: value}
     if "num_target_features" in changes and hasattr(shape, "target_layer_ids"):
-        changes["target_layer_ids"] = None  # evenly spread
+        changes["target_layer_ids"] = None  # Spread them evenly.
     shape = dataclasses.replace(shape, **changes)
     return dataclasses.replace(drafter, checkpoint="random", architecture=shape)
 
@@ -124,7 +124,7 @@ def _measure(
     keys: Mapping[str, Mapping],
     made: Made,
 ) -> Iterator[Step]:
-    """Measures the cells of all variants, which run side by side."""
+    """Measures the cells of all variants, in turns."""
     varied = dataclasses.replace(config, strategies=dict(variants))
     bench = benches.prepare(varied, cut=True)
     bench.load()
@@ -135,7 +135,7 @@ def _measure(
 def _steps(
     bench: benches.Bench, keys: Mapping[str, Mapping], machine: roofline.Machine, made: Made
 ) -> Iterator[Step]:
-    """Measures every cell; a result of all of them after each task of each round."""
+    """Measures every cell, and yields a result of all of them after each task of each round."""
     yield Step("decoding the answers that later turns follow", 0)
     bench.converse()
     yield Step(f"compiling for {len(bench.jobs)} strategies", 0)
@@ -155,7 +155,7 @@ def _rows(
     machine: roofline.Machine,
     rounds: Sequence[TaskRound],
 ) -> list[dict]:
-    """A row for each cell of a strategy that has keys."""
+    """Computes a row for each cell of a strategy in `keys`."""
     size = bench.config.decode.batch_size
     rows = []
     for cell in cells.cells(rounds, cells.setting_of(bench, machine)):
@@ -186,7 +186,7 @@ def _rows(
 def _table(
     title: str, column: str, names: tuple[str, ...], machine: roofline.Machine, rows: list[dict]
 ) -> StudyResult:
-    """The rows and, for every drafter and task, a line of the speed-up."""
+    """Returns the rows and, for each drafter and task, a line of the speed-up."""
     by_name: dict[str, list[dict]] = {}
     for row in rows:
         label = ", ".join(str(row[name]) for name in (*names, "task"))
