@@ -1,8 +1,8 @@
-"""From a target to its drafter: dflash distill CONFIG [key=value ...] --workdir DIR.
+"""Makes a drafter for a target: dflash distill CONFIG [key=value ...] --workdir DIR.
 
-The target answers questions, a drafter is trained on the answers, measured through the decode
-engine, and exported with a model card. The same command on the same directory continues where the
-last one ended, however it ended. Exit status as that of `dflash train`.
+The target answers questions; a drafter is trained on the answers, measured in the decode engine,
+and exported with a model card. The same command on the same directory continues where the last one
+ended, however it ended. The exit statuses are those of `dflash train`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def _distill(command: cli.Command) -> int:
         print("\n".join(distill_plan.make(command.config, answers=stages.ANSWERS, dry=True)))
         return 0
     if command.workdir is None:
-        raise errors.ConfigError("--workdir: required: where answers, checkpoints and weights go")
+        raise errors.ConfigError("--workdir: required, for answers, checkpoints and weights")
     date = dates.find(command.workdir)
     with stages.open_directory(command.workdir, command.config, date) as directory:
         return stages.run(command.config, directory, date, decode_run.open_display(stream=False))

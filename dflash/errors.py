@@ -5,10 +5,10 @@ print the message on stderr and exit with `exit_status`: 2 for problems of the i
 prompts, checkpoints), 1 for problems of the run itself.
 """
 
-INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells report it
-BROKEN_PIPE = 141  # 128 + SIGPIPE
+INTERRUPTED = 130  # Exit status 128 + SIGINT, as shells report it.
+BROKEN_PIPE = 141  # Exit status 128 + SIGPIPE.
 
-_MAX_CHARACTERS = 1000  # per line; a quoted value may be a whole file
+_MAX_CHARACTERS = 1000  # Limit per line of a message, as a quoted value may be a whole file.
 
 
 class UserError(Exception):

@@ -99,7 +99,7 @@ def _train(command: cli.Command) -> int:
     from dflash.training import train_job
 
     if command.dry_run:
-        # It touches no device, so it asks no other process for the date.
+        # A plan runs in one process without devices, so it cannot ask others for the date.
         print("\n".join(train_job.prepare(command.config, date=None, dry=True).plan().lines()))
         return 0
     return _outcome(command).exit_status

@@ -293,7 +293,7 @@ def test_numbers_that_diverge_stop_the_run(config, tmp_path, capsys):
     assert run(config, *TARGET, *rate, "--workdir", tmp_path / "run") == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: step ")
-    assert "the last good checkpoint is of step " in error
+    assert "the last good checkpoint is that of step " in error
     assert not (tmp_path / "run" / "hf").exists()
 
 

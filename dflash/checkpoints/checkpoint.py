@@ -32,7 +32,7 @@ def resolve(reference: str) -> pathlib.Path:
     """Returns the local directory of a checkpoint, downloaded to the hub's cache if need be.
 
     Args:
-      reference: a directory, as given or of this package (assets/tiny_target), or hf:org/name or
+      reference: A directory, as given or of this package (assets/tiny_target), or hf:org/name or
         hf:org/name@revision.
     Raises:
       CheckpointError: The directory does not exist, or the download from the hub fails.
@@ -73,8 +73,8 @@ def check(reference: str, *, weights: bool) -> None:
     """Finds what is wrong with a checkpoint as far as that needs neither network nor jax.
 
     Args:
-      reference: see `resolve`; or `random`, which is always right.
-      weights: whether weights must be there and whole, and not config.json alone.
+      reference: See `resolve`; or `random`, which is always right.
+      weights: Whether weights must be there and whole, and not config.json alone.
     Raises:
       CheckpointError: The reference, config.json or the layout is unusable.
     """

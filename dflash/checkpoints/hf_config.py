@@ -61,11 +61,11 @@ def read_fields(
     """Reads the fields of a dataclass from a foreign file, checked as keys of our configs are.
 
     Args:
-      config: content of a JSON file, or a mapping in it. Fields that `schema` does not have are
+      config: Content of a JSON file, or a mapping in it. Fields that `schema` does not have are
         ignored; null means left out.
-      schema: a dataclass as in config/schema.py: types, and bounds that `option` declares.
-      group: name of the mapping in the file; empty for the file itself.
-      file: name of the file in messages.
+      schema: A dataclass as in config/schema.py: types, and bounds that `option` declares.
+      group: Name of the mapping in the file; empty for the file itself.
+      file: Name of the file in messages.
     Raises:
       CheckpointError: A field without a default is missing, or a value has another type or is out
         of bounds; one line for each.

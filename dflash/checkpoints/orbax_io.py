@@ -34,7 +34,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     """Fills the abstract arrays of `module`, each directly sharded and in its own dtype.
 
     Raises:
-      CheckpointError: files are missing or damaged, or the tensors are not those of the module.
+      CheckpointError: Files are missing or damaged, or the tensors are not those of the module.
     """
     leaves = dict(parameters.named_arrays(module))
     wanted = parameters.readable(module)
@@ -67,7 +67,7 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every stored parameter, by dotted path, without reading any.
 
     Raises:
-      CheckpointError: the description is missing or damaged.
+      CheckpointError: The description is missing or damaged.
     """
     params = (directory / PARAMS).absolute()
     try:
@@ -87,7 +87,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
     """Dtypes among the stored weights; buffers do not count.
 
     Raises:
-      CheckpointError: the description is missing or damaged.
+      CheckpointError: The description is missing or damaged.
     """
     found = {np.dtype(leaf.dtype) for leaf in read_shapes(directory).values()}
     return {dtype for dtype in found if jnp.issubdtype(dtype, jnp.floating)}
@@ -99,7 +99,7 @@ def save(module: nnx.Module, directory: pathlib.Path) -> int:
     Returns:
       Number of arrays written.
     Raises:
-      OSError: they cannot be written.
+      OSError: They cannot be written.
     """
     values = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     largest = max(value.nbytes for value in values.values())
@@ -118,7 +118,7 @@ def _check(stored, wanted, directory) -> None:
     """Compares what is stored with what the module declares.
 
     Raises:
-      CheckpointError: tensors are missing, unexpected, or of another shape.
+      CheckpointError: Tensors are missing, unexpected, or of another shape.
     """
     params = directory / PARAMS
     misfit = "these weights do not belong to this config.json"

@@ -46,12 +46,12 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     up resident; on a CPU device, whose arrays take over the buffers, within `_PIECE_BYTES` or so.
 
     Args:
-      module: offers `checkpoint_name(path)`, a name or what tensor_map.py has, and optionally
+      module: Offers `checkpoint_name(path)`, a name or what tensor_map.py has, and optionally
         `ignored_checkpoint_names` and `ignored_checkpoint_suffixes`. Parameters at a path that ends
         in ".kernel" are stored transposed. Buffers are filled too.
-      directory: holds model.safetensors or an index with its shards.
+      directory: Holds model.safetensors or an index with its shards.
     Raises:
-      CheckpointError: a file is missing or damaged, or the tensors are not those of the module.
+      CheckpointError: A file is missing or damaged, or the tensors are not those of the module.
     """
     tensors = read_headers(directory)
     leaves = dict(parameters.named_arrays(module))
@@ -85,7 +85,7 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
     """Dtypes among the stored weights; buffers do not count.
 
     Raises:
-      CheckpointError: the checkpoint cannot be read, or a tensor is not of these floating points.
+      CheckpointError: The checkpoint cannot be read, or a tensor is not of these floating points.
     """
     tensors = read_headers(directory).values()
     weights = [
@@ -106,10 +106,10 @@ def save(
     All processes of a multi-host run call this; process 0 writes.
 
     Args:
-      module: offers `checkpoint_name(path)`; its parameters and buffers hold arrays.
-      directory: exists already.
-      dtype: of the stored weights; None keeps each parameter's own.
-      max_shard_bytes: a larger model is split into several files and an index.
+      module: Offers `checkpoint_name(path)`; its parameters and buffers hold arrays.
+      directory: Exists already.
+      dtype: Of the stored weights; None keeps each parameter's own.
+      max_shard_bytes: A larger model is split into several files and an index.
     Returns:
       Number of tensors written.
     """
@@ -138,7 +138,7 @@ def _check(tensors, wanted, module, directory) -> None:
     """Compares what is stored with what the module declares.
 
     Raises:
-      CheckpointError: tensors are missing, unexpected, or of another shape or dtype.
+      CheckpointError: Tensors are missing, unexpected, or of another shape or dtype.
     """
     source = directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
     misfit = "these weights do not belong to this config.json"

@@ -47,9 +47,9 @@ def build(tree: Tree, run: type, *, complete: bool) -> tuple[Any, set[Path], lis
     """Builds the dataclass `run` from `tree`.
 
     Args:
-      tree: all layers, merged.
-      run: the schema, a dataclass.
-      complete: whether every layer could be read; if not, a missing key is not reported.
+      tree: All layers, merged.
+      run: The schema, a dataclass.
+      complete: Whether every layer could be read; if not, a missing key is not reported.
     Returns:
       The instance, with defaults in place of unusable values (None where there is no default);
       the paths of the unusable values; every problem, one line each.

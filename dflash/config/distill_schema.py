@@ -93,7 +93,7 @@ class DistillRun:
         """The decode runs that measure the drafter.
 
         Args:
-          checkpoint: a directory with its weights; None: those that training begins with.
+          checkpoint: A directory with its weights; None: those that training begins with.
         Returns:
           Each by its data set, such as math, or by data set and what is drafted, such as
           math-block8 and math-tree32.

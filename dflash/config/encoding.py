@@ -18,7 +18,7 @@ def decode(content: bytes) -> str:
     """The text of a file; a mark at its beginning, which some editors write, is dropped.
 
     Raises:
-      InputError: it is not UTF-8; the message says what it is, or where it goes wrong.
+      InputError: It is not UTF-8; the message says what it is, or where it goes wrong.
     """
     check(content)
     try:
@@ -32,7 +32,7 @@ def check(beginning: bytes) -> None:
     """Refuses, by its beginning, a file in another encoding.
 
     Raises:
-      InputError: it is UTF-16 or UTF-32, with its mark or without.
+      InputError: It is UTF-16 or UTF-32, with its mark or without.
     """
     found = next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), None)
     # English without a mark: every other byte is zero.

@@ -38,11 +38,11 @@ class Key:
     """A key that a config may hold.
 
     Attributes:
-      path: its names, from the outermost group.
-      kind: type of its value.
-      names: what it must be one of, if these are not part of the type.
-      place: what it names on disk; see `schema.Place`.
-      is_group: whether it has keys of its own.
+      path: Its names, from the outermost group.
+      kind: Type of its value.
+      names: What it must be one of, if these are not part of the type.
+      place: What it names on disk; see `schema.Place`.
+      is_group: Whether it has keys of its own.
     """
 
     path: Path
@@ -69,9 +69,9 @@ def known_keys(declared: type, given: Any, path: Path = ()) -> Iterator[Key]:
     """Yields every key that a config may hold, groups included.
 
     Args:
-      declared: the schema of the config or group.
-      given: what the config holds so far, nested mappings of nodes: names in it choose schemas.
-      path: of the group.
+      declared: The schema of the config or group.
+      given: What the config holds so far, nested mappings of nodes: names in it choose schemas.
+      path: Of the group.
     """
     given = given if isinstance(given, ml_collections.ConfigDict) else {}
     cls = chosen_schema(declared, given) or declared

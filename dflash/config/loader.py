@@ -32,14 +32,14 @@ def load(
     """Loads a config.
 
     Args:
-      path: a YAML file, looked up as given, then among the shipped configs; None for the defaults.
+      path: A YAML file, looked up as given, then among the shipped configs; None for the defaults.
       overrides: `key=value` arguments; keys are dotted, values are YAML. A string field takes the
         text as typed, and a list field takes a bare value as a list of one.
-      schema: the dataclass to fill; of several, the one with most of the file's groups.
+      schema: The dataclass to fill; of several, the one with most of the file's groups.
     Returns:
       An instance of `schema`, or of one of them.
     Raises:
-      ConfigError: anything is wrong; holds every problem, one line each.
+      ConfigError: Anything is wrong; holds every problem, one line each.
     """
     problems: list[str] = []
     files, origin = ([], merging.COMMAND_LINE) if path is None else merging.read(path, problems)
@@ -71,10 +71,10 @@ def resolve(
     """Builds a config from its layers.
 
     Args:
-      files: of `merging.read`, in the order in which later wins; None for one that is unreadable.
-      over: layers over the files, such as the command line.
-      origin: the name of the main file.
-      schema: the dataclass to fill.
+      files: Of `merging.read`, in the order in which later wins; None for one that is unreadable.
+      over: Layers over the files, such as the command line.
+      origin: The name of the main file.
+      schema: The dataclass to fill.
     Returns:
       An instance of `schema`, None where there is none; every problem, one line each.
     """
@@ -100,12 +100,12 @@ def check_command(
     """Refuses files that another command's config consists of.
 
     Args:
-      files: mappings of the main file and its bases.
-      origin: the name of the main file.
-      schemas: those of the command at hand.
-      of: what has these schemas, for the message.
+      files: Mappings of the main file and its bases.
+      origin: The name of the main file.
+      schemas: Those of the command at hand.
+      of: What has these schemas, for the message.
     Raises:
-      ConfigError: another command knows more of the files' groups.
+      ConfigError: Another command knows more of the files' groups.
     """
     keys = {key for file in files for key in file.value} - {SWEEP}
 

@@ -22,9 +22,9 @@ class Tree:
     """All layers, merged.
 
     Attributes:
-      content: nested mappings whose leaves are nodes; later layers have already won.
-      places: the node that last wrote each key, mappings included.
-      origin: the name of the main file.
+      content: Nested mappings whose leaves are nodes; later layers have already won.
+      places: The node that last wrote each key, mappings included.
+      origin: The name of the main file.
     """
 
     content: ml_collections.ConfigDict
@@ -57,7 +57,7 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     """Finds a config file: as given, then among the shipped ones.
 
     Raises:
-      ConfigError: there is no such file; the message offers the nearest shipped one.
+      ConfigError: There is no such file; the message offers the nearest shipped one.
     """
     given = to_path(path) if in_bucket(path) else pathlib.Path(path)
     if _exists(given):
@@ -79,8 +79,8 @@ def read(path: str | pathlib.Path, problems: list[str]) -> tuple[list[Node | Non
     """Reads a config file and its bases, earliest first.
 
     Args:
-      path: of the main file, as `find_config` takes it.
-      problems: is appended to.
+      path: Of the main file, as `find_config` takes it.
+      problems: Is appended to.
     Returns:
       One mapping per file, in the order in which later wins, None for a file that cannot be read;
       the main file's display name.
@@ -126,10 +126,10 @@ def merge(
     others.
 
     Args:
-      layers: each a sequence of mappings that count as one (the arguments of the command line).
+      layers: Each a sequence of mappings that count as one (the arguments of the command line).
       named_groups: top-level keys whose `name` chooses their schema.
-      origin: the name of the main file.
-      alternatives: sets of keys of which one may be given.
+      origin: The name of the main file.
+      alternatives: Sets of keys of which one may be given.
     """
     content, places = _empty(), {}
     for layer in layers:
@@ -156,10 +156,10 @@ def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> lis
     also be a config file, whose `group` is then used.
 
     Args:
-      tree: all layers, merged.
+      tree: All layers, merged.
       mapping: top-level key of the entries.
       group: top-level key of what they override.
-      names: that `group` may have.
+      names: That `group` may have.
     Returns:
       Every problem found, one line each.
     """

@@ -45,7 +45,7 @@ class Node:
     Attributes:
       value: None, bool, int, float, str, a tuple of nodes, a dict of nodes by key, or Malformed.
       source: "file:line", or "command line".
-      raw: the text as typed, for values from the command line.
+      raw: The text as typed, for values from the command line.
     """
 
     value: Any
@@ -107,8 +107,8 @@ def parse(text: str, name: str) -> tuple[Node | None, list[str]]:
     """Reads one YAML document that is a mapping.
 
     Args:
-      text: the document.
-      name: name of the document in sources and problems.
+      text: The document.
+      name: Name of the document in sources and problems.
     Returns:
       The mapping (None where the text cannot be read), and every problem found.
     """
@@ -156,11 +156,11 @@ def _convert(
     """Turns PyYAML's node into ours.
 
     Args:
-      node: what PyYAML composed.
-      where: line -> source.
-      problems: is appended to.
-      typed: whether to keep the text of scalars as `raw`.
-      line: the line to name, if not that of the node's own start.
+      node: What PyYAML composed.
+      where: Line -> source.
+      problems: Is appended to.
+      typed: Whether to keep the text of scalars as `raw`.
+      line: The line to name, if not that of the node's own start.
     """
     source = where(line or node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):

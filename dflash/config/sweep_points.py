@@ -37,9 +37,9 @@ class Point:
     """One config of a sweep.
 
     Attributes:
-      name: name of its directory; depends only on its values.
-      values: values of the axes' keys, as plain Python.
-      config: resolved config, an instance of the run's schema.
+      name: Name of its directory; depends only on its values.
+      values: Values of the axes' keys, as plain Python.
+      config: Resolved config, an instance of the run's schema.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Sweep:
     """All points of a config.
 
     Attributes:
-      run: what each point runs, a name of `registry.RUNS`.
-      axes: keys that vary together: one per product axis, and all of the zip.
-      points: points by name, in the order of the axes.
+      run: What each point runs, a name of `registry.RUNS`.
+      axes: Keys that vary together: one per product axis, and all of the zip.
+      points: Points by name, in the order of the axes.
     """
 
     run: str
@@ -74,10 +74,10 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
     """Loads a config and resolves every point of its sweep.
 
     Args:
-      path: a YAML file, looked up as given, then among the shipped configs.
+      path: A YAML file, looked up as given, then among the shipped configs.
       overrides: `key=value` arguments, also for the block: `sweep.product.decode.seed=[1, 2]`.
     Raises:
-      ConfigError: anything is wrong with the block or with any point; holds every problem, one
+      ConfigError: Anything is wrong with the block or with any point; holds every problem, one
         line each, those of a point with its name.
     """
     problems: list[str] = []

@@ -30,7 +30,7 @@ class RunDirectory:
     """A work directory that this run holds alone until it is closed; without a path, nothing.
 
     Attributes:
-      path: the directory; None for a run that leaves nothing.
+      path: The directory; None for a run that leaves nothing.
       config_hash: `loader.config_hash` of the run's config.
     """
 
@@ -50,14 +50,14 @@ class RunDirectory:
         run's.
 
         Args:
-          path: where; `~` is the home directory.
-          config: the run's resolved config, kept as config.yml.
-          is_used: whether a directory holds results that belong to the config beside them.
-          may_change: whether a continued run may have another value of a dotted key.
+          path: Where; `~` is the home directory.
+          config: The run's resolved config, kept as config.yml.
+          is_used: Whether a directory holds results that belong to the config beside them.
+          may_change: Whether a continued run may have another value of a dotted key.
           take: False for processes that only read: the first process of a run holds the directory.
-          shard: of several runs that share the directory, which one; each holds its own part.
+          shard: Of several runs that share the directory, which one; each holds its own part.
         Raises:
-          WorkdirError: it cannot be written, is in use by another run, or belongs to another
+          WorkdirError: It cannot be written, is in use by another run, or belongs to another
             config.
         """
         self.path = None if path is None else paths.to_path(path)
@@ -81,7 +81,7 @@ class RunDirectory:
         """Writes a file whole.
 
         Raises:
-          WorkdirError: it cannot be written.
+          WorkdirError: It cannot be written.
         """
         if self.path is not None:
             with files.explained(self.path / name):
@@ -91,7 +91,7 @@ class RunDirectory:
         """Writes values as JSON.
 
         Raises:
-          WorkdirError: they cannot be written.
+          WorkdirError: They cannot be written.
         """
         self.write(name, files.to_json(values))
 
@@ -115,11 +115,11 @@ def check_config(
     default.
 
     Args:
-      directory: where config.yml is looked for.
-      config: the run's resolved config.
-      may_change: whether the value of a dotted key may differ.
+      directory: Where config.yml is looked for.
+      config: The run's resolved config.
+      may_change: Whether the value of a dotted key may differ.
     Raises:
-      WorkdirError: the two differ, in keys that the message names; or config.yml is not a config
+      WorkdirError: The two differ, in keys that the message names; or config.yml is not a config
         of this kind of run.
     """
     path = directory / CONFIG
@@ -165,7 +165,7 @@ def _read_config(path: pathlib.Path, schema: type) -> Any:
     """Reads the config of an earlier run, perhaps by an earlier version.
 
     Raises:
-      WorkdirError: it does not fit today's schema, or is no config at all.
+      WorkdirError: It does not fit today's schema, or is no config at all.
     """
     try:
         return loader.load(path, schema=schema)
@@ -195,7 +195,7 @@ def _locked(directory: pathlib.Path, name: str) -> Iterator[None]:
     """Keeps other runs out of a directory by a file of it.
 
     Raises:
-      WorkdirError: another run has the directory.
+      WorkdirError: Another run has the directory.
     """
     try:
         descriptor = files.lock(directory / name, _PATIENCE_S)

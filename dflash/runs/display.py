@@ -78,8 +78,8 @@ class Display:
         """Announces the prompts to come.
 
         Args:
-          prompt_tokens: length of each in tokens, by index.
-          prompts: text of each, shown before its answer; those without one are only counted.
+          prompt_tokens: Length of each in tokens, by index.
+          prompts: Text of each, shown before its answer; those without one are only counted.
         """
         self._prompt_tokens.update(prompt_tokens)
         self._prompts.update(prompts or {})
@@ -123,7 +123,7 @@ class Display:
         """Shows on stderr how many programs are compiled, and how many came from the cache.
 
         Yields:
-          a call that takes how many programs are ready, and how many there are; nothing is shown
+          A call that takes how many programs are ready, and how many there are; nothing is shown
           before the first one.
         """
         start, total = time.perf_counter(), 0
@@ -155,10 +155,10 @@ class Display:
         On a terminal that is a bar; elsewhere a line now and then, so that a log is not silent.
 
         Args:
-          message: what it is.
-          every_s: the least seconds between such lines; None: `QUIET_S`.
+          message: What it is.
+          every_s: The least seconds between such lines; None: `QUIET_S`.
         Yields:
-          a call to be made before each step, with its name and the share that is done, 0 to 1.
+          A call to be made before each step, with its name and the share that is done, 0 to 1.
         """
         self._fresh_line()
         start = said = time.perf_counter()
@@ -230,8 +230,8 @@ class Display:
         """Shows a table on stderr: the cycle time of each block size, and how often it was chosen.
 
         Args:
-          cycle_ms: cycle time by block size, in ms.
-          chosen: number of cycles by block size, for sizes that were chosen.
+          cycle_ms: Cycle time by block size, in ms.
+          chosen: Number of cycles by block size, for sizes that were chosen.
         """
         table = rich.table.Table(box=None, pad_edge=False)
         for title in ("block size", "ms per cycle", "cycles"):

@@ -33,7 +33,7 @@ def check_division(path: pathlib.Path, shard: shards.Shard) -> None:
     """Refuses a directory whose prompts are divided in another way, or not at all.
 
     Raises:
-      WorkdirError: it is such a directory.
+      WorkdirError: It is such a directory.
     """
     shards.check_count(path, OUTPUTS, shard)
     whole = path / OUTPUTS
@@ -62,7 +62,7 @@ class Records:
         """Returns the prompts of which at least one turn is still to do.
 
         Raises:
-          WorkdirError: earlier records belong to other prompts.
+          WorkdirError: Earlier records belong to other prompts.
         """
         turns = {index for prompt in prompts for index in prompt.indices}
         first_turns = {prompt.index: prompt for prompt in prompts}
@@ -85,7 +85,7 @@ class Records:
         """Adds a finished prompt, the time of earlier runs added to its clock; returns that.
 
         Raises:
-          WorkdirError: it cannot be written.
+          WorkdirError: It cannot be written.
         """
         record = dataclasses.replace(record, decode_clock_s=self._clock_s + record.decode_clock_s)
         self._write(record)
@@ -96,7 +96,7 @@ class Records:
         """Writes the summary and further `facts` (devices, versions) as results.json, whole.
 
         Raises:
-          WorkdirError: it cannot be written.
+          WorkdirError: It cannot be written.
         """
 
     def close(self) -> None:
@@ -121,11 +121,11 @@ def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS
     A line that a kill cut short is dropped.
 
     Args:
-      directory: held by this run.
-      name: of the file of records.
-      results: of the file of their summary.
+      directory: Held by this run.
+      name: Of the file of records.
+      results: Of the file of their summary.
     Raises:
-      WorkdirError: the file cannot be written, or holds damaged records.
+      WorkdirError: The file cannot be written, or holds damaged records.
     """
     return Records() if directory.path is None else _StoredRecords(directory, name, results)
 
@@ -134,12 +134,12 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
     """The records of all shards of a run as one: their clocks follow one another.
 
     Args:
-      directory: the work directory of the shards.
-      config_hash: for the summary.
-      name: of the file of records of a run without shards.
-      count: number of shards.
+      directory: The work directory of the shards.
+      config_hash: For the summary.
+      name: Of the file of records of a run without shards.
+      count: Number of shards.
     Raises:
-      WorkdirError: a file cannot be read, or holds damaged records.
+      WorkdirError: A file cannot be read, or holds damaged records.
     """
     found, before_s = [], 0.0
     for shard in shards.Shard(0, count).all():
@@ -214,8 +214,8 @@ def read(path: pathlib.Path) -> list[outputs.Record]:
     Prompts finish in another order, which depends on kills.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      WorkdirError: it is damaged.
+      FileNotFoundError: There is no such file.
+      WorkdirError: It is damaged.
     """
     with path.open("rb") as lines:
         found, _ = _read_records(path, lines)
@@ -226,7 +226,7 @@ def _read_records(path: pathlib.Path, lines: Iterable[bytes]) -> tuple[list[outp
     """Reads every complete line; returns the records, and how many bytes they take.
 
     Raises:
-      WorkdirError: a complete line is damaged, or a prompt stands there twice.
+      WorkdirError: A complete line is damaged, or a prompt stands there twice.
     """
     records: dict[int, outputs.Record] = {}
     complete_bytes = 0

@@ -36,8 +36,8 @@ class Runner(abc.ABC):
     math.dflash.tau.
 
     Attributes:
-      metrics: names of the figures of every point.
-      shown: names of the figures in the table on screen; each gets a heat map too.
+      metrics: Names of the figures of every point.
+      shown: Names of the figures in the table on screen; each gets a heat map too.
     """
 
     metrics: ClassVar[tuple[str, ...]]
@@ -65,7 +65,7 @@ class Runner(abc.ABC):
         """Draws the finished points, by name, into files of a directory: a heat map a figure.
 
         Raises:
-          OSError: a file cannot be written.
+          OSError: A file cannot be written.
         """
         for metric in columns(self, rows.values()):
             heat_map.draw(sweep, metric, rows, directory / f"{metric}.png")
@@ -76,8 +76,8 @@ class Outcome:
     """The state of a sweep.
 
     Attributes:
-      rows: finished points by name: values of the axes' keys, and metrics.
-      failed: messages of failed points by name.
+      rows: Finished points by name: values of the axes' keys, and metrics.
+      failed: Messages of failed points by name.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
@@ -96,17 +96,17 @@ def run(
     """Runs the unfinished points of a sweep; if one fails, the others still run.
 
     Args:
-      sweep: all points.
-      runner: runs a point.
-      directory: the work directory; made if missing.
-      display: shows a line per point.
-      index: number of the only point to run, from 0; None for all.
-      shard: which part of the points to run.
+      sweep: All points.
+      runner: Runs a point.
+      directory: The work directory; made if missing.
+      display: Shows a line per point.
+      index: Number of the only point to run, from 0; None for all.
+      shard: Which part of the points to run.
     Returns:
       Every finished point, those of earlier runs included.
     Raises:
-      ConfigError: no such index, or a point cannot run; nothing has run then.
-      WorkdirError: the directory cannot be used, or belongs to other configs.
+      ConfigError: No such index, or a point cannot run; nothing has run then.
+      WorkdirError: The directory cannot be used, or belongs to other configs.
     """
     chosen = shard.of(_chosen(sweep, index))
     rows = finished(sweep, directory)
@@ -150,7 +150,7 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
     """The rows of all finished points, by name.
 
     Raises:
-      WorkdirError: a point of this name was finished with another config, or is damaged.
+      WorkdirError: A point of this name was finished with another config, or is damaged.
     """
     rows = {}
     for point in sweep.points.values():
@@ -174,10 +174,10 @@ def add_rows(path: pathlib.Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Adds points to a table, or replaces them; readers see the old table or the new one.
 
     Args:
-      path: the CSV file; made if missing.
-      rows: figures of each point, by its name; missing columns are added.
+      path: The CSV file; made if missing.
+      rows: Figures of each point, by its name; missing columns are added.
     Raises:
-      OSError: it cannot be written.
+      OSError: It cannot be written.
     """
     with files.waiting_lock(path.with_name(f".{path.name}.lock")):
         table = {line["name"]: line for line in read_rows(path)}

@@ -1,9 +1,8 @@
-"""Checkpoints of the whole training state: written in the background, whole or not at all.
+"""Checkpoints of the training state, written atomically in the background.
 
-Orbax writes and commits. Two kinds of checksums go into each checkpoint beside it: of every array's
-bits, because a flipped bit in compressed data may otherwise be restored unnoticed; and of every
-file, in files.json, which tell damage apart from whatever else keeps a checkpoint from being read,
-such as too little memory.
+Orbax writes and commits them. Each checkpoint also holds two kinds of checksums: one of every
+array, because a flipped bit in compressed data may be restored without an error; and one of every
+file, in files.json, to tell damage from other causes of a failed restore, such as a lack of memory.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from dflash.storage import files
 from dflash.training import state as states
 from dflash.training.state import TrainState
 
-DAMAGED = "damaged"  # where checkpoints go that cannot be restored
+DAMAGED = "damaged"  # Directory that damaged checkpoints are moved to.
 
 _STATE, _METADATA = "state", "facts"
 _FILE_SUMS = "files.json"
@@ -37,17 +36,17 @@ _REASON = re.compile(
 
 
 class _ChecksumError(Exception):
-    """A restored array does not have the checksum that it was saved with."""
+    """A restored array does not have its saved checksum."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RestoredCheckpoint:
-    """A checkpoint that was found good.
+    """Restored checkpoint without damage.
 
     Attributes:
-      step: number of steps done.
-      state: arrays, each in its place.
-      metadata: JSON content that was saved beside them.
+      step: Number of finished steps.
+      state: Training state on its devices.
+      metadata: JSON values that were saved with the state.
     """
 
     step: int
@@ -57,7 +56,7 @@ class RestoredCheckpoint:
 
 @dataclasses.dataclass
 class _LastAndBest:
-    """Orbax's preservation policy: the last `keep_last` checkpoints and that of step `best`."""
+    """Preservation policy for Orbax: the last `keep_last` checkpoints and that of step `best`."""
 
     keep_last: int
     best: int | None = None
@@ -69,23 +68,23 @@ class _LastAndBest:
 
 
 class Checkpoints:
-    """The checkpoints of a run: the last few, and the best."""
+    """Checkpoints of a run: the last few and the best."""
 
     def __init__(self, directory: pathlib.Path, *, keep_last: int):
-        """Opens or makes the directory, and removes what a kill left half-written.
+        """Opens or creates the directory and removes incomplete checkpoints of a killed run.
 
         Args:
-          directory: of checkpoints alone; damaged/ lies beside it.
-          keep_last: number of checkpoints to keep, apart from the best.
+          directory: Directory for checkpoints only; damaged/ is created beside it.
+          keep_last: Number of checkpoints to keep, besides the best.
         Raises:
-          WorkdirError: the directory cannot be read or made.
+          WorkdirError: The directory cannot be read or created.
         """
         self._directory = directory.absolute()
         self._in_flight: int | None = None
         self._good: int | None = None
         self._keep = _LastAndBest(keep_last)
         self._verbosity = logging.get_verbosity()
-        # Orbax logs pages about a failure, which would hide the one line of ours.
+        # Silence Orbax: its long logs of a failure would hide our one-line error message.
         logging.set_verbosity(logging.FATAL)
         orbax_io.hide_abandoned()
         with self._explained("opened"):
@@ -101,35 +100,36 @@ class Checkpoints:
             self._good = self._manager.latest_step()
 
     def _needs_markers(self) -> bool:
-        """Returns whether Orbax marks whole checkpoints by a last file instead of by their name."""
+        """Returns whether complete checkpoints need a marker file, as renames are not atomic."""
         self._directory.mkdir(parents=True, exist_ok=True)
         if files.renames_directories(self._directory):
             return False
-        for sums in self._directory.glob(f"*/{_FILE_SUMS}"):  # whole, perhaps by their name
+        # Mark checkpoints that were completed by a rename, before markers were in use here.
+        for sums in self._directory.glob(f"*/{_FILE_SUMS}"):
             (sums.parent / atomicity.COMMIT_SUCCESS_FILE).touch()
         return True
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, in order."""
+        """Returns the steps of all checkpoints, in order."""
         return sorted(self._manager.all_steps())
 
     @property
     def good_step(self) -> int | None:
-        """Step of the newest checkpoint that is known to be whole; None if there is none."""
+        """Step of the newest checkpoint that is known to be complete; None if there is none."""
         return self._good
 
     def save(
         self, step: int, state: TrainState, metadata: Mapping[str, Any], *, best: int | None
     ) -> None:
-        """Copies the state and writes it in the background, once the save before is finished.
+        """Copies the state and writes the copy in the background, after any earlier save.
 
         Args:
-          step: number of steps done.
-          state: may be donated as soon as this returns.
-          metadata: further content, as JSON has it.
-          best: step of the best checkpoint, which is kept; None if there is none.
+          step: Number of finished steps.
+          state: Training state; may be donated as soon as this method returns.
+          metadata: JSON values to save with the state.
+          best: Step of the best checkpoint, which is kept; None if there is none.
         Raises:
-          WorkdirError: this or an earlier save cannot be written.
+          WorkdirError: This or an earlier checkpoint cannot be written.
         """
         self.wait()
         arrays = states.flatten(state)
@@ -155,7 +155,7 @@ class Checkpoints:
         """Waits until the last save is finished.
 
         Raises:
-          WorkdirError: it cannot be written.
+          WorkdirError: The checkpoint cannot be written.
         """
         if self._in_flight is None:
             return
@@ -165,19 +165,19 @@ class Checkpoints:
         self._good, self._in_flight = self._in_flight, None
 
     def restore(self, like: TrainState, note: Callable[[str], None]) -> RestoredCheckpoint | None:
-        """Restores the newest good checkpoint, and moves damaged ones to damaged/.
+        """Restores the newest good checkpoint and moves damaged ones to damaged/.
 
-        A wrong checksum or a missing file is damage. After any other failure the checkpoints stay
-        as they are.
+        A wrong checksum or a missing file is damage. Any other failure leaves the checkpoints
+        untouched.
 
         Args:
-          like: abstract; says where the arrays go.
-          note: called with one line for each damaged checkpoint.
+          like: Abstract state with the shardings of the restored arrays.
+          note: Called with one line for each damaged checkpoint.
         Returns:
-          The checkpoint; None if there has never been one.
+          The checkpoint, or None if none was ever saved.
         Raises:
-          WorkdirError: the newest one cannot be read, though it is not damaged; or all are
-            damaged, now or at an earlier start.
+          WorkdirError: The newest checkpoint cannot be read although it is not damaged, or all
+            checkpoints are damaged, now or at an earlier start.
         """
         found = distributed.broadcast(self.steps())
         for step in reversed(found):
@@ -195,13 +195,13 @@ class Checkpoints:
         damaged = self._directory.parent / DAMAGED
         if damaged.is_dir() and any(damaged.iterdir()):
             raise errors.WorkdirError(
-                f"{damaged}: the checkpoints here are damaged and no good one is left: delete this "
+                f"{damaged}: holds damaged checkpoints, and no good one is left: delete this "
                 "directory to start again at step 0, or use another --workdir"
             )
         return None
 
     def close(self) -> None:
-        """Waits for a save in the background, whether it succeeds or not."""
+        """Waits for a save in the background and ignores its failure."""
         try:
             with contextlib.suppress(Exception):
                 self._manager.close()
@@ -215,22 +215,23 @@ class Checkpoints:
         self.close()
 
     def _try(self, step: int, like: TrainState) -> tuple[RestoredCheckpoint | None, str]:
-        """A restored checkpoint, or what is damaged in it; all processes come to the same.
+        """Returns a restored checkpoint, or None and its damage, equal on all processes.
 
         Raises:
-          WorkdirError: it cannot be read, though it is not damaged.
+          WorkdirError: The checkpoint cannot be read although it is not damaged.
         """
         path = self._directory / str(step)
-        # Before any process begins to restore, which all can only do together.
+        # Agree on damage first, since restoring is a collective operation of all processes.
         damage = next(filter(None, agreement.gather("damage", _find_damage(path))), None)
         if damage is not None:
             return None, damage
         try:
             return self._restore(step, like), ""
-        except _ChecksumError as error:  # of whole arrays, so every process finds it
+        except _ChecksumError as error:
+            # The checksum is that of the global array, so every process raises this error.
             return None, _reason(error)
-        except Exception as error:  # Orbax and tensorstore raise a dozen kinds
-            # A missing file is named by the error too where an earlier version left no files.json.
+        except Exception as error:  # Orbax and TensorStore raise many types.
+            # Checkpoints of earlier versions have no files.json, so a missing file shows here.
             if isinstance(error, FileNotFoundError) and jax.process_count() == 1:
                 return None, _reason(error)
             raise errors.WorkdirError(
@@ -256,8 +257,8 @@ class Checkpoints:
         return RestoredCheckpoint(step, states.unflatten(like, content[_STATE]), metadata)
 
     def _write_file_sums(self) -> None:
-        """Adds files.json to the checkpoint in flight; the first process calls it, then commits."""
-        # Where a directory cannot be renamed, Orbax writes into the final one.
+        """Adds files.json to the unfinished checkpoint; Orbax calls it on process 0."""
+        # Where directories cannot be renamed, Orbax writes into the final one.
         unfinished = list(self._directory.glob(f"{self._in_flight}.orbax-checkpoint-tmp*"))
         path = unfinished[0] if unfinished else self._directory / str(self._in_flight)
         written = [file for item in (_STATE, _METADATA) for file in (path / item).rglob("*")]
@@ -276,12 +277,12 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self, what: str):
-        """Turns any failure into one line that names the last good checkpoint."""
+        """Converts any failure to a WorkdirError that names the last good checkpoint."""
         try:
             yield
-        except Exception as error:  # nested ones of Orbax, tensorstore and the system
+        except Exception as error:  # Nested errors of Orbax, TensorStore and the system.
             which = "" if self._in_flight is None else f" of step {self._in_flight}"
-            left = "there is none before it"
+            left = "there is no earlier one"
             if self._good is not None:
                 left = f"the last good one, of step {self._good}, is kept"
             self._in_flight = None
@@ -291,7 +292,7 @@ class Checkpoints:
 
 
 def _find_damage(path: pathlib.Path) -> str | None:
-    """What this process finds damaged in its share of a checkpoint's files; None for nothing."""
+    """Checks this process's part of a checkpoint's files; returns the damage found, or None."""
     name = _FILE_SUMS
     try:
         sums = json.loads((path / _FILE_SUMS).read_text())
@@ -303,12 +304,12 @@ def _find_damage(path: pathlib.Path) -> str | None:
     except FileNotFoundError:
         return None if name == _FILE_SUMS else f"{name} is missing"
     except OSError:
-        return None  # what cannot be read cannot be judged
+        return None  # The file cannot be read; restoring reports that.
     return None
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause of an error, in a few words."""
+    """Returns the root cause of an error in a few words."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__

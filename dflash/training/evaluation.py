@@ -1,4 +1,4 @@
-"""Evaluation of a run: the loss on held-out text and, for drafters, τ."""
+"""Evaluation of a run: held-out loss and, for drafters, mean acceptance length (τ)."""
 
 import jax
 import numpy as np
@@ -14,11 +14,11 @@ from dflash.training.train_job import DraftingTest, TrainJob
 
 
 class Evaluation:
-    """A function: params -> metrics on held-out data; its programs are compiled once."""
+    """Callable that maps parameters to metrics on held-out data and compiles its programs once."""
 
     def __init__(self, job: TrainJob, frozen: Params, drafting_test: DraftingTest | None):
         self._job, self._frozen, self._drafting_test = job, frozen, drafting_test
-        # Read before the first step, so that unusable data are an error at once.
+        # Read the data before the first step, so that unusable data fail at once.
         self._rows, self._held_out = _held_out_batches(job)
         self._step = steps_lib.make_evaluation_step(
             job.task.loss, dtype=job.task.dtype, sharding=job.sharding
@@ -26,17 +26,17 @@ class Evaluation:
 
     @property
     def goal(self) -> str:
-        """The metric that selects the best weights: "tau" if it is measured, else "loss"."""
+        """Metric that selects the best weights: "tau" if it is measured, else "loss"."""
         return "loss" if self._drafting_test is None else "tau"
 
     @property
     def measures_something(self) -> bool:
-        """Whether a call returns any metrics."""
+        """Returns whether a call returns any metrics."""
         return bool(self._held_out) or self._drafting_test is not None
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what the metrics depend on, apart from the weights."""
+        """Hash of everything that the metrics depend on, except the weights."""
         settings = loader.non_defaults(self._job.config.evaluation)
         settings.pop("every", None)
         prompts = {} if self._drafting_test is None else self._job.held_out_prompts
@@ -49,7 +49,7 @@ class Evaluation:
         return metrics | outlook.forecast(metrics, self._job.task.weights_ratio)
 
     def _held_out_loss(self, params: Params) -> dict[str, float]:
-        """The loss and its metrics; every call uses the same batches and random numbers."""
+        """Returns the loss and its metrics, on the same batches and random numbers every time."""
         job = self._job
         totals: dict[str, float] = {}
         seen = 0.0
@@ -65,7 +65,7 @@ class Evaluation:
 
 
 def _held_out_batches(job: TrainJob) -> tuple[int, list[dict[str, np.ndarray]]]:
-    """Rows of a held-out batch, at most those of a piece in training; and the batches."""
+    """Returns the rows per held-out batch, at most those of a microbatch, and the batches."""
     config = job.config
     wanted = config.evaluation.batches
     if not wanted:
@@ -76,7 +76,7 @@ def _held_out_batches(job: TrainJob) -> tuple[int, list[dict[str, np.ndarray]]]:
         raise errors.InputError(
             f"data.held_out_percent: {config.data.held_out_percent:g} leaves "
             f"{held_out.num_rows} rows of {config.data.length} tokens for validation, but "
-            f"{least} devices need one each: raise it, or set evaluation.batches=0"
+            f"each of {least} devices needs one: raise it, or set evaluation.batches=0"
         )
     wanted_rows = config.train.batch_size // config.optimizer.accumulate_steps
     rows = min(wanted_rows, held_out.num_rows) // least * least

@@ -1,12 +1,12 @@
-"""The target's features of the rows of a corpus: computed once, then read whenever a row comes.
+"""Cache of the target's features for the rows of a corpus.
 
-    DIR/part-00000/process-0.features.bfloat16.npy, …     some rows, each in one process's file
-    DIR/part-00000/part.json                              which rows these are; written last
+    DIR/part-00000/process-0.features.bfloat16.npy, …     rows of the part, by writing process
+    DIR/part-00000/part.json                              range of the rows; written last
 
-The rows are in the order of the corpus's first pass, so that a run caches no more of them than it
-reads, and a longer run adds the next ones. part.json says that a part is whole: a killed build
-continues after the last whole part, also on another number of processes. Every process reads the
-files of all.
+The rows are in the order of the corpus's first pass, so that a run caches only the rows that it
+reads, and a longer run appends more. A part is complete once it has its part.json. A killed build
+resumes after the last complete part, also with another number of processes. Every process reads
+the files of all processes.
 """
 
 import bisect
@@ -33,23 +33,23 @@ from dflash.storage import files
 
 Arrays = dict[str, np.ndarray]
 
-_PART_BYTES = 256 * 2**20  # of each process
+_PART_BYTES = 256 * 2**20  # Size of a part per process.
 _OPEN_FILES = 256
-_HEAD_BYTES = 4096  # of a file, within which its rows begin
+_HEAD_BYTES = 4096  # Bytes to read of a file, enough for the header of any array.
 _FACTS = "part.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Rows `begin` to `end` of a cache, in batches that were computed together.
+    """Rows `begin` to `end` of a cache, stored in the batches that computed them.
 
     Attributes:
-      directory: where its files are.
-      begin: number of its first row.
-      end: number after its last row.
-      batch_size: rows per batch; the last batch may go on beyond `end`.
-      rows: rows of a batch that each process has written, by process.
-      sizes: bytes of the files, by name.
+      directory: Directory of the part's files.
+      begin: Number of the first row.
+      end: Number after the last row.
+      batch_size: Rows per batch; the last batch may extend beyond `end`.
+      rows: Rows of a batch that each process has written, by process.
+      sizes: Sizes of the files in bytes, by name.
     """
 
     directory: pathlib.Path
@@ -60,7 +60,7 @@ class _Part:
     sizes: Mapping[str, int]
 
     def find(self, number: int) -> tuple[int, int]:
-        """(process, row of its files) of a row."""
+        """Returns the process that has written a row, and the row's index in its files."""
         batch, place = divmod(number - self.begin, self.batch_size)
         process = next(one for one, rows in self.rows.items() if place in rows)
         rows = self.rows[process]
@@ -69,13 +69,13 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class _StoredArray:
-    """Rows in a file.
+    """Array of rows in a file.
 
     Attributes:
-      file: where.
-      begin: place of the first row in the file, in bytes.
-      shape: of a row.
-      dtype: of its values.
+      file: File in NumPy's format.
+      begin: Offset of the first row in the file, in bytes.
+      shape: Shape of a row.
+      dtype: Dtype of the values.
     """
 
     file: pathlib.Path
@@ -84,7 +84,7 @@ class _StoredArray:
     dtype: np.dtype
 
     def row(self, number: int) -> np.ndarray:
-        """A row; from a file system, it is mapped into memory and read as it is used."""
+        """Returns a row; on a file system it is memory-mapped and read lazily."""
         size = math.prod(self.shape) * self.dtype.itemsize
         begin = self.begin + number * size
         try:
@@ -95,10 +95,10 @@ class _StoredArray:
 
 
 class FeatureCache:
-    """Features of a corpus's rows, by their number in the order of its first pass.
+    """Features of a corpus's rows, indexed by their position in the first pass.
 
     Attributes:
-      directory: where they are.
+      directory: Directory of the cache.
     """
 
     def __init__(self, directory: pathlib.Path, parts: Sequence[_Part]):
@@ -109,14 +109,14 @@ class FeatureCache:
 
     @property
     def num_rows(self) -> int:
-        """Number of the rows, which are the first ones of the order."""
+        """Number of cached rows, which are the first ones of the pass."""
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, number: int) -> Arrays:
-        """The arrays of a row, without an axis of rows.
+        """Returns the arrays of a row, without a row axis.
 
         Raises:
-          InputError: a file is damaged.
+          InputError: A file is damaged.
         """
         part = bisect.bisect_right(self._ends, number)
         process, row = self._parts[part].find(number)
@@ -129,15 +129,15 @@ class FeatureCache:
 
 
 class CachedBatches:
-    """The batches of a mixture, with cached features."""
+    """Batches of a mixture, with cached features."""
 
     def __init__(self, batches: Batches, mixture: Mixture, caches: Sequence[FeatureCache]):
-        """Begins where `batches` stands.
+        """Starts at the current position of `batches`.
 
         Args:
-          batches: batches of the mixture.
-          mixture: where rows are read.
-          caches: features of every corpus; see `open_cache`.
+          batches: Batches of the mixture, without features.
+          mixture: Mixture that reads the rows.
+          caches: Features of every corpus; see `open_cache`.
         """
         self._batches, self._mixture, self._caches = batches, mixture, caches
         self._numbers = [_inverse(mixture.order(corpus, 0)) for corpus in range(len(caches))]
@@ -156,18 +156,18 @@ class CachedBatches:
         return self._mixture.read(places) | features
 
     def state(self) -> dict[str, Any]:
-        """Where the next batch begins."""
+        """Returns the position of the next batch, as JSON values."""
         return self._batches.state()
 
 
 def cache_key(*content: Any) -> str:
-    """Twelve hex digits of a hash of everything that cached features depend on, as JSON values."""
+    """Returns a hash of JSON values on which cached features depend, as 12 hex digits."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def fingerprint(directory: pathlib.Path) -> list[tuple[str, int, int]]:
-    """Names, sizes in bytes and modification times of a checkpoint's files."""
+    """Returns names, sizes in bytes and modification times of a checkpoint's files."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     stats = [(path, path.stat()) for path in paths if path.suffix not in (".md", ".txt")]
     return [(str(path.relative_to(directory)), s.st_size, s.st_mtime_ns) for path, s in stats]
@@ -182,19 +182,19 @@ def open_cache(
     compute: Callable[[Sequence[int]], Arrays],
     progress: Callable[[int], None],
 ) -> FeatureCache:
-    """Opens the cache of a corpus and computes the missing part of it; every process calls this.
+    """Opens the cache of a corpus and computes missing rows; all processes must call it.
 
     Args:
-      directory: directory of this cache alone, which every process sees.
-      order: int64; all rows of the corpus, in the order of its first pass.
-      num_rows: number of rows that are needed, the first ones of this order.
-      rows: numbers of the rows of a batch that each process computes, by process.
-      compute: (numbers of this process's rows of a batch) -> arrays [rows, …] to store; the
+      directory: Directory of this cache alone, visible to every process.
+      order: All rows of the corpus in the order of its first pass, int64.
+      num_rows: Number of rows to have in the cache, from the beginning of `order`.
+      rows: Indices of the rows of a batch that each process computes, by process.
+      compute: Maps the corpus rows of this process in a batch to arrays [rows, …] to store. All
         processes compute a batch together.
-      progress: called with the number of rows that are there.
+      progress: Called with the number of rows in the cache.
     Raises:
-      WorkdirError: the cache cannot be written.
-      InputError: it is damaged, or not the same to all processes.
+      WorkdirError: The cache cannot be written.
+      InputError: The cache is damaged, or processes see different directories.
     """
     with files.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def open_cache(
 
 
 def _whole_parts(directory: pathlib.Path) -> list[_Part]:
-    """All parts from the first one on that are whole."""
+    """Returns the complete parts, up to the first incomplete one."""
     parts: list[_Part] = []
     while (facts := _part_path(directory, len(parts)) / _FACTS).exists():
         try:
@@ -220,7 +220,7 @@ def _whole_parts(directory: pathlib.Path) -> list[_Part]:
 
 
 def _check_files(parts: Sequence[_Part]) -> None:
-    """Compares files with the sizes that they were written with; each process looks at some."""
+    """Raises if a file does not have its recorded size; each process checks some of the parts."""
     for part in parts[jax.process_index() :: jax.process_count()]:
         for name, size in part.sizes.items():
             file = part.directory / name
@@ -229,11 +229,11 @@ def _check_files(parts: Sequence[_Part]) -> None:
 
 
 def _check_shared(directory: pathlib.Path, seen: Any) -> None:
-    """Refuses a directory in which another process sees something else."""
+    """Raises if other processes see something else in the directory."""
     if any(other != seen for other in agreement.gather("feature cache", seen)):
         raise errors.InputError(
-            f"{directory}: not the same directory for all processes: set train.feature_cache to "
-            "one that all of them see"
+            f"{directory}: is not shared by all processes: set train.feature_cache to a directory "
+            "that all of them see"
         )
 
 
@@ -246,7 +246,7 @@ def _build(
     compute: Callable[[Sequence[int]], Arrays],
     progress: Callable[[int], None],
 ) -> None:
-    """Computes rows up to `num_rows`, and adds their parts to `parts`."""
+    """Computes rows up to `num_rows` and appends their parts to `parts`."""
     begin = parts[-1].end if parts else 0
     mine = rows[jax.process_index()]
     writers = _writers(rows)
@@ -276,9 +276,9 @@ def _groups(
     mine: Sequence[int],
     compute: Callable[[Sequence[int]], Arrays],
 ) -> Iterator[list[Arrays]]:
-    """Yields computed batches in groups that fill a part, as large on every process.
+    """Yields computed batches in groups that fill a part; sizes are equal on all processes.
 
-    The batch that holds the corpus's last row goes on with its first ones.
+    The last batch of the corpus is filled up with the corpus's first rows.
     """
     group: list[Arrays] = []
     size = None
@@ -296,7 +296,10 @@ def _groups(
 
 
 def _writers(rows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Rows of a batch that each process writes: of several that compute a row, the first."""
+    """Returns the rows of a batch that each process writes.
+
+    If several processes compute a row, the first of them writes it.
+    """
     owner = {row: process for process in sorted(rows, reverse=True) for row in rows[process]}
     return {
         process: [row for row in mine if owner[row] == process]
@@ -306,7 +309,7 @@ def _writers(rows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
 
 
 def _clear(path: pathlib.Path) -> None:
-    """Makes a part's directory, without what a kill has left in it."""
+    """Creates an empty directory for a part, and removes what a killed run left in it."""
     if jax.process_index() == 0:
         files.remove_tree(path)
         path.mkdir()
@@ -315,13 +318,13 @@ def _clear(path: pathlib.Path) -> None:
 
 
 def _write_files(path: pathlib.Path, group: list[Arrays]) -> dict[str, int]:
-    """Writes this process's rows of a part; returns the files' sizes by name."""
+    """Writes this process's rows of a part and returns the files' sizes in bytes, by name."""
     sizes = {}
     for name in group[0]:
         array = np.concatenate([batch[name] for batch in group])
-        if not len(array):  # others write all of its rows
+        if not len(array):  # Other processes write all rows.
             continue
-        if array.dtype == ml_dtypes.bfloat16:  # which numpy's file format does not have
+        if array.dtype == ml_dtypes.bfloat16:  # NumPy's file format has no bfloat16.
             name, array = f"{name}.bfloat16", array.view(np.uint16)
         path_of = path / f"process-{jax.process_index()}.{name}.npy"
         with path_of.open("wb") as file:
@@ -332,16 +335,16 @@ def _write_files(path: pathlib.Path, group: list[Arrays]) -> dict[str, int]:
 
 
 def _writer(name: str) -> int:
-    """The process that has written a file of this name."""
+    """Returns the process that has written a file of this name."""
     return int(name.partition(".")[0].removeprefix("process-"))
 
 
 def _load(file: pathlib.Path, size: int) -> tuple[str, _StoredArray]:
-    """The name of an array, and where its rows are.
+    """Returns the name of the array in a file and the location of its rows.
 
     Args:
-      file: in numpy's format.
-      size: of the file, in bytes.
+      file: File in NumPy's format.
+      size: Size of the file in bytes.
     """
     try:
         head = io.BytesIO(files.view(file, 0, min(size, _HEAD_BYTES)).tobytes())
@@ -362,7 +365,7 @@ def _damaged(file: pathlib.Path) -> errors.InputError:
 
 
 def _inverse(order: np.ndarray) -> np.ndarray:
-    """Where each number stands in a permutation."""
+    """Returns the inverse of a permutation."""
     found = np.empty_like(order)
     found[order] = np.arange(len(order))
     return found

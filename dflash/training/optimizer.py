@@ -1,7 +1,7 @@
-"""Builds the optax optimizer and the schedule from the config's optimizer group.
+"""Optax optimizer and learning-rate schedule of the config's optimizer group.
 
-Pieces of a batch are accumulated inside one step, not by optax across steps: the state then holds
-no partial sums, and a continued run is exactly repeatable.
+Gradients of microbatches are accumulated inside one step, not by optax across steps. The state then
+holds no partial sums, and a resumed run repeats exactly.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from dflash.config.loss_schema import OptimizerConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
 
-# The RMS of Muon's updates: as large as AdamW's, so that one learning rate suits both.
+# Scale Muon's updates to the RMS of AdamW's updates, so that one learning rate suits both.
 # Source: arXiv 2502.16982.
 _MUON_RMS = 0.2
-# Parameters that map tokens to vectors and back: AdamW updates them, not Muon.
+# AdamW, not Muon, updates the parameters that map tokens to vectors and back.
 _EMBEDDING, _HEAD = "embedding", "lm_head"
 _MUON, _ADAMW = "muon", "adamw"
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """The update rule with its schedule, after clipping.
+    """Returns the update rule with its schedule, after gradient clipping.
 
-    Paths and shapes of parameters decide: vectors (norms) and embeddings have no weight decay, and
-    Muon updates the matrices other than embeddings and heads.
+    Vectors (norms) and embeddings have no weight decay. Muon updates the matrices other than
+    embeddings and heads.
 
     Args:
-      config: the run's optimizer group.
-      total_steps: total optimizer steps.
+      config: The run's optimizer group.
+      total_steps: Total optimizer steps.
     """
     schedule = make_schedule(config, total_steps)
     update = optax.adamw(
@@ -58,14 +58,14 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
-    """The learning rate of each step, float32 [] from an int32 [].
+    """Returns the learning-rate schedule, which maps a step, int32 [], to a rate, float32 [].
 
-    It rises linearly during warm-up, from more than zero at step 0, and then falls to
-    final_fraction of its peak at `total_steps`.
+    The rate rises linearly during warm-up, from more than zero at step 0, and then falls to
+    `final_fraction` of its peak at `total_steps`.
 
     Args:
-      config: the run's optimizer group.
-      total_steps: total optimizer steps.
+      config: The run's optimizer group.
+      total_steps: Total optimizer steps.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = round(config.warmup_fraction * total_steps)
@@ -86,14 +86,14 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
 
 def decays(params: Any) -> Any:
-    """Whether weight decay applies to each parameter: a tree of bools."""
+    """Returns a tree of bools: whether weight decay applies to each parameter."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim > 1 and _EMBEDDING not in _names(path), params
     )
 
 
 def _rules(params: Any) -> Any:
-    """The rule of each parameter, Muon or AdamW: a tree of labels."""
+    """Returns a tree of labels: the update rule of each parameter, Muon or AdamW."""
 
     def choose(path, leaf):
         matrix = leaf.ndim == 2 and not {_EMBEDDING, _HEAD}.intersection(_names(path))

@@ -1,6 +1,6 @@
-"""What the evaluations so far say of a run: what to expect, what is wrong, and when it is over.
+"""Forecasts, warnings and early stopping from the history of a run's evaluations.
 
-An evaluation is kept as its step, its score (greater is better), and its metrics.
+An entry of the history holds an evaluation's step, its score (greater is better) and its metrics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,29 +8,30 @@ from typing import Any
 
 Entry = Mapping[str, Any]
 
-KEPT = 32  # evaluations that a checkpoint holds
-_WINDOW = 4  # evaluations that are compared with each other
-_FALL, _RISE = 0.01, 0.01  # shares: of a loss that falls, and of a τ that does not rise
-_APART = 0.3  # share of τ that its expectation may be off
+KEPT = 32  # Number of evaluations that a checkpoint stores.
+_WINDOW = 4  # Number of latest evaluations that are compared with each other.
+_FALL, _RISE = 0.01, 0.01  # Smallest relative changes that count as a falling loss or a rising τ.
+_APART = 0.3  # Largest relative difference between measured and expected τ without a warning.
 
 
 def entry(step: int, score: float, metrics: Mapping[str, float]) -> Entry:
-    """An evaluation, as JSON has it."""
+    """Returns an evaluation as an entry of the history, in JSON values."""
     names = "loss", "tau", "acceptance_length"
     kept = {name: float(metrics[name]) for name in names if name in metrics}
     return {"step": step, "score": score, "metrics": kept}
 
 
 def forecast(metrics: Mapping[str, float], weights_ratio: float | None) -> dict[str, float]:
-    """What decoding with these weights may bring.
+    """Returns an upper bound of the speed-up that decoding with the evaluated weights can reach.
 
     Args:
-      metrics: of an evaluation.
-      weights_ratio: bytes of weights that a cycle reads, over those of a plain token; None: no
-        drafter is trained.
+      metrics: Metrics of an evaluation.
+      weights_ratio: Bytes of weights read per decode cycle over bytes read per token of plain
+        decoding; None if no drafter is trained.
     Returns:
-      "speedup_bound": τ, measured or else expected, over the ratio. That is the speed-up over plain
-      decoding at batch 1 if reading weights takes all the time, so the real one is smaller.
+      {"speedup_bound": mean acceptance length (τ), measured if possible, else expected, over the
+      ratio}. It is the speed-up at batch size 1 if reading weights took all the time, so the real
+      one is smaller. Empty without a drafter or without τ.
     """
     tau = metrics.get("tau", metrics.get("acceptance_length"))
     if weights_ratio is None or tau is None:
@@ -39,7 +40,7 @@ def forecast(metrics: Mapping[str, float], weights_ratio: float | None) -> dict[
 
 
 def has_stalled(history: Sequence[Entry], patience: int) -> bool:
-    """Whether the last `patience` evaluations have brought no better score; 0: never."""
+    """Returns whether the last `patience` evaluations brought no better score; never for 0."""
     if not patience or len(history) <= patience:
         return False
     scores = [one["score"] for one in history]
@@ -47,14 +48,14 @@ def has_stalled(history: Sequence[Entry], patience: int) -> bool:
 
 
 def warnings(history: Sequence[Entry]) -> list[str]:
-    """What does not fit together in the latest evaluations, as sentences."""
+    """Returns warnings about contradictions in the latest evaluations, as sentences."""
     if not history or "tau" not in history[-1]["metrics"]:
         return []
     return [*_loss_without_tau(history[-_WINDOW:]), *_unexpected(history[-1]["metrics"])]
 
 
 def _loss_without_tau(window: Sequence[Entry]) -> list[str]:
-    """Said once for each window, not after every evaluation in it."""
+    """Returns a warning if the loss falls over the window while τ does not rise."""
     first, last = window[0]["metrics"], window[-1]["metrics"]
     if len(window) < _WINDOW or not {"loss", "tau"} <= first.keys() & last.keys():
         return []
@@ -65,8 +66,8 @@ def _loss_without_tau(window: Sequence[Entry]) -> list[str]:
     return [
         f"the held-out loss falls ({first['loss']:.3f} to {last['loss']:.3f} since step "
         f"{window[0]['step']}), but τ does not rise ({first['tau']:.2f} to {last['tau']:.2f}): "
-        "what the loss learns is not what gets accepted; later draft positions may weigh too much, "
-        "or the answers may not be the target's own"
+        "the loss does not train what gets accepted; later draft positions may have too much "
+        "weight, or the target may not have generated the answers"
     ]
 
 
@@ -76,6 +77,6 @@ def _unexpected(metrics: Mapping[str, float]) -> list[str]:
         return []
     return [
         f"τ is {tau:.2f} in the decode engine, but {expected:.2f} is expected from held-out text: "
-        "the held-out prompts may be of another kind than the data, or training and decoding may "
-        "see different features, templates or precision"
+        "the held-out prompts may differ in kind from the data, or training and decoding may "
+        "use different features, templates or precision"
     ]

@@ -1,4 +1,4 @@
-"""Output of a training run: a progress bar or plain lines, metrics.jsonl, and TensorBoard."""
+"""Output of a training run: progress bar or plain lines, metrics.jsonl, and TensorBoard."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ Metrics = Mapping[str, float]
 
 
 class TrainReport:
-    """Shows the progress of a run and writes its metrics; only process 0 has output."""
+    """Progress display and metrics files of a run; only process 0 has output."""
 
     def __init__(
         self,
@@ -33,22 +33,24 @@ class TrainReport:
         tokens_per_step: int,
         stderr: TextIO | None = None,
     ):
-        """Removes lines about steps after `first_step`, which will be logged again.
+        """Opens the files and the bar, and removes metrics of steps after `first_step`.
+
+        A resumed run logs those steps again.
 
         Args:
-          directory: work directory; None to write and show nothing.
-          steps: total optimizer steps.
-          first_step: number of steps already done.
-          tokens_per_step: tokens in all rows of a batch.
-          stderr: stream to show lines on; None for the standard one.
+          directory: Work directory; None disables all output.
+          steps: Total optimizer steps.
+          first_step: Number of steps already done.
+          tokens_per_step: Tokens in all rows of a batch.
+          stderr: Stream for lines and bar; None is `sys.stderr`.
         Raises:
-          WorkdirError: the directory cannot be written.
+          WorkdirError: The directory cannot be written.
         """
         self._silent = directory is None
         self._steps, self._tokens_per_step = steps, tokens_per_step
         self._opened = time.perf_counter()
         self._mark = (first_step, self._opened)
-        self._rate: float | None = None  # seconds per step
+        self._rate: float | None = None  # Smoothed seconds per step.
         self._paused_s = 0.0
         stream = open(os.devnull, "w") if self._silent else stderr or sys.stderr  # noqa: SIM115
         self._console = rich.console.Console(file=stream, highlight=False, markup=False)
@@ -67,7 +69,7 @@ class TrainReport:
                 self._bar.start()
 
     def start_clock(self, step: int) -> None:
-        """Excludes the time until now from the step rate: the first step compiles."""
+        """Excludes the time so far from the step rate, since the first step compiles."""
         self._mark, self._paused_s = (step, time.perf_counter()), 0.0
 
     def step(self, step: int) -> None:
@@ -79,13 +81,13 @@ class TrainReport:
         """Reports mean metrics of the steps since the last call.
 
         Raises:
-          WorkdirError: they cannot be written.
+          WorkdirError: The metrics cannot be written.
         """
         since, then = self._mark
         now = time.perf_counter()
         self._mark = (step, now)
         seconds, self._paused_s = now - then - self._paused_s, 0.0
-        if step == since:  # the first step was logged alone
+        if step == since:  # Only the first step is logged; use the time since the start.
             since, seconds = since - 1, now - self._opened
         rate = max(seconds, 1e-9) / (step - since)
         self._rate = rate if self._rate is None else 0.7 * self._rate + 0.3 * rate
@@ -94,7 +96,7 @@ class TrainReport:
         speed = f"{tokens_per_second:,.0f} tokens/s"
         eta = datetime.timedelta(seconds=round(self._rate * (self._steps - step)))
         if self._bar is not None:
-            # Lines of 80 characters have no room for the learning rate; the files have it.
+            # A line of 80 characters has no room for the learning rate, which the files hold.
             shown = describe({k: v for k, v in metrics.items() if k != "learning_rate"})
             self._bar.update(self._task, completed=step, metrics=f"{shown} · {speed}", left=eta)
         else:
@@ -102,16 +104,16 @@ class TrainReport:
         self._write("train", step, {**metrics, "tokens_per_second": tokens_per_second})
 
     def evaluation(self, step: int, metrics: Metrics, seconds: float) -> None:
-        """Reports the results of an evaluation, which took `seconds`.
+        """Reports the results of an evaluation that took `seconds`.
 
         Raises:
-          WorkdirError: they cannot be written.
+          WorkdirError: The metrics cannot be written.
         """
         self.note(f"step {step} · held out: {describe(metrics)} · {seconds:.1f} s")
         self._write("evaluation", step, {**metrics, "seconds": seconds})
 
     def pause(self, seconds: float) -> None:
-        """Excludes time from the step rate that was not spent on steps."""
+        """Excludes `seconds` from the step rate, as time not spent on steps."""
         self._paused_s += seconds
 
     def note(self, message: str) -> None:
@@ -150,7 +152,7 @@ class TrainReport:
 
 
 def describe(metrics: Metrics) -> str:
-    """The most important metrics, in one line."""
+    """Returns the most important metrics as one line."""
     shown = []
     for name, value in metrics.items():
         if name == "loss":
@@ -178,7 +180,7 @@ def _make_bar(console: rich.console.Console) -> rich.progress.Progress:
 
 
 def _cut(path: pathlib.Path, last_step: int) -> None:
-    """Removes lines about later steps, and a line that a kill cut short."""
+    """Removes metrics of later steps, and a line that a killed run left incomplete."""
     if not path.exists():
         return
     kept = []
@@ -193,7 +195,7 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
 
 
 def _tensorboard(directory: pathlib.Path, first_step: int):
-    """A writer of TensorBoard events; TensorBoard then ignores earlier events of later steps."""
+    """Opens a writer of TensorBoard events; older events after `first_step` are ignored."""
     import tensorboardX
     from tensorboardX import record_writer
 
@@ -205,27 +207,27 @@ def _tensorboard(directory: pathlib.Path, first_step: int):
 
 
 class _BucketEvents:
-    """How tensorboardX opens its files in a bucket: its own ways need a library for each store."""
+    """File factory for tensorboardX in a bucket, without its per-store libraries."""
 
     def directory_check(self, path: str) -> None:
-        """Nothing to do: a bucket has no directories."""
+        """Does nothing, since a bucket has no directories."""
 
     def open(self, path: str) -> "_Events":
         return _Events(paths.to_path(path))
 
 
 class _Events:
-    """A file of events."""
+    """Event file with the methods that tensorboardX calls."""
 
     def __init__(self, path: pathlib.Path):
         self._file = growing.open_file(path)
         self.write, self.close = self._file.append, self._file.close
 
     def flush(self) -> None:
-        """Nothing to do: the object is written at intervals."""
+        """Does nothing, since the growing file is written at intervals."""
 
 
 def _finite(value: float) -> float | None:
-    """The value, or None if it is not finite: JSON has no NaN."""
+    """Returns the value, or None if it is non-finite, since JSON has no NaN."""
     value = float(value)
     return value if math.isfinite(value) else None

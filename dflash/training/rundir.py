@@ -1,13 +1,13 @@
-"""The work directory of a training run: its files, and which keys a continued run may change.
+"""Work directory of a training run: its files, and which keys a resumed run may change.
 
-config.yml        the resolved config of the latest start
-date.txt          the date of the first start, for chat templates that print it
-checkpoints/      the training state: the last few, and the best
+config.yml        resolved config of the latest start
+date.txt          date of the first start, for chat templates that print it
+checkpoints/      training states of the last few checkpoints and of the best one
 damaged/          checkpoints with a wrong checksum or a missing file
-metrics.jsonl     a line per logged step and per evaluation
-tensorboard/      the same for TensorBoard
+metrics.jsonl     one line per logged step and per evaluation
+tensorboard/      the same metrics for TensorBoard
 features/         the target's features, with train.features=cached
-hf/               the exported weights: the best, or the last if there were no evaluations
+hf/               exported weights: the best, or the last without evaluations
 """
 
 import datetime
@@ -24,19 +24,21 @@ from dflash.runs.directory import RunDirectory
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 TENSORBOARD, FEATURES, EXPORT = "tensorboard", "features", "hf"
-_VERSION = "2:"  # of the way in which an identity is computed
+_VERSION = "2:"  # Version of the rule by which `identity` is computed.
 
 
 def open_directory(path: str | os.PathLike, config: TrainRun, date: datetime.date) -> RunDirectory:
-    """Takes the work directory of a training run; all processes return once the first has it.
+    """Opens and locks the work directory of a training run.
+
+    All processes return once the first one holds the lock.
 
     Args:
-      path: the directory; made if it is missing.
-      config: the run's config.
-      date: the run's date, kept for later starts; see `dates.find`.
+      path: Work directory; created if missing.
+      config: The run's config.
+      date: The run's date, stored for later starts; see `dates.find`.
     Raises:
-      WorkdirError: it cannot be written, is in use by another run, or holds checkpoints of a run
-        with other values of keys that must not change.
+      WorkdirError: The directory cannot be written, is in use by another run, or holds checkpoints
+        of a run with other values of keys that must not change.
     """
     directory = RunDirectory(
         path,
@@ -52,9 +54,10 @@ def open_directory(path: str | os.PathLike, config: TrainRun, date: datetime.dat
 
 
 def identity(config: TrainRun) -> str:
-    """A hash of what a continued run must not change; saved with each checkpoint.
+    """Returns a hash of the keys that a resumed run must not change, for its checkpoints.
 
-    It covers the values that differ from their defaults, so a new key changes no identity.
+    It covers only values that differ from their defaults, so that adding a config key to the
+    schema changes no identity.
     """
     flat = loader.flatten(loader.non_defaults(config))
     fixed = {key: value for key, value in flat if not train_schema.is_free(key)}
@@ -62,10 +65,10 @@ def identity(config: TrainRun) -> str:
 
 
 def same_run(saved: str | None, config: TrainRun) -> bool:
-    """Whether a checkpoint with this identity belongs to a run of `config`.
+    """Returns whether a checkpoint with this identity belongs to a run of `config`.
 
-    The first version hashed every key, defaults included. Its identities have no version in front
-    and cannot be compared; the directory's config.yml has been.
+    The first version of identities, which has no version prefix, hashed every key, defaults
+    included. It cannot be compared and is accepted, since config.yml has been compared already.
     """
     return saved is not None and (not saved.startswith(_VERSION) or saved == identity(config))
 

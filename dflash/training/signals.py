@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run between two steps, so that its state can be saved first."""
+"""Handling of SIGTERM and SIGINT: the run stops between two steps and saves its state."""
 
 import signal
 
@@ -11,19 +11,20 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Records SIGTERM and SIGINT while it is open; a second one of a kind acts as usual.
+    """Context manager that records SIGTERM and SIGINT; a second signal acts as without it.
 
-    Several processes must stop after the same step. So each step carries what every process has
-    received, and all stop once they have read it: the step is dispatched, and read later, as the
-    step's metrics are. A signal to one process thus ends all of them within two steps.
+    Several processes must stop after the same step. Each step therefore all-reduces (max) the
+    number of the signal that a process has received, and every process reads the result together
+    with the step's metrics. A signal to one process ends all of them within two steps.
 
     Attributes:
-      received: the signal that asks this process to stop, of several processes once all know of it.
+      received: Signal that stops this process. With several processes, it is set only once all of
+        them know of it.
     """
 
     def __init__(self):
         self.received: signal.Signals | None = None
-        self._own = 0  # number of the signal to this process; 0 for none
+        self._own = 0  # Number of the signal that this process has received; 0 for none.
         self._before = {}
 
     def __enter__(self):
@@ -40,16 +41,14 @@ class StopSignal:
 
     @property
     def exit_status(self) -> int:
-        """128 + the number of the signal, as in shells; 0 if there was none."""
+        """Exit status as shells report it, 128 + the signal's number; 0 without a signal."""
         return 0 if self.received is None else 128 + self.received
 
     def tell(self) -> jax.Array | None:
-        """Tells all processes, with the next step, what this one has received; None for one alone.
-
-        All processes call it at the same step.
+        """Dispatches the all-reduce of the received signals; all processes call it at each step.
 
         Returns:
-          int32 scalar for `hear`; it is computed while the caller goes on.
+          Argument for `hear`, int32 [], not waited for; None for a single process.
         """
         if jax.process_count() == 1:
             return None
@@ -58,7 +57,7 @@ class StopSignal:
         return self._largest(jax.make_array_from_callback(shape, self._each, lambda _: own))
 
     def hear(self, told: jax.Array | None) -> None:
-        """Takes what a call of `tell` has brought; waits for it."""
+        """Waits for the result of `tell` and records the signal, if any process received one."""
         number = 0 if told is None else int(told)
         if number:
             self.received = signal.Signals(number)

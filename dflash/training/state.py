@@ -18,13 +18,15 @@ Params = Any  # nnx.State of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes: runs with equal states and data continue equally.
+    """Everything that a train step changes.
+
+    Two runs with equal states and equal data continue identically.
 
     Attributes:
-      step: int32 []; number of steps done.
-      key: uint32 [2]; the run's key. The random numbers of a step depend on it and the step alone.
-      params: float32 weights.
-      optimizer: state of the optax optimizer.
+      step: Number of finished steps, int32 [].
+      key: The run's key, uint32 [2]. A step's random numbers depend on this key and the step alone.
+      params: Weights in float32.
+      optimizer: State of the optax optimizer.
     """
 
     step: jax.Array
@@ -34,19 +36,19 @@ class TrainState:
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
-    """The graph definition of a module, and what is trained; `untrained` has its other arrays."""
+    """Returns a module's graph definition and its trained arrays; see also `untrained`."""
     return nnx.graphdef(model), nnx.state(model, nnx.All(nnx.Param, nnx.Not(Frozen)))
 
 
 def untrained(model: nnx.Module) -> Params:
-    """Arrays of a module that are not trained, such as a map of draft tokens; often none."""
+    """Returns a module's arrays that are not trained, such as a draft vocabulary; often none."""
     return nnx.state(model, nnx.Any(Buffer, Frozen))
 
 
 def abstract(
     params: Params, optimizer: optax.GradientTransformation, sharding: Sharding
 ) -> TrainState:
-    """Shapes, dtypes and shardings of a state; `params` may be abstract, with shardings."""
+    """Returns the abstract state with shardings; `params` may be abstract, too."""
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
@@ -66,7 +68,7 @@ def abstract(
 def create(
     params: Params, optimizer: optax.GradientTransformation, seed: int, sharding: Sharding
 ) -> TrainState:
-    """The state before the first step; holds `params` themselves, not a copy."""
+    """Returns the state before the first step, which holds `params` without a copy."""
     places = shardings(abstract(params, optimizer, sharding))
     init = jax.jit(optimizer.init, out_shardings=places.optimizer)
     key = jax.random.key_data(step_key_base(seed))
@@ -79,35 +81,35 @@ def create(
 
 
 def step_key_base(seed: int) -> jax.Array:
-    """The key that the keys of all steps are derived from."""
+    """Returns the key from which the keys of all steps are derived."""
     return jax.random.key(seed, impl="threefry2x32")
 
 
 def step_key(state: TrainState) -> jax.Array:
-    """The key of the next step."""
+    """Returns the key of the next step."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
 
 
 def shardings(state: TrainState) -> TrainState:
-    """The sharding of each array of a state."""
+    """Returns the sharding of each array of a state."""
     return jax.tree.map(lambda x: x.sharding, state)
 
 
 def flatten(state: TrainState) -> dict[str, jax.Array]:
-    """The arrays by name, such as "params.layers.0.mlp.up_proj.kernel"."""
+    """Returns the arrays by name, such as "params.layers.0.mlp.up_proj.kernel"."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def unflatten(like: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
-    """The inverse of `flatten`; `like` gives the structure."""
+    """Inverts `flatten`; `like` gives the structure."""
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], like)
 
 
 @jax.jit
 def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The sum of each array's bits as 32-bit words, modulo 2³².
+    """Returns the sum of each array's elements, read as unsigned integers, modulo 2³².
 
-    It does not depend on the sharding of the array, and any single flipped bit changes it.
+    The sum does not depend on the sharding of the array, and any single flipped bit changes it.
     """
     return {name: _checksum(array) for name, array in arrays.items()}
 
@@ -119,7 +121,7 @@ def _checksum(array: jax.Array) -> jax.Array:
 
 
 def _place(optimizer: Any, params: Params, whole) -> Any:
-    """Shards moments like their weights, and replicates everything else."""
+    """Shards optimizer moments like their weights, and replicates everything else."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
     def place(path, leaf):
@@ -133,5 +135,5 @@ def _place(optimizer: Any, params: Params, whole) -> Any:
 
 
 def _name(path: tuple) -> str:
-    # The suffix comes from how flax wraps a weight; names in files must not depend on that.
+    # Remove the suffix that flax's wrapper adds: names in files must not depend on it.
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

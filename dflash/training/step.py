@@ -1,4 +1,4 @@
-"""One step of training as one jitted program: loss, gradients, update."""
+"""Training step as one jitted program: loss, gradients and update."""
 
 import bisect
 import functools
@@ -18,8 +18,9 @@ from dflash.training.state import Params, TrainState
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-# (parameters in the compute dtype, frozen parameters, batch, key) -> loss, metrics. If metrics have
-# "weight", the loss is a mean over that many tokens, and pieces of a batch are averaged by it.
+# Maps (parameters in the compute dtype, frozen arrays, batch, key) to (loss, metrics). A metric
+# named `WEIGHT` is the number of tokens that the loss is a mean of; microbatches are averaged with
+# these weights.
 LossFunction = Callable[[Params, Params, Batch, jax.Array], tuple[jax.Array, Metrics]]
 
 WEIGHT = "weight"
@@ -35,16 +36,18 @@ def make_train_step(
     sharding: Sharding,
     state: TrainState,
 ):
-    """Makes a jitted function: (state, frozen, batch) -> state, metrics. It donates the state.
+    """Returns a jitted train step, (state, frozen, batch) -> (state, metrics).
+
+    The step donates the state.
 
     Args:
-      loss: loss of one piece of a batch.
-      optimizer: update rule.
-      schedule: step -> learning rate, for the metrics.
-      dtype: compute dtype; gradients and weights stay float32.
-      accumulate_steps: number of pieces of a batch, computed one after the other.
-      sharding: the run's mesh and rules.
-      state: abstract state, for its shardings.
+      loss: Loss of one microbatch.
+      optimizer: Update rule.
+      schedule: Maps a step to its learning rate, for the metrics.
+      dtype: Compute dtype; gradients and weights stay float32.
+      accumulate_steps: Number of microbatches per batch, computed one after the other.
+      sharding: The run's mesh and rules.
+      state: Abstract state with shardings.
     """
 
     def step(state: TrainState, frozen: Params, batch: Batch):
@@ -68,7 +71,7 @@ def make_train_step(
 
 
 def make_evaluation_step(loss: LossFunction, *, dtype: jnp.dtype, sharding: Sharding):
-    """Makes a jitted function: (params, frozen, batch, key) -> metrics, including the loss."""
+    """Returns a jitted function (params, frozen, batch, key) -> metrics, which include the loss."""
 
     def step(params: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
         with jax.default_matmul_precision(matmul_precision(dtype)):
@@ -79,7 +82,7 @@ def make_evaluation_step(loss: LossFunction, *, dtype: jnp.dtype, sharding: Shar
 
 
 def make_feature_step(features: Callable[[Params, Batch], Batch], *, dtype: jnp.dtype):
-    """Makes a jitted function: (frozen, batch) -> features, as a train step has them."""
+    """Returns a jitted function (frozen, batch) -> features, equal to those of a train step."""
 
     def step(frozen: Params, batch: Batch) -> Batch:
         with jax.default_matmul_precision(matmul_precision(dtype)):
@@ -89,12 +92,12 @@ def make_feature_step(features: Callable[[Params, Batch], Batch], *, dtype: jnp.
 
 
 def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
-    """Makes global arrays from this process's rows of a batch.
+    """Builds global arrays from this process's rows of a batch.
 
     Args:
-      batch: arrays [rows of this process, …], in the order of `rows_of_process`.
-      sharding: the run's mesh and rules.
-      rows: rows of the batch, of all processes together.
+      batch: Arrays [rows of this process, …], in the order of `rows_of_process`.
+      sharding: The run's mesh and rules.
+      rows: Rows of the batch over all processes.
     """
     mine = rows_of_process(sharding, rows)
 
@@ -112,16 +115,19 @@ def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
 
 
 def rows_of_process(sharding: Sharding, rows: int) -> tuple[int, ...]:
-    """Numbers of the rows of every batch that this process's devices hold, ascending."""
+    """Returns the indices of the rows of a batch on this process's devices, ascending."""
     return rows_by_process(sharding, rows)[jax.process_index()]
 
 
 @functools.lru_cache(maxsize=8)
 def rows_by_process(sharding: Sharding, rows: int) -> dict[int, tuple[int, ...]]:
-    """Numbers of the rows of a batch that each process's devices hold, ascending, by process.
+    """Returns the indices of the rows of a batch on each process's devices, ascending.
 
-    A device mesh need not be in the order of processes, so the rows of one may lie anywhere, and
-    several processes may hold the same ones.
+    The devices of a mesh need not be in the order of processes, so the rows of a process need not
+    be contiguous, and several processes may hold the same rows.
+
+    Returns:
+      Row indices by process.
     """
     found: dict[int, set[int]] = {}
     layout = sharding.named((rows,), ("batch",))
@@ -131,7 +137,7 @@ def rows_by_process(sharding: Sharding, rows: int) -> dict[int, tuple[int, ...]]
 
 
 def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tuple[Any, Metrics]:
-    """Gradients and metrics, averaged over the pieces of a batch."""
+    """Returns gradients and metrics, averaged over the microbatches of a batch."""
 
     @functools.partial(jax.grad, has_aux=True)
     def differentiate(params, batch, key):
@@ -161,12 +167,12 @@ def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tup
 
 
 def _cut(array: jax.Array, pieces: int, sharding: Sharding) -> jax.Array:
-    """[B, …] -> [pieces, B / pieces, …]; every row stays on its device."""
+    """Splits [B, …] into [pieces, B / pieces, …]; every row stays on its device."""
     rows = array.shape[0] // pieces
     array = array.reshape(rows, pieces, *array.shape[1:]).swapaxes(0, 1)
     return sharding.constrain(array, None, "batch", *(None,) * (array.ndim - 2))
 
 
 def _complete(value: jax.Array, metrics: Metrics) -> Metrics:
-    """The metrics with the loss, and with a weight of 1 if they have none."""
+    """Returns the metrics with the loss added, and a weight of 1 if they have none."""
     return {WEIGHT: jnp.float32(1), **metrics, "loss": value}

@@ -1,4 +1,4 @@
-"""Training tasks: a target, or a drafter against a frozen target. Each defines a loss."""
+"""Training tasks, each with its models and loss: a target, or a drafter of a frozen target."""
 
 import abc
 import dataclasses
@@ -30,15 +30,16 @@ CountTokens = Callable[[], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Task(abc.ABC):
-    """The models of a run, abstract until their weights are loaded.
+    """Models and loss of a run; the models are abstract until their weights are loaded.
 
     Attributes:
-      config: the run's config.
-      target: target in the compute dtype; frozen, unless it is the learner.
-      target_source: source of its weights.
-      learner: float32 model that is trained.
-      working: the learner in the compute dtype.
-      learner_source: source of its initial weights.
+      config: The run's config.
+      target: Target in the compute dtype, frozen unless it is the learner.
+      target_source: Source of the target's weights.
+      learner: Model that is trained, in float32.
+      working: Same model as the learner, in the compute dtype.
+      learner_source: Source of the learner's initial weights.
+      drafts: The learner is a drafter, so τ can be measured.
     """
 
     config: TrainRun
@@ -48,18 +49,19 @@ class Task(abc.ABC):
     working: nnx.Module
     learner_source: Source
 
-    drafts: ClassVar[bool]  # whether the learner is a drafter, so that τ can be measured
+    drafts: ClassVar[bool]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The compute dtype."""
+        """Compute dtype."""
         return jnp.dtype(self.config.train.dtype)
 
     @property
     def weights_ratio(self) -> float | None:
-        """Bytes of weights that a cycle reads at least, over those of a plain token.
+        """Bytes of weights read per decode cycle over bytes read per token of plain decoding.
 
-        None where no drafter is trained.
+        The numerator is a lower bound: target and drafter are read once. None if the learner is
+        not a drafter.
         """
         if not self.drafts:
             return None
@@ -68,14 +70,14 @@ class Task(abc.ABC):
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the learner starts from random weights."""
+        """Returns whether the learner starts from random weights."""
         return self.learner_source.directory is None
 
     def fresh_params(self) -> Params:
-        """The learner's weights before the first step, in float32.
+        """Returns the learner's initial weights in float32, random or from a checkpoint.
 
         Raises:
-          CheckpointError: the checkpoint that they come from is damaged.
+          CheckpointError: The checkpoint is damaged.
         """
         if self.from_scratch:
             key = jax.random.fold_in(states.step_key_base(self.config.train.seed), 2**31)
@@ -86,21 +88,22 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def load_frozen(self, count_tokens: CountTokens) -> Params:
-        """Loads or makes the arrays that the loss needs and that are not trained.
+        """Loads or computes the arrays that the loss reads and that are not trained.
 
         Args:
-          count_tokens: see `Drafter.prepare_training`.
+          count_tokens: Returns the count of each token id as a label; see
+            `Drafter.prepare_training`.
         """
 
     @abc.abstractmethod
     def abstract_frozen(self) -> Params:
-        """Shapes and shardings of the result of `load_frozen`."""
+        """Returns the shapes and shardings of the result of `load_frozen`."""
 
     @abc.abstractmethod
     def loss(
         self, params: Params, frozen: Params, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-        """The loss of a batch; see `LossFunction`."""
+        """Returns the loss and the metrics of a batch; see `LossFunction`."""
 
     def export(self, params: Params, directory: pathlib.Path, companions) -> None:
         """Writes the learner's weights in the Hugging Face layout; see `save_hf`."""
@@ -115,7 +118,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """The config.json of the learner."""
+        """Returns the content of the learner's config.json."""
 
 
 class TargetTask(Task):
@@ -140,9 +143,10 @@ class TargetTask(Task):
 
 
 class DrafterTask(Task):
-    """The loss of a strategy, on features of the frozen target.
+    """Training of a drafter by its strategy's loss, on features of the frozen target.
 
-    Frozen arrays: {"target": its parameters, "drafter": those of the drafter, mostly none}.
+    The frozen arrays are {"target": the target's parameters, "drafter": the drafter's arrays that
+    are not trained, mostly none}.
     """
 
     drafts = True
@@ -174,7 +178,7 @@ class DrafterTask(Task):
             )
 
     def features(self, frozen: Params, batch: Batch) -> Batch:
-        """The target's features of a batch, and its final hidden states if the loss uses them."""
+        """Returns the target's features of a batch, and its hidden states if the loss uses them."""
         target = nnx.merge(nnx.graphdef(self.target), frozen["target"])
         with jax.named_scope("target"):
             hidden, features = target.forward(
@@ -193,14 +197,14 @@ class DrafterTask(Task):
 
 
 def make_task(config: TrainRun, sharding: Sharding, *, download: bool = True) -> Task:
-    """Builds the models.
+    """Builds the models of a run.
 
     Args:
-      config: the run's config.
-      sharding: the run's mesh and rules.
-      download: whether to fetch checkpoints that are not on this machine.
+      config: The run's config.
+      sharding: The run's mesh and rules.
+      download: Download checkpoints that are not on this machine.
     Raises:
-      UserError: the config and the checkpoints do not fit.
+      UserError: The config does not fit the checkpoints.
     """
     target_source = models.find_target(config.target, download=download)
 

@@ -1,4 +1,4 @@
-"""A prepared training run: abstract models, data, checks; no weights yet."""
+"""Prepared training run: abstract models, data and checks, before weights are loaded."""
 
 import dataclasses
 import datetime
@@ -32,7 +32,7 @@ from dflash.training.optimizer import make_optimizer, make_schedule
 from dflash.training.state import Params
 from dflash.training.tasks import Task
 
-# (params of the learner in the compute dtype) -> metrics, including "tau".
+# Maps the learner's parameters in the compute dtype to metrics, including "tau".
 DraftingTest = Callable[[Params], Mapping[str, float]]
 
 COUNTED_TOKENS = 2**24
@@ -40,14 +40,15 @@ COUNTED_TOKENS = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class TrainJob:
-    """A prepared training run.
+    """Prepared training run.
 
     Attributes:
-      config: the run's config.
-      sharding: the run's mesh and rules.
-      task: models, which are abstract, and loss.
-      tokenizer: tokenizer of the data and of held-out prompts.
-      tokenizer_directory: its files are exported with the weights; None for plain bytes.
+      config: The run's config.
+      sharding: The run's mesh and rules.
+      task: Abstract models and the loss.
+      tokenizer: Tokenizer of the data and of held-out prompts.
+      tokenizer_directory: Directory of the tokenizer's files, which are exported with the weights;
+        None for plain bytes.
     """
 
     config: TrainRun
@@ -58,11 +59,11 @@ class TrainJob:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Numbers of the rows of a batch that this process reads."""
+        """Indices of the rows of a batch that this process reads."""
         return steps_lib.rows_of_process(self.sharding, self.config.train.batch_size)
 
     def optimizer(self, steps: int) -> tuple[optax.GradientTransformation, Any]:
-        """The optimizer, and the schedule of its learning rate."""
+        """Returns the optimizer and its learning-rate schedule."""
         config = self.config.optimizer
         return make_optimizer(config, steps), make_schedule(config, steps)
 
@@ -72,16 +73,20 @@ class TrainJob:
 
     @functools.cached_property
     def training_rows(self) -> Mixture:
-        """All rows to learn from.
+        """All training rows.
 
         Raises:
-          InputError: the data are malformed.
+          InputError: The data are malformed.
         """
         return self._open("train")
 
     @functools.cached_property
     def held_out_rows(self) -> Mixture:
-        """All rows for validation; see `training_rows`."""
+        """All validation rows.
+
+        Raises:
+          InputError: The data are malformed.
+        """
         return self._open("validation")
 
     def _open(self, split: Split) -> Mixture:
@@ -96,33 +101,33 @@ class TrainJob:
     def batches(
         self, rows: Mixture, *, batch_size: int | None = None, state: Any = None
     ) -> Batches:
-        """Endless batches of this process's rows, from the position `state` on.
+        """Returns endless batches of this process's rows, from the position `state` on.
 
         Args:
-          rows: the rows to read.
-          batch_size: rows per batch, over all processes; None for those of a training step.
-          state: position to resume from; None for the beginning.
+          rows: Rows to read.
+          batch_size: Rows per batch, over all processes; None uses `train.batch_size`.
+          state: Position to resume from; None is the beginning.
         Raises:
-          InputError: the data do not fill a batch, or `state` belongs to others.
+          InputError: The data do not fill a batch, or `state` belongs to other data.
         """
         size = batch_size or self.config.train.batch_size
         mine = steps_lib.rows_of_process(self.sharding, size)
         return Batches(rows, batch_size=size, mine=mine, state=state)
 
     def batches_per_epoch(self) -> int:
-        """Number of batches in one pass over the training data.
+        """Returns the number of batches in one pass over the training data.
 
         Raises:
-          InputError: they do not fill a batch.
+          InputError: The data do not fill a batch.
         """
         self.batches(self.training_rows)
         return self.training_rows.num_rows // self.config.train.batch_size
 
     def token_counts(self) -> np.ndarray:
-        """How often each token is a label in the batches of the run, int64 [V].
+        """Returns how often each token is a label in the run's batches, int64 [V].
 
-        Equal on every process. Of a long run only the beginning counts, which is enough to rank
-        the tokens.
+        The result is equal on every process. Only the first `COUNTED_TOKENS` tokens are counted,
+        which is enough to rank the vocabulary.
         """
         source = Batches(self.training_rows, batch_size=1)
         seen = self.steps() * self.config.train.batch_size
@@ -133,10 +138,10 @@ class TrainJob:
         return counts
 
     def steps(self) -> int:
-        """Total optimizer steps.
+        """Returns the total number of optimizer steps.
 
         Raises:
-          InputError: the data do not fill a batch.
+          InputError: The data do not fill a batch.
         """
         wanted = self.config.train
         if wanted.steps is not None:
@@ -145,10 +150,10 @@ class TrainJob:
 
     @functools.cached_property
     def held_out_prompts(self) -> dict[str, list[tuple[int, ...]]]:
-        """Token ids of the prompts that τ is measured on, by data set.
+        """Token ids of the prompts for measuring mean acceptance length (τ), by data set.
 
         Raises:
-          InputError: a file of prompts is unusable.
+          InputError: The prompt file is unusable.
         """
         wanted = self.config.evaluation
         if wanted.prompts_file is not None:
@@ -166,10 +171,10 @@ class TrainJob:
         )
 
     def drafting_test(self, kind: Callable[..., DraftingTest]) -> DraftingTest | None:
-        """A test that measures τ on held-out prompts; None if the run wants none.
+        """Returns a test that measures τ on held-out prompts, or None if it is disabled.
 
         Args:
-          kind: `offline.evaluation.DraftingTest`, which this package must not import.
+          kind: The class `offline.evaluation.DraftingTest`, which this package must not import.
         """
         if not self.config.evaluation.prompts or not self.task.drafts:
             return None
@@ -182,21 +187,21 @@ class TrainJob:
         )
 
     def plan(self) -> train_plan.TrainPlan:
-        """The plan of the run, made without reading data."""
+        """Returns the plan of the run without reading any data."""
         steps = self.config.train.steps
         optimizer, _ = self.optimizer(steps or 1)
         return train_plan.make_plan(self.task, optimizer, steps=steps)
 
 
 def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = False) -> TrainJob:
-    """Builds and checks everything that a run needs before its weights.
+    """Builds and checks everything that a run needs, except its weights.
 
     Args:
-      config: the run's config.
-      date: what chat templates print as the date; None for today.
-      dry: for a plan only; uses no device and downloads nothing.
+      config: The run's config.
+      date: Date that chat templates print; None is today.
+      dry: Prepare a plan only: use no device and download nothing.
     Raises:
-      UserError: the config, data or checkpoints are unusable.
+      UserError: The config, data or checkpoints are unusable.
     """
     mesh = dataclasses.asdict(config.mesh)
     placed = shardings.make_sharding(mesh, config.sharding_rules, abstract=dry)
@@ -213,12 +218,12 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
 
 
 def _check(job: TrainJob) -> None:
-    """Raises UserError if tokenizer or rows do not fit."""
+    """Raises ConfigError if the tokenizer or the row length does not fit the target."""
     arch, length = job.task.target.arch, job.config.data.length
     if job.tokenizer.vocab_size > arch.vocab_size:
         raise errors.ConfigError(
-            f"tokenizer: {job.tokenizer_directory or 'of plain bytes'} has "
-            f"{job.tokenizer.vocab_size} tokens, but the target's vocabulary is {arch.vocab_size}"
+            f"tokenizer: {job.tokenizer_directory or 'plain bytes'}: has "
+            f"{job.tokenizer.vocab_size} tokens, but the target's vocabulary has {arch.vocab_size}"
         )
     if length > arch.max_position_embeddings:
         raise errors.ConfigError(

@@ -1,4 +1,4 @@
-"""The plan of a training run, computed from shapes alone: `--dry_run`."""
+"""Plan of a training run, computed from shapes alone, as `--dry_run` prints it."""
 
 import dataclasses
 import math
@@ -18,11 +18,11 @@ class TrainPlan:
     """Size, memory and programs of a training run.
 
     Attributes:
-      mesh: number of devices along each mesh axis.
-      counts: number of weights, by model.
-      memory_bytes: bytes on each device, by kind.
-      duration: steps and tokens, as text.
-      programs: names of the programs to be compiled.
+      mesh: Number of devices along each mesh axis.
+      counts: Number of weights, by model.
+      memory_bytes: Bytes per device, by kind of array.
+      duration: Steps and tokens of the run, as text.
+      programs: Names of the programs that will be compiled.
     """
 
     mesh: dict[str, int]
@@ -32,7 +32,7 @@ class TrainPlan:
     programs: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The plan as text, a line each."""
+        """Returns the plan as lines of text."""
         devices = math.prod(self.mesh.values())
         axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         counts = ", ".join(f"{name} {count:,}" for name, count in self.counts.items())
@@ -51,9 +51,9 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> TrainPlan:
     """Plans a run from abstract models.
 
     Args:
-      task: models and loss.
-      optimizer: optax optimizer.
-      steps: total optimizer steps; None if they depend on the data.
+      task: Models and loss of the run.
+      optimizer: Optax optimizer.
+      steps: Total optimizer steps; None if the number depends on the data.
     """
     config = task.config
     rows, length = config.train.batch_size, config.data.length
@@ -88,10 +88,10 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> TrainPlan:
 
 
 def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length: int) -> int:
-    """Bytes of residuals that the backward pass of `rows` rows needs, on all devices together.
+    """Estimates the bytes of residuals for the backward pass of `rows` rows, over all devices.
 
-    An estimate, traced from the loss: the compiler may keep less, and needs temporary buffers.
-    Includes copies of the weights in the compute dtype.
+    The residuals come from tracing the loss; they include copies of the weights in the compute
+    dtype. The compiler may keep fewer of them, and needs temporary buffers in addition.
     """
 
     def residuals(params, frozen, batch, key):
@@ -110,9 +110,9 @@ def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length:
 
 
 def step_flops(task: Task) -> float:
-    """Operations of the matrix products of a step on all devices, traced from one row's loss.
+    """Returns the matmul FLOPs of a training step over all devices, traced from one row's loss.
 
-    The frozen target's forward is among them, as if its features were not cached.
+    They include the frozen target's forward pass, even if its features are cached.
     """
     config = task.config
     params, frozen = states.split(task.learner)[1], task.abstract_frozen()
@@ -132,9 +132,9 @@ def step_flops(task: Task) -> float:
 
 
 def _product_flops(jaxpr: Any) -> float:
-    """Operations of the matrix products in a jaxpr; the body of a scan counts as often as it runs.
+    """Returns the matmul FLOPs of a jaxpr.
 
-    Of a loop without a fixed length, one turn counts.
+    A scan's body counts once per iteration. The body of a loop of unknown length counts once.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -149,14 +149,14 @@ def _product_flops(jaxpr: Any) -> float:
         )
         for found in inner:
             if hasattr(found, "jaxpr"):
-                found = found.jaxpr  # a closed one
+                found = found.jaxpr  # Unwrap a closed jaxpr.
             if hasattr(found, "eqns"):
                 total += times * _product_flops(found)
     return total
 
 
 def _abstract_batch(task: Task, rows: int, length: int) -> tuple[dict[str, Any], Any]:
-    """Shapes of a batch with features, and of a key."""
+    """Returns the abstract arrays of a batch with features, and an abstract key."""
 
     def shape(*dimensions, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((rows, length, *dimensions), dtype)

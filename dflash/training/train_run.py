@@ -1,4 +1,4 @@
-"""A training run, from its work directory to its exported weights."""
+"""Training run, from its work directory to its exported weights."""
 
 import functools
 import pathlib
@@ -29,11 +29,11 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
     """Trains, from scratch or from the newest checkpoint in the directory.
 
     Args:
-      job: the prepared run.
-      directory: its work directory, held by this run.
-      drafting_test: measures τ; None if τ is not measured.
+      job: The prepared run.
+      directory: Work directory, held by this run.
+      drafting_test: Measures the mean acceptance length (τ); None skips the measurement.
     Raises:
-      UserError: data, weights, numbers or files are unusable.
+      UserError: The data, weights or files are unusable, or training diverges.
     """
     _publish_export(directory)
     steps = job.steps()
@@ -70,7 +70,7 @@ def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | No
 def _begin(
     job: TrainJob, directory: RunDirectory, checkpoints: Checkpoints, steps: int, note
 ) -> RestoredCheckpoint:
-    """The newest good checkpoint, or the state before the first step if there is none."""
+    """Returns the newest good checkpoint, or the initial state if there is none."""
     optimizer, _ = job.optimizer(steps)
     _, abstract = states.split(job.task.learner)
     found = checkpoints.restore(states.abstract(abstract, optimizer, job.sharding), note)
@@ -80,8 +80,8 @@ def _begin(
         return RestoredCheckpoint(0, state, {"data": None, "identity": rundir.identity(job.config)})
     if not rundir.same_run(found.metadata.get("identity"), job.config):
         raise errors.WorkdirError(
-            f"{directory.path}: holds checkpoints of another config than its {CONFIG} "
-            "says: use another --workdir, or delete this one"
+            f"{directory.path}: the checkpoints do not belong to the config in {CONFIG}: use "
+            "another --workdir, or delete this one"
         )
     note(f"continuing after step {found.step}")
     return found
@@ -128,7 +128,7 @@ def _loop_config(job: TrainJob, steps: int, evaluation: Evaluation) -> LoopConfi
 def _training_batches(
     job: TrainJob, directory: RunDirectory, frozen: Params, state: Any, report: TrainReport
 ) -> Batches:
-    """The training batches; with `train.features=cached`, they include target features."""
+    """Returns the training batches, with target features if `train.features=cached`."""
     source = job.batches(job.training_rows, state=state)
     agreement.check_same("data", source.state())
     if job.config.train.features == "online" or not job.task.drafts:
@@ -136,7 +136,7 @@ def _training_batches(
     given = job.config.train.feature_cache or str(directory.path / rundir.FEATURES)
     base = paths.to_path(given)
     if any(base.glob("*/process-*-of-*")):
-        report.note(f"{base}: has features cached by an earlier version, not read: delete them")
+        report.note(f"{base}: ignoring features cached by an earlier version; delete them")
     rows = job.training_rows
     caches = [
         _feature_cache(job, corpus, base, frozen, report) for corpus in range(len(rows.corpora))
@@ -147,7 +147,7 @@ def _training_batches(
 def _feature_cache(
     job: TrainJob, corpus: int, base: pathlib.Path, frozen: Params, report: TrainReport
 ) -> features.FeatureCache:
-    """Features of the rows of a corpus that the run reads."""
+    """Returns cached features of the rows that the run reads from a corpus."""
     rows, batch_size = job.training_rows, job.config.train.batch_size
     compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
     name = rows.corpora[corpus].corpus.name
@@ -169,7 +169,7 @@ def _feature_cache(
 
 
 def _cache_key(job: TrainJob, corpus: int) -> str:
-    """A hash of everything that the rows of a corpus, their order and features depend on."""
+    """Returns a hash of everything that determines a corpus's rows, order and features."""
     source = job.task.target_source
     weights = features.fingerprint(source.directory) if source.directory else source.seed
     rows = job.training_rows
@@ -186,13 +186,16 @@ def _cache_key(job: TrainJob, corpus: int) -> str:
 
 
 def _local_rows(array: jax.Array) -> np.ndarray:
-    """This process's rows of an array that is sharded by rows or replicated."""
+    """Returns this process's rows of an array that is sharded by rows or replicated."""
     pieces = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
     return np.concatenate([np.asarray(pieces[start].data) for start in sorted(pieces)])
 
 
 def _export(job: TrainJob, directory: RunDirectory, params: Params, step: int) -> None:
-    """Writes the weights to hf/; at any time it or the directory that replaces it is whole."""
+    """Writes the weights to hf/.
+
+    A crash at any moment leaves a complete export, in hf/ or in the directory that replaces it.
+    """
     fresh = _fresh_export(directory)
     if jax.process_index() == 0:
         files.remove_tree(fresh)
@@ -201,7 +204,7 @@ def _export(job: TrainJob, directory: RunDirectory, params: Params, step: int) -
 
 
 def _publish_export(directory: RunDirectory) -> None:
-    """Puts a whole new export into place; after a kill, that of an earlier start."""
+    """Moves a complete new export into place, including one that a killed run left behind."""
     fresh, final = _fresh_export(directory), directory.path / rundir.EXPORT
     if jax.process_index() == 0 and _is_export(fresh):
         with files.explained(final):
@@ -220,19 +223,19 @@ def _is_export(path: pathlib.Path) -> bool:
 def _finish(
     job: TrainJob, directory: RunDirectory, first_step: int, outcome: TrainOutcome, steps: int
 ) -> str:
-    """Exports the last weights if there are no best ones; returns a line about the result."""
+    """Exports the last weights unless better ones are exported; returns a line on the result."""
     if outcome.step < steps and not outcome.stalled:
         return f"stopped after step {outcome.step} of {steps}; run the same command to continue"
     export = directory.path / rundir.EXPORT
     if _is_export(export) and first_step == steps:
-        return f"all {steps} steps were done before; {export} holds the weights"
+        return f"all {steps} steps are already done; the weights are in {export}"
     if outcome.stalled:
         return (
-            f"ended after step {outcome.step} of {steps}: no better score in "
-            f"{job.config.evaluation.patience} evaluations (evaluation.patience); {export} holds "
-            f"the weights of step {outcome.best['step']}, the best"
+            f"stopped early after step {outcome.step} of {steps}: no better score in "
+            f"{job.config.evaluation.patience} evaluations (evaluation.patience); the best "
+            f"weights, of step {outcome.best['step']}, are in {export}"
         )
     if not (_is_export(export) and outcome.best):
         _export(job, directory, outcome.state.params, outcome.step)
-        return f"done: {export} holds the weights of step {outcome.step}"
-    return f"done: {export} holds the weights of step {outcome.best['step']}, the best"
+        return f"done: the weights of step {outcome.step} are in {export}"
+    return f"done: the best weights, of step {outcome.best['step']}, are in {export}"

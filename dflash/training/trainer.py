@@ -21,27 +21,29 @@ from dflash.training.state import Params, TrainState
 
 
 class Batches(Protocol):
-    """Endless batches of this process's rows; `state` is the position of the next one."""
+    """Endless iterator over batches of this process's rows."""
 
     def __next__(self) -> dict[str, np.ndarray]: ...
 
     def state(self) -> Any:
-        """The position, as JSON values."""
+        """Returns the position of the next batch, as JSON values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """Length and cadence of a run; see the config's `train` and `evaluation`.
+    """Length and cadence of a run, from the config's `train` and `evaluation` groups.
 
     Attributes:
-      steps: total optimizer steps.
-      rows: rows of a batch, of all processes together.
-      log_every: steps between two logs.
-      checkpoint_every: steps between two checkpoints.
-      evaluate_every: steps between two evaluations; 0 for none.
-      goal: metric that selects the best checkpoint; less is better for "loss".
-      evaluation: hash of what else the scores depend on; only scores with equal ones compare.
-      patience: evaluations without a better score after which training ends; 0: it never does.
+      steps: Total optimizer steps.
+      rows: Rows per batch, over all processes.
+      log_every: Steps between two logs.
+      checkpoint_every: Steps between two checkpoints.
+      evaluate_every: Steps between two evaluations; 0 disables evaluation.
+      goal: Metric that selects the best checkpoint. "loss" is minimized, all others are maximized.
+      evaluation: Fingerprint of the evaluation settings and data. Scores are comparable only if
+        their fingerprints are equal.
+      patience: Evaluations without a better score after which training ends; 0 disables early
+        stopping.
     """
 
     steps: int
@@ -59,9 +61,9 @@ class StepFunctions:
     """Functions that the loop calls.
 
     Attributes:
-      train: (state, batch) -> state, metrics; see `make_train_step`.
-      evaluate: params -> metrics on held-out data.
-      export: writes the weights of (params, step) as a checkpoint for decoding.
+      train: Maps (state, batch) to (state, metrics); see `make_train_step`.
+      evaluate: Maps parameters to metrics on held-out data.
+      export: Takes (params, step) and writes the weights as a checkpoint for decoding.
     """
 
     train: Callable[[TrainState, steps_lib.Batch], tuple[TrainState, Mapping[str, Any]]]
@@ -71,14 +73,14 @@ class StepFunctions:
 
 @dataclasses.dataclass(frozen=True)
 class TrainOutcome:
-    """The result of a run.
+    """Result of a training run.
 
     Attributes:
-      state: state after the last step.
-      step: number of steps done.
-      best: {"goal", "evaluation", "step", "score"} of the best evaluation, if there was any.
-      exit_status: 0 if it has ended, else 128 + the number of the signal that stopped it.
-      stalled: it ended before its last step, since the score had stopped rising.
+      state: State after the last finished step.
+      step: Number of finished steps.
+      best: {"goal", "evaluation", "step", "score"} of the best evaluation; None without any.
+      exit_status: 0 for a complete run, else 128 + the number of the signal that stopped it.
+      stalled: Early stopping ended the run before its last step.
     """
 
     state: TrainState
@@ -90,7 +92,10 @@ class TrainOutcome:
 
 @dataclasses.dataclass
 class _Window:
-    """Sums of metrics since the last log; part of a checkpoint, so that a restart logs the same."""
+    """Sums of metrics since the last log.
+
+    Checkpoints include it, so that a resumed run logs the same means.
+    """
 
     count: int = 0
     sums: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -103,18 +108,18 @@ class _Window:
             self.sums[name] = self.sums.get(name, 0.0) + value
 
     def means(self) -> dict[str, float]:
-        """Mean of each metric, the loss first; of the learning rate, the last value."""
+        """Returns the mean of each metric, loss first, and the last learning rate."""
         names = ["loss", *sorted(self.sums.keys() - {"loss", "learning_rate"})]
         means = {name: self.sums[name] / self.count for name in names}
         return means | {"learning_rate": self.last["learning_rate"]}
 
 
 class TrainingError(errors.UserError):
-    """A loss or gradient is not finite; the message names the step and the last checkpoint."""
+    """Non-finite loss or gradient; the message names the step and the last good checkpoint."""
 
 
 class Trainer:
-    """One run of the loop, from the step of its initial state."""
+    """Training loop, from a given state to the last step or a stop signal."""
 
     def __init__(
         self,
@@ -129,19 +134,19 @@ class Trainer:
         metadata: Mapping[str, Any],
         report: TrainReport,
     ):
-        """Takes over `state`, which is donated.
+        """Prepares the loop; `run` donates `state`.
 
         Args:
-          config: length and cadence.
-          functions: what to call.
-          state: state to begin with.
-          step: its number.
-          batches: batches from that step on.
-          sharding: where batches go.
-          checkpoints: where states go.
-          metadata: content to save beside each state; of the checkpoint that `state` is from, if
-            it is from one.
-          report: takes metrics and messages.
+          config: Length and cadence of the run.
+          functions: Functions for training, evaluation and export.
+          state: Initial training state.
+          step: Number of steps already done in `state`.
+          batches: Training batches, beginning with the one of the next step.
+          sharding: The run's mesh and rules, for placing batches.
+          checkpoints: Store for training states.
+          metadata: JSON values to save with each state. For a resumed run, the metadata of the
+            restored checkpoint.
+          report: Receives metrics and messages.
         """
         self._config, self._functions = config, functions
         self._state, self._step = state, step
@@ -153,20 +158,23 @@ class Trainer:
         best = metadata.get("best")
         self._best = best if best and self._measure.items() <= best.items() else None
         if best and not self._best:
-            report.note(f"evaluations have changed: step {best['step']} is no longer the best")
+            report.note(
+                f"evaluation settings or data have changed: the best score, of step "
+                f"{best['step']}, no longer counts"
+            )
         self._window = _Window(**metadata.get("window", {}))
-        # Evaluations that compare with the next one.
+        # Keep only earlier evaluations whose scores are comparable with new ones.
         known = metadata.get("history", {"measure": self._measure, "entries": []})
         self._history = known["entries"] if known["measure"] == self._measure else []
         self._saved = step
         self._compiled = False
 
     def run(self) -> TrainOutcome:
-        """Trains up to the last step, or until a signal asks to stop.
+        """Trains until the last step, a stop signal, or early stopping.
 
         Raises:
-          TrainingError: a loss or gradient is not finite.
-          WorkdirError: the state cannot be saved.
+          TrainingError: A loss or gradient is non-finite.
+          WorkdirError: The state cannot be saved.
         """
         config = self._config
         with self._stop as stop:
@@ -197,7 +205,7 @@ class Trainer:
         return bool(every) and (last or self._step % every == 0)
 
     def _advance(self) -> None:
-        """Dispatches a step and checks the one before it while the device is busy."""
+        """Dispatches a step, then checks the previous one while the device is busy."""
         batch = steps_lib.place(next(self._batches), self._sharding, self._config.rows)
         self._state, metrics = self._functions.train(self._state, batch)
         self._step += 1
@@ -211,7 +219,11 @@ class Trainer:
         self._report.step(self._step)
 
     def _check_oldest(self) -> None:
-        """Checks the metrics of the oldest pending step."""
+        """Checks the metrics of the oldest pending step and adds them to the window.
+
+        Raises:
+          TrainingError: The loss or the gradient norm is non-finite.
+        """
         step, metrics, told = self._pending.popleft()
         self._stop.hear(told)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -219,18 +231,18 @@ class Trainer:
             if not np.isfinite(values[name]):
                 self._checkpoints.wait()
                 kept = self._checkpoints.good_step
-                left = f"the last good checkpoint is of step {kept}"
+                left = f"the last good checkpoint is that of step {kept}"
                 if kept is None:
-                    left = "no checkpoint was saved before it"
+                    left = "there is no earlier checkpoint"
                 raise TrainingError(
-                    f"step {step}: {name.replace('_', ' ')} is {values[name]}; stopped, and "
-                    f"{left}; a lower optimizer.learning_rate may help, in another --workdir"
+                    f"step {step}: {name.replace('_', ' ')} is {values[name]}; training has "
+                    f"stopped, and {left}; try a lower optimizer.learning_rate in another --workdir"
                 )
         values.pop(steps_lib.WEIGHT)
         self._window.add(values)
 
     def _settle(self) -> None:
-        """Waits until the metrics of every dispatched step are checked."""
+        """Waits for all dispatched steps and checks their metrics."""
         while self._pending:
             self._check_oldest()
 
@@ -240,7 +252,10 @@ class Trainer:
         self._report.log(self._step, window.means())
 
     def _evaluate(self) -> bool:
-        """Evaluates and exports the best weights so far; returns whether there was a score."""
+        """Evaluates, exports the weights if they are the best so far, and returns if scored.
+
+        An evaluation without a finite value of the goal metric has no score.
+        """
         self._settle()
         with self._paused() as clock:
             metrics = self._functions.evaluate(self._state.params)
@@ -274,7 +289,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[Callable[[], float]]:
-        """Excludes the block's time from the step rate; yields a clock, in seconds."""
+        """Excludes the time of a block from the step rate.
+
+        Yields:
+          Function that returns the seconds since the block began.
+        """
         begin = time.perf_counter()
         yield lambda: time.perf_counter() - begin
         self._report.pause(time.perf_counter() - begin)

@@ -12,13 +12,13 @@ SOON_S = 20  # beyond what processes without a fault take, which is more on a bu
 # Exit status, and the line of every process; a gap stands for what differs from machine to machine.
 ENDS = {
     "save": (1, "process 3: …/save/checkpoints: checkpoint of step 1 cannot be written: No space "
-             "left on device; there is none before it"),
+             "left on device; there is no earlier one"),
     "restore": (1, "process 2: …/checkpoints/2: cannot be restored: Input/output error; nothing "
                 "was changed, so try again; …"),
     "export": (1, "process 0: …/hf: cannot be written: No space left on device"),
     "feature_cache": (1, "process 1: …/full: cannot be written: No space left on device"),
-    "lonely_features": (2, "process …: …/cache: not the same directory for all processes: set "
-                        "train.feature_cache to one that all of them see"),
+    "lonely_features": (2, "process …: …/cache: is not shared by all processes: set "
+                        "train.feature_cache to a directory that all of them see"),
     "work_directory": (1, "process 0: …/taken/w: cannot be written: Not a directory"),
     "standard_input": (2, "process 0: …UTF-8…"),
     "prompts": (2, "process 0: …/prompts.jsonl:2: expected exactly one of prompt, …"),
