@@ -1,1 +1,1 @@
-"""Data sets that are made on the spot, from word lists and from the standard library."""
+"""Data sets generated from word lists and from the standard library of Python."""

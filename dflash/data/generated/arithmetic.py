@@ -1,15 +1,15 @@
-"""The data set `arithmetic`: lists of the small calculations that word problems consist of.
+"""Data set `arithmetic`: lists of the small calculations that word problems consist of.
 
-A word problem spends some forty tokens on a calculation, a list fifteen, so a model sees each one
-more often in as many tokens.
+A calculation takes about forty tokens in a word problem and fifteen in a list, so lists show a
+model more calculations per token.
 """
 
 import random
 from collections.abc import Callable
 
 TASK = "arithmetic"
-CALCULATIONS = 16  # in a list
-LARGEST = 100  # of all numbers
+CALCULATIONS = 16  # per list
+LARGEST = 100  # largest number
 
 
 def draw(rng: random.Random) -> tuple[str, str]:
@@ -32,7 +32,7 @@ def _difference(rng: random.Random) -> tuple[str, int]:
 
 
 def _factors(rng: random.Random) -> tuple[int, int]:
-    """Of the small multiplication table, or a number to double or to triple."""
+    """Draws factors up to 9, or a number to double or triple."""
     if rng.random() < 0.5:
         return rng.randint(2, 9), rng.randint(2, 9)
     small = rng.randint(2, 3)

@@ -1,7 +1,7 @@
-"""The data set `chat`: questions whose answer stands in the prompt, and letters to write.
+"""Data set `chat`: questions about a text in the prompt, and letters to write.
 
-The questions are about the standard library, whose documentation or signatures are given along, and
-about made-up people and things; see `facts` and `letters`.
+The prompts contain documentation and signatures of the standard library, or facts about invented
+people and things; see `facts` and `letters`.
 """
 
 import ast
@@ -16,25 +16,25 @@ MIN_ANSWER_CHARACTERS = 15
 MAX_ANSWER_CHARACTERS = 400
 MAX_DOCUMENTATION_CHARACTERS = 600
 MAX_METHODS = 12
-MIN_ARGUMENTS, MAX_ARGUMENTS = 2, 8  # to be worth a question
+MIN_ARGUMENTS, MAX_ARGUMENTS = 2, 8  # of functions whose arguments are asked for
 NUM_CHOICES = 4  # functions to choose from
-MAX_CHOICE_CHARACTERS = 90  # of what each does
+MAX_CHOICE_CHARACTERS = 90  # of the description of a choice
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
 _RETURNS = re.compile(r"^(?:It )?(?:[Rr]eturns?) (.+)$", re.DOTALL)
 
 
 def examples(split: Split) -> Iterator[Example]:
-    """Yields the examples of a split: the library by the modules' names, facts, letters."""
+    """Yields the examples of a split: the library in the order of its modules, facts, letters."""
     yield from library_examples(split)
     yield from facts.examples(TASK, split)
     yield from numbered.examples(TASK, split, letters.draw, letters.COUNT)
 
 
 def library_examples(split: Split) -> Iterator[Example]:
-    """Yields the examples about the library.
+    """Yields the examples about the standard library.
 
-    No question occurs twice, and training has nothing whose docstring begins with the paragraph
-    that one of another split begins with.
+    No question occurs twice. The train split omits every definition whose docstring shares its
+    first paragraph with a definition of another split.
     """
     excluded: set[str] = set()
     if split == "train":
@@ -73,7 +73,7 @@ def _module_questions(module: stdlib.Module, excluded: set[str]) -> Iterator[tup
     documentation = ast.get_docstring(module.tree) or ""
     if stdlib.first_paragraph(documentation) not in excluded:
         yield from _reading(f"module `{module.name}`", documentation)
-    choices: dict[str, str] = {}  # name by what it does
+    choices: dict[str, str] = {}  # names by description
     for definition in stdlib.definitions(module):
         does = _sentences(_prose(definition.docstring) or " ")[0]
         known = stdlib.first_paragraph(definition.docstring) in excluded
@@ -85,7 +85,7 @@ def _module_questions(module: stdlib.Module, excluded: set[str]) -> Iterator[tup
 
 
 def _choosing(module: str, choices: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Which of several definitions does what one of them does."""
+    """Asks which of several definitions fits a description."""
     name, does = choices[stable_hash(repr(choices)) % len(choices)]
     listed = "\n".join(f"- `{name}`: {does}" for name, does in choices)
     wanted = does.rstrip(".")
@@ -134,7 +134,7 @@ def _is_property(definition: stdlib.Definition) -> bool:
 
 
 def _reading(what: str, documentation: str) -> Iterator[tuple[str, str]]:
-    """Questions that bring the documentation along."""
+    """Yields questions about a documentation that the prompt contains."""
     if not documentation or len(documentation) > MAX_DOCUMENTATION_CHARACTERS:
         return
     sentences = _sentences(" ".join(documentation.split()))
@@ -155,7 +155,7 @@ def _reading(what: str, documentation: str) -> Iterator[tuple[str, str]]:
 
 
 def _arguments(definition: stdlib.Definition) -> str:
-    """The arguments as a caller sees them, without `self`."""
+    """Returns the argument list as a caller sees it, without `self`."""
     text = ast.unparse(definition.node.args)
     if _is_bound(definition):
         first, _, rest = text.partition(", ")
@@ -169,7 +169,7 @@ def _is_bound(definition: stdlib.Definition) -> bool:
 
 
 def _argument_lines(definition: stdlib.Definition) -> list[str]:
-    """What a caller may give, each with its default."""
+    """Describes the arguments that a caller may pass, with their defaults."""
     given = definition.node.args
     positional = [*given.posonlyargs, *given.args]
     defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
@@ -195,7 +195,7 @@ def _default(default: ast.expr | None) -> str:
 
 
 def _prose(documentation: str) -> str:
-    """The first paragraph as an answer; empty where it is none, such as a signature or a table."""
+    """Returns the first paragraph as a sentence; empty if it is a signature, a table or similar."""
     text = stdlib.first_paragraph(documentation)
     if not MIN_ANSWER_CHARACTERS <= len(text) <= MAX_ANSWER_CHARACTERS:
         return ""
@@ -213,5 +213,5 @@ def _sentences(text: str) -> list[str]:
 
 
 def _phrase(key: str, *phrasings: str) -> str:
-    """One of several phrasings, by a hash of what the question is about."""
+    """Chooses one of several phrasings by a hash of the subject of the question."""
     return phrasings[stable_hash(key) % len(phrasings)]

@@ -1,8 +1,8 @@
-"""The data set `code`: small changes to functions of the standard library, and functions to write.
+"""Data set `code`: small changes to functions of the standard library, and functions to write.
 
-A change repeats nearly all of what the prompt holds, so even a small model can be right, and there
-is one right answer: a function with an argument renamed or added, without its docstring and the
-like, or a class with given fields. Functions to write are in `functions`.
+The changes rename or add an argument, remove the docstring and the like; other questions ask for a
+class with given fields. Each has one right answer, which repeats most of the prompt, so that even a
+small model can find it. `functions` has the functions to write.
 """
 
 import ast
@@ -14,7 +14,7 @@ from dflash.data.example import Example, Split, pair, stable_hash
 from dflash.data.generated import functions, numbered, stdlib
 
 TASK = "code"
-MIN_CHARACTERS, MAX_CHARACTERS = 60, 480  # of a function, about 20 to 160 tokens
+MIN_CHARACTERS, MAX_CHARACTERS = 60, 480  # per function; about 20 to 160 tokens
 MAX_FIELDS = 6
 NEW_NAMES = (
     "amount area count data entry field first index item key label last length level limit line "
@@ -47,15 +47,15 @@ Task = tuple[str, str]  # question and answer
 
 
 def examples(split: Split) -> Iterator[Example]:
-    """Yields the examples of a split: changes by the modules' names, functions to write."""
+    """Yields the examples of a split: changes in the order of the modules, functions to write."""
     yield from changes(split)
     yield from numbered.examples(TASK, split, functions.draw, functions.COUNT)
 
 
 def changes(split: Split) -> Iterator[Example]:
-    """Yields the changes to functions of the library, and its classes to write.
+    """Yields changes to functions of the standard library, and classes to write.
 
-    Training has nothing about a function, or a class, that is in another split too.
+    The train split omits functions and classes that also occur in another split.
     """
     seen = set()
     if split == "train":
@@ -70,7 +70,7 @@ def changes(split: Split) -> Iterator[Example]:
 
 
 def _subjects(split: Split) -> Iterator[tuple[str, str]]:
-    """Yields (source, text): functions as they stand, and heads "class Name(fields)"."""
+    """Yields (source, text), where the text is a function or a head "class Name(fields)"."""
     for module in stdlib.modules(split):
         source = stdlib.source_of(module.name)
         for definition in stdlib.definitions(module):
@@ -85,14 +85,14 @@ def _subjects(split: Split) -> Iterator[tuple[str, str]]:
 
 
 def _text(definition: stdlib.Definition) -> str:
-    """A function's source without the indentation, decorators included."""
+    """Returns the source of a function with its decorators, without indentation."""
     node, lines = definition.node, definition.module.lines
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return textwrap.dedent("\n".join(map(str.rstrip, lines[first - 1 : node.end_lineno])))
 
 
 def _head(definition: stdlib.Definition) -> str:
-    """The fields of a class: the arguments of `__init__`, or those of a function named after it."""
+    """Returns "class Name(fields)" made of the arguments of `__init__` or of a function."""
     node = definition.node
     owner = definition.owner.name if definition.owner else node.name.title().replace("_", "")
     if not _has_plain_arguments(node) or (definition.owner and node.name != "__init__"):
@@ -109,13 +109,13 @@ def _head(definition: stdlib.Definition) -> str:
 
 
 def _is_simple(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function has no scope within its own."""
+    """Returns whether a function contains no other function, class or lambda."""
     scopes = sum(isinstance(found, _SCOPES) for found in ast.walk(node))
     return isinstance(node, ast.FunctionDef) and scopes == 1
 
 
 def _parse(text: str) -> ast.stmt | None:
-    """The only statement of a text; None where it is not Python."""
+    """Parses a text of one statement; returns None if it is not one."""
     try:
         (node,) = ast.parse(text).body
     except (SyntaxError, ValueError):
@@ -139,7 +139,7 @@ def _class_tasks(head: str) -> Iterator[Task]:
 def _function_tasks(text: str) -> Iterator[Task]:
     node = _parse(text)
     if node is None:
-        return  # a string in it has lines that are indented less
+        return  # a multi-line string in it is indented less
     answers = (
         _renamed_argument(node, text),
         _renamed_function(node, text),
@@ -157,7 +157,7 @@ def _function_tasks(text: str) -> Iterator[Task]:
 
 def _renamed_argument(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
     names = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
-    # What comments, texts and calls mention by the same name would have to follow.
+    # Comments, strings and keyword arguments must not mention the name, since only code is renamed.
     fit = [name for name in names if _uses(node, name) == _mentions(text, name)]
     new = _unused(NEW_NAMES, text)
     if not fit or new is None:
@@ -241,7 +241,7 @@ def _as_method(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
 
 
 def _bare(node: ast.FunctionDef, text: str) -> str | None:
-    """A function's text without its docstring; None where that leaves nothing."""
+    """Removes the docstring of a function; returns None if no statement would remain."""
     if not ast.get_docstring(node) or len(node.body) < 2:
         return None
     docstring, lines = node.body[0], text.splitlines()
@@ -260,7 +260,7 @@ def _has_plain_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _uses(node: ast.FunctionDef, name: str) -> int:
-    """How often a name stands for a variable."""
+    """Counts the uses of a name as a variable or an argument."""
     return sum(
         (isinstance(found, ast.Name) and found.id == name)
         or (isinstance(found, ast.arg) and found.arg == name)
@@ -273,11 +273,11 @@ def _mentions(text: str, name: str) -> int:
 
 
 def _unused(names: Sequence[str], text: str) -> str | None:
-    """One of the names that a text does not mention, by a hash of it."""
+    """Chooses a name that a text does not mention, by a hash of the text."""
     fit = [name for name in names if not _mentions(text, name)]
     return fit[stable_hash(text) % len(fit)] if fit else None
 
 
 def _phrase(key: str, *phrasings: str) -> str:
-    """One of several phrasings, by a hash of what the question is about."""
+    """Chooses one of several phrasings by a hash of the subject of the question."""
     return phrasings[stable_hash(f"phrase {key}") % len(phrasings)]

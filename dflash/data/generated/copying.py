@@ -1,7 +1,7 @@
-"""The data set `copying`: a few words to repeat several times over.
+"""Data set `copying`: a few words to repeat several times.
 
-Many answers of `code` and `chat` repeat what the prompt holds. Here nearly every token of an answer
-follows from the tokens before it and nothing else does, so a small model learns here to look there.
+Many answers of `code` and `chat` repeat parts of the prompt. Here nearly every token of an answer
+can only be predicted by copying an earlier one, so a small model learns to copy.
 """
 
 import keyword
@@ -9,7 +9,7 @@ import random
 import sys
 
 TASK = "copying"
-_TIMES, _FEW = 4, (4, 20)  # repetitions of so few words
+_TIMES, _FEW = 4, (4, 20)  # repetitions, and the range of the number of words
 _KNOWN = (
     "apple bag blue book box card coin day egg eight five four gold gray green item key line list "
     "name nine one page pen red seven shell six stamp ten text three time tree two value week word"
@@ -34,7 +34,7 @@ def draw(rng: random.Random) -> tuple[str, str]:
 
 
 def _word(rng: random.Random) -> str:
-    """A word that hardly occurs anywhere else, or a number."""
+    """Draws a random word that hardly occurs elsewhere, or a number."""
     if rng.random() < 0.15:
         return str(rng.randint(0, 999))
     syllables = range(rng.randint(2, 4))

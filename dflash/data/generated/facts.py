@@ -1,8 +1,8 @@
-"""Short texts of facts about people and things, with questions that the text answers.
+"""Short texts of facts about people and things, with questions that the texts answer.
 
-A fact is a subject, a kind and a value: "Ben", "city", "Oslo". What is held out is pairs of subject
-and value: texts of training have no pair of another split, and each text of another split is asked
-about one of its own pairs.
+A fact is a subject, a kind and a value: "Ben", "city", "Oslo". Pairs of subject and value are held
+out: the texts of the train split contain no pair of another split, and each text of another split
+has a question about a pair of that split.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ from dflash.data.generated.word_problems import words
 
 COUNT = {"train": 30_000, "validation": 600, "test": 600}
 MAX_TURNS = 3
-SEVERAL_TURNS = 0.25  # share of the texts that are asked more than once
-NUM_SUBJECTS, NUM_KINDS = (2, 3, 3, 4), (2, 3, 4)  # of a text, one of these
+SEVERAL_TURNS = 0.25  # share of the texts with several questions
+NUM_SUBJECTS, NUM_KINDS = (2, 3, 3, 4), (2, 3, 4)  # numbers per text, drawn with equal probability
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of fact.
+    """Kind of fact.
 
     Attributes:
-      says: phrasings of a fact in a text; {s} is the subject, {v} the value.
-      asks: phrasings of the question for its value.
-      answers: the answer.
-      who: question for the subject by the value.
-      values: what the value can be.
+      says: Phrasings of a fact in a text; {s} is the subject, {v} the value.
+      asks: Phrasings of the question for the value.
+      answers: Answer to that question.
+      who: Question for the subject with a given value.
+      values: Possible values.
     """
 
     says: tuple[str, ...]
@@ -40,13 +40,13 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What texts of one kind are about.
+    """Subjects and kinds of facts that texts combine.
 
     Attributes:
-      subjects: what facts can be about.
-      kinds: kinds of facts, by name; every subject of a text has the same ones.
-      intro: the first line of a question, before the text.
-      about: phrasings of the question for everything about a subject.
+      subjects: Possible subjects.
+      kinds: Kinds of facts by name; all subjects of a text have facts of the same kinds.
+      intro: Introduction before the text.
+      about: Phrasings of the question for all facts about a subject.
     """
 
     subjects: tuple[str, ...]
@@ -230,13 +230,13 @@ Pair = tuple[str, str]  # subject and kind
 
 
 def examples(task: str, split: Split) -> Iterator[Example]:
-    """Yields the texts of a split with their questions and answers; always the same ones."""
+    """Yields the texts of a split with their questions and answers, always the same ones."""
     for index in range(COUNT[split]):
         yield example(task, split, index)
 
 
 def example(task: str, split: Split, index: int) -> Example:
-    """Makes one text; equal arguments give equal texts."""
+    """Generates an example, which depends on the arguments alone."""
     rng = random.Random(f"{split}/{index}")
     world = rng.choice(WORLDS)
     facts, asked = _draw(world, split, rng)
@@ -255,7 +255,7 @@ def example(task: str, split: Split, index: int) -> Example:
 
 
 def _draw(world: World, split: Split, rng: random.Random) -> tuple[Facts, Pair]:
-    """Facts, and the one to ask about, which alone may belong to another split than training."""
+    """Draws facts of the train split and one of `split`, which the first question is about."""
     while True:
         subjects = rng.sample(world.subjects, rng.choice(NUM_SUBJECTS))
         kinds = rng.sample(list(world.kinds), rng.choice(NUM_KINDS))
@@ -283,13 +283,13 @@ def _pair_name(subject: str, value: str) -> str:
 
 
 def fill(text: str, subject: str, value: str = "") -> str:
-    """A phrasing with its subject and value; it begins with a capital letter."""
+    """Fills subject and value into a phrasing, and capitalizes its first letter."""
     filled = text.format(s=subject, S=subject[0].upper() + subject[1:], v=value)
     return filled[0].upper() + filled[1:]
 
 
 def _tell(world: World, facts: Facts, rng: random.Random) -> str:
-    """All facts as a text, subject by subject."""
+    """Renders all facts as a text, grouped by subject."""
     sentences = []
     for subject, known in facts.items():
         for kind in rng.sample(list(known), len(known)):
@@ -303,7 +303,7 @@ def _answer(world: World, facts: Facts, pair: Pair) -> str:
 
 
 def _several(facts: Facts, asked: Pair, rng: random.Random) -> list[Pair]:
-    """The pair that is asked about, and one to three others, in any order."""
+    """Draws one to three other pairs, and returns them with `asked` in random order."""
     others = [(subject, kind) for subject in facts for kind in facts[subject]]
     others.remove(asked)
     found = [asked, *rng.sample(others, rng.choice((1, 2, 3)))]
@@ -343,7 +343,7 @@ def _ask_kind(world: World, facts: Facts, asked: Pair, rng: random.Random) -> tu
 
 
 def _ask_everything(world: World, facts: Facts, asked: Pair, rng: random.Random) -> tuple[str, str]:
-    del asked  # as everything else
+    del asked  # the list contains it with all other facts
     lines = [
         f"- {_answer(world, facts, (subject, kind))}"
         for subject in facts

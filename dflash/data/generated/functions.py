@@ -1,6 +1,6 @@
-"""Short functions to write from a description, which determines them to the letter.
+"""Short functions to write from a description that determines every character.
 
-A function does something (count, sum up, select, …) with those of several things that meet a
+A function applies an operation (count, sum, select, …) to the items of a list that meet a
 condition: "Write a function that counts the prices that are greater than 50."
 """
 
@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from dflash.data.generated.numbered import fill
 
 COUNT = {"train": 40_000, "validation": 2000, "test": 2000}
-_SHORT = 0.3  # share of functions that are asked for in a single statement, where there is one
+_SHORT = 0.3  # share of functions to write as a single statement, where one exists
 _TYPED = 0.25  # share with type hints
-_NAMED = 0.3  # share whose name is given
-_LIMITED = 0.25  # share whose number is an argument
+_NAMED = 0.3  # share whose name the question prescribes
+_LIMITED = 0.25  # share whose number in the condition is an argument
 _INDENT = " " * 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Things:
-    """What a function goes through.
+    """Kind of list that a function iterates over.
 
     Attributes:
-      type: of one of them.
-      names: plurals; without the "s" they are a name for one.
-      conditions: expressions by wording; {x} is one of them, {n} and {d} are numbers, {c} a letter.
+      type: Type of an item.
+      names: Plural nouns for the list; without the "s" they name an item.
+      conditions: Expressions by wording; {x} is an item, {n} and {d} are numbers, {c} is a letter.
     """
 
     type: str
@@ -36,15 +36,15 @@ class Things:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What a function does; {xs} are the things, {x} is one of them, {if} the condition.
+    """Operation of a function, in which {xs} is the list, {x} an item, {if} the condition.
 
     Attributes:
-      does: in words; {those} are the things that meet the condition.
-      name: of the function.
-      body: statements.
-      statement: the same as one statement; empty where there is none.
-      type: of what it returns; {t} is the type of one thing.
-      of: types of the things that it is for.
+      does: Description; {those} are the items that meet the condition.
+      name: Name of the function.
+      body: Statements of the function.
+      statement: Equivalent single statement; empty if none exists.
+      type: Return type; {t} is the type of an item.
+      of: Item types that the operation supports.
     """
 
     does: str
@@ -260,7 +260,7 @@ _ASKS = ("Write", "Please write", "I need")
 
 
 def draw(rng: random.Random) -> tuple[str, str]:
-    """Draws a description and its function."""
+    """Draws a description and the function that it describes."""
     things = rng.choice((_NUMBERS, _TEXTS))
     operation = rng.choice([one for one in _OPERATIONS if things.type in one.of])
     names = rng.choice(things.names)
@@ -292,7 +292,7 @@ def draw(rng: random.Random) -> tuple[str, str]:
 
 
 def _head(name: str, arguments: Mapping[str, str], returned: str | None) -> str:
-    """The line with `def`. It has type hints if `returned`, the type of the result, is given."""
+    """Returns the `def` line, with type hints if the return type `returned` is not None."""
     if returned is None:
         return f"def {name}({', '.join(arguments)}):"
     listed = (f"{argument}: {kind}" for argument, kind in arguments.items())

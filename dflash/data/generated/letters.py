@@ -1,7 +1,7 @@
 """Short letters to write, whose wording the question determines.
 
-"Write an invitation from Dana to Peter. The occasion is a birthday party. …": what the letter is
-about stands in the question, the rest belongs to its kind.
+The question has all details of a letter ("Write an invitation from Dana to Peter. The occasion is a
+birthday party. …"); the rest of the wording depends only on the kind of letter.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ COUNT = {"train": 40_000, "validation": 2000, "test": 2000}
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of letter.
+    """Kind of letter.
 
     Attributes:
-      name: with its article.
-      details: sentences about it for the question; names in braces are keys of `_WORDS`, two days
-        {day} and {later}, and three people {from}, {to} and {other}.
-      text: the letter, without its opening and its end.
-      end: the line before the name of its writer.
+      name: Name with its article.
+      details: Sentences of the question; the fields in braces are keys of `_WORDS`, the days {day}
+        and {later}, and the people {from}, {to} and {other}.
+      text: Letter without salutation and closing.
+      end: Closing, the line above the name of the writer.
     """
 
     name: str
@@ -225,7 +225,7 @@ _ASKS = ("Write {name} from {from} to {to}.", "{from} needs {name} for {to}. Ple
 
 
 def draw(rng: random.Random) -> tuple[str, str]:
-    """Draws a question and the letter."""
+    """Draws a question and the letter that answers it."""
     kind = rng.choice(_KINDS)
     found = {name: rng.choice(values) for name, values in _WORDS.items()}
     found["from"], found["to"], found["other"] = rng.sample(words.NAMES, 3)

@@ -1,4 +1,4 @@
-"""Data sets whose examples are drawn one by one, each by its number."""
+"""Data sets whose examples are drawn at random, seeded by their number."""
 
 import random
 import re
@@ -14,13 +14,13 @@ Draw = Callable[[random.Random], tuple[str, str]]  # a question and its answer
 def examples(
     task: str, split: Split, draw: Draw, count: Mapping[Split, int] = COUNT
 ) -> Iterator[Example]:
-    """Yields the examples of a split, `count[split]` of them."""
+    """Yields the `count[split]` examples of a split."""
     for index in range(count[split]):
         yield example(task, split, index, draw)
 
 
 def example(task: str, split: Split, index: int, draw: Draw) -> Example:
-    """Makes one example; equal arguments give equal examples, and no question is in two splits."""
+    """Draws an example, which depends on the arguments alone; no question is in two splits."""
     rng = random.Random(f"{split}/{index}")
     while True:
         question, answer = draw(rng)
@@ -29,5 +29,5 @@ def example(task: str, split: Split, index: int, draw: Draw) -> Example:
 
 
 def fill(text: str, words: Mapping[str, str]) -> str:
-    """Puts words in the place of their names in braces; empty braces stay."""
+    """Replaces names in braces by words; leaves empty braces unchanged."""
     return _NAME.sub(lambda match: words[match[1]], text)

@@ -1,7 +1,7 @@
-"""Reads Python's standard library: its modules, classes and functions, by their source alone.
+"""Modules, classes and functions of the standard library of Python, read from source.
 
-Nothing is imported or run. What belongs together stays in one split: a package with all its
-modules, and a module with its C-accelerated twin's fallback (`_pydecimal` goes with `decimal`).
+No module is imported or run. All modules of a package are in the same split, and so are a module
+and the pure-Python fallback of its C implementation (`decimal` and `_pydecimal`).
 """
 
 import ast
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from dflash.data.example import Split, split_of
 
-# Tests, tables, and what a distribution may leave out or add.
+# Tests, tables, and packages that a distribution may omit or add.
 _SKIPPED = {
     "__pycache__",
     "dist-packages",
@@ -32,12 +32,12 @@ _SALT = "m/"  # with it, each held-out split has 4 to 8 % of the documented func
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A module of the library.
+    """Module of the standard library.
 
     Attributes:
-      name: dotted.
-      lines: of its source.
-      tree: its syntax.
+      name: Dotted name.
+      lines: Lines of the source.
+      tree: Syntax tree.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A function, or a class, at the top of a module or inside a class there.
+    """Function or class at the top level of a module, or method of such a class.
 
     Attributes:
-      module: the module that contains it.
-      node: its syntax.
-      owner: the class that contains it, or None.
+      module: Module that contains the definition.
+      node: Syntax tree of the definition.
+      owner: Class that contains the method; None at the top level.
     """
 
     module: Module
@@ -69,7 +69,7 @@ class Definition:
 
     @property
     def name(self) -> str:
-        """Its name within the module, such as "TextWrapper.wrap"."""
+        """Name within the module, such as "TextWrapper.wrap"."""
         return f"{self.owner.name}.{self.node.name}" if self.owner else self.node.name
 
     @property
@@ -79,7 +79,7 @@ class Definition:
 
     @property
     def docstring(self) -> str:
-        """Its docstring with the indentation taken out; empty where there is none."""
+        """Docstring without indentation; empty if there is none."""
         return (ast.get_docstring(self.node) or "").strip()
 
 
@@ -100,7 +100,7 @@ def modules(split: Split) -> Iterator[Module]:
 
 
 def source_of(module: str) -> str:
-    """What splits are made by: the top package's name, without the marks of a twin."""
+    """Returns the unit that is assigned to a split: the top-level package without `_py` or `_`."""
     name = module.partition(".")[0]
     for prefix in _TWIN_PREFIXES:
         name = name.removeprefix(prefix) or name
@@ -108,7 +108,7 @@ def source_of(module: str) -> str:
 
 
 def definitions(module: Module) -> Iterator[Definition]:
-    """Yields a module's functions and classes, and the functions of its classes."""
+    """Yields the functions and classes of a module, and the methods of its classes."""
     for node in module.tree.body:
         if isinstance(node, ast.ClassDef):
             yield Definition(module, node, None)
@@ -120,5 +120,5 @@ def definitions(module: Module) -> Iterator[Definition]:
 
 
 def first_paragraph(text: str) -> str:
-    """The text up to its first blank line, in one line."""
+    """Returns the text up to the first blank line, joined into one line."""
     return " ".join(text.partition("\n\n")[0].split())

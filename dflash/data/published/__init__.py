@@ -1,1 +1,1 @@
-"""Data sets that others have published: their files, and their questions as examples."""
+"""Published data sets: their files, and their questions as examples."""

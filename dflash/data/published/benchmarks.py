@@ -1,4 +1,4 @@
-r"""The sets that published tables of speculative decoding are made with, as data sets to test on.
+r"""Benchmarks that publications on speculative decoding report, as data sets for testing.
 
 | name | rows | raw file (RAW_DIR/…) | prompt | answers |
 |---|---|---|---|---|
@@ -13,12 +13,12 @@ r"""The sets that published tables of speculative decoding are made with, as dat
 | swe-bench | 300 | swe_bench/test-00000-of-00001.parquet | issue, asked to be fixed | |
 | spec-bench | 480 | spec_bench/question.jsonl | as published, up to two turns | of its math |
 
-The templates are those of the DFlash authors' evaluation. For gsm8k, math500, humaneval, mbpp and
-mt-bench they are in github.com/z-lab/dflash, dflash/benchmark.py; for aime24, aime25, alpaca and
-swe-bench in the loader `load_and_process_dataset` of the same form that public copies of an earlier
-version carry. Spec-Bench (github.com/hemingkx/Spec-Bench) asks its turns as they are.
+The templates are those of the evaluation by the DFlash authors: for gsm8k, math500, humaneval, mbpp
+and mt-bench in github.com/z-lab/dflash, dflash/benchmark.py; for aime24, aime25, alpaca and
+swe-bench in the function `load_and_process_dataset` of public copies of an earlier version.
+Spec-Bench (github.com/hemingkx/Spec-Bench) uses its turns without a template.
 
-Every row belongs to the split `test`: nothing here can be trained on by mistake.
+Every row belongs to the split `test`, so that no benchmark can be trained on by mistake.
 """
 
 import abc
@@ -41,17 +41,17 @@ TESTED = (
 )
 FIX = "Problem Statement:\n{}\nPlease fix the issue described above."
 WITH_INPUT = "{}\n\nInput:\n{}"
-MBPP_TEST_IDS = range(11, 511)  # the test split, says the README beside the file
+MBPP_TEST_IDS = range(11, 511)  # the test split, according to the README beside the file
 
 _HUB = "https://huggingface.co/datasets"
 _GITHUB = "https://raw.githubusercontent.com"
 
 
 class Benchmark(Dataset):
-    """Rows of a published file.
+    """Data set made of the rows of a published file.
 
     Attributes:
-      raw_file: the file.
+      raw_file: Published file.
     """
 
     raw_file: ClassVar[raw.RawFile]
@@ -88,16 +88,16 @@ class Benchmark(Dataset):
         return [everything[index] for index in sorted(chosen)]  # in the order of the file
 
     def belongs(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of the file is one of the set's."""
+        """Returns whether a row of the file belongs to the data set."""
         del row
         return True
 
     @abc.abstractmethod
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
-        """The user's messages, and the file's answers to as many of them as it has.
+        """Returns the messages of the user, and the reference answers to the first of them.
 
         Raises:
-          KeyError: the row lacks a field of this set.
+          KeyError: The row lacks a field of this data set.
         """
 
     @functools.cached_property
@@ -107,12 +107,12 @@ class Benchmark(Dataset):
 
 
 class _Boxed(Benchmark):
-    """Problems whose final answer is asked for in a box.
+    """Problems whose prompt asks for the final answer in a box.
 
     Attributes:
-      question: the column of the problem.
-      solution: the column of a worked solution, or None.
-      answer: the column of the final answer, or None where the solution ends in it.
+      question: Column of the problem.
+      solution: Column of a worked solution, or None.
+      answer: Column of the final answer; None if the solution ends with it.
     """
 
     has_answers = True
@@ -121,7 +121,7 @@ class _Boxed(Benchmark):
     answer: ClassVar[str | None] = "answer"
 
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
-        # A solution may box more than its answer, so the answer gets a box of its own at the end.
+        # A solution may have several boxes, so the answer is appended in a box of its own.
         parts = [row[self.solution]] if self.solution else []
         parts += [f"\\boxed{{{row[self.answer]}}}"] if self.answer else []
         return [BOXED.format(row[self.question])], ["\n\n".join(parts)]
@@ -151,7 +151,7 @@ class Aime24(_Boxed):
 
 
 class Aime25(_Boxed):
-    """AIME 2025, both papers; answers come without a solution."""
+    """AIME 2025, both papers; answers without solutions."""
 
     name = "aime25"
     solution = None
@@ -163,7 +163,7 @@ class Aime25(_Boxed):
 
 
 class Gsm8k(_Boxed):
-    """GSM8K's test set: school mathematics in words."""
+    """Test set of GSM8K: word problems of school mathematics."""
 
     name = "gsm8k"
     question, solution, answer = "question", "answer", None
@@ -175,7 +175,7 @@ class Gsm8k(_Boxed):
 
 
 class HumanEval(Benchmark):
-    """HumanEval: functions to write from their docstring."""
+    """HumanEval: functions to complete from their docstring."""
 
     name = "humaneval"
     raw_file = raw.RawFile(
@@ -189,7 +189,7 @@ class HumanEval(Benchmark):
 
 
 class Mbpp(Benchmark):
-    """MBPP, sanitized, its test split: small Python programs from a sentence."""
+    """Test split of the sanitized MBPP: small Python programs to write from a sentence."""
 
     name = "mbpp"
     raw_file = raw.RawFile(
@@ -206,14 +206,14 @@ class Mbpp(Benchmark):
 
 
 class _Turns(Benchmark):
-    """Questions in turns, with references for some of them."""
+    """Conversations of several questions, some with reference answers."""
 
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
         return row["turns"], row.get("reference", ())
 
 
 class MtBench(_Turns):
-    """MT-Bench: 80 questions, and a second one on each answer."""
+    """MT-Bench: 80 questions, each with a follow-up question."""
 
     name = "mt-bench"
     raw_file = raw.RawFile(
@@ -235,7 +235,7 @@ class SpecBench(_Turns):
     )
 
     def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
-        # Its mathematics is GSM8K's; the references of the rest are no final answers.
+        # Only its mathematics, which is from GSM8K, has references with final answers.
         if answers.marked(example.response) is None:
             return None
         return answers.agree(text, example.response, finished=finished)
@@ -272,18 +272,18 @@ class SweBench(Benchmark):
 
 
 def check_turns(place: str, turns: Any) -> None:
-    """Raises InputError if a row's questions are not texts."""
+    """Raises InputError unless the questions of a row are a list of non-empty strings."""
     texts = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
     if not turns or not texts:
         raise errors.InputError(f"{place}: expected questions as text, not {jsonl.quote(turns)}")
 
 
 def _example(task: str, source: str, turns: Sequence[str], references: Sequence[str]) -> Example:
-    """Questions and answers in turn; a missing answer is empty."""
+    """Builds an example of alternating questions and answers; missing answers are empty."""
     messages = []
     for index, turn in enumerate(turns):
         reference = references[index] if index < len(references) else ""
-        if isinstance(reference, list):  # several right ones: the first is enough
+        if isinstance(reference, list):  # a list of alternative answers
             reference = reference[0] if reference else ""
         messages += [
             {"role": "user", "content": turn},

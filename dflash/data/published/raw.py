@@ -1,10 +1,10 @@
-"""Raw files of published data sets: their places, their download and their rows.
+"""Raw files of published data sets: locations, downloads and rows.
 
 RAW_DIR/gsm8k/test.jsonl
 RAW_DIR/humaneval/HumanEval.jsonl.gz
 
-An existing file is read as it is, so a machine without a network only needs a copy; a missing one
-is downloaded. RAW_DIR corresponds to tfds' `manual_dir`.
+Missing files are downloaded; existing ones are used unchanged, so a machine without a network only
+needs copies. RAW_DIR corresponds to `manual_dir` of tensorflow-datasets.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from dflash import errors
 from dflash.data import store
 from dflash.text import jsonl
 
-TIMEOUT_S = 60.0  # without a byte
+TIMEOUT_S = 60.0  # maximum time without receiving a byte
 
 
 @dataclasses.dataclass(frozen=True)
 class RawFile:
-    """A file of rows.
+    """Published file of rows.
 
     Attributes:
-      folder: the data set's folder in the directory of raw files.
-      name: published file name; its suffix gives the format.
-      url: published address.
+      folder: Folder of the data set in the directory of raw files.
+      name: File name; its suffix determines the format.
+      url: URL of the file.
     """
 
     folder: str
@@ -42,20 +42,20 @@ class RawFile:
 
 
 def raw_directory(raw_dir: str | None, data_dir: str | None = None) -> pathlib.Path:
-    """The directory of raw files: as given, or raw/ in the directory of data sets."""
+    """Returns the directory of raw files, by default raw/ in the directory of data sets."""
     if raw_dir is not None:
         return pathlib.Path(raw_dir).expanduser().absolute()
     return store.data_directory(data_dir) / "raw"
 
 
 def fetch(file: RawFile, directory: pathlib.Path) -> pathlib.Path:
-    """Finds a raw file, or downloads it.
+    """Returns the path of a raw file; downloads the file if it is missing.
 
     Args:
-      file: file to find.
-      directory: directory of all raw files.
+      file: Published file.
+      directory: Directory of all raw files.
     Raises:
-      InputError: it is not there and cannot be downloaded; the message says where to put it.
+      InputError: The file is missing and cannot be downloaded; the message says where to put it.
     """
     path = directory / file.folder / file.name
     if path.is_file():
@@ -73,10 +73,10 @@ def fetch(file: RawFile, directory: pathlib.Path) -> pathlib.Path:
 
 
 def rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields (place, row) pairs of a raw file; a place is such as "test.jsonl:7".
+    """Yields (place, row) pairs of a raw file, where a place is a text such as "test.jsonl:7".
 
     Raises:
-      InputError: the file cannot be read, or is not in the format of its suffix.
+      InputError: The file cannot be read, or its format is not that of its suffix.
     """
     readers = [read for ending, read in _READERS.items() if path.name.endswith(ending)]
     if not readers:
@@ -95,7 +95,7 @@ def rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _download(url: str, path: pathlib.Path) -> None:
-    """Saves a URL as a file, whole or not at all; InputError says why not."""
+    """Downloads a URL to a file, completely or not at all; raises InputError on failure."""
     part = path.with_name(f".{path.name}.part")
     request = urllib.request.Request(url, headers={"User-Agent": "dflash"})
     try:

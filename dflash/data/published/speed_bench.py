@@ -1,16 +1,17 @@
-"""SPEED-Bench, as its own script prepares it: questions of eleven kinds, and prompts of set lengths.
+"""SPEED-Bench: questions of eleven categories, and prompts of fixed lengths.
 
 | name | rows | prepared file (RAW_DIR/speed/…) | categories |
 |---|---|---|---|
 | speed-bench | 880 | qualitative | coding, math, humanities, stem, writing, summarization, roleplay, rag, multilingual, reasoning, qa |
-| speed-bench-1k … -32k | 1,536 each | throughput_1k … throughput_32k | three bands of the answers' entropy, such as high_entropy |
+| speed-bench-1k … -32k | 1,536 each | throughput_1k … throughput_32k | three entropy bands of the answers, such as high_entropy |
 
-The published files hold the place of most prompts only, since their sources have licenses of their
-own. `prepare_data.py` of github.com/NVIDIA/Model-Optimizer, examples/specdec_bench, fetches them:
+The published files have placeholders for most prompts, because of the licenses of their sources. The
+script `prepare_data.py` of github.com/NVIDIA/Model-Optimizer, examples/specdec_bench, fetches them:
 
     python3 prepare_data.py --dataset speed --config all
 
-Both its layout (`CONFIG/test.parquet`) and that of NeMo-Skills (`CONFIG.jsonl`) are read.
+Supported are the layout of this script (`CONFIG/test.parquet`) and that of NeMo-Skills
+(`CONFIG.jsonl`).
 """  # noqa: E501
 
 import functools
@@ -29,7 +30,7 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 
 class SpeedBench(Benchmark):
-    """The questions of eleven kinds, 80 each; some have several turns."""
+    """Questions of eleven categories, 80 each; some have several turns."""
 
     name = "speed-bench"
     config: ClassVar[str] = "qualitative"
@@ -40,7 +41,7 @@ class SpeedBench(Benchmark):
 
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
         turns = row["turns"]
-        turns = [turns] if isinstance(turns, str) else turns  # as one loader of the set writes it
+        turns = [turns] if isinstance(turns, str) else turns  # one of its loaders writes str
         if isinstance(turns, list) and any(_PLACEHOLDER in str(turn) for turn in turns):
             raise errors.InputError(
                 f"{self._path}: as published, without most of its prompts; prepare it with "
@@ -49,7 +50,7 @@ class SpeedBench(Benchmark):
         return turns, ()
 
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
-        """From each category in turn, as many as asked for: those that its own script takes."""
+        """Returns `limit` examples, drawn from the categories in turn as its own script does."""
         everything = list(self.examples(split))
         by_category: dict[str, list[int]] = {}
         for index, example in enumerate(everything):

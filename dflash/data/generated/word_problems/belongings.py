@@ -1,4 +1,4 @@
-"""Scenes about what people have: things, money, points."""
+"""Scenes about belongings of people: things, money, points."""
 
 from dflash.data.generated.word_problems.scenes import (
     DOUBLE,

@@ -1,4 +1,4 @@
-"""Scenes in which each sentence compares someone with the one before: ages, amounts of things."""
+"""Scenes in which each sentence compares a person with the previous one: ages, amounts."""
 
 from dflash.data.generated.word_problems.scenes import (
     DOUBLE,

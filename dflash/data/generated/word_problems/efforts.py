@@ -15,7 +15,7 @@ from dflash.data.generated.word_problems.scenes import (
 def _effort(
     name: str, unit: str, did: str, does: str, place: str, openings: tuple[str, str]
 ) -> Scene:
-    """A scene about an amount of work that grows day by day, such as pages read."""
+    """Builds a scene about an amount of work that grows day by day, such as pages read."""
     return Scene(
         name,
         openings=(

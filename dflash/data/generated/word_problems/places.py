@@ -1,4 +1,4 @@
-"""Scenes about what places hold: a bus, a tank, a shop."""
+"""Scenes about the contents of places: a bus, a tank, a shop."""
 
 from dflash.data.generated.word_problems.scenes import (
     DOUBLE,

@@ -1,8 +1,8 @@
-"""The data set `math`: word problems with worked solutions, any number of them from a seed.
+"""Data set `math`: word problems with worked solutions, any number of them from a seed.
 
-Solutions end in a line "#### 42", the form of GSM8K. What is held out is sequences of events (a
-template is a scene with such a sequence), and of training's templates, problems: a hash of the
-template and its numbers says which split a problem belongs to, whatever its words.
+Solutions end in a line "#### 42", as in GSM8K. A template is a scene with a sequence of events.
+Whole templates are held out, and so are problems of the templates of the train split: the split of
+a problem depends on a hash of its template and numbers, and not on its words.
 """
 
 import ast
@@ -27,7 +27,7 @@ SCENES: tuple[Scene, ...] = (
     *efforts.SCENES,
 )
 STEP_WEIGHTS = {2: 0.35, 3: 0.4, 4: 0.25}  # share of the problems, by equations in the solution
-HELD_OUT_EXAMPLES = 1000  # in validation and test; any number can be asked for, though
+HELD_OUT_EXAMPLES = 1000  # default number in validation and test
 _EQUATION = re.compile(r"([\d(][\d+\-*/() ]*?) = (\d+)")
 _EXACT = {
     ast.Add: operator.add,
@@ -41,7 +41,7 @@ Sequences = Mapping[int, Sequence[tuple[Scene, Sequence[tuple[Piece, ...]]]]]
 
 @functools.cache
 def sequences(split: Split) -> Sequences:
-    """The sequences that belong to a split alone: by number of equations, then by scene."""
+    """Returns the event sequences of a split, by number of equations and then by scene."""
     found: dict[int, dict[Scene, list]] = collections.defaultdict(dict)
     for scene in SCENES:
         for pieces in scene.sequences():
@@ -58,16 +58,16 @@ def examples(split: Split, count: int, seed: int = 0) -> Iterator[Example]:
 
 
 def example(split: Split, index: int, seed: int = 0) -> Example:
-    """Makes one problem; equal arguments give equal problems.
+    """Generates a problem, which depends on the arguments alone.
 
-    Of the held-out problems those of even index come from held-out templates, the others from
-    training's templates with numbers that training has not.
+    Held-out problems with an even index use held-out templates. The others use templates of the
+    train split with numbers that the train split does not contain.
 
     Raises:
-      ValueError: its solution does not hold, which is a mistake in the template.
+      ValueError: The solution is wrong because of a mistake in the template.
     """
     rng = random.Random(f"{seed}/{split}/{index}")
-    known = split != "train" and index % 2  # a template that training has
+    known = split != "train" and index % 2  # a template of the train split
     templates = sequences("train" if known else split)
     numbers = split if known else "train"
     while True:
@@ -85,9 +85,9 @@ def example(split: Split, index: int, seed: int = 0) -> Example:
 
 
 def check(solution: str) -> str | None:
-    """What is wrong with a solution: evaluates every equation in it; None if nothing is.
+    """Evaluates every equation of a solution; returns a description of the first error, or None.
 
-    The last equation must have the final answer as its result.
+    The result of the last equation must be the final answer.
     """
     equations = _EQUATION.findall(solution)
     for expression, result in equations:

@@ -1,9 +1,10 @@
-"""Scenes: problems told as an opening, events one after the other, and a question at the end.
+"""Scenes: word problems that consist of an opening, events and a question.
 
-A piece of a scene is written for itself, in the notation of `template` with single letters for its
-own numbers: `x` is the amount so far, and the last bracket of its steps the amount after it.
-`{name}` is who the scene is about, `{next}` someone who appears in this piece, and `{who}` who
-appeared in the piece before. `compose` joins pieces to a template.
+Each piece of a scene is independent of the others. It uses the notation of `template`, with single
+letters for its own numbers: `x` is the amount before the piece, and the last bracket of its steps
+is the amount after it. `{name}` is the main person, `{next}` a person who first appears in this
+piece, and `{who}` the person who first appeared in the previous piece. `compose` joins pieces to a
+template.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 
 from dflash.data.generated.word_problems.template import Template
 
-# How numbers are drawn, so that nearly all that is calculated stays below 100.
+# Clauses that draw numbers such that nearly all results stay below 100.
 GAIN = "a 2..30 if x + a < 101"
 LOSE = "a 2..30 if a + 1 < x"
 DOUBLE, TRIPLE = "x < 51", "x < 34"
@@ -36,13 +37,13 @@ _BRACKET = re.compile(r"\[(?:([a-z]) = )?([^\]]+)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a problem.
+    """Part of a problem.
 
     Attributes:
-      kind: its name within the scene.
-      numbers: how its numbers are drawn; may be empty.
-      phrasings: of what it adds to the question.
-      steps: what it adds to the solution; an opening without any names its amount `x` itself.
+      kind: Name within the scene.
+      numbers: Clauses that draw the numbers of the piece; may be empty.
+      phrasings: Alternative sentences of the question.
+      steps: Lines of the solution; an opening without steps names its own amount `x`.
     """
 
     kind: str
@@ -52,19 +53,19 @@ class Piece:
 
     @property
     def num_equations(self) -> int:
-        """Number of equations that it adds to a solution."""
+        """Number of equations in the steps of the piece."""
         return sum(len(_BRACKET.findall(step)) for step in self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """What problems of one kind are made of.
+    """Pieces that problems of one kind consist of.
 
     Attributes:
-      name: unique among all scenes.
-      openings: one of them begins a problem.
-      events: some of them follow, each at most once.
-      endings: one of them asks the question.
+      name: Unique name of the scene.
+      openings: Pieces of which one begins a problem.
+      events: Pieces of which some follow, each at most once.
+      endings: Pieces of which one asks the question.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Scene:
     endings: tuple[Piece, ...]
 
     def sequences(self) -> Iterator[tuple[Piece, ...]]:
-        """Yields every sequence of pieces that makes a problem of a fitting length."""
+        """Yields every sequence of pieces whose solution has MIN_STEPS to MAX_STEPS equations."""
         for count in range(1, MAX_EVENTS + 1):
             for middle in itertools.permutations(self.events, count):
                 for opening, ending in itertools.product(self.openings, self.endings):
@@ -84,13 +85,13 @@ class Scene:
 
 
 def name_of(scene: Scene, pieces: tuple[Piece, ...]) -> str:
-    """Name of the template that a sequence makes, such as "bus:stop,gain,lose,now"."""
+    """Returns the name of the template of a sequence, such as "bus:stop,gain,lose,now"."""
     return f"{scene.name}:{','.join(piece.kind for piece in pieces)}"
 
 
 @functools.lru_cache(maxsize=2**16)
 def compose(scene: Scene, pieces: tuple[Piece, ...]) -> Template:
-    """Joins pieces to a template; each one's numbers get names of their own."""
+    """Joins pieces to a template, with unique names for the numbers of each piece."""
     clauses: list[str] = []
     sentences: list[tuple[str, ...]] = []
     steps: list[str] = []
@@ -104,16 +105,16 @@ def compose(scene: Scene, pieces: tuple[Piece, ...]) -> Template:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """A piece at its place, whose letters are renamed: its `a` to `a2`, `x` to `x1`."""
+    """Piece with its place in the sequence, which the names of its numbers include (a2, x1)."""
 
     place: int
     piece: Piece
 
     def clauses(self) -> list[str]:
-        """The clauses of its numbers, those of its results included."""
+        """Returns the clauses of the numbers and of the results of the piece."""
         drawn = [self._renamed(clause) for clause in self.piece.numbers.split("; ") if clause]
         found = [bracket for step in self.piece.steps for bracket in _BRACKET.findall(step)]
-        names = [name for name, _ in found[:-1]] + ["x"]  # as many as brackets, or one more
+        names = [name for name, _ in found[:-1]] + ["x"]  # one more than brackets if there are none
         results = [
             f"{name}{self.place} = {self._renamed(expression)}"
             for name, (_, expression) in zip(names, found, strict=False)

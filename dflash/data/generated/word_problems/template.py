@@ -1,4 +1,4 @@
-"""Templates of word problems: a small notation, and how it becomes questions and solutions.
+"""Templates of word problems: a small notation for questions and solutions.
 
     Template(
         "change",
@@ -7,11 +7,12 @@
         ("The {things} cost [n * p] dollars.", "What is left is [paid - cost] dollars."),
     )
 
-The second argument says how numbers are drawn, clause by clause: `n 2..9` from a range, `p in 2 5`
-from a list, both perhaps only those that fit a condition after `if`, `d = v * t` from others, and
-`a > b` must hold. Then come the question's sentences, each with its phrasings. In the solution
-`[n * p]` shows as "12 * 3 = 36". Numbers are drawn again until everything is a positive integer.
-The last bracket is the answer.
+The second argument has the clauses that determine the numbers: `n 2..9` draws from a range, `p in 2
+5` from a list, both subject to an optional condition after `if`; `d = v * t` computes a number from
+others; `a > b` is a condition that must hold. The third argument has the sentences of the question,
+each with its phrasings. The fourth has the steps of the solution, in which `[n * p]` is rendered as
+"12 * 3 = 36". Numbers are drawn again until all results are positive integers. The last bracket is
+the answer.
 """
 
 import ast
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 from dflash.data.generated.word_problems import words
 
 _MAX_DRAWS = 10_000
-_MAX_TRIES = 40  # of one number, until it fits its condition
+_MAX_TRIES = 40  # per number, to meet its condition
 _STEP = re.compile(r"\[([^\]]+)\]")
 _NAMED = re.compile(r"\b[a-z]\w*\b")
 _RANGE = re.compile(r"(\w+) (\d+)\.\.(\d+)")
@@ -41,18 +42,18 @@ _OPERATORS = {
 
 
 class _Unfit(Exception):
-    """The numbers drawn do not give positive integers."""
+    """The drawn numbers violate a condition, or a result is not a positive integer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A kind of problem; the module describes the notation.
+    """Template of problems; the module docstring describes the notation.
 
     Attributes:
-      name: unique among all templates.
-      numbers: how they are drawn.
-      sentences: of the question, each with its phrasings.
-      steps: lines of the solution.
+      name: Unique name of the template.
+      numbers: Clauses that draw the numbers.
+      sentences: Sentences of the question, each as a tuple of alternative phrasings.
+      steps: Lines of the solution.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Template:
     steps: tuple[str, ...]
 
     def draw(self, rng: random.Random) -> dict[str, int]:
-        """Draws numbers that fit, by name; all that is random comes from `rng`."""
+        """Draws numbers by name that meet all conditions; all randomness comes from `rng`."""
         for _ in range(_MAX_DRAWS):
             try:
                 values = self._draw(rng)
@@ -72,11 +73,11 @@ class Template:
         raise ValueError(f"template {self.name}: no numbers fit in {_MAX_DRAWS} draws")
 
     def problem(self, values: Mapping[str, int], rng: random.Random) -> tuple[str, str]:
-        """Words a problem.
+        """Renders a problem.
 
         Args:
-          values: its numbers, from `draw`.
-          rng: chooses among words and phrasings.
+          values: Numbers of the problem, from `draw`.
+          rng: Random generator that chooses words and phrasings.
         Returns:
           The question, and the solution that ends in "#### answer".
         """
@@ -129,7 +130,7 @@ def _draw_fitting(
 
 @functools.cache
 def _choices(clause: str) -> tuple[str, tuple[int, ...]]:
-    """(name, what may be drawn), the latter empty for clauses that draw nothing."""
+    """Parses a clause as (name, choices); the choices are empty if it draws no number."""
     if match := _RANGE.fullmatch(clause):
         return match[1], tuple(range(int(match[2]), int(match[3]) + 1))
     if match := _LIST.fullmatch(clause):
@@ -150,7 +151,7 @@ def _positive(expression: str, values: Mapping[str, int]) -> int:
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
-    """Exact integer arithmetic; raises _Unfit where a division leaves a remainder."""
+    """Evaluates an expression in integers; raises _Unfit if a division leaves a remainder."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):

@@ -1,4 +1,4 @@
-"""Names and things that word problems are about."""
+"""Names and nouns that fill the templates of word problems."""
 
 import random
 
@@ -19,11 +19,11 @@ PLACES = (
     "bakery bookshop cinema clinic club factory farm garden hotel kitchen library market museum "
     "school shop station studio theatre workshop zoo"
 ).split()
-NUM_PEOPLE = 5  # one for each piece of a problem
+NUM_PEOPLE = 5  # one per piece of a problem
 
 
 def draw(rng: random.Random) -> dict[str, str]:
-    """Words to fill into a problem: five people {p0} to {p4}, two kinds of things, and others."""
+    """Draws the words of a problem: people {p0} to {p4}, two kinds of things, and others."""
     people = rng.sample(NAMES, NUM_PEOPLE)
     things, items = rng.sample(THINGS, 2)
     return {
