@@ -13,7 +13,7 @@ from dflash.config import tpu_schema
 
 if TYPE_CHECKING:
     from dflash.compiler.forecast import Forecast
-    from dflash.compiler.report import Report
+    from dflash.compiler.report import CompileReport
 
 _OVER_BUDGET = 3
 
@@ -69,7 +69,7 @@ def run(
     workdir: str | os.PathLike | None = None,
     rows: str | None = None,
     kernels: bool = False,
-) -> "Report":
+) -> "CompileReport":
     """Compiles for a TPU, as `dflash compile` does, and prints the report.
 
     Args:
@@ -103,13 +103,13 @@ def _compile(command: cli.Command) -> int:
     if command.flags["forecast"]:
         _forecast(command)
         return 0
-    exceeded = _report(command).broken_budgets(command.config.tpu)
+    exceeded = _report(command).exceeded_budgets(command.config.tpu)
     for line in exceeded:
         print(f"over budget: {line}", file=sys.stderr)
     return _OVER_BUDGET if exceeded else 0
 
 
-def _report(command: cli.Command) -> "Report":
+def _report(command: cli.Command) -> "CompileReport":
     rows = parse_rows(command.flags["rows"])
     # jax is imported here, after the config has been validated.
     from dflash.compiler import compile_run

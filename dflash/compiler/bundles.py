@@ -73,7 +73,7 @@ def inner_loop(found: Sequence[Section]) -> Section:
     )
 
 
-def of_kernels(directory: pathlib.Path, kernels: Iterable[str]) -> dict[str, list[Section]]:
+def read_schedules(directory: pathlib.Path, kernels: Iterable[str]) -> dict[str, list[Section]]:
     """Reads the schedules of kernels from where the compiler wrote them.
 
     Args:

@@ -24,10 +24,10 @@ from flax import nnx
 from dflash import errors
 from dflash.compiler import components, costs, forecast, hlo, programs, topology
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, UNEMBED
-from dflash.compiler.costs import Operation
-from dflash.compiler.forecast import PLAIN, Cost, Memory, Point
-from dflash.compiler.report import Situation
-from dflash.compiler.topology import Rates, Topology
+from dflash.compiler.costs import ScheduledOperation
+from dflash.compiler.forecast import PLAIN, CycleCost, DeviceMemory, StrategyPoint
+from dflash.compiler.report import RunAssumptions
+from dflash.compiler.topology import RooflineRates, Topology
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
 from dflash.inference import controls, cycle
@@ -49,7 +49,7 @@ _FOLDER = "points"
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class TpuMachine:
     """What a forecast compiles for.
 
     Attributes:
@@ -60,11 +60,11 @@ class Machine:
 
     topology: Topology
     sharding: Sharding
-    rates: Rates
+    rates: RooflineRates
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeats:
+class LayerRepeats:
     """How often the compiled layers are repeated in a whole cycle: the target's, the drafter's."""
 
     target: float = 1.0
@@ -80,7 +80,7 @@ class Repeats:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class PointSpec:
     """One point to be compiled: a strategy with so many sequences."""
 
     config: CompileDecode
@@ -102,10 +102,10 @@ class Job:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-Compile = Callable[[Job, Machine], Point]
+Compile = Callable[[PointSpec, TpuMachine], StrategyPoint]
 
 
-def jobs(config: CompileDecode) -> list[Job]:
+def point_specs(config: CompileDecode) -> list[PointSpec]:
     """What a forecast compiles: plain decoding and every strategy, at every batch.
 
     Raises:
@@ -124,26 +124,26 @@ def jobs(config: CompileDecode) -> list[Job]:
     everything = {PLAIN: DrafterConfig(), **strategies}
     batches = sorted(set(config.forecast.batches))
     return [
-        Job(config, name, drafter, batch) for name, drafter in everything.items()
+        PointSpec(config, name, drafter, batch) for name, drafter in everything.items()
         for batch in batches
     ]  # fmt: skip
 
 
-def machine_of(config: CompileDecode) -> Machine:
+def find_machine(config: CompileDecode) -> TpuMachine:
     """The machine of a run; asks the compiler for its rates."""
     found = topology.find(config.tpu.topology, config.tpu.slices)
     mesh = dataclasses.asdict(config.mesh)
     sharding = topology.make_sharding(found, mesh, config.sharding_rules)
-    return Machine(found, sharding, topology.compiler_rates(found))
+    return TpuMachine(found, sharding, topology.compiler_rates(found))
 
 
-def measure(
-    wanted: Sequence[Job],
-    machine: Machine,
+def compile_points(
+    wanted: Sequence[PointSpec],
+    machine: TpuMachine,
     workdir: pathlib.Path | None,
     progress: Callable[[str, float], None] = lambda what, done: None,
     compile_one: Compile | None = None,
-) -> dict[tuple[str, int], Point]:
+) -> dict[tuple[str, int], StrategyPoint]:
     """Compiles points, those that the work directory holds apart.
 
     Args:
@@ -155,72 +155,77 @@ def measure(
     """
     compile_one = compile_one or compile_point
     found = {}
-    for number, job in enumerate(wanted):
-        path = workdir and workdir / _FOLDER / f"{job.strategy}-{job.batch}-{job.key}.json"
+    for number, spec in enumerate(wanted):
+        path = workdir and workdir / _FOLDER / f"{spec.strategy}-{spec.batch}-{spec.key}.json"
         point = path and _read(path)
         if point is None:
-            progress(f"{job.strategy}, batch {job.batch}", number / len(wanted))
-            point = compile_one(job, machine)
+            progress(f"{spec.strategy}, batch {spec.batch}", number / len(wanted))
+            point = compile_one(spec, machine)
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.write_whole(path, json.dumps(dataclasses.asdict(point), indent=1))
         # The same program may go by another name than when it was compiled.
-        found[job.strategy, job.batch] = dataclasses.replace(point, strategy=job.strategy)
+        found[spec.strategy, spec.batch] = dataclasses.replace(point, strategy=spec.strategy)
     return found
 
 
-def _read(path: pathlib.Path) -> Point | None:
+def _read(path: pathlib.Path) -> StrategyPoint | None:
     """A point of an earlier run; None if there is none, or none that can be used."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        costs = {name: Cost(**value.pop(name)) for name in ("fixed", "per_token")}
+        costs = {name: CycleCost(**value.pop(name)) for name in ("fixed", "per_token")}
         moved = {kind: tuple(sums) for kind, sums in value["collectives"].items()}
-        rest = {"memory": Memory(**value["memory"]), "collectives": moved}
-        return Point(**value | costs | rest)
+        rest = {"memory": DeviceMemory(**value["memory"]), "collectives": moved}
+        return StrategyPoint(**value | costs | rest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def compile_point(job: Job, machine: Machine) -> Point:
+def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
     """Compiles one cycle, few layers deep, and reads what a whole one costs in any context.
 
     Raises:
       ConfigError: models that do not fit each other, or the mesh.
     """
-    target, drafter = programs.decoding_models(job.config, job.drafter, machine.sharding)
-    memory = _memory(target, drafter, job)
-    depth, (shallow, draft_repeats) = len(target.layers), _shallow(job.drafter)
-    target, drafter = programs.decoding_models(job.config, shallow, machine.sharding)
+    target, drafter = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
+    memory = _memory(target, drafter, spec)
+    depth, (shallow, draft_repeats) = len(target.layers), _shallow(spec.drafter)
+    target, drafter = programs.decoding_models(spec.config, shallow, machine.sharding)
     _cut(target, drafter)
-    engine = _engine(target, drafter, job)
+    engine = _engine(target, drafter, spec)
     compiled = _compile_cycle(engine)
-    repeats = Repeats(depth / len(target.layers), draft_repeats)
+    repeats = LayerRepeats(depth / len(target.layers), draft_repeats)
     module = hlo.parse(compiled.as_text())
     chip, rates = machine.topology.chip, machine.rates
 
-    def cost(share: float) -> tuple[Cost, list[Operation]]:
-        situation = Situation.of(round(share * _CAPACITY), engine.config)
-        found = costs.operations(module, trips=situation.trips, branch=situation.branch)
+    def cost(share: float) -> tuple[CycleCost, list[ScheduledOperation]]:
+        assumptions = RunAssumptions.of(round(share * _CAPACITY), engine.config)
+        found = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
         return cost_of(found, rates, chip, share=share, repeats=repeats), found
 
     (empty, found), (full, _) = cost(0.0), cost(1.0)
-    per_token = Cost({}, 0.0).plus(full.plus(empty, -1), 1 / _CAPACITY)
+    per_token = CycleCost({}, 0.0).plus(full.plus(empty, -1), 1 / _CAPACITY)
     analysis = compiled.memory_analysis()
     extra = analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
-    return Point(
-        strategy=job.strategy,
-        batch=job.batch,
+    return StrategyPoint(
+        strategy=spec.strategy,
+        batch=spec.batch,
         rows=drafter.block_size,
         fixed=empty,
         per_token=per_token,
-        memory=Memory(memory.fixed + extra, memory.per_token),
+        memory=DeviceMemory(memory.fixed + extra, memory.per_token),
         collectives=_collectives(found, repeats),
     )
 
 
 def cost_of(
-    operations: Iterable[Operation], rates: Rates, chip: Chip, *, share: float, repeats: Repeats
-) -> Cost:
+    operations: Iterable[ScheduledOperation],
+    rates: RooflineRates,
+    chip: Chip,
+    *,
+    share: float,
+    repeats: LayerRepeats,
+) -> CycleCost:
     """Adds up operations by what limits them.
 
     Args:
@@ -240,10 +245,10 @@ def cost_of(
             cycles_ms += times * one.cycles / (chip.clock_ghz * 1e6)
         elif one.instruction.opcode == "custom-call" and chip.clock_ghz:
             cycles_ms += took_ms
-    return Cost(limits, cycles_ms)
+    return CycleCost(limits, cycles_ms)
 
 
-def _limit(one: Operation, part: str, rates: Rates) -> str:
+def _limit(one: ScheduledOperation, part: str, rates: RooflineRates) -> str:
     if one.flops / rates.flops_per_s > one.hbm_bytes / rates.bytes_per_s:
         return forecast.ARITHMETIC
     if _reads_context(one):
@@ -253,12 +258,14 @@ def _limit(one: Operation, part: str, rates: Rates) -> str:
     return forecast.WEIGHTS if part in (ATTENTION, MLP, DRAFTER) else forecast.REST
 
 
-def _reads_context(one: Operation) -> bool:
+def _reads_context(one: ScheduledOperation) -> bool:
     instruction = one.instruction
     return instruction.opcode == "custom-call" and instruction.name.startswith(_ATTENTION_KERNELS)
 
 
-def _collectives(found: Iterable[Operation], repeats: Repeats) -> dict[str, tuple[float, float]]:
+def _collectives(
+    found: Iterable[ScheduledOperation], repeats: LayerRepeats
+) -> dict[str, tuple[float, float]]:
     """By kind, how many a whole cycle runs, and their bytes."""
     sums: dict[str, tuple[float, float]] = {}
     for one in found:
@@ -288,8 +295,8 @@ def _cut(target: Decoder, drafter: Any) -> None:
     drafter.feature_layers = tuple(tap % _LAYERS for tap in taps)
 
 
-def _engine(target: Decoder, drafter: Any, job: Job, capacity: int = _CAPACITY) -> Engine:
-    decode = dataclasses.replace(job.config.decode, batch_size=job.batch, num_pages=None)
+def _engine(target: Decoder, drafter: Any, spec: PointSpec, capacity: int = _CAPACITY) -> Engine:
+    decode = dataclasses.replace(spec.config.decode, batch_size=spec.batch, num_pages=None)
     return Engine(target, drafter, decode, max_length=capacity)
 
 
@@ -320,11 +327,11 @@ def _as_configured(state, engine: Engine):
     return dataclasses.replace(state, sampling=sampling, controls=asked)
 
 
-def _memory(target: Decoder, drafter: Any, job: Job) -> Memory:
+def _memory(target: Decoder, drafter: Any, spec: PointSpec) -> DeviceMemory:
     """Of weights and caches at full depth; caches are linear in their room."""
 
     def caches(capacity: int) -> tuple[int, int]:
-        engine = _engine(target, drafter, job, capacity)
+        engine = _engine(target, drafter, spec, capacity)
         state = engine.abstract_state()
         return engine.layout.capacity, decode_plan.measure(
             (state.cache, state.drafter)
@@ -335,9 +342,9 @@ def _memory(target: Decoder, drafter: Any, job: Job) -> Memory:
     held = sum(
         decode_plan.measure(nnx.state(one, nnx.Param)).device_bytes for one in (target, drafter)
     )
-    return Memory(held + small - room * per_token, per_token)
+    return DeviceMemory(held + small - room * per_token, per_token)
 
 
-def to_json(points: Mapping[tuple[str, int], Point]) -> list[dict[str, Any]]:
+def to_json(points: Mapping[tuple[str, int], StrategyPoint]) -> list[dict[str, Any]]:
     """The points as plain numbers."""
     return [dataclasses.asdict(point) for point in points.values()]

@@ -12,9 +12,9 @@ import jax
 
 from dflash.compiler import bundles, curve, programs, report, table, topology
 from dflash.compiler.bundles import Section
-from dflash.compiler.curve import Point
-from dflash.compiler.programs import Program
-from dflash.compiler.report import ProgramReport, Report, Situation
+from dflash.compiler.curve import CurvePoint
+from dflash.compiler.programs import CompiledProgram
+from dflash.compiler.report import CompileReport, ProgramReport, RunAssumptions
 from dflash.config import loader
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
 from dflash.runs.display import Display
@@ -33,7 +33,7 @@ def run(
     workdir: str | None = None,
     rows: Sequence[int] = (),
     kernels: bool = False,
-) -> Report:
+) -> CompileReport:
     """Compiles the programs of a run, prints the report and writes it.
 
     Args:
@@ -57,12 +57,12 @@ def _run(
     workdir: str | None,
     rows: Sequence[int],
     schedules: str | None,
-) -> Report:
+) -> CompileReport:
     display = Display()
 
     def write(
-        run_report: Report,
-        points: Sequence[Point] = (),
+        run_report: CompileReport,
+        points: Sequence[CurvePoint] = (),
         kernels: Mapping[str, Sequence[Section]] | None = None,
         *,
         complete: bool = False,
@@ -77,12 +77,12 @@ def _run(
     kernels = {}
     if schedules:
         names = {name for program in run_report.programs.values() for name in program.kernels}
-        kernels = bundles.of_kernels(pathlib.Path(schedules), sorted(names))
+        kernels = bundles.read_schedules(pathlib.Path(schedules), sorted(names))
         print("\n".join(bundles.lines(kernels)))
     points = []
     if rows:
         with display.progress("compiling by rows", every_s=0) as progress:
-            points = curve.measure(
+            points = curve.compile_curve(
                 config,
                 rows,
                 run_report.topology,
@@ -98,8 +98,8 @@ def _run(
 def compile_programs(
     config: CompileDecode | CompileTrain,
     progress: Progress = lambda title, fraction: None,
-    keep: Callable[[Report], None] = lambda report_so_far: None,
-) -> Report:
+    keep: Callable[[CompileReport], None] = lambda report_so_far: None,
+) -> CompileReport:
     """Compiles every program of a run and reads the compiler's figures.
 
     Args:
@@ -119,21 +119,21 @@ def compile_programs(
     reports, memory, refused = {}, {}, None
     total = programs.count(config, config.tpu)
 
-    def starting(title: str) -> None:
+    def on_start(title: str) -> None:
         progress(title, len(reports) / total)
 
-    def report_so_far() -> Report:
-        return Report(machine, mesh, rates, memory, capacity, refused, dict(reports))
+    def report_so_far() -> CompileReport:
+        return CompileReport(machine, mesh, rates, memory, capacity, refused, dict(reports))
 
     steps = (
-        programs.of_training(config, sharding, starting)
+        programs.compile_training(config, sharding, on_start)
         if trains
-        else programs.of_decoding(config, config.tpu, sharding, starting)
+        else programs.compile_decoding(config, config.tpu, sharding, on_start)
     )
     try:
         for program in steps:
-            situation = Situation.of(program.context, decode)
-            reports[program.name] = report.examine(program, situation, machine.chip, rates)
+            assumptions = RunAssumptions.of(program.context, decode)
+            reports[program.name] = report.examine(program, assumptions, machine.chip, rates)
             memory = larger(memory, _memory(program, reports[program.name]))
             keep(report_so_far())
     except jax.errors.JaxRuntimeError as error:
@@ -143,7 +143,7 @@ def compile_programs(
     return report_so_far()
 
 
-def _memory(program: Program, program_report: ProgramReport) -> dict[str, int]:
+def _memory(program: CompiledProgram, program_report: ProgramReport) -> dict[str, int]:
     return {
         **program.arguments,
         "temporaries": program_report.temporary_bytes,
@@ -160,8 +160,8 @@ def larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
 
 
 def _to_json(
-    run_report: Report,
-    points: Sequence[Point],
+    run_report: CompileReport,
+    points: Sequence[CurvePoint],
     kernels: Mapping[str, Sequence[Section]],
     *,
     complete: bool,

@@ -4,9 +4,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from dflash.compiler.costs import Operation
+from dflash.compiler.costs import ScheduledOperation
 from dflash.compiler.hlo import Instruction
-from dflash.compiler.topology import Rates
+from dflash.compiler.topology import RooflineRates
 from dflash.parallel.chips import Chip
 
 ATTENTION, MLP, UNEMBED, DRAFTER, REST = (
@@ -71,7 +71,10 @@ def component_of(scope: str) -> str:
 
 
 def summarize(
-    operations: Iterable[Operation], ideals: Mapping[str, Ideal], chip: Chip, rates: Rates
+    operations: Iterable[ScheduledOperation],
+    ideals: Mapping[str, Ideal],
+    chip: Chip,
+    rates: RooflineRates,
 ) -> dict[str, Component]:
     """Sums operations by component.
 
@@ -81,7 +84,7 @@ def summarize(
       chip: its peaks, and the clock that turns cycles into time.
       rates: of the compiler's roofline.
     """
-    grouped: dict[str, list[Operation]] = {name: [] for name in COMPONENTS}
+    grouped: dict[str, list[ScheduledOperation]] = {name: [] for name in COMPONENTS}
     for one in operations:
         grouped[component_of(one.scope)].append(one)
     return {
@@ -102,12 +105,12 @@ def scaled(component: Component, factor: float) -> Component:
     return Component(*(factor * value for value in dataclasses.astuple(component)))
 
 
-def roofline_ms(one: Operation, rates: Rates) -> float:
+def roofline_ms(one: ScheduledOperation, rates: RooflineRates) -> float:
     """One run of an operation, as long as the slower of arithmetic and memory takes."""
     return 1e3 * max(one.flops / rates.flops_per_s, one.hbm_bytes / rates.bytes_per_s)
 
 
-def collectives(operations: Iterable[Operation]) -> dict[str, tuple[int, int]]:
+def collectives(operations: Iterable[ScheduledOperation]) -> dict[str, tuple[int, int]]:
     """By kind: how many run, and the bytes of their results on a device, all together."""
     found: dict[str, tuple[int, int]] = {}
     for one in operations:
@@ -120,7 +123,7 @@ def collectives(operations: Iterable[Operation]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def big_copies(operations: Iterable[Operation]) -> list[Operation]:
+def big_copies(operations: Iterable[ScheduledOperation]) -> list[ScheduledOperation]:
     """Copies and transpositions, of a MiB and more, that other operations wait for."""
     return [
         one
@@ -137,8 +140,10 @@ def _names_a_move(instruction: Instruction) -> bool:
     return instruction.opcode == "fusion" and bool(words) and words <= {*_MOVES, "slice", "dynamic"}
 
 
-def _sum(operations: list[Operation], ideal: Ideal, chip: Chip, rates: Rates) -> Component:
-    def over(value: Callable[[Operation], float]) -> float:
+def _sum(
+    operations: list[ScheduledOperation], ideal: Ideal, chip: Chip, rates: RooflineRates
+) -> Component:
+    def over(value: Callable[[ScheduledOperation], float]) -> float:
         return sum(value(one) * one.times for one in operations)
 
     flops = over(lambda one: one.flops)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from dflash.compiler import loops as loops_lib
 from dflash.compiler import traffic
-from dflash.compiler.hlo import COLLECTIVES, Instruction, Module
+from dflash.compiler.hlo import COLLECTIVES, HloModule, Instruction
 
 # Opcodes that move nothing and take no time of their own.
 _FREE = frozenset(
@@ -22,11 +22,11 @@ _BEGINS, _ENDS = "async-collective-start", "async-collective-done"
 
 # (a loop or a conditional, with its scope as op_name) -> turns of the loop, or index of the
 # branch; None where unknown.
-Rule = Callable[[Instruction], int | None]
+ControlFlowRule = Callable[[Instruction], int | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class ScheduledOperation:
     """One scheduled operation; figures are those of one run.
 
     Attributes:
@@ -63,7 +63,9 @@ class Operation:
         return opcode.endswith("-start") or name.startswith(_BEGINS)
 
 
-def operations(module: Module, *, trips: Rule, branch: Rule) -> list[Operation]:
+def operations(
+    module: HloModule, *, trips: ControlFlowRule, branch: ControlFlowRule
+) -> list[ScheduledOperation]:
     """Every operation that a run of the program schedules.
 
     Args:
@@ -76,13 +78,13 @@ def operations(module: Module, *, trips: Rule, branch: Rule) -> list[Operation]:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    module: Module
-    trips: Rule
-    branch: Rule
+    module: HloModule
+    trips: ControlFlowRule
+    branch: ControlFlowRule
 
     def through(
         self, name: str, times: int, loops: tuple[str, ...], scope: str
-    ) -> Iterator[Operation]:
+    ) -> Iterator[ScheduledOperation]:
         """Operations of a computation that runs `times` times inside `loops`."""
         computation = self.module.computations[name]
         by_name, users = computation.by_name(), computation.users()
@@ -92,7 +94,7 @@ class _Walk:
             around = _scope(one, by_name, users) or scope
             scoped = dataclasses.replace(one, op_name=around)
             if one.opcode == "while":
-                turns = one.trip_count or loops_lib.turns(self.module, one, by_name)
+                turns = one.trip_count or loops_lib.trip_count(self.module, one, by_name)
                 turns = turns or self.trips(scoped) or 1
                 yield from self.through(
                     one.called["body"][0], times * turns, (*loops, one.name), around
@@ -112,9 +114,9 @@ class _Walk:
             return max(options, key=lambda found: sum(op.cycles * op.times for op in found))
         return options[index]
 
-    def _operation(self, one, by_name, scope, times, loops) -> Operation:
+    def _operation(self, one, by_name, scope, times, loops) -> ScheduledOperation:
         read, written = traffic.hbm_bytes(self.module, one, by_name)
-        return Operation(
+        return ScheduledOperation(
             instruction=one,
             scope=scope,
             times=times,
@@ -127,7 +129,7 @@ class _Walk:
         )
 
 
-def _collective(module: Module, one: Instruction) -> str | None:
+def _collective(module: HloModule, one: Instruction) -> str | None:
     opcodes = [one.opcode.removesuffix("-start")]
     if one.opcode == "fusion" and one.name.startswith(_BEGINS):
         opcodes = [

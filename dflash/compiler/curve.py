@@ -14,8 +14,8 @@ from flax import nnx
 from dflash import errors
 from dflash.compiler import components, costs, hlo, programs, topology
 from dflash.compiler.components import ATTENTION, MLP, Component
-from dflash.compiler.report import Situation
-from dflash.compiler.topology import Rates, Topology
+from dflash.compiler.report import RunAssumptions
+from dflash.compiler.topology import RooflineRates, Topology
 from dflash.config.schema import DecodeConfig
 from dflash.layers.linear import matmul_precision
 from dflash.loading import models, weights
@@ -27,21 +27,21 @@ _FLAT = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """One forward of the target over `rows` rows of a sequence, per device."""
 
     rows: int
     cost: Component
 
 
-def measure(
+def compile_curve(
     config: Any,
     rows: Sequence[int],
     machine: Topology,
-    rates: Rates,
+    rates: RooflineRates,
     progress: Callable[[str, float], None] = lambda what, done: None,
-    keep: Callable[[Sequence[Point]], None] = lambda points: None,
-) -> list[Point]:
+    keep: Callable[[Sequence[CurvePoint]], None] = lambda points: None,
+) -> list[CurvePoint]:
     """Compiles a forward for each number of rows.
 
     Args:
@@ -71,7 +71,7 @@ def measure(
     for count in rows:
         progress(f"{count} rows", len(points) / len(rows))
         cost = _cost(target, count, config, machine.chip, rates, shape.num_hidden_layers)
-        points.append(Point(count, cost))
+        points.append(CurvePoint(count, cost))
         keep(points)
     return points
 
@@ -99,9 +99,9 @@ def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component
     with jax.default_matmul_precision(matmul_precision(target.dtype)):
         jitted = jax.jit(verify, donate_argnums=3)
         compiled = jitted.lower(params, tokens, tokens, cache).compile()
-    situation = Situation(context)
+    assumptions = RunAssumptions(context)
     module = hlo.parse(compiled.as_text())
-    found = costs.operations(module, trips=situation.trips, branch=situation.branch)
+    found = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
     ideals = programs.target_ideals(target, rows, context, cache)
     return at_depth(components.summarize(found, ideals, chip, rates), depth)
 
@@ -114,7 +114,7 @@ def at_depth(parts: Mapping[str, Component], depth: int) -> Component:
     )
 
 
-def lines(points: Sequence[Point], chip: Chip) -> list[str]:
+def lines(points: Sequence[CurvePoint], chip: Chip) -> list[str]:
     """The curve as text; empty without points."""
     if not points:
         return []
@@ -134,6 +134,6 @@ def lines(points: Sequence[Point], chip: Chip) -> list[str]:
     return text
 
 
-def to_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+def to_json(points: Sequence[CurvePoint]) -> list[dict[str, Any]]:
     """The curve as plain numbers."""
     return [{"rows": point.rows, **dataclasses.asdict(point.cost)} for point in points]

@@ -20,7 +20,7 @@ PLAIN = "plain"  # the name of decoding without drafts
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class CycleCost:
     """Time of one cycle of all sequences, per device.
 
     Attributes:
@@ -42,10 +42,10 @@ class Cost:
         name = max(self.limits, key=self.limits.get)
         return name, self.limits[name] / self.roofline_ms
 
-    def plus(self, other: "Cost", times: float) -> "Cost":
+    def plus(self, other: "CycleCost", times: float) -> "CycleCost":
         """This cost and `times` another."""
         names = {**self.limits, **other.limits}
-        return Cost(
+        return CycleCost(
             {
                 name: self.limits.get(name, 0.0) + times * other.limits.get(name, 0.0)
                 for name in names
@@ -55,7 +55,7 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Bytes on each device.
 
     Attributes:
@@ -72,7 +72,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class StrategyPoint:
     """One strategy with one number of sequences, as compiled. Costs are linear in the context.
 
     Attributes:
@@ -88,18 +88,18 @@ class Point:
     strategy: str
     batch: int
     rows: int
-    fixed: Cost
-    per_token: Cost
-    memory: Memory
+    fixed: CycleCost
+    per_token: CycleCost
+    memory: DeviceMemory
     collectives: Mapping[str, tuple[float, float]]
 
-    def cost(self, context: int) -> Cost:
+    def cost(self, context: int) -> CycleCost:
         """Of a cycle after `context` tokens of each sequence."""
         return self.fixed.plus(self.per_token, context)
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class ExpectedSpeedup:
     """A strategy at one batch and context, for one task.
 
     Attributes:
@@ -127,7 +127,7 @@ class Forecast:
       capacity_bytes: memory of a device.
     """
 
-    points: Mapping[tuple[str, int], Point]
+    points: Mapping[tuple[str, int], StrategyPoint]
     tokens: Mapping[str, Mapping[str, float]]
     capacity_bytes: float
 
@@ -152,14 +152,16 @@ class Forecast:
         point = self.points[strategy, batch]
         return point.memory.at(context + point.rows) <= self.capacity_bytes
 
-    def expected(self, strategy: str, task: str, batch: int, context: int) -> Choice | None:
+    def expected(
+        self, strategy: str, task: str, batch: int, context: int
+    ) -> ExpectedSpeedup | None:
         """What a strategy brings; None where its acceptance is unknown or it does not fit."""
         tokens = 1.0 if strategy == PLAIN else self.tokens.get(strategy, {}).get(task)
         if tokens is None or not self.fits(strategy, batch, context):
             return None
         own = self.points[strategy, batch].cost(context)
         plain = self.points[PLAIN, batch].cost(context)
-        return Choice(
+        return ExpectedSpeedup(
             strategy,
             tokens,
             tokens * plain.roofline_ms / own.roofline_ms,
@@ -167,7 +169,7 @@ class Forecast:
             1e3 * batch * tokens / own.roofline_ms,
         )
 
-    def best(self, task: str, batch: int, context: int) -> Choice | None:
+    def best(self, task: str, batch: int, context: int) -> ExpectedSpeedup | None:
         """The strategy of most tokens a second, plain decoding among them; None: nothing fits."""
         found = [self.expected(name, task, batch, context) for name in self.strategies]
         return max((one for one in found if one), key=lambda one: one.speedup, default=None)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash.compiler import compile_points, forecast_table, topology
-from dflash.compiler.compile_points import Job, Machine
-from dflash.compiler.forecast import PLAIN, Forecast, Point
+from dflash.compiler.compile_points import PointSpec, TpuMachine
+from dflash.compiler.forecast import PLAIN, Forecast, StrategyPoint
 from dflash.config import loader
 from dflash.config.tpu_schema import CompileDecode
 from dflash.measure import acceptance, plots, published, table
@@ -28,16 +28,16 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
       UserError: The config, the acceptance file or the TPU compiler is unusable.
     """
     histograms = acceptance.read(config.forecast.acceptance)
-    jobs = compile_points.jobs(config)
+    specs = compile_points.point_specs(config)
     topology.prepare_environment()
     directory = paths.to_path(workdir) if workdir else None
     with Display().progress("compiling", every_s=0) as progress, files.explained(directory):
-        machine = compile_points.machine_of(config)
-        points = compile_points.measure(jobs, machine, directory, progress)
+        machine = compile_points.find_machine(config)
+        points = compile_points.compile_points(specs, machine, directory, progress)
     shapes = {
-        job.strategy: _shape(job, points[job.strategy, job.batch])
-        for job in jobs
-        if job.strategy != PLAIN
+        spec.strategy: _shape(spec, points[spec.strategy, spec.batch])
+        for spec in specs
+        if spec.strategy != PLAIN
     }
     expected = acceptance.expected(histograms, shapes, config.drafter.name)
     chip = machine.topology.chip
@@ -61,12 +61,12 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     return forecast
 
 
-def _shape(job: Job, point: Point) -> acceptance.Shape:
-    tree = getattr(job.drafter, "tree", None)
-    return acceptance.Shape(job.drafter.name, point.rows, tree and tree.budget)
+def _shape(spec: PointSpec, point: StrategyPoint) -> acceptance.Shape:
+    tree = getattr(spec.drafter, "tree", None)
+    return acceptance.Shape(spec.drafter.name, point.rows, tree and tree.budget)
 
 
-def _machine_line(machine: Machine, config: CompileDecode) -> str:
+def _machine_line(machine: TpuMachine, config: CompileDecode) -> str:
     axes = " × ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(config.mesh).items())
     chips = machine.topology
     name = f"{chips.slices} × {chips.name}" if chips.slices > 1 else chips.name

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash.compiler import compile_points
-from dflash.compiler.forecast import PLAIN, Choice, Cost, Forecast
+from dflash.compiler.forecast import PLAIN, CycleCost, ExpectedSpeedup, Forecast
 
 LABEL = "expected, not measured: the compiler's costs joined with known acceptance"
 _SHORT = {"output head": "head"}
@@ -65,7 +65,7 @@ def to_json(found: Forecast, contexts: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _asdict(choice: Choice) -> dict[str, Any]:
+def _asdict(choice: ExpectedSpeedup) -> dict[str, Any]:
     return dataclasses.asdict(choice)
 
 
@@ -92,7 +92,7 @@ def _costs(found: Forecast, context: int) -> list[str]:
     return text
 
 
-def _limit(cost: Cost) -> str:
+def _limit(cost: CycleCost) -> str:
     name, share = cost.largest
     return f"{_SHORT.get(name, name)} {100 * share:.0f} %"
 
@@ -113,7 +113,7 @@ def _by_task(found: Forecast, context: int) -> list[str]:
     return text
 
 
-def _choice(one: Choice | None) -> str:
+def _choice(one: ExpectedSpeedup | None) -> str:
     return f"{one.speedup:.2f}× {one.strategy}" if one else "does not fit"
 
 

@@ -23,7 +23,7 @@ COLLECTIVES = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class HloArray:
     """One array of an instruction's result.
 
     Attributes:
@@ -68,7 +68,7 @@ class Instruction:
 
     name: str
     opcode: str
-    results: tuple[Array, ...]
+    results: tuple[HloArray, ...]
     operands: tuple[str, ...]
     called: Mapping[str, tuple[str, ...]]
     op_name: str
@@ -116,14 +116,14 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
+class HloModule:
     """A whole program."""
 
     computations: Mapping[str, Computation]
     entry: Computation
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> HloModule:
     """Reads `Compiled.as_text()`.
 
     Raises:
@@ -146,16 +146,16 @@ def parse(text: str) -> Module:
             lines.append(line)
     if entry is None:
         raise ValueError("no entry computation: this is not the text of an XLA module")
-    return Module(computations, entry)
+    return HloModule(computations, entry)
 
 
-def arrays(text: str) -> tuple[Array, ...]:
+def arrays(text: str) -> tuple[HloArray, ...]:
     """The arrays of a written shape, such as "(f32[8,128]{1,0:T(8,128)S(1)}, s32[])"."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(text):
         shape = tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
         space = _SPACE.search(layout)
-        found.append(Array(dtype, shape, space is None or space.group(1) == "0"))
+        found.append(HloArray(dtype, shape, space is None or space.group(1) == "0"))
     return tuple(found)
 
 

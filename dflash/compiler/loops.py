@@ -7,12 +7,14 @@ a product that begins while other shares of its weights still arrive, have no su
 import re
 from collections.abc import Mapping
 
-from dflash.compiler.hlo import Computation, Instruction, Module
+from dflash.compiler.hlo import Computation, HloModule, Instruction
 
 _INDEX = re.compile(r"\bindex=(\d+)")
 
 
-def turns(module: Module, loop: Instruction, by_name: Mapping[str, Instruction]) -> int | None:
+def trip_count(
+    module: HloModule, loop: Instruction, by_name: Mapping[str, Instruction]
+) -> int | None:
     """Turns of a `while` whose counter goes from a constant to another in constant steps.
 
     Args:

@@ -29,7 +29,7 @@ CYCLE, PREFILL, TRAIN = "cycle", "prefill", "train step"
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """One program of a run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Program:
 
 
 # Called with the title of each program before it is compiled.
-Starting = Callable[[str], None]
+OnStart = Callable[[str], None]
 
 
 def count(config: DecodeRun | CompileTrain, tpu: TpuConfig) -> int:
@@ -67,16 +67,16 @@ def count(config: DecodeRun | CompileTrain, tpu: TpuConfig) -> int:
     decoding = [CYCLE, PREFILL]
     if isinstance(config, CompileTrain):
         decoding = [TRAIN, *(decoding if config.evaluation.prompts else ())]
-    return sum(_wanted(name, tpu) for name in decoding)
+    return sum(_is_selected(name, tpu) for name in decoding)
 
 
-def of_decoding(
-    config: DecodeRun, tpu: TpuConfig, sharding: Sharding, starting: Starting
-) -> Iterator[Program]:
+def compile_decoding(
+    config: DecodeRun, tpu: TpuConfig, sharding: Sharding, on_start: OnStart
+) -> Iterator[CompiledProgram]:
     """The cycle and the largest prefill of a decoding run, each compiled on demand."""
     target, drafter = decoding_models(config, config.drafter, sharding)
     adaptive = config.drafter.adaptive
-    yield from _decoding(target, drafter, config.decode, tpu, starting, adaptive=adaptive)
+    yield from _compile_decoding(target, drafter, config.decode, tpu, on_start, adaptive=adaptive)
 
 
 def decoding_models(
@@ -93,29 +93,31 @@ def decoding_models(
     return target, drafter
 
 
-def of_training(config: CompileTrain, sharding: Sharding, starting: Starting) -> Iterator[Program]:
+def compile_training(
+    config: CompileTrain, sharding: Sharding, on_start: OnStart
+) -> Iterator[CompiledProgram]:
     """The step of a training run; for a drafter, the cycle and prefill that judge it too."""
     task = tasks.make_task(config, sharding, download=False)
-    if _wanted(TRAIN, config.tpu):
-        yield _train_step(task, sharding, starting)
+    if _is_selected(TRAIN, config.tpu):
+        yield _train_step(task, sharding, on_start)
     if task.drafts and config.evaluation.prompts:
         decode = config.evaluation_decode
-        yield from _decoding(task.target, task.working, decode, config.tpu, starting)
+        yield from _compile_decoding(task.target, task.working, decode, config.tpu, on_start)
 
 
-def _wanted(name: str, tpu: TpuConfig) -> bool:
+def _is_selected(name: str, tpu: TpuConfig) -> bool:
     return tpu.only in ("all", name)
 
 
-def _decoding(
+def _compile_decoding(
     target,
     drafter,
     config: DecodeConfig,
     tpu: TpuConfig,
-    starting: Starting,
+    on_start: OnStart,
     *,
     adaptive: bool = False,
-) -> Iterator[Program]:
+) -> Iterator[CompiledProgram]:
     max_length = config.max_length or config.prefill_chunk + config.max_new_tokens
     engine = Engine(target, drafter, config, max_length=max_length, adaptive_blocks=adaptive)
     most = max_length - drafter.block_size
@@ -127,26 +129,26 @@ def _decoding(
         "target KV": decode_plan.measure(state.cache).device_bytes,
         "draft KV": decode_plan.measure(state.drafter).device_bytes,
     }
-    if _wanted(CYCLE, tpu):
+    if _is_selected(CYCLE, tpu):
         title = f"cycle: batch {config.batch_size}, {drafter.block_size} rows each, after {context}"
-        starting(title)
-        compiled, seconds = _timed(engine, "generate")
+        on_start(title)
+        compiled, seconds = _compile_timed(engine, "generate")
         rows, capacity = drafter.block_size, engine.layout.capacity
         ideals = cycle_ideals(target, arguments, rows, context, state.cache, capacity)
         turns = config.sync_every
-        yield Program(CYCLE, title, compiled, seconds, context, ideals, arguments, turns)
-    if _wanted(PREFILL, tpu):
+        yield CompiledProgram(CYCLE, title, compiled, seconds, context, ideals, arguments, turns)
+    if _is_selected(PREFILL, tpu):
         chunk = engine.layout.chunk(context)
         before = max(context - chunk, 0)
         title = f"prefill: {chunk} tokens after {before}"
-        starting(title)
-        compiled, seconds = _timed(engine, "prefill", chunk)
+        on_start(title)
+        compiled, seconds = _compile_timed(engine, "prefill", chunk)
         capacity = engine.layout.capacity
         ideals = cycle_ideals(target, arguments, chunk, 0, state.cache, capacity)
-        yield Program(PREFILL, title, compiled, seconds, before, ideals, arguments)
+        yield CompiledProgram(PREFILL, title, compiled, seconds, before, ideals, arguments)
 
 
-def _timed(engine: Engine, *name) -> tuple[jax.stages.Compiled, float]:
+def _compile_timed(engine: Engine, *name) -> tuple[jax.stages.Compiled, float]:
     begin = time.perf_counter()
     return engine.program(*name), time.perf_counter() - begin
 
@@ -209,7 +211,7 @@ def _component_of_weight(path: str, target: Decoder) -> str | None:
     return None if path.startswith("embed_tokens") else REST
 
 
-def _train_step(task: tasks.Task, sharding: Sharding, starting: Starting) -> Program:
+def _train_step(task: tasks.Task, sharding: Sharding, on_start: OnStart) -> CompiledProgram:
     config = task.config
     steps = config.train.steps or 1
     optimizer, schedule = (
@@ -230,7 +232,7 @@ def _train_step(task: tasks.Task, sharding: Sharding, starting: Starting) -> Pro
         state=state,
     )
     title = f"train step: {config.train.batch_size} rows of {config.data.length} tokens"
-    starting(title)
+    on_start(title)
     begin = time.perf_counter()
     compiled = step.lower(state, frozen, batch).compile()
     seconds = time.perf_counter() - begin
@@ -248,7 +250,7 @@ def _train_step(task: tasks.Task, sharding: Sharding, starting: Starting) -> Pro
         arguments["learning weights"] + arguments["optimizer"]
     )
     ideals = {name: Ideal(size) for name, size in sizes.items()}
-    return Program(TRAIN, title, compiled, seconds, config.data.length, ideals, arguments)
+    return CompiledProgram(TRAIN, title, compiled, seconds, config.data.length, ideals, arguments)
 
 
 def _frozen_ideals(task: tasks.Task, tokens: int) -> dict[str, Ideal]:

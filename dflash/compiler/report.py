@@ -13,9 +13,9 @@ import jax
 
 from dflash.compiler import components, costs, hlo
 from dflash.compiler.components import UNEMBED, Component, Ideal
-from dflash.compiler.costs import Operation
-from dflash.compiler.programs import CYCLE, Program
-from dflash.compiler.topology import Rates, Topology
+from dflash.compiler.costs import ScheduledOperation
+from dflash.compiler.programs import CYCLE, CompiledProgram
+from dflash.compiler.topology import RooflineRates, Topology
 from dflash.config.schema import DecodeConfig
 from dflash.config.tpu_schema import TpuConfig
 from dflash.kernels.paged_attention import TILE_TOKENS
@@ -25,7 +25,7 @@ LABEL = "compiler estimates: nothing here was measured on a chip"
 
 
 @dataclasses.dataclass(frozen=True)
-class Situation:
+class RunAssumptions:
     """What a program's loops and branches depend on.
 
     Attributes:
@@ -41,7 +41,7 @@ class Situation:
     shaped: bool = False
 
     @classmethod
-    def of(cls, context: int, decode: DecodeConfig) -> "Situation":
+    def of(cls, context: int, decode: DecodeConfig) -> "RunAssumptions":
         """That of a run which decodes as its config says."""
         filtered = decode.top_k > 0 or decode.top_p < 1 or decode.min_p > 0
         penalties = decode.presence_penalty, decode.frequency_penalty, decode.min_new_tokens
@@ -106,7 +106,7 @@ class ProgramReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class CompileReport:
     """A run on a topology.
 
     Attributes:
@@ -121,7 +121,7 @@ class Report:
 
     topology: Topology
     mesh: Mapping[str, int]
-    rates: Rates
+    rates: RooflineRates
     memory: Mapping[str, int]
     capacity_bytes: float
     refused: str | None
@@ -137,7 +137,7 @@ class Report:
         """Whether the run does, by what the compiler asks for."""
         return self.refused is None and self.used_bytes <= self.capacity_bytes
 
-    def broken_budgets(self, tpu: TpuConfig) -> list[str]:
+    def exceeded_budgets(self, tpu: TpuConfig) -> list[str]:
         """A line for each limit that is passed."""
         chip = self.topology.chip
         lines = []
@@ -158,17 +158,19 @@ class Report:
         return lines
 
 
-def examine(program: Program, situation: Situation, chip: Chip, rates: Rates) -> ProgramReport:
+def examine(
+    program: CompiledProgram, assumptions: RunAssumptions, chip: Chip, rates: RooflineRates
+) -> ProgramReport:
     """Reads a compiled program.
 
     Args:
       program: compiled for a TPU.
-      situation: what its loops and branches depend on.
+      assumptions: what its loops and branches depend on.
       chip: that it was compiled for.
       rates: of the compiler's roofline.
     """
     module = hlo.parse(program.compiled.as_text())
-    found = costs.operations(module, trips=situation.trips, branch=situation.branch)
+    found = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
     # Of a program that is a loop, a turn of the loop is what counts.
     inside = [one for one in found if one.loops or not program.is_loop]
     around = [one for one in found if not one.loops and program.is_loop]
@@ -192,7 +194,7 @@ def examine(program: Program, situation: Situation, chip: Chip, rates: Rates) ->
     )
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: CompileReport) -> dict[str, Any]:
     """The report as plain dicts, lists and numbers; times in ms, sizes in bytes, per device."""
     chip = report.topology.chip
     return {
@@ -216,7 +218,7 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _ideals(program: Program, operations: Sequence[Operation]) -> dict[str, Ideal]:
+def _ideals(program: CompiledProgram, operations: Sequence[ScheduledOperation]) -> dict[str, Ideal]:
     """The program's, with the output head counted as often as it is read."""
     head = program.ideals.get(UNEMBED, Ideal(0)).num_bytes
     reads = sum(
@@ -227,12 +229,12 @@ def _ideals(program: Program, operations: Sequence[Operation]) -> dict[str, Idea
     return {**program.ideals, UNEMBED: Ideal(head * max(reads, 1))}
 
 
-def _copy(one: Operation, chip: Chip) -> tuple[str, int, int, float]:
+def _copy(one: ScheduledOperation, chip: Chip) -> tuple[str, int, int, float]:
     took = one.cycles / (chip.clock_ghz * 1e6) if chip.clock_ghz else 0.0
     return one.instruction.name, one.times, one.instruction.num_bytes, took
 
 
-def _kernels(operations: Sequence[Operation]) -> dict[str, int]:
+def _kernels(operations: Sequence[ScheduledOperation]) -> dict[str, int]:
     """Pallas kernels by the name of their call, numbers cut off."""
     found: dict[str, int] = {}
     for one in operations:

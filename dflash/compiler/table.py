@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from dflash.compiler.components import Component
-from dflash.compiler.report import LABEL, ProgramReport, Report
+from dflash.compiler.report import LABEL, CompileReport, ProgramReport
 
 
-def lines(report: Report) -> list[str]:
+def lines(report: CompileReport) -> list[str]:
     """The whole report, a line each."""
     topology, chip = report.topology, report.topology.chip
     mesh = " × ".join(f"{axis} {size}" for axis, size in report.mesh.items())
@@ -23,7 +23,7 @@ def lines(report: Report) -> list[str]:
     ]
 
 
-def _memory(report: Report) -> list[str]:
+def _memory(report: CompileReport) -> list[str]:
     devices = report.topology.chip.devices
     rows = [f"  {kind:<24}{size * devices / 1e9:>10.3f} GB" for kind, size in report.memory.items()]
     used, capacity = report.used_bytes * devices / 1e9, report.capacity_bytes * devices / 1e9

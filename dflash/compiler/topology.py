@@ -132,14 +132,14 @@ def make_sharding(
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
+class RooflineRates:
     """Peak rates of a device as the compiler's own roofline has them."""
 
     flops_per_s: float
     bytes_per_s: float
 
 
-def compiler_rates(topology: Topology) -> Rates:
+def compiler_rates(topology: Topology) -> RooflineRates:
     """Asks the compiler by two products, one limited by arithmetic and one by memory."""
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
@@ -153,4 +153,4 @@ def compiler_rates(topology: Topology) -> Rates:
 
     square, square_s = cost(8192, 8192, 8192)
     thin, thin_s = cost(16, 4096, 65536)
-    return Rates(square["flops"] / square_s, thin["bytes accessed"] / thin_s)
+    return RooflineRates(square["flops"] / square_s, thin["bytes accessed"] / thin_s)

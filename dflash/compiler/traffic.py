@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from dflash.compiler.hlo import COLLECTIVES, Computation, Instruction, Module
+from dflash.compiler.hlo import COLLECTIVES, Computation, HloModule, Instruction
 
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
@@ -21,7 +21,7 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 Names = Mapping[str, Instruction]
 
 
-def hbm_bytes(module: Module, one: Instruction, by_name: Names) -> tuple[int, int]:
+def hbm_bytes(module: HloModule, one: Instruction, by_name: Names) -> tuple[int, int]:
     """Bytes read and bytes written by one run of an instruction.
 
     Args:
@@ -52,7 +52,7 @@ def hbm_bytes(module: Module, one: Instruction, by_name: Names) -> tuple[int, in
     return sum(operand.hbm_bytes for operand in operands), one.hbm_bytes
 
 
-def matmul_flops(module: Module, one: Instruction, by_name: Names) -> float:
+def matmul_flops(module: HloModule, one: Instruction, by_name: Names) -> float:
     """Multiplications and additions of the matrix products of one run of an instruction."""
     if one.opcode == "fusion":
         body = module.computations[one.called["calls"][0]]
@@ -109,7 +109,7 @@ def _batch(attributes: str, left, right, out) -> int:
     return math.prod(lengths[0][label] for label in same)
 
 
-def _fusion_bytes(module: Module, one: Instruction, operands) -> tuple[int, int]:
+def _fusion_bytes(module: HloModule, one: Instruction, operands) -> tuple[int, int]:
     """Slices are read, and updates written, as far as they go; the arrays around them stay."""
     body = module.computations[one.called["calls"][0]]
     read = sum(
@@ -120,7 +120,7 @@ def _fusion_bytes(module: Module, one: Instruction, operands) -> tuple[int, int]
     return read, _written_bytes(module, body, one)
 
 
-def _parameter_bytes(module: Module, body: Computation, index: int, whole: int) -> int:
+def _parameter_bytes(module: HloModule, body: Computation, index: int, whole: int) -> int:
     """Bytes that a fusion reads of its parameter number `index`, of `whole` bytes."""
     users = body.users()
     todo = [inner for inner in body.instructions if inner.parameter == index]
@@ -146,7 +146,7 @@ def _parameter_bytes(module: Module, body: Computation, index: int, whole: int) 
     return min(sum(sizes), whole)
 
 
-def _written_bytes(module: Module, body: Computation, one: Instruction) -> int:
+def _written_bytes(module: HloModule, body: Computation, one: Instruction) -> int:
     """Bytes that a fusion writes: of an array that is updated in place, the update."""
     by_name = body.by_name()
     roots = [body.root]

@@ -69,7 +69,7 @@ def test_kernels_are_found_by_name(tmp_path):
         path = tmp_path / f"{name}-01-final_hlo-static-per-bundle-utilization.txt"
         path.write_text(use)
         (tmp_path / f"{name}-02-schedule-analysis_final_bundles.txt").write_text("")
-    found = bundles.of_kernels(tmp_path, ["my_kernel", "absent"])
+    found = bundles.read_schedules(tmp_path, ["my_kernel", "absent"])
     assert list(found) == ["my_kernel"]
     text = "\n".join(bundles.lines(found))
     assert "my_kernel: 8 in all; inner loop, at depth 2: 3, with 4" in text

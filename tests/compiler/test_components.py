@@ -5,18 +5,18 @@ from support import hlo_snippets as snippets
 
 from dflash.compiler import components, costs, hlo
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED, Ideal
-from dflash.compiler.report import Situation
-from dflash.compiler.topology import Rates
+from dflash.compiler.report import RunAssumptions
+from dflash.compiler.topology import RooflineRates
 from dflash.parallel import chips
 
-RATES = Rates(flops_per_s=400e12, bytes_per_s=2e12)
+RATES = RooflineRates(flops_per_s=400e12, bytes_per_s=2e12)
 
 
 @pytest.fixture(scope="module")
 def operations():
-    situation = Situation(context=2000)
+    assumptions = RunAssumptions(context=2000)
     module = hlo.parse(snippets.MODULE)
-    return costs.operations(module, trips=situation.trips, branch=situation.branch)
+    return costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_sums(operations):
 def test_the_slower_of_arithmetic_and_memory_counts(operations):
     scores = next(one for one in operations if one.instruction.name == "fusion.7")
     size, flops = 8 * 256 * 128 * 2, 2 * 8 * 64 * 256 * 128
-    assert components.roofline_ms(scores, Rates(1e30, 1e9)) == pytest.approx(size / 1e6)
-    assert components.roofline_ms(scores, Rates(1e9, 1e30)) == pytest.approx(flops / 1e6)
+    assert components.roofline_ms(scores, RooflineRates(1e30, 1e9)) == pytest.approx(size / 1e6)
+    assert components.roofline_ms(scores, RooflineRates(1e9, 1e30)) == pytest.approx(flops / 1e6)
 
 
 def test_collectives(operations):
@@ -93,21 +93,25 @@ def test_fusions_that_only_move_are_copies(name, moves):
 def test_attention_walks_its_context(context, turns):
     module = hlo.parse(snippets.MODULE)
     loop = module.computations["body"].by_name()["while.1"]
-    assert Situation(context).trips(loop) == turns
-    assert Situation(context).trips(module.entry.by_name()["while.2"]) is None
+    assert RunAssumptions(context).trips(loop) == turns
+    assert RunAssumptions(context).trips(module.entry.by_name()["while.2"]) is None
 
 
 @pytest.mark.parametrize(
-    ("scope", "situation", "index"),
+    ("scope", "assumptions", "index"),
     [
-        ("a/sample/if_sampled/cond", Situation(1), 0),
-        ("a/sample/if_sampled/cond", Situation(1, sampled=True), 1),
-        ("a/sample/if_sampled/cond/branch_1_fun/if_filtered/cond", Situation(1, sampled=True), 0),
-        ("a/if_sampled/if_filtered/cond", Situation(1, sampled=True, filtered=True), 1),
-        ("a/cond", Situation(1), None),
+        ("a/sample/if_sampled/cond", RunAssumptions(1), 0),
+        ("a/sample/if_sampled/cond", RunAssumptions(1, sampled=True), 1),
+        (
+            "a/sample/if_sampled/cond/branch_1_fun/if_filtered/cond",
+            RunAssumptions(1, sampled=True),
+            0,
+        ),
+        ("a/if_sampled/if_filtered/cond", RunAssumptions(1, sampled=True, filtered=True), 1),
+        ("a/cond", RunAssumptions(1), None),
     ],
 )
-def test_branches_follow_the_config(scope, situation, index):
+def test_branches_follow_the_config(scope, assumptions, index):
     text = snippets.MODULE.replace("jit(generate)/while/body/target/sample/if_sampled/cond", scope)
     body = hlo.parse(text).computations["body"]
-    assert situation.branch(body.by_name()["conditional.1"]) == index
+    assert assumptions.branch(body.by_name()["conditional.1"]) == index

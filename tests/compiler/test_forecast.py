@@ -3,19 +3,23 @@
 import pytest
 
 from dflash.compiler import forecast_table
-from dflash.compiler.forecast import LIMITS, PLAIN, Cost, Forecast, Memory, Point
+from dflash.compiler.forecast import LIMITS, PLAIN, CycleCost, DeviceMemory, Forecast, StrategyPoint
 
 GB = 10**9
 
 
 def cost(weights=0.0, context=0.0, cycles=0.0, arithmetic=0.0):
     limits = dict.fromkeys(LIMITS, 0.0)
-    return Cost(limits | {"weights": weights, "context": context, "arithmetic": arithmetic}, cycles)
+    return CycleCost(
+        limits | {"weights": weights, "context": context, "arithmetic": arithmetic}, cycles
+    )
 
 
 def point(name, batch, rows, fixed, per_token=0.0, gigabytes=10.0):
-    memory = Memory(gigabytes * GB, 0.001 * GB * batch)
-    return Point(name, batch, rows, fixed, cost(context=per_token, cycles=per_token), memory, {})
+    memory = DeviceMemory(gigabytes * GB, 0.001 * GB * batch)
+    return StrategyPoint(
+        name, batch, rows, fixed, cost(context=per_token, cycles=per_token), memory, {}
+    )
 
 
 # A plain token: 4 ms, and 1 ms more after 1,000 tokens of each of 8 sequences.

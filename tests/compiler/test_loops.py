@@ -34,7 +34,7 @@ ENTRY %main (x0: f32[4]) -> (f32[4], s32[]) {{
 }}
 """)
     by_name = module.entry.by_name()
-    return loops.turns(module, by_name["loop"], by_name)
+    return loops.trip_count(module, by_name["loop"], by_name)
 
 
 def test_a_loop_counts_in_its_own_steps():

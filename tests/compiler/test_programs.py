@@ -5,7 +5,7 @@ from support.models import make_target
 
 from dflash.compiler import compile_run, programs
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, REST, UNEMBED
-from dflash.compiler.report import Situation
+from dflash.compiler.report import RunAssumptions
 from dflash.config.schema import DecodeConfig
 from dflash.config.tpu_schema import CompileDecode, TpuConfig
 
@@ -42,19 +42,19 @@ def test_programs_share_their_memory():
 
 
 @pytest.mark.parametrize(
-    ("changes", "situation"),
+    ("changes", "assumptions"),
     [
-        ({}, Situation(7)),
-        ({"temperature": 0.5}, Situation(7, sampled=True)),
-        ({"temperature": 0.5, "top_k": 3}, Situation(7, sampled=True, filtered=True)),
-        ({"temperature": 0.5, "top_p": 0.9}, Situation(7, sampled=True, filtered=True)),
-        ({"temperature": 0.5, "min_p": 0.1}, Situation(7, sampled=True, filtered=True)),
-        ({"presence_penalty": 0.5}, Situation(7, shaped=True)),
-        ({"repetition_penalty": 1.5}, Situation(7, shaped=True)),
+        ({}, RunAssumptions(7)),
+        ({"temperature": 0.5}, RunAssumptions(7, sampled=True)),
+        ({"temperature": 0.5, "top_k": 3}, RunAssumptions(7, sampled=True, filtered=True)),
+        ({"temperature": 0.5, "top_p": 0.9}, RunAssumptions(7, sampled=True, filtered=True)),
+        ({"temperature": 0.5, "min_p": 0.1}, RunAssumptions(7, sampled=True, filtered=True)),
+        ({"presence_penalty": 0.5}, RunAssumptions(7, shaped=True)),
+        ({"repetition_penalty": 1.5}, RunAssumptions(7, shaped=True)),
     ],
 )
-def test_the_config_says_which_branches_run(changes, situation):
-    assert Situation.of(7, DecodeConfig(**changes)) == situation
+def test_the_config_says_which_branches_run(changes, assumptions):
+    assert RunAssumptions.of(7, DecodeConfig(**changes)) == assumptions
 
 
 @pytest.mark.parametrize(("only", "number"), [("all", 2), ("cycle", 1), ("prefill", 1)])

@@ -9,15 +9,15 @@ from support import hlo_snippets as snippets
 
 from dflash.compiler import curve, report, table
 from dflash.compiler.components import ATTENTION, MLP, REST, UNEMBED, Component, Ideal
-from dflash.compiler.curve import Point
-from dflash.compiler.programs import CYCLE, PREFILL, Program
-from dflash.compiler.report import Report, Situation
-from dflash.compiler.topology import Rates, Topology
+from dflash.compiler.curve import CurvePoint
+from dflash.compiler.programs import CYCLE, PREFILL, CompiledProgram
+from dflash.compiler.report import CompileReport, RunAssumptions
+from dflash.compiler.topology import RooflineRates, Topology
 from dflash.config.tpu_schema import TpuConfig
 from dflash.parallel import chips
 
 CHIP = chips.find("v5p")
-RATES = Rates(flops_per_s=400e12, bytes_per_s=2e12)
+RATES = RooflineRates(flops_per_s=400e12, bytes_per_s=2e12)
 WEIGHT = 2560 * 9728 * 2
 
 
@@ -40,8 +40,8 @@ class Compiled:
 def examine(name=CYCLE, text=snippets.MODULE, head=2765e6):
     ideals = {MLP: Ideal(WEIGHT), UNEMBED: Ideal(head)}
     arguments = {"target weights": WEIGHT}
-    program = Program(name, "a title", Compiled(text), 1.5, 2000, ideals, arguments, 8)
-    return report.examine(program, Situation(2000), CHIP, RATES)
+    program = CompiledProgram(name, "a title", Compiled(text), 1.5, 2000, ideals, arguments, 8)
+    return report.examine(program, RunAssumptions(2000), CHIP, RATES)
 
 
 def make_report(**changes):
@@ -54,7 +54,7 @@ def make_report(**changes):
         "refused": None,
         "programs": {CYCLE: examine()},
     }
-    return Report(**(values | changes))
+    return CompileReport(**(values | changes))
 
 
 def test_a_loop_is_told_apart_from_what_stands_around_it():
@@ -95,7 +95,7 @@ def test_the_head_counts_as_often_as_it_is_read():
     ],
 )
 def test_budgets(limits, changes, message):
-    broken = make_report(**changes).broken_budgets(TpuConfig(**limits))
+    broken = make_report(**changes).exceeded_budgets(TpuConfig(**limits))
     assert len(broken) == (message is not None)
     if message:
         assert message in broken[0]
@@ -104,7 +104,7 @@ def test_budgets(limits, changes, message):
 def test_two_devices_share_a_chip():
     halves = dataclasses.replace(CHIP, devices=2)
     found = make_report(topology=Topology("tpu7x:1x1x1", halves, 1, (None,) * 2))
-    assert found.broken_budgets(TpuConfig(max_hbm_gb=80.0)) == [
+    assert found.exceeded_budgets(TpuConfig(max_hbm_gb=80.0)) == [
         "tpu.max_hbm_gb: 84.00 GB a chip, over 80.0"
     ]
 
@@ -125,7 +125,7 @@ def test_rows_against_the_ridge():
     def cost(cycles_ms):
         return Component(1, 1, 1.0, 1.0, cycles_ms, 0.0)
 
-    points = [Point(1, cost(2.0)), Point(128, cost(2.1)), Point(512, cost(4.0))]
+    points = [CurvePoint(1, cost(2.0)), CurvePoint(128, cost(2.1)), CurvePoint(512, cost(4.0))]
     text = curve.lines(points, CHIP)
     assert "the ridge is at 166" in text[1]
     assert [line.split()[-1] for line in text[3:]] == ["flat", "flat", "flat"]

@@ -7,16 +7,16 @@ from support.models import make_target
 
 from dflash import errors
 from dflash.compiler import compile_points
-from dflash.compiler.compile_points import Repeats
-from dflash.compiler.costs import Operation
-from dflash.compiler.forecast import LIMITS, PLAIN, Cost, Memory, Point
+from dflash.compiler.compile_points import LayerRepeats
+from dflash.compiler.costs import ScheduledOperation
+from dflash.compiler.forecast import LIMITS, PLAIN, CycleCost, DeviceMemory, StrategyPoint
 from dflash.compiler.hlo import COLLECTIVES, Instruction
-from dflash.compiler.topology import Rates
+from dflash.compiler.topology import RooflineRates
 from dflash.config import loader, tpu_schema
 from dflash.parallel.chips import Chip
 
 CHIP = Chip("v9", tflops=1, hbm_gb_per_s=1, hbm_gb=1, clock_ghz=1.0)
-RATES = Rates(flops_per_s=1e9, bytes_per_s=1e9)
+RATES = RooflineRates(flops_per_s=1e9, bytes_per_s=1e9)
 
 
 def config(*overrides):
@@ -30,60 +30,64 @@ class Compiler:
     def __init__(self, broken=()):
         self.asked, self.broken = [], broken
 
-    def __call__(self, job, machine):
-        if (job.strategy, job.batch) in self.broken:
+    def __call__(self, spec, machine):
+        if (spec.strategy, spec.batch) in self.broken:
             raise KeyboardInterrupt
-        self.asked.append((job.strategy, job.batch))
-        cost = Cost(dict.fromkeys(LIMITS, 0.1 * job.batch), 1 / 3)
-        memory = Memory(1.0, 2.0)
-        return Point(job.strategy, job.batch, 4, cost, cost, memory, {"all-reduce": (2, 4.0)})
+        self.asked.append((spec.strategy, spec.batch))
+        cost = CycleCost(dict.fromkeys(LIMITS, 0.1 * spec.batch), 1 / 3)
+        memory = DeviceMemory(1.0, 2.0)
+        return StrategyPoint(
+            spec.strategy, spec.batch, 4, cost, cost, memory, {"all-reduce": (2, 4.0)}
+        )
 
 
 @pytest.fixture
-def jobs(monkeypatch):
+def specs(monkeypatch):
     monkeypatch.setattr(compile_points.importlib.metadata, "version", lambda name: "1")
-    return compile_points.jobs(config("strategies.a.block_size=2", "strategies.b.block_size=4"))
+    return compile_points.point_specs(
+        config("strategies.a.block_size=2", "strategies.b.block_size=4")
+    )
 
 
-def test_plain_decoding_comes_first_and_every_batch_once(jobs):
-    names = [(job.strategy, job.batch) for job in jobs]
+def test_plain_decoding_comes_first_and_every_batch_once(specs):
+    names = [(spec.strategy, spec.batch) for spec in specs]
     assert names == [(name, batch) for name in (PLAIN, "a", "b") for batch in (1, 4)]
-    assert len({job.key for job in jobs}) == len(jobs)
-    alone = compile_points.jobs(config("forecast.batches=[4,4]"))
-    assert [job.strategy for job in alone] == [PLAIN, "dflash"]
+    assert len({spec.key for spec in specs}) == len(specs)
+    alone = compile_points.point_specs(config("forecast.batches=[4,4]"))
+    assert [spec.strategy for spec in alone] == [PLAIN, "dflash"]
 
 
-def test_a_stopped_forecast_goes_on_where_it_was(jobs, tmp_path):
+def test_a_stopped_forecast_goes_on_where_it_was(specs, tmp_path):
     first = Compiler(broken={("a", 4)})
     with pytest.raises(KeyboardInterrupt):
-        compile_points.measure(jobs, None, tmp_path, compile_one=first)
+        compile_points.compile_points(specs, None, tmp_path, compile_one=first)
     assert first.asked == [(PLAIN, 1), (PLAIN, 4), ("a", 1)]
     second = Compiler()
-    found = compile_points.measure(jobs, None, tmp_path, compile_one=second)
+    found = compile_points.compile_points(specs, None, tmp_path, compile_one=second)
     assert second.asked == [("a", 4), ("b", 1), ("b", 4)]
     again = Compiler()
-    assert compile_points.measure(jobs, None, tmp_path, compile_one=again) == found
+    assert compile_points.compile_points(specs, None, tmp_path, compile_one=again) == found
     assert not again.asked
     assert found["a", 4].cost(10).cycles_ms == pytest.approx(11 / 3)
     assert found["a", 4].collectives == {"all-reduce": (2, 4.0)}
 
 
-def test_a_damaged_point_is_compiled_again(jobs, tmp_path):
-    compile_points.measure(jobs, None, tmp_path, compile_one=Compiler())
+def test_a_damaged_point_is_compiled_again(specs, tmp_path):
+    compile_points.compile_points(specs, None, tmp_path, compile_one=Compiler())
     damaged = next((tmp_path / "points").glob("b-4-*.json"))
     damaged.write_text('{"strategy"')
     again = Compiler()
-    compile_points.measure(jobs, None, tmp_path, compile_one=again)
+    compile_points.compile_points(specs, None, tmp_path, compile_one=again)
     assert again.asked == [("b", 4)]
 
 
-def test_what_changes_a_program_changes_its_file(jobs):
-    job = jobs[-1]
+def test_what_changes_a_program_changes_its_file(specs):
+    spec = specs[-1]
     deeper = config("target.architecture.num_hidden_layers=3")
-    assert dataclasses.replace(job, config=deeper).key != job.key
-    assert dataclasses.replace(job, batch=5).key != job.key
+    assert dataclasses.replace(spec, config=deeper).key != spec.key
+    assert dataclasses.replace(spec, batch=5).key != spec.key
     elsewhere = config("forecast.contexts=[7]", "forecast.batches=[9]", "strategies.c.block_size=3")
-    assert dataclasses.replace(job, config=elsewhere, strategy="c").key == job.key
+    assert dataclasses.replace(spec, config=elsewhere, strategy="c").key == spec.key
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_what_changes_a_program_changes_its_file(jobs):
 )
 def test_what_cannot_be_compared_is_refused(overrides, message):
     with pytest.raises(errors.ConfigError, match=message):
-        compile_points.jobs(config(*overrides))
+        compile_points.point_specs(config(*overrides))
 
 
 def test_sizes_chosen_by_acceptance_are_no_strategy():
@@ -106,7 +110,7 @@ def test_sizes_chosen_by_acceptance_are_no_strategy():
 def operation(scope, *, name="fusion.1", opcode="fusion", flops=0.0, size=0, cycles=0, times=1):
     instruction = Instruction(name, opcode, (), (), {}, scope, cycles, None, None, None, "", False)
     collective = opcode if opcode in COLLECTIVES else None
-    return Operation(instruction, scope, times, flops, size, 0, cycles, (), collective)
+    return ScheduledOperation(instruction, scope, times, flops, size, 0, cycles, (), collective)
 
 
 def test_operations_are_added_up_by_what_limits_them():
@@ -123,7 +127,7 @@ def test_operations_are_added_up_by_what_limits_them():
         operation("unembed", size=4 * million, cycles=million),
         operation("", name="copy.1", opcode="copy", size=7 * million),
     ]  # fmt: skip
-    cost = compile_points.cost_of(found, RATES, CHIP, share=0.5, repeats=Repeats(3, 2))
+    cost = compile_points.cost_of(found, RATES, CHIP, share=0.5, repeats=LayerRepeats(3, 2))
     # Layers of the target three times, of the drafter twice; context by half.
     assert cost.limits == pytest.approx(
         {
@@ -144,7 +148,7 @@ def test_collectives_of_layers_are_those_of_a_whole_cycle():
         return operation(scope, opcode="all-reduce", times=times)
 
     found = compile_points._collectives(
-        [reduce("target/mlp", 2), reduce("drafter/fc", 1)], Repeats(18.0)
+        [reduce("target/mlp", 2), reduce("drafter/fc", 1)], LayerRepeats(18.0)
     )
     assert found == {"all-reduce": (37, 0)}
 
