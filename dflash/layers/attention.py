@@ -1,7 +1,7 @@
 """Grouped-query attention, shared by targets and drafters.
 
-A target's rows meet their context in pages or, in training, in packed rows; how a drafter's do is
-the drafter's: it uses the projections alone.
+A target's rows attend to context in cache pages or, in training, to packed rows. Drafters use the
+projections only and implement attention themselves.
 """
 
 import functools
@@ -23,14 +23,14 @@ from dflash.layers.linear import Linear, RMSNorm
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
-# What `project` makes of the rows -> outputs [B, T, N, H], and whatever else the caller wants
-# back, such as updated pages. Here: rotated queries [B, T, N, H], rotated keys and values
-# [B, T, K, H].
+# Maps the outputs of `project` to attention outputs [B, T, N, H] and an auxiliary result, such as
+# updated pages. For `Attention`, the inputs are rotated queries [B, T, N, H], rotated keys and
+# values [B, T, K, H].
 Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 class Attention(nnx.Module):
-    """Query, key, value and output projections, with per-head norms where the family has them."""
+    """Query, key, value and output projections, with optional per-head norms."""
 
     def __init__(
         self,
@@ -50,10 +50,11 @@ class Attention(nnx.Module):
         """Builds abstract projections.
 
         Args:
-          width: of rows that come in.
-          output_width: of those that go out; None: the same.
-          takes_context: there are rows of which keys and values are wanted alone.
-          has_sinks: every head has a learned score that stands for no row, `attention_sink_bias`.
+          width: Size of an input row.
+          output_width: Size of an output row; None for `width`.
+          takes_context: Some rows need keys and values but no queries; enables `keys_values`.
+          has_sinks: Each head has a learned attention sink: a score, `attention_sink_bias`, that
+            belongs to no row.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.q_proj = Linear(width, num_heads * head_dim, ("embed", "heads"), **build)
@@ -67,7 +68,7 @@ class Attention(nnx.Module):
         self.attention_sink_bias = (
             parameters.declare((num_heads,), ("heads",), stddev=1.0, **build) if has_sinks else None
         )
-        # What each product gives: the columns of "kv_proj" are keys and then values.
+        # The parts that each projection computes: the columns of "kv_proj" are keys, then values.
         self.products = ("q", "k", "v")
         self.heads_per_kv_head = num_heads // num_kv_heads
         self.num_kv_heads = num_kv_heads
@@ -77,39 +78,51 @@ class Attention(nnx.Module):
 
     @property
     def scale(self) -> float:
-        """Factor on attention scores."""
+        """Factor that multiplies attention scores."""
         return self.head_dim**-0.5
 
     def project(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[B, T, D] -> rotated queries [B, T, N, H], rotated keys and plain values [B, T, K, H]."""
+        """Projects rows to queries, keys and values.
+
+        Args:
+          x: [B, T, D].
+          cos_sin: Cos and sin of the rows' positions; see `rotary.angles`.
+        Returns:
+          Rotated queries [B, T, N, H]; rotated keys and unrotated values, each [B, T, K, H].
+        """
         return self._heads_of(self.products, x, cos_sin)
 
     def keys_values(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """[B, T, D] -> rotated keys and plain values, each [B, T, K, H].
+        """Projects rows to keys and values only.
 
+        Args:
+          x: [B, T, D].
+          cos_sin: Cos and sin of the rows' positions; see `rotary.angles`.
+        Returns:
+          Rotated keys and unrotated values, each [B, T, K, H].
         Raises:
-          ValueError: this was not built with `takes_context`.
+          ValueError: The module was built without `takes_context`.
         """
         if not self.takes_context:
-            raise ValueError("keys and values alone: build the attention with takes_context=True")
+            raise ValueError("keys_values: build the Attention with takes_context=True")
         return self._heads_of(self.products[1:], x, cos_sin)
 
     def output(self, attended: jax.Array) -> jax.Array:
-        """[B, T, N, H] -> [B, T, D]."""
+        """Projects attention outputs [B, T, N, H] to rows [B, T, D]."""
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
     def cache_spec(self) -> tuple[CacheArray, CacheArray]:
-        """What is kept of a position: keys, values."""
+        """Returns the cache arrays of the layer: keys, values."""
         rows = CacheArray(self.num_kv_heads, self.head_dim, "kv_heads")
         return rows, rows
 
     @property
     def flops_per_pair(self) -> int:
-        """Operations on a pair of a row and a position that it sees: scores and sums."""
+        """Floating-point operations per pair of a row and a position that it attends to."""
         return 4 * self.head_dim * self.heads_per_kv_head * self.num_kv_heads
 
     def attend_pages(
@@ -119,15 +132,15 @@ class Attention(nnx.Module):
         start: jax.Array,
         tree_mask: jax.Array | None,
     ) -> Attend:
-        """Attention of new rows to cached ones and to one another.
+        """Returns attention of new rows to cached rows and to one another.
 
         Args:
-          pages: of this layer, as `cache_spec` names them.
+          pages: This layer's pools of pages, in the structure of `cache_spec`.
           page_table: int32 [B, M].
-          start: int32 [B]; positions in use before, and the position of the first new row.
-          tree_mask: bool [B, T, T] or None; which new rows each new row sees (None: causal).
+          start: int32 [B]; number of cached positions, and so the position of the first new row.
+          tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
         Returns:
-          Attention that gives back the pages with the new rows.
+          Attention whose auxiliary result is the pages with the new rows written.
         """
         batch, pool = batch_axes(start.shape[0], self.sharding)
         rows, kv_rows = self._row_names(batch)
@@ -154,12 +167,12 @@ class Attention(nnx.Module):
         return attend
 
     def attend_packed(self, segment_ids: jax.Array) -> Attend:
-        """Causal attention within documents, without a cache.
+        """Returns causal attention within documents, without a cache.
 
         Args:
-          segment_ids: int32 [B, T]; rows see earlier rows of their own number, 0 is padding.
+          segment_ids: int32 [B, T]; each row sees earlier rows with the same id. 0 is padding.
         Returns:
-          Attention that gives back None.
+          Attention whose auxiliary result is None.
         """
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
         rows, kv_rows = self._row_names(batch)
@@ -176,7 +189,7 @@ class Attention(nnx.Module):
         return attend
 
     def join(self) -> None:
-        """Makes one product of those that are always wanted of the same rows; see `linear.join`."""
+        """Joins projections that always read the same rows into one; see `linear.join`."""
         if self.products != ("q", "k", "v"):
             return
         products = ("q", "kv") if self.takes_context else ("qkv",)
@@ -191,11 +204,11 @@ class Attention(nnx.Module):
 
     @staticmethod
     def _row_names(batch: str | None) -> tuple[tuple, tuple]:
-        """Logical names of the dimensions of queries, and of keys and values."""
+        """Returns the logical axes of queries, and those of keys and values."""
         return (batch, None, "heads", None), (batch, None, "kv_heads", None)
 
     def _heads_of(self, products, x, cos_sin):
-        """Heads of everything that these products give, in their order."""
+        """Returns the heads of each part that `products` compute, in order."""
         return tuple(
             heads
             for parts in products
@@ -203,7 +216,7 @@ class Attention(nnx.Module):
         )
 
     def _heads(self, product, parts: str, cos_sin):
-        """Heads [B, T, n, H] of each part of a product."""
+        """Splits the output of one projection into heads [B, T, n, H], one array per part."""
         norms = {"q": self.q_norm, "k": self.k_norm, "v": None}
         norms = [norms[part] for part in parts if norms[part] is not None]
         forms = {"q": Part(self.heads_per_kv_head), "k": Part(), "v": Part(rotated=False)}
@@ -219,7 +232,8 @@ class Attention(nnx.Module):
             linear.finish(product, self.sharding), cos_sin, tuple(norm.scale[...] for norm in norms)
         ]  # fmt: skip
         if chosen == "reference" and len(parts) == 1:
-            # XLA splits plain JAX over devices by itself, but neither a kernel nor shares of parts.
+            # XLA partitions plain JAX by itself. It cannot partition a kernel, nor the output of a
+            # joined projection, in which each device holds a shard of every part.
             return split(*arrays)
         batch, _ = batch_axes(product.shape[0], self.sharding)
         columns = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}

@@ -1,7 +1,7 @@
-"""KV caches: pages for the target, static arrays for drafters that look in both directions.
+"""Key/value caches: pages for the target, static arrays for drafters with bidirectional attention.
 
-Neither stores its length: the decode state counts the committed tokens of each sequence. Rows past
-that count are stale and are overwritten later; nothing is ever cropped.
+Neither cache stores its length: the decode state counts the committed tokens of each sequence.
+Rows past that count are stale and are overwritten later, so nothing is ever cropped.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from dflash.kernels import paged_attention as paged
 from dflash.kernels.quantized import Quantised, Rows
 from dflash.parallel.sharding import Sharding
 
-# Accelerators copy whole tiles of rows, of up to this many.
+# Largest number of rows in a tile; accelerators copy whole tiles.
 SLOT_TILE = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheArray:
-    """One array that a layer's attention keeps of every position: [heads, width].
+    """Specification of an array that a layer caches for each position: [heads, width].
 
     Attributes:
-      heads: rows of a position; 1 where all query heads share what is kept.
-      width: numbers in a row.
-      axis: logical name of the heads, by which they are split over devices; None: not split.
+      heads: Rows per position; 1 if all query heads share a row.
+      width: Elements per row.
+      axis: Logical axis of the heads, which decides how they are sharded; None if they are not.
     """
 
     heads: int
@@ -37,16 +37,16 @@ class CacheArray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
-    """What every layer keeps of the context, in pages, and each sequence's table of pages.
+    """Paged cache of all layers, with the page table of each sequence.
 
-    Page indices count within a device's own share of the pool, so that no index ever points across
-    devices. Page 0 of each share is scratch: rows of sequences without pages are written there.
+    Page indices count within a device's own shard of the pool, so an index never refers to another
+    device. Page 0 of each shard is scratch: rows of sequences without pages are written there.
 
     Attributes:
-      layers: per layer a pytree as its attention's `cache_spec`, with a pool of pages in place of
-        each `CacheArray`: [heads, P, S, width]; plain, or `Quantised`.
+      layers: One pytree per layer: its attention's `cache_spec`, with each `CacheArray` replaced by
+        a pool of pages [heads, P, S, width], a plain array or `Quantised`.
       page_table: int32 [B, M].
-      axes: logical name of the heads of each pool, in the order of `pools`.
+      axes: Logical axis of the heads of each pool, in the order of `pools`.
     """
 
     layers: tuple[Any, ...]
@@ -55,7 +55,7 @@ class PagedCache:
 
     @property
     def pools(self) -> list[Rows]:
-        """The pools of all layers."""
+        """Page pools of all layers."""
         return jax.tree.leaves(self.layers, is_leaf=_is_pool)
 
     @property
@@ -64,11 +64,11 @@ class PagedCache:
         return self.pools[0].shape[2]
 
     def compact(self, start: jax.Array, path: jax.Array, sharding: Sharding) -> "PagedCache":
-        """Moves the rows of an accepted path to their contiguous places.
+        """Moves the rows of an accepted path to contiguous positions.
 
         Args:
           start: int32 [B]; position of row 0 of the verified tree.
-          path: int32 [B, R]; entry i is the row that belongs at position start + i.
+          path: int32 [B, R]; entry i is the row to move to position start + i.
         """
         rows = start[:, None] + jnp.arange(path.shape[1])
 
@@ -85,7 +85,7 @@ class PagedCache:
         return self._replace_pools(moved, self.page_table)
 
     def _names(self, pages: str | None) -> list[tuple[str | None, ...]]:
-        """Logical names of the dimensions of each pool."""
+        """Returns the logical axes of each pool."""
         return [(axis, pages, None, None) for axis in self.axes]
 
     def _replace_pools(self, pools: Sequence[Rows], page_table: jax.Array) -> "PagedCache":
@@ -95,10 +95,10 @@ class PagedCache:
 
 
 def batch_axes(batch: int, sharding: Sharding) -> tuple[str | None, str | None]:
-    """Logical names of the batch and page dimensions of a call over `batch` sequences.
+    """Returns the logical axes of the batch and page dimensions for a batch of `batch` sequences.
 
-    A batch that does not divide over the data replicas is computed on every one of them: one
-    sequence cannot be split, so both of its dimensions stay whole.
+    A batch that does not divide over the data replicas is replicated, as a single sequence must be;
+    both axes are then None.
     """
     return ("batch", "pages") if batch % sharding.size("batch") == 0 else (None, None)
 
@@ -114,11 +114,13 @@ def paged_cache(
     quantized: bool = False,
     sharding: Sharding,
 ) -> PagedCache:
-    """An abstract cache; filled with zeros, every sequence owns only the scratch page.
+    """Returns an abstract paged cache.
+
+    Filled with zeros, it is an empty cache: every page table entry refers to the scratch page.
 
     Args:
-      specs: per layer, what its attention keeps of a position: a pytree of `CacheArray`s.
-      quantized: rows of `dtype` have scales, which are split over devices as they are.
+      specs: The `cache_spec` of each layer's attention, a pytree of `CacheArray`s.
+      quantized: Store a scale for each row of `dtype`; scales are sharded like their rows.
     """
     batch_name, pages_name = batch_axes(batch, sharding)
 
@@ -136,20 +138,20 @@ def paged_cache(
 
 
 def _is_pool(node: Any) -> bool:
-    """Whether a node of `PagedCache.layers` is a pool with parts of its own."""
+    """Returns whether a node of `PagedCache.layers` is a pool that is itself a pytree."""
     return isinstance(node, Quantised)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StaticCache:
-    """Keys and values of every layer in one array per sequence: [B, K, L, H] each."""
+    """Contiguous key/value cache: arrays [B, K, L, H] of keys and of values for each layer."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
     def write(self, position: jax.Array, keys, values) -> "StaticCache":
-        """Writes rows [B, T, K, H] of every layer, from position[b] of each sequence on."""
+        """Writes each layer's new rows [B, T, K, H], starting at position[b] of sequence b."""
         store = jax.vmap(_write_rows)
         return StaticCache(
             tuple(store(old, new, position) for old, new in zip(self.keys, keys, strict=True)),
@@ -157,7 +159,7 @@ class StaticCache:
         )
 
     def read_rows(self, sequence: jax.Array, start: jax.Array, count: int) -> "StaticCache":
-        """Rows [K, count, H] of every layer, from position `start` of one sequence on."""
+        """Returns each layer's rows [K, count, H] of one sequence, starting at position `start`."""
 
         def read(leaf):
             _, heads, _, width = leaf.shape
@@ -169,7 +171,7 @@ class StaticCache:
     def write_rows(
         self, sequence: jax.Array, start: jax.Array, rows: "StaticCache"
     ) -> "StaticCache":
-        """Writes what `read_rows` has returned."""
+        """Writes rows, in the form that `read_rows` returns, starting at position `start`."""
         where = (sequence, jnp.int32(0), start, jnp.int32(0))
         return jax.tree.map(
             lambda leaf, new: jax.lax.dynamic_update_slice(leaf, new[None], where), self, rows
@@ -194,7 +196,7 @@ def static_cache(
     sharding: Sharding,
     tile: int = SLOT_TILE,
 ) -> StaticCache:
-    """An abstract cache of at least `capacity` positions per sequence, a multiple of `tile`."""
+    """Returns an abstract cache; `capacity` is rounded up to a multiple of `tile` positions."""
     batch_name, _ = batch_axes(batch, sharding)
     names = (batch_name, "kv_heads", None, None)
     capacity += -capacity % tile

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are kept as one small latent row.
+"""Multi-head latent attention, which caches the keys and values of all heads as one latent row.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437.
 """
@@ -21,7 +21,8 @@ from dflash.layers.cache import CacheArray, batch_axes
 from dflash.layers.linear import Linear, RMSNorm
 from dflash.parallel.sharding import Sharding
 
-_EPS = 1e-6  # of the norms on latents, whatever that of the model is
+# Epsilon of the norms on latents; the model's `rms_norm_eps` does not apply to them.
+_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +30,15 @@ class LatentShape:
     """Sizes of latent attention; fields are named as in config.json.
 
     Attributes:
-      num_attention_heads: N.
-      q_lora_rank: width of the latent that queries are made of; None: they are made of the rows.
-      kv_lora_rank: width of the latent that keys and values are made of.
-      qk_nope_head_dim: numbers of a head's query and key without positions.
-      qk_rope_head_dim: and with positions; these are the same for all heads of a key.
-      v_head_dim: numbers of a head's value.
-      rope_interleave: rotary pairs lie side by side, not half a head apart.
+      num_attention_heads: Number of heads, N.
+      q_lora_rank: Size of the latent that queries are projected from; None to project them from the
+        rows directly.
+      kv_lora_rank: Size of the latent that keys and values are projected from.
+      qk_nope_head_dim: Size of the part of a head's query and key without rotary embedding.
+      qk_rope_head_dim: Size of the part of a head's query and key with rotary embedding; all heads
+        share this part of the key.
+      v_head_dim: Size of a head's value.
+      rope_interleave: Rotary pairs are adjacent, instead of half a head apart.
     """
 
     num_attention_heads: int
@@ -48,11 +51,11 @@ class LatentShape:
 
 
 class LatentAttention(nnx.Module):
-    """Attention that keeps of each position a latent and a rotated key, `kv_lora_rank +
-    qk_rope_head_dim` numbers in all.
+    """Attention that caches one latent and one rotated key per position, shared by all heads.
 
-    A few rows, as in verification, are projected into the latent space and attend there. A long
-    chunk of a prompt makes keys and values out of the latents instead, which is less work then.
+    A cached row has `kv_lora_rank + qk_rope_head_dim` elements. A few rows, as in verification, are
+    projected into the latent space and attend there. For a long chunk of a prompt, keys and values
+    are computed from the latents instead, which then takes fewer operations.
     """
 
     def __init__(
@@ -61,9 +64,9 @@ class LatentAttention(nnx.Module):
         """Builds abstract projections.
 
         Args:
-          width: of rows that come in and go out.
-          shape: sizes within.
-          scale: factor on attention scores.
+          width: Size of an input row and of an output row.
+          shape: Sizes of heads and latents.
+          scale: Factor that multiplies attention scores.
         """
         build = {"dtype": dtype, "sharding": sharding}
         heads, latent = shape.num_attention_heads, shape.kv_lora_rank
@@ -77,26 +80,30 @@ class LatentAttention(nnx.Module):
         kept = latent + shape.qk_rope_head_dim
         self.kv_a_proj_with_mqa = Linear(width, kept, ("embed", None), **build)
         self.kv_a_layernorm = RMSNorm(latent, _EPS, **build)
-        # Files have these two as one tensor, `kv_b_proj`.
+        # Checkpoints store these two as one tensor, `kv_b_proj`.
         self.k_b_proj = Linear(latent, heads * shape.qk_nope_head_dim, (None, "heads"), **build)
         self.v_b_proj = Linear(latent, heads * shape.v_head_dim, (None, "heads"), **build)
         self.o_proj = Linear(heads * shape.v_head_dim, width, ("heads", "embed"), **build)
         self.shape, self.scale, self.sharding = shape, scale, sharding
 
     def cache_spec(self) -> CacheArray:
-        """What is kept of a position: the latent and the rotated key."""
+        """Returns the cache array of the layer: the latent, followed by the rotated key."""
         return CacheArray(1, self.shape.kv_lora_rank + self.shape.qk_rope_head_dim, None)
 
     @property
     def flops_per_pair(self) -> int:
-        """Operations on a pair of a row and a position that it sees, in the latent space."""
+        """Floating-point operations per pair of a row and a position, in the latent space."""
         shape = self.shape
         return 2 * shape.num_attention_heads * (2 * shape.kv_lora_rank + shape.qk_rope_head_dim)
 
     def project(
         self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """[B, T, D] -> queries [B, T, N, nope + rope], rows to keep [B, T, latent + rope]."""
+        """Projects rows [B, T, D] to queries and to rows of the cache.
+
+        Returns:
+          Queries [B, T, N, nope + rope], cache rows [B, T, latent + rope].
+        """
         shape = self.shape
         if shape.q_lora_rank is None:
             queries = self.q_proj(x)
@@ -116,7 +123,7 @@ class LatentAttention(nnx.Module):
         start: jax.Array,
         tree_mask: jax.Array | None,
     ) -> Attend:
-        """Attention of new rows to cached ones and to one another; see `Attention.attend_pages`."""
+        """Returns attention of new rows to cached rows and to one another, as `Attention` does."""
         batch, pool = batch_axes(start.shape[0], self.sharding)
         rows, stored = (batch, None, "heads", None), (None, pool, None, None)
         names = [rows, (batch, None, None), stored, (batch, None), (batch,)]
@@ -133,7 +140,7 @@ class LatentAttention(nnx.Module):
         return attend
 
     def attend_packed(self, segment_ids: jax.Array) -> Attend:
-        """Causal attention within documents, without a cache; see `Attention.attend_packed`."""
+        """Returns causal attention within documents, without a cache, as `Attention` does."""
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
         rows, kernels = (batch, None, "heads", None), [(None, "heads", None)] * 2
 
@@ -157,19 +164,19 @@ class LatentAttention(nnx.Module):
         return attend
 
     def output(self, attended: jax.Array) -> jax.Array:
-        """[B, T, N, v] -> [B, T, D]."""
+        """Projects attention outputs [B, T, N, v] to rows [B, T, D]."""
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
     def _expands(self, length: int) -> bool:
-        """Whether `length` new rows attend for less by making keys and values of the context."""
+        """Returns whether `length` new rows take fewer operations with expanded keys and values."""
         shape = self.shape
         latent, rope = shape.kv_lora_rank, shape.qk_rope_head_dim
         heads = shape.qk_nope_head_dim + shape.v_head_dim
-        # Multiplications for each head and context position.
+        # Multiplications per head and context position: expanded on the left, latent on the right.
         return latent * heads + length * (heads + rope) < length * (2 * latent + rope)
 
     def _absorbed(self, to_keys, to_values, queries, kept, pages, page_table, start, *masks):
-        """Attention in the latent space; the weights come as [latent, N, …]."""
+        """Computes attention in the latent space, from weights [latent, N, …]."""
         plain, rotary = jnp.split(queries, [self.shape.qk_nope_head_dim], axis=-1)
         absorbed = jnp.einsum("btnd,rnd->btnr", plain, to_keys)
         attended, pages = latent_attention(
@@ -186,7 +193,7 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("btnr,rnv->btnv", attended, to_values), pages
 
     def _expanded(self, to_keys, to_values, queries, *arrays):
-        """Attention with the keys and values of every head."""
+        """Computes attention with the expanded keys and values of every head."""
         return expanded_attention(
             queries,
             *arrays,
@@ -195,7 +202,11 @@ class LatentAttention(nnx.Module):
         )
 
     def _expand(self, to_keys, to_values, kept: Rows):
-        """Keys [N, B, S, nope + rope] and values [N, B, S, v] of what is kept, [1, B, S, …]."""
+        """Expands cache rows [1, B, S, latent + rope] to keys and values of every head.
+
+        Returns:
+          Keys [N, B, S, nope + rope], values [N, B, S, v].
+        """
         (kept,), scales = quantized.split(kept, to_keys.dtype)
         if scales is not None:
             kept = (kept * scales[0].mT).astype(to_keys.dtype)
@@ -206,17 +217,17 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([plain, rotary], axis=-1), values
 
     def _by_head(self, projection: Linear, x: jax.Array) -> jax.Array:
-        """A kernel [latent, N · …] as [latent, N, …]."""
+        """Returns a projection's kernel [latent, N · H] as [latent, N, H]."""
         kernel = projection.plain(x)
         return kernel.reshape(len(kernel), self.shape.num_attention_heads, -1)
 
     def _rotate(self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Rotates heads [B, T, n, rope]; pairs come out half a head apart."""
+        """Rotates heads [B, T, n, rope]; rotary pairs of the output are half a head apart."""
         if self.shape.rope_interleave:
             x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
         return rotate(x, cos_sin)
 
 
 def _widen(x: jax.Array, width: int) -> jax.Array:
-    """Zeros behind the last dimension, up to `width`."""
+    """Pads the last dimension with zeros to `width`."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))

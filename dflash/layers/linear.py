@@ -16,15 +16,15 @@ from dflash.parallel import parameters
 from dflash.parallel.compiler_options import NARROW_IN_LOOPS
 from dflash.parallel.sharding import Sharding
 
-# Behind the path of a kernel that is kept in eight bits.
+# Suffix of the parameter path that holds the scales of an 8-bit kernel.
 SCALE_SUFFIX = "_scale"
 
 
 class Kernel(nnx.Module):
-    """Base of linear maps: a kernel [..., in, out] as it is, or in eight bits with scales.
+    """Base class of linear maps, with a kernel [..., in, out], plain or in eight bits with scales.
 
-    A kernel is stored transposed, [in, out] instead of a checkpoint's [out, in]: rows of x then
-    stream against contiguous columns, 1.7 times faster at 16 rows on a CPU.
+    The kernel is stored as [in, out], the transpose of a checkpoint's [out, in]: rows of x are then
+    multiplied with contiguous columns, which is 1.7 times faster at 16 rows on a CPU.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Kernel(nnx.Module):
 
         Args:
           shape: [..., in, out].
-          axes: logical names of its dimensions.
-          stddev: of fresh weights; None for 1 / sqrt(in).
+          axes: Logical axes of the kernel.
+          stddev: Standard deviation of the initializer; None for 1 / sqrt(in).
         """
         stddev = 1 / math.sqrt(shape[-2]) if stddev is None else stddev
         self.kernel = parameters.declare(shape, axes, dtype=dtype, sharding=sharding, stddev=stddev)
@@ -51,12 +51,12 @@ class Kernel(nnx.Module):
         self.sharding = sharding
 
     def quantize(self, form: WeightFormat, *, stored: bool = False) -> None:
-        """Declares the kernel anew, in eight bits; it must be abstract still.
+        """Redeclares the kernel in eight bits; the kernel must still be abstract.
 
         Args:
-          form: how.
-          stored: a checkpoint has values and scales in this form. Otherwise they are made of its
-            plain weights, one kernel after the other.
+          form: Format of values and scales.
+          stored: The checkpoint stores values and scales in this format. Otherwise they are
+            computed from its plain weights, one kernel at a time.
         """
         plain, sharding = self.kernel.get_value(), self.sharding
         *lead, inputs, outputs = plain.shape
@@ -64,7 +64,7 @@ class Kernel(nnx.Module):
         if form.block is not None:
             scales = tuple(-(-n // b) for n, b in zip((inputs, outputs), form.block, strict=True))
             names = self._names_of_blocks(form.block, scales)
-        # Of fresh weights: small enough to stay in range.
+        # Random initial values are scaled such that they stay in range.
         stddev = quantized.LARGEST[form.dtype] / 8
         self.scale_axes = (*self.axes[:-2], *names)
         self.kernel_scale = parameters.declare(
@@ -90,7 +90,7 @@ class Kernel(nnx.Module):
         self.format = form
 
     def _names_of_blocks(self, block, scales) -> tuple[str | None, str | None]:
-        """Logical names of the scales' last dimensions: split as the kernel where that fits."""
+        """Returns the axes of block scales: those of the kernel where blocks divide over devices."""
         shape = self.kernel.get_value().shape[-2:]
         dimensions = zip(self.axes[-2:], shape, block, scales, strict=True)
         return tuple(
@@ -99,7 +99,7 @@ class Kernel(nnx.Module):
         )
 
     def plain(self, x: jax.Array) -> jax.Array:
-        """The kernel with its scales applied, in the dtype of x, for a product with x."""
+        """Returns the kernel with its scales applied, in the dtype of x, for a product with x."""
         kernel = widen_late(x, self.kernel[...], self.sharding)
         if self.format is None:
             return kernel
@@ -107,15 +107,22 @@ class Kernel(nnx.Module):
         return (kernel.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-@functools.cache  # layers repeat their shapes: one program serves them all
+@functools.cache  # Layers of equal shapes share one compiled program.
 def _maker(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parameters.Maker:
-    """`across`: mesh axes that inputs are split over."""
+    """Returns the conversion of a plain kernel to values and scales.
+
+    Args:
+      dtype: Dtype of the values.
+      plain: Dtype of the plain kernel.
+      places: Shardings of the values and of the scales.
+      across: Mesh axes that inputs are sharded over.
+    """
     kernel_place, scale_place = places
     if kernel_place.mesh.size == 1:
         across = ()
 
     def narrow(kernel):
-        if kernel.ndim > 2:  # experts one after the other: no two of them are wide at once
+        if kernel.ndim > 2:  # One expert at a time, to hold only one in float32.
             return jax.lax.map(narrow, kernel)
         return quantized.quantize_array(kernel, dtype, across)
 
@@ -134,7 +141,7 @@ def _maker(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parame
 
 
 class Linear(Kernel):
-    """x @ kernel without a bias."""
+    """Linear map without a bias: x @ kernel."""
 
     def __init__(
         self,
@@ -146,12 +153,19 @@ class Linear(Kernel):
         sharding: Sharding,
         stddev: float | None = None,
     ):
-        """Args: stddev: of fresh weights; None for 1 / sqrt(in_features)."""
+        """Declares the kernel.
+
+        Args:
+          in_features: Size of an input row.
+          out_features: Size of an output row.
+          axes: Logical axes of the kernel [in, out].
+          stddev: Standard deviation of the initializer; None for 1 / sqrt(in_features).
+        """
         shape = (in_features, out_features)
         super().__init__(shape, axes, dtype=dtype, sharding=sharding, stddev=stddev)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., out]."""
+        """Maps x [..., in] to [..., out]."""
         if self.format is None:
             return _project(x, self.kernel[...], self.sharding)
         if self.format.block is not None:
@@ -163,16 +177,16 @@ class Linear(Kernel):
         return (product * self.kernel_scale[0]).astype(x.dtype)
 
     def attend(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> float32 logits [..., V], for a kernel that is an output head."""
+        """Returns float32 logits [..., V] of hidden states [..., D], with an output head's kernel."""
         return _project(hidden, self.kernel[...], self.sharding, dtype=jnp.float32)
 
     def columns(self, tokens: np.ndarray) -> jax.Array:
-        """Columns [D, Q] of an output head, those of `tokens` int [Q]."""
+        """Returns the columns [D, Q] of an output head for token ids int [Q]."""
         return jnp.take(self.kernel[...], tokens, axis=1)
 
 
 class Embedding(nnx.Module):
-    """A token table [V, D]; tied targets use it as their output head too."""
+    """Embedding table [V, D]; targets with tied embeddings also use it as their output head."""
 
     def __init__(self, vocab: int, width: int, *, dtype: jnp.dtype, sharding: Sharding):
         self.embedding = parameters.declare(
@@ -185,16 +199,16 @@ class Embedding(nnx.Module):
         self.sharding = sharding
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 [...] -> [..., D]."""
+        """Returns the embeddings [..., D] of token ids int32 [...]."""
         return jnp.take(self.embedding[...], tokens, axis=0)
 
     def attend(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> float32 logits [..., V]."""
+        """Returns float32 logits [..., V] of hidden states [..., D]."""
         table = self.embedding[...]
         return _project(hidden, table, self.sharding, transposed=True, dtype=jnp.float32)
 
     def columns(self, tokens: np.ndarray) -> jax.Array:
-        """Columns [D, Q] of the output head, those of `tokens` int [Q]."""
+        """Returns the columns [D, Q] of the output head for token ids int [Q]."""
         return jnp.take(self.embedding[...], tokens, axis=0).T
 
 
@@ -208,20 +222,20 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., D] in the dtype of x."""
+        """Normalizes x [..., D]; the result has the dtype of x."""
         return rms_norm(x, self.scale[...], self.eps)
 
 
 def join(linears: Sequence[Linear]) -> Linear:
-    """One linear map in place of several of the same rows, to all of their columns.
+    """Returns a linear map that computes the outputs of several maps of the same input.
 
-    With few rows, a product takes as long as reading its weights, and each product has a fixed
-    start-up cost: see docs/results/tpu_compile.md. Where columns are split over
-    devices, every device holds its share of the first map's, then of the second's, and so on: no
-    column changes devices.
+    With few rows, a matrix product takes as long as reading its weights, and each product has a
+    fixed start-up cost: see docs/results/tpu_compile.md. Where columns are sharded, each device
+    holds its shard of the first map's columns, then that of the second's, and so on, so no column
+    moves to another device.
 
     Args:
-      linears: with weights or abstract; see `can_join`.
+      linears: Linear maps, with weights or abstract, for which `can_join` is true.
     """
     first, sharding = linears[0], linears[0].sharding
     kernels = [one.kernel.get_value() for one in linears]
@@ -236,15 +250,15 @@ def join(linears: Sequence[Linear]) -> Linear:
         whole = getattr(joined, name)
         parts = [getattr(one, name).get_value() for one in linears]
         values = _side_by_side(shares, whole.get_value().sharding)(parts)
-        # Otherwise the next layer's copy would be made before this one's sources are freed.
+        # Wait, so that this layer's sources are freed before the next layer is copied.
         whole.set_value(jax.block_until_ready(values))
     return joined
 
 
 def can_join(linears: Sequence[Linear]) -> bool:
-    """Whether the columns of all are split over the same mesh axes, and are kept alike.
+    """Returns whether all maps have the same format and columns sharded over the same mesh axes.
 
-    Blocks that share a scale may end within what is joined: these stay apart.
+    Maps with block scales are never joined, since a block could straddle two of them.
     """
     formats = {one.format for one in linears}
     if len(formats) > 1 or any(form is not None and form.block for form in formats):
@@ -252,7 +266,7 @@ def can_join(linears: Sequence[Linear]) -> bool:
     return len({one.sharding.axes(one.axes[1]) for one in linears}) == 1
 
 
-@functools.cache  # layers repeat their shapes: one program serves them all
+@functools.cache  # Layers of equal shapes share one compiled program.
 def _side_by_side(shares: int, place: jax.sharding.Sharding) -> Callable:
     def side_by_side(kernels):
         split = [kernel.reshape(kernel.shape[0], shares, -1) for kernel in kernels]
@@ -269,7 +283,15 @@ def _project(
     transposed: bool = False,
     dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """x [..., D] @ weights [D, F], or [F, D] if transposed, in `dtype` (None: as they come)."""
+    """Computes x [..., D] @ weights [D, F], or weights [F, D] if transposed.
+
+    Args:
+      x: Rows [..., D].
+      weights: [D, F], or [F, D] if `transposed`.
+      sharding: Mesh and platform of the arrays.
+      transposed: Contract with the last dimension of `weights`.
+      dtype: Dtype of the result; None for the promoted dtype of x and weights.
+    """
     weights = widen_late(x, weights, sharding)
     if not _is_single_row(x, sharding):
         return _product(x, weights, transposed, dtype)
@@ -278,10 +300,10 @@ def _project(
 
 
 def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:
-    """Each device of a TPU has one row of x.
+    """Returns whether each device has a single row of x, on a TPU.
 
-    XLA multiplies one row by the vector units, which it expects to take three times as long as
-    reading the weights; two go through the matrix unit.
+    XLA multiplies a single row on the vector units, which it expects to take three times as long as
+    reading the weights; two rows go through the matrix unit.
     """
     if sharding.platform != "tpu" or x.ndim < 2 or x.shape[-2] != 1:
         return False
@@ -290,10 +312,10 @@ def _is_single_row(x: jax.Array, sharding: Sharding) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x, weights, transposed, dtype):
-    """The product, with gradients as XLA derives them but for the order of the factors.
+    """Computes x @ weights, with a custom gradient that differs only in the order of factors.
 
-    In the gradient of the weights x comes first. The other way round, a CPU copies the gradient of
-    the outputs, the larger of the two, into transposed order: a fifth of a training step.
+    In the gradient of the weights, x comes first. In the opposite order, a CPU transposes a copy of
+    the outputs' gradient, the larger factor, which takes a fifth of a training step.
     """
     equation = "...d,fd->...f" if transposed else "...d,df->...f"
     return jnp.einsum(equation, x, weights, preferred_element_type=dtype)
@@ -305,7 +327,7 @@ def _product_forward(x, weights, transposed, dtype):
 
 def _product_backward(transposed, dtype, kept, cotangents):
     x, weights = kept
-    # Float32 logits of bfloat16 factors: no factor is widened for their gradient.
+    # Narrow float32 gradients of logits, so that bfloat16 factors need not be widened.
     cotangents = cotangents.astype(jnp.result_type(x, weights))
     by_x = jnp.einsum("...f,fd->...d" if transposed else "...f,df->...d", cotangents, weights)
     rows, cotangents = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))
@@ -318,41 +340,42 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def matmul_precision(dtype: jnp.dtype) -> str:
-    """What `jax.default_matmul_precision` should be for computing in `dtype`."""
-    # float32 is chosen for exactness; a TPU would multiply it in bfloat16 by default.
+    """Returns the `jax.default_matmul_precision` for computing in `dtype`."""
+    # Users choose float32 for exactness, but a TPU multiplies float32 in bfloat16 by default.
     return "highest" if dtype == jnp.float32 else "default"
 
 
 def finish(product: jax.Array, sharding: Sharding) -> jax.Array:
-    """Keeps a TPU from splitting a product's columns into heads inside the product itself.
+    """Keeps XLA on a TPU from fusing a matrix product with the split of its columns into heads.
 
-    XLA would: it then wants the weights transposed, and copies those of every layer, a second time
-    in memory, ahead of each dispatch.
+    The fused form needs transposed weights: XLA would copy the weights of every layer ahead of each
+    dispatch, which doubles their memory.
 
     Args:
-      product: returned as it is.
-      sharding: says what this runs on.
+      product: Output of a linear map, returned unchanged.
+      sharding: Mesh and platform of the array.
     """
     return jax.lax.optimization_barrier(product) if sharding.platform == "tpu" else product
 
 
 def widen_late(x: jax.Array, weights: jax.Array, sharding: Sharding) -> jax.Array:
-    """Keeps a CPU from holding a second, float32 copy of all narrower weights at once.
+    """Keeps XLA on a CPU from holding float32 copies of all narrower weights at once.
 
-    A CPU multiplies bfloat16 as float32, and eight bits too. XLA would widen every matrix ahead of
-    time, and outside of the decode loop: three times the memory of the weights. Made to depend on
-    x, a matrix is widened when its product is due. Other platforms are left alone. (Inside
-    a loop, XLA must also be kept from moving the widening out; see `Engine`.)
+    A CPU multiplies bfloat16 and 8-bit weights as float32. XLA would convert every matrix ahead of
+    time, outside the decode loop, which takes three times the memory of the weights. An artificial
+    dependency on x delays the conversion until the matrix is multiplied. It does nothing on other
+    platforms. Inside a loop, XLA must also be kept from hoisting the conversion out of it; see
+    `NARROW_IN_LOOPS`.
 
     Args:
-      x: what the weights are about to be multiplied with.
-      weights: returned as they are, bit for bit, unless x begins with a NaN.
-      sharding: says what this runs on.
+      x: Rows that the weights are about to be multiplied with.
+      weights: Weights, returned bit for bit unless x begins with a NaN.
+      sharding: Mesh and platform of the arrays.
     """
     narrow = weights.dtype.itemsize < jnp.dtype(jnp.float32).itemsize
     if sharding.platform != "cpu" or not narrow:
         return weights
-    # XLA sees through simpler dependencies and removes them.
+    # XLA recognizes and removes simpler dependencies.
     first = x.reshape(-1)[0]
     is_float = jnp.issubdtype(weights.dtype, jnp.floating)
     other = jnp.asarray(jnp.nan if is_float else 0, weights.dtype)

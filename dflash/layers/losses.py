@@ -1,7 +1,7 @@
-"""Losses over a vocabulary, in chunks of rows: [rows, V] logits are never whole in memory.
+"""Losses over a vocabulary, computed in chunks so that [rows, V] logits never exist in full.
 
 Logits are reduced along the vocabulary by sums, maxima and comparisons only, so a vocabulary that
-is split over devices stays split.
+is sharded over devices stays sharded.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import numpy as np
 
 from dflash.config.loss_schema import LossConfig
 
-# Positions of each sequence per step.
+# Positions of each sequence per chunk.
 CHUNK_TOKENS = 128
 
-# Block sizes, and the gamma that the DFlash paper trains them with.
+# Block sizes of the DFlash paper, and the gamma that it trains each with.
 _PAPER_BLOCK_SIZES, _PAPER_GAMMAS = (8, 10, 16), (4.0, 5.0, 7.0)
 
 Unembed = Callable[[jax.Array], jax.Array]
@@ -26,9 +26,9 @@ class TokenScores(NamedTuple):
     """Scores of each predicted token.
 
     Attributes:
-      objective: float32 [B, M]; to be minimized. With a frozen head, only this carries gradients.
+      objective: float32 [B, M]; loss to minimize. With a frozen head, only it has gradients.
       nll: float32 [B, M]; -log of the label's probability.
-      correct: bool [B, M]; the label is the most probable token, the first of them in a tie.
+      correct: bool [B, M]; the label is the most probable token, with ties going to the lowest id.
     """
 
     objective: jax.Array
@@ -46,24 +46,24 @@ def score_tokens(
     frozen_head: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenScores:
-    """Compares the distributions that hidden states predict with labels, or with the target's.
+    """Scores the predictions of hidden states against labels and, optionally, the target's logits.
 
     The objective is (1 - kl_weight) · nll + kl_weight · KL(target ‖ drafter).
 
     Args:
-      hidden: [B, M, D]; after the final norm.
+      hidden: [B, M, D]; hidden states after the final norm.
       labels: int32 [B, M].
-      unembed: [B, m, D] -> float32 logits [B, m, V].
-      target_hidden: [B, M, D]; for the target's logits; gets no gradient.
-      kl_weight: weight of the divergence in the objective, in [0, 1].
-      frozen_head: nothing inside `unembed` is trained. Gradients of a row are then worked out with
-        its loss, and no logits are computed twice.
-      chunk_tokens: positions of each sequence per step.
+      unembed: Function from hidden states [B, m, D] to float32 logits [B, m, V].
+      target_hidden: [B, M, D]; hidden states of the target; they receive no gradient.
+      kl_weight: Weight of the divergence in the objective, in [0, 1].
+      frozen_head: No parameter of `unembed` is trained. Each row's gradient is then computed
+        together with its loss, so that no logits are computed twice.
+      chunk_tokens: Positions of each sequence per chunk.
     Raises:
-      ValueError: a divergence is wanted, but the target's hidden states are not given.
+      ValueError: `kl_weight` is not 0 and `target_hidden` is missing.
     """
     if kl_weight and target_hidden is None:
-        raise ValueError("score_tokens: kl_weight asks for target_hidden")
+        raise ValueError("score_tokens: kl_weight > 0 requires target_hidden")
     length = labels.shape[1]
     chunks = -(-length // chunk_tokens)
     rows = (hidden, labels, target_hidden if kl_weight else None)
@@ -79,12 +79,12 @@ def score_tokens(
 
 
 def in_chunks(function: Callable, rows: tuple, chunk_tokens: int = CHUNK_TOKENS) -> Any:
-    """Computes function(*rows) in chunks of the second dimension, and again for its gradient.
+    """Computes function(*rows) in chunks of the second dimension; the backward pass recomputes it.
 
     Args:
-      function: arrays [B, m, ...] -> a pytree of arrays [B, m, ...], each row by itself.
-      rows: arrays [B, M, ...], or None.
-      chunk_tokens: m at most.
+      function: Row-wise function from arrays [B, m, ...] to a pytree of arrays [B, m, ...].
+      rows: Arguments of `function`: arrays [B, M, ...] or None.
+      chunk_tokens: Largest chunk size m.
     """
     length = rows[0].shape[1]
     pieces = _split(rows, -(-length // chunk_tokens))
@@ -92,7 +92,7 @@ def in_chunks(function: Callable, rows: tuple, chunk_tokens: int = CHUNK_TOKENS)
 
 
 def mean_over(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Weighted mean, float32 []; zero where all weights are."""
+    """Returns the weighted mean, float32 []; 0 if all weights are 0."""
     total = weights.sum(dtype=jnp.float32)
     return jnp.sum(values * weights, dtype=jnp.float32) / jnp.where(total == 0, 1, total)
 
@@ -100,14 +100,14 @@ def mean_over(values: jax.Array, weights: jax.Array) -> jax.Array:
 def block_weights(
     nll: jax.Array, counted: jax.Array, options: LossConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """The weight of each draft position in the loss, and the divisor of the weighted sum.
+    """Returns the weight of each draft position in the loss, and the divisor of the weighted sum.
 
     Args:
-      nll: float32 [B, A, G]; at draft positions 1 … G of each block.
+      nll: float32 [B, A, G]; negative log-likelihood at draft positions 1 … G of each block.
       counted: bool [B, A, G]; draft positions with a label.
-      options: the weighting rule and its parameters.
+      options: Weighting rule and its parameters.
     Returns:
-      weights float32 [B, A, G], without gradient, and a divisor float32 [].
+      Weights float32 [B, A, G], without gradient, and a divisor float32 [].
     """
     if options.name == "dpace":
         return dpace_weights(nll, counted, options.alpha), jnp.float32(nll.shape[0])
@@ -118,7 +118,7 @@ def block_weights(
 
 
 def decay_weights(num_draft_tokens: int, gamma: float) -> np.ndarray:
-    """exp(-(k - 1) / gamma), float32, at draft positions k = 1, 2, …; ones if gamma is 0.
+    """Returns float32 exp(-(k - 1) / gamma) for draft positions k = 1, 2, …; ones if gamma is 0.
 
     Source: arXiv 2602.06036.
     """
@@ -127,7 +127,10 @@ def decay_weights(num_draft_tokens: int, gamma: float) -> np.ndarray:
 
 
 def derived_gamma(block_size: int) -> float:
-    """The paper's 4, 5 and 7 for blocks of 8, 10 and 16; linear between and beyond."""
+    """Returns the gamma for a block size: 4, 5 and 7 for 8, 10 and 16, linear between and beyond.
+
+    Source: arXiv 2602.06036.
+    """
     sizes, gammas = _PAPER_BLOCK_SIZES, _PAPER_GAMMAS
     if block_size < sizes[0]:
         return gammas[0] * block_size / sizes[0]
@@ -138,14 +141,14 @@ def derived_gamma(block_size: int) -> float:
 def dpace_weights(nll: jax.Array, counted: jax.Array, alpha: float) -> jax.Array:
     """Weights each draft position by the expected number of accepted positions from it on.
 
-    With p = exp(-nll), position k is accepted with q_k = (1 - alpha) p_k + alpha, all positions up
-    to k with C_k = q_1 · … · q_k, and position k has weight Σ_{m ≥ k} C_m. Positions without a
-    label count as accepted and have weight 0.
+    With p = exp(-nll), position k is accepted with probability q_k = (1 - alpha) p_k + alpha, and
+    all positions up to k with probability C_k = q_1 · … · q_k. Position k has weight
+    Σ_{m ≥ k} C_m. Positions without a label count as accepted and have weight 0.
 
     Args:
-      nll: float32 [..., G].
-      counted: bool [..., G].
-      alpha: lower bound of q, in [0, 1].
+      nll: float32 [..., G]; negative log-likelihoods of the labels.
+      counted: bool [..., G]; draft positions with a label.
+      alpha: Lower bound of q, in [0, 1].
     Returns:
       float32 [..., G], without gradient.
     Source: arXiv 2605.18810.
@@ -156,10 +159,12 @@ def dpace_weights(nll: jax.Array, counted: jax.Array, alpha: float) -> jax.Array
 
 
 def acceptance_lengths(correct: jax.Array, counted: jax.Array) -> jax.Array:
-    """Tokens that a cycle would commit with each block: its run of correct tokens, plus one.
+    """Returns the number of tokens that a cycle would commit with each block.
+
+    It is the length of the block's leading run of correct tokens, plus 1 for the bonus token.
 
     Args:
-      correct: bool [..., G].
+      correct: bool [..., G]; draft positions whose label is the most probable token.
       counted: bool [..., G]; a position without a label ends the run.
     Returns:
       int32 [...], in [1, G + 1].
@@ -175,9 +180,9 @@ def _score_chunk(hidden, labels, target_hidden, unembed, kl_weight) -> TokenScor
     peak = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(logits - peak), axis=-1)
     nll = jnp.log(total) + peak[..., 0] - of_label
-    # An argmax along a split vocabulary would gather it.
+    # An argmax would gather a sharded vocabulary, so count tokens that would win a tie instead.
     rivals = (logits == peak) & (vocab < labels)
-    # Summed as what is beside it is: a TPU then reads the logits once for all.
+    # Sum in float32, like the other reductions, so that XLA reads the logits once for all of them.
     num_rivals = jnp.sum(rivals.astype(jnp.float32), axis=-1)
     correct = (of_label == peak[..., 0]) & (num_rivals == 0)
     objective = nll
@@ -190,9 +195,9 @@ def _score_chunk(hidden, labels, target_hidden, unembed, kl_weight) -> TokenScor
 
 
 def _score_and_pull(score, hidden, *rest):
-    """Scores, and the gradient of each row's objective by its own hidden state [B, m, D].
+    """Returns scores, and the gradient of each row's objective by its hidden state [B, m, D].
 
-    Neither carries a gradient of its own.
+    No gradient flows through either result.
     """
 
     def objective(hidden):
@@ -206,7 +211,7 @@ def _score_and_pull(score, hidden, *rest):
 
 @jax.custom_vjp
 def _with_gradients(objective, hidden, gradients):
-    """Objectives [B, M] with `gradients` [B, M, D], known before, as those by `hidden`."""
+    """Returns objectives [B, M] whose gradient by `hidden` is `gradients` [B, M, D]."""
     return objective
 
 
@@ -223,7 +228,7 @@ _with_gradients.defvjp(_attach, _pull)
 
 
 def _split(arrays, chunks: int):
-    """[B, M, ...] -> [chunks, B, m, ...], filled up with zeros."""
+    """Splits arrays [B, M, ...] into chunks [chunks, B, m, ...], padded with zeros."""
 
     def split(array):
         length = array.shape[1]
@@ -236,7 +241,7 @@ def _split(arrays, chunks: int):
 
 
 def _join(arrays, length: int):
-    """The inverse of `_split`."""
+    """Reverses `_split`, cutting the second dimension to `length`."""
 
     def join(array):
         joined = array.swapaxes(0, 1)

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer of Qwen and Llama."""
+"""Gated feed-forward layer of Qwen and Llama."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,10 @@ from dflash.parallel.sharding import Sharding
 
 
 class Mlp(nnx.Module):
-    """down(silu(gate(x)) · up(x)). Source: Shazeer 2020 (SwiGLU)."""
+    """Gated feed-forward layer, down(silu(gate(x)) · up(x)).
+
+    Source: Shazeer 2020 (SwiGLU).
+    """
 
     def __init__(self, width: int, hidden: int, *, dtype: jnp.dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
@@ -22,7 +25,7 @@ class Mlp(nnx.Module):
         self.sharding = sharding
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, ..., D] -> [B, ..., D]."""
+        """Maps x [B, ..., D] to [B, ..., D]."""
         if not self.is_joined:
             return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
         product = self.gate_up_proj(x)
@@ -34,7 +37,7 @@ class Mlp(nnx.Module):
         return self.down_proj(*gate(product))
 
     def join(self) -> None:
-        """Makes one product of gate and up; see `linear.join`."""
+        """Joins the gate and up projections into one; see `linear.join`."""
         if not self.is_joined and linear.can_join([self.gate_proj, self.up_proj]):
             self.gate_up_proj = linear.join([self.gate_proj, self.up_proj])
             del self.gate_proj, self.up_proj
@@ -42,5 +45,5 @@ class Mlp(nnx.Module):
 
 
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) · up, elementwise."""
+    """Returns silu(gate) · up, elementwise."""
     return jax.nn.silu(gate) * up

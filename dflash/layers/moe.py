@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses a few of many mlps for each row."""
+"""Mixture of experts: a router chooses a few of many MLPs for each row."""
 
 import dataclasses
 import functools
@@ -22,18 +22,19 @@ from dflash.parallel.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How a row chooses its experts.
+    """Rule by which rows are routed to experts.
 
     Attributes:
-      num_experts: experts of a layer.
-      experts_per_token: experts that a row goes through.
-      scoring: how logits become weights: softmax over all experts, or a sigmoid of each.
-      normalize: weights of the chosen experts sum to 1 (before `scale`).
-      scale: factor on the weights.
-      num_groups: groups of equally many experts; a row first chooses among them.
-      groups_per_token: groups that stay, by the sum of the two best experts of each.
-      has_correction: a learned bias is added to the scores by which experts are chosen, but not to
-        their weights.
+      num_experts: Experts per layer, E.
+      experts_per_token: Experts per row, k.
+      scoring: Function from logits to scores: softmax over all experts, or sigmoid of each logit.
+      normalize: Normalize the weights of the chosen experts to sum to 1, before `scale`.
+      scale: Factor that multiplies the weights.
+      num_groups: Groups of equally many experts, which are ranked by the sum of their two highest
+        scores.
+      groups_per_token: Best groups per row, from which its experts are chosen.
+      has_correction: A learned bias is added to the scores for choosing experts, but not for their
+        weights.
     """
 
     num_experts: int
@@ -49,15 +50,15 @@ class Routing:
 def route(
     logits: jax.Array, routing: Routing, correction: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses experts by the logits of the router.
+    """Chooses experts from the router's logits.
 
     Args:
       logits: [..., E].
-      routing: the rule.
-      correction: float32 [E], where the rule has one.
+      routing: Routing rule.
+      correction: float32 [E]; required if `routing.has_correction`.
     Returns:
-      experts int32 [..., k], the best first, and their weights float32 [..., k].
-    Source: softmax, as in Qwen3; the rest from DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
+      Experts int32 [..., k], best first, and their weights float32 [..., k].
+    Source: softmax from Qwen3; all else from DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
     """
     logits = logits.astype(jnp.float32)
     score = jax.nn.softmax if routing.scoring == "softmax" else jax.nn.sigmoid
@@ -73,7 +74,7 @@ def route(
 
 
 def _keep_best_groups(ranked: jax.Array, routing: Routing) -> jax.Array:
-    """The scores, with minus infinity in the groups that are not chosen."""
+    """Replaces the scores of groups that are not chosen by minus infinity."""
     grouped = ranked.reshape(*ranked.shape[:-1], routing.num_groups, -1)
     best_two, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
     _, kept = jax.lax.top_k(best_two.sum(axis=-1), routing.groups_per_token)
@@ -82,7 +83,7 @@ def _keep_best_groups(ranked: jax.Array, routing: Routing) -> jax.Array:
 
 
 class Router(nnx.Module):
-    """Logits for every expert, in float32, and the choice; small, and whole on every device."""
+    """Router of one layer, which chooses experts by float32 logits; replicated on all devices."""
 
     def __init__(self, width: int, routing: Routing, *, dtype: jnp.dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
@@ -98,7 +99,7 @@ class Router(nnx.Module):
         self.routing = routing
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[..., D] -> experts int32 [..., k] and their weights float32 [..., k]."""
+        """Returns experts int32 [..., k] and weights float32 [..., k] for rows x [..., D]."""
         correction = self.e_score_correction_bias
         logits = jnp.einsum(
             "...d,de->...e", x, self.kernel[...], preferred_element_type=jnp.float32
@@ -107,7 +108,7 @@ class Router(nnx.Module):
 
 
 class ExpertLinear(Kernel):
-    """A linear map without a bias for each expert; kernel [E, in, out]."""
+    """Linear maps without bias, one per expert; kernel [E, in, out]."""
 
     def __init__(
         self,
@@ -123,36 +124,36 @@ class ExpertLinear(Kernel):
         super().__init__(shape, ("expert", *axes), dtype=dtype, sharding=sharding)
 
     def quantize(self, form: WeightFormat, *, stored: bool = False) -> None:
-        """See `Kernel.quantize`.
+        """Redeclares the kernel in eight bits; see `Kernel.quantize`.
 
         Raises:
-          ConfigError: blocks that share a scale would be split over devices.
+          ConfigError: Blocks that share a scale would straddle devices.
         """
         super().quantize(form, stored=stored)
         if form.block and "mlp" not in self.scale_axes and self.sharding.size("mlp") > 1:
             raise errors.ConfigError(
-                f"mesh: experts of width {self.kernel.get_value().shape[-2:]} have scales for "
+                f"mesh: expert kernels {self.kernel.get_value().shape[-2:]} have scales for "
                 f"blocks of {form.block[0]} × {form.block[1]}, which do not divide over "
                 f"{self.sharding.size('mlp')} devices; split experts over mesh.expert instead"
             )
 
 
 class Experts(nnx.Module):
-    """Gated mlps, of which each row goes through a few.
+    """Gated MLPs, a few of which process each row.
 
-    Rows are sorted by expert, and every expert multiplies its own. Experts are split over devices
-    by the axis "expert", their widths by "mlp". Every device takes those of the rows' choices that
-    it holds, and what they give is summed over devices.
+    Rows are sorted by expert, and each expert multiplies its own rows. Experts are sharded by the
+    logical axis "expert", their hidden dimension by "mlp". Each device computes the experts that it
+    holds, and an all-reduce sums the results.
 
-    How a device comes by the rows depends on whether it has them. By default all devices among
-    which experts are split have the same rows: nothing is sent but the sum. Where rows are split
-    too, devices gather the rows of one another before, and of the sum each gets its own rows back.
-    `sharding_rules` asks for it by naming the mesh axis of experts for batch and pages as well.
-    That is for many rows, in training or in a large batch, whose attention is then split too. A
-    batch that does not divide, such as a single prompt, is whole everywhere and is not exchanged.
+    By default, the devices that share the experts of a layer hold the same rows, so only the sum is
+    communicated. If rows are sharded over the same mesh axis, devices all-gather the rows first and
+    reduce-scatter the sum. `sharding_rules` enables this by mapping batch and pages to the mesh
+    axis of the experts too. It pays for many rows, in training or in a large batch, because
+    attention is then sharded as well. A batch that does not divide over the devices, such as a
+    single prompt, is replicated and needs no gather.
 
-    Sending each row to the devices of its k experts alone would move k / n of that among n devices:
-    less where n > k, but what a device receives has then no static size.
+    Sending each row only to the devices of its k experts would move k / n as much among n devices,
+    which is less if n > k, but the number of rows that a device receives would not be static.
     """
 
     def __init__(
@@ -166,24 +167,25 @@ class Experts(nnx.Module):
         self.routing, self.sharding = routing, sharding
 
     def share_read(self, rows: int) -> float:
-        """Expected share of the experts that so many rows touch, each choosing at random.
+        """Returns the expected fraction of experts that are read for `rows` rows.
 
-        Real rows agree more than that: it is an upper bound.
+        It assumes that rows choose independently. Real rows choose more alike, so this is an upper
+        bound.
         """
         return 1.0 - (1.0 - self.share_used) ** rows
 
     @property
     def share_used(self) -> float:
-        """Share of the experts that one row goes through."""
+        """Fraction of the experts that process a row."""
         return self.routing.experts_per_token / self.routing.num_experts
 
     def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Runs rows through their experts.
 
         Args:
-          x: [B, T, D].
-          experts: int32 [B, T, k].
-          weights: float32 [B, T, k].
+          x: Rows [B, T, D].
+          experts: int32 [B, T, k]; experts of each row.
+          weights: float32 [B, T, k]; weights of the experts' outputs.
         Returns:
           [B, T, D].
         """
@@ -203,7 +205,7 @@ class Experts(nnx.Module):
         return out
 
     def _run_own(self, exchanged, x, experts, weights, *kernels):
-        """The part of one device, which holds some of the experts, summed over all devices."""
+        """Runs on one device: computes the experts that it holds, and sums over all devices."""
         if exchanged:
             x, experts, weights = (
                 jax.lax.all_gather(rows, exchanged, tiled=True) for rows in (x, experts, weights)
@@ -216,10 +218,10 @@ class Experts(nnx.Module):
         return ((jax.lax.psum(out, others) if others else out).astype(x.dtype),)
 
     def _sum_own(self, x, experts, weights, gate, up, down, *scales):
-        """Float32 [B, T, D]: what the experts of this device give, weighted."""
+        """Returns the weighted sum of the outputs of this device's experts, float32 [B, T, D]."""
         count, per_row = gate.shape[0], experts.shape[-1]
         own = experts.reshape(-1) - self.sharding.index("expert") * count
-        own = jnp.where((own >= 0) & (own < count), own, count)  # others' come last
+        own = jnp.where((own >= 0) & (own < count), own, count)  # Others sort last.
         order = jnp.argsort(own, stable=True)
         sizes = jnp.bincount(own, length=count + 1)[:count].astype(jnp.int32)
         of_gate, of_up, of_down = scales or (None, None, None)
@@ -240,12 +242,12 @@ class Experts(nnx.Module):
 
 
 def _whole_width(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Names within `Experts`, where every device has rows of the model's whole width."""
+    """Removes "embed" from logical axes, since `Experts` needs whole rows on every device."""
     return tuple(None if name == "embed" else name for name in axes)
 
 
 class SparseMlp(nnx.Module):
-    """Routed experts, and where a family has them shared ones that every row goes through."""
+    """Routed experts and, in some families, shared experts that process every row."""
 
     def __init__(
         self,
@@ -260,10 +262,10 @@ class SparseMlp(nnx.Module):
         """Builds an abstract layer.
 
         Args:
-          routing: how rows choose.
-          width: of rows.
-          hidden: width of each expert.
-          shared_hidden: width of the shared experts together; 0 for none.
+          routing: Routing rule.
+          width: Size of a row.
+          hidden: Hidden size of each expert.
+          shared_hidden: Total hidden size of the shared experts; 0 for none.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.gate = Router(width, routing, **build)
@@ -271,21 +273,31 @@ class SparseMlp(nnx.Module):
         self.shared_experts = Mlp(width, shared_hidden, **build) if shared_hidden else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+        """Maps rows x [B, T, D] to [B, T, D]."""
         out = self.experts(x, *self.gate(x))
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What part of a weight so many rows are multiplied with, and what part is read for them."""
+    """Fractions of a parameter that a forward pass touches.
+
+    Attributes:
+      used: Fraction that each row is multiplied with.
+      read: Fraction that is read from memory for all rows together.
+    """
 
     used: float
     read: float
 
 
 def shares(model: nnx.Module, rows: int) -> Callable[[str], Shares]:
-    """The shares of the parameter at a dotted path of a model, when it runs `rows` rows at once."""
+    """Returns a function from a parameter's dotted path to its `Shares`.
+
+    Args:
+      model: Model with or without experts; all other parameters are used and read in full.
+      rows: Rows that the model processes in one forward pass.
+    """
     experts = {
         ".".join(map(str, path)) + ".": module
         for path, module in nnx.iter_modules(model)
@@ -300,14 +312,14 @@ def shares(model: nnx.Module, rows: int) -> Callable[[str], Shares]:
 
 
 def stacked_names(path: str, num_experts: int) -> tuple[str, ...] | None:
-    """Names of the tensors that a parameter of `Experts` is stored as, one an expert.
+    """Returns the names of the tensors, one per expert, that store a parameter of `Experts`.
 
     Args:
-      path: of a parameter of the model, dotted.
-      num_experts: how many there are.
+      path: Dotted path of a parameter of the model.
+      num_experts: Number of experts.
     Returns:
-      for "layers.3.mlp.experts.up_proj.kernel" "layers.3.mlp.experts.0.up_proj.weight" and so on;
-      None for the path of anything else.
+      For "layers.3.mlp.experts.up_proj.kernel", the names "layers.3.mlp.experts.0.up_proj.weight"
+      and so on. None if the parameter is not one of `Experts`.
     """
     layer, found, projection = path.removesuffix(".kernel").rpartition(".experts.")
     if not found or "." in projection:

@@ -1,4 +1,4 @@
-"""Angles of rotary position embedding, half-split form, and their scaling for long contexts.
+"""Angles of rotary position embedding in half-split form, and their scaling for long contexts.
 
 Source: Su et al. 2021; scaling as in the Llama 3.1 release, and YaRN, Peng et al. 2023
 (arXiv 2309.00071).
@@ -14,7 +14,7 @@ from dflash.config.schema import RopeScaling, TargetArchitecture
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Angular frequencies in radians per position, float32 [H/2]."""
+    """Returns the angular frequencies in radians per position, float32 [H/2]."""
     freqs = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
         scale = {"llama3": _scale_llama3, "yarn": _scale_yarn}[scaling.rope_type]
@@ -23,7 +23,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
 
 
 def amplitude(scaling: RopeScaling | None) -> float:
-    """Factor on cos and sin; other than 1 under YaRN alone, which sharpens attention with it."""
+    """Returns the factor that multiplies cos and sin; it is 1 except under YaRN."""
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -34,22 +34,22 @@ def amplitude(scaling: RopeScaling | None) -> float:
 
 
 def mscale(scaling: RopeScaling, weight: float) -> float:
-    """YaRN's growth of attention logits with the logarithm of the context, times `weight`."""
+    """Returns YaRN's attention scaling: 1 + 0.1 · weight · log(scaling factor)."""
     return 1.0 + 0.1 * weight * math.log(scaling.factor)
 
 
 def _scale_llama3(freqs: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Slows long wavelengths by `factor`, keeps short ones, and blends in between."""
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates between them."""
     del theta
     context = scaling.original_max_position_embeddings
-    turns = context * freqs / (2 * math.pi)  # full turns within the original context
+    turns = context * freqs / (2 * math.pi)  # Full turns within the original context.
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
     return keep * freqs + (1 - keep) * freqs / scaling.factor
 
 
 def _scale_yarn(freqs: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """As Llama 3's, but the blend is linear in the dimension, not in the frequency."""
+    """Scales like `_scale_llama3`, but interpolates linearly in the dimension's index."""
     context, dim = scaling.original_max_position_embeddings, 2 * len(freqs)
     ends = [
         dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -58,13 +58,13 @@ def _scale_yarn(freqs: np.ndarray, theta: float, scaling: RopeScaling) -> np.nda
     if scaling.truncate:
         ends = [math.floor(ends[0]), math.ceil(ends[1])]
     begin, end = max(ends[0], 0), min(ends[1], dim - 1)
-    end = end if end != begin else begin + 0.001  # else the division is by zero
+    end = end if end != begin else begin + 0.001  # Avoid a division by zero.
     slowed = np.clip((np.arange(len(freqs)) - begin) / (end - begin), 0.0, 1.0)
     return (1 - slowed) * freqs + slowed * freqs / scaling.factor
 
 
 def angles(positions: jax.Array, arch: TargetArchitecture) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each float32 [B, T, 1, H/2], for positions int32 [B, T]."""
+    """Returns cos and sin, each float32 [B, T, 1, H/2], of positions int32 [B, T]."""
     freqs = frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling)
     turned = positions[..., None, None].astype(jnp.float32) * freqs
     factor = amplitude(arch.rope_scaling)

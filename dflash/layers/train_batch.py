@@ -1,4 +1,4 @@
-"""The input of every loss."""
+"""Training batch, the input of every loss."""
 
 import dataclasses
 
@@ -8,16 +8,16 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-    """Packed rows of T tokens, and the target's outputs for them.
+    """Packed rows of T tokens, with the target's outputs for them.
 
     Attributes:
       tokens: int32 [B, T].
       positions: int32 [B, T]; for rotary embedding, counted within each document.
-      segment_ids: int32 [B, T]; rows of one document share a number, 0 is padding.
+      segment_ids: int32 [B, T]; tokens of one document share an id. 0 is padding.
       loss_mask: [B, T]; nonzero where the token is a training target.
-      features: [B, T, C·D]; features of the target's tapped layers, for drafters that read them.
+      features: [B, T, C·D]; target features, for drafters that read them.
       hidden: [B, T, D]; hidden states of the target after its final norm, for losses on its
-        distribution. Row t gives that of token t + 1.
+        distribution. Row t predicts token t + 1.
     """
 
     tokens: jax.Array

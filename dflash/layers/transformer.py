@@ -1,4 +1,4 @@
-"""The pre-norm transformer layer that every network here is made of."""
+"""Pre-norm transformer layer, the building block of targets and drafters."""
 
 import functools
 from collections.abc import Callable
@@ -18,33 +18,33 @@ from dflash.parallel.sharding import Sharding
 
 
 class TargetAttention(Protocol):
-    """What a target needs of the attention of its layers; `Attention` is one of these.
+    """Interface of the attention of a target's layers, which `Attention` implements.
 
-    What `project` makes of the rows and what is kept of a position is its own affair.
+    The outputs of `project` and the layout of the cache are up to the implementation.
     """
 
     def cache_spec(self) -> Any:
-        """What is kept of a position: a pytree of `CacheArray`s."""
+        """Returns the arrays that the layer caches, a pytree of `CacheArray`s."""
 
     @property
     def flops_per_pair(self) -> int:
-        """Operations on a pair of a row and a position that it sees."""
+        """Floating-point operations per pair of a row and a position that it attends to."""
 
     def project(self, normed: jax.Array, angles: Any) -> tuple:
-        """Rows [B, T, D] and the model's `rotary_angles` -> the arguments of an `Attend`."""
+        """Projects rows [B, T, D] to the arguments of an `Attend`, given `rotary_angles`."""
 
     def attend_pages(self, pages, page_table, start, tree_mask) -> Attend:
-        """Attention to cached rows and to one another, which gives back the new pages."""
+        """Returns attention to cached rows and new ones; its auxiliary result is the new pages."""
 
     def attend_packed(self, segment_ids) -> Attend:
-        """Attention within documents without a cache, which gives back None."""
+        """Returns attention within documents, without a cache; its auxiliary result is None."""
 
     def output(self, attended: jax.Array) -> jax.Array:
-        """The outputs of an `Attend` -> [B, T, D]."""
+        """Projects the outputs of an `Attend` to rows [B, T, D]."""
 
 
 class TransformerLayer(nnx.Module):
-    """Attention and mlp around a residual stream; what the rows attend to is the caller's."""
+    """Attention and MLP on a residual stream; the caller supplies the attention function."""
 
     def __init__(
         self,
@@ -61,11 +61,13 @@ class TransformerLayer(nnx.Module):
         """Builds an abstract layer.
 
         Args:
-          arch: shape of the decoder.
-          attention: of the layer; None: grouped queries, as `arch` has them.
-          mlp: [B, ..., D] -> [B, ..., D]; None: the gated one, of `arch.intermediate_size`.
-          qk_norm: grouped queries have normed heads.
-          takes_context, has_sinks: of grouped queries; see `Attention`.
+          arch: Architecture of the decoder.
+          attention: Attention module; None for grouped-query attention with the sizes of `arch`.
+          mlp: Module from [B, ..., D] to [B, ..., D]; None for a gated MLP of
+            `arch.intermediate_size`.
+          qk_norm: Normalize the heads of queries and keys; for grouped-query attention.
+          takes_context: Enable `Attention.keys_values`; for grouped-query attention.
+          has_sinks: Add attention sinks; for grouped-query attention.
         """
         build = {"dtype": dtype, "sharding": sharding}
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, **build)
@@ -85,9 +87,9 @@ class TransformerLayer(nnx.Module):
         self.sharding = sharding
 
     def __call__(self, x: jax.Array, angles: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        """[B, T, D] -> [B, T, D], and what `attend` gave back beside its outputs."""
+        """Maps x [B, T, D] to [B, T, D], and returns the auxiliary result of `attend` too."""
         batch, _ = batch_axes(x.shape[0], self.sharding)
-        # The compile report and profiles tell the parts of a program apart by these names.
+        # The compile report and profiles attribute operations by these names.
         with jax.named_scope("attention"):
             branch, kept = self.attention_branch(self.input_layernorm(x), angles, attend)
             x = self.sharding.constrain(x + branch, batch, None, None)
@@ -98,12 +100,12 @@ class TransformerLayer(nnx.Module):
     def attention_branch(
         self, normed: jax.Array, angles: Any, attend: Attend
     ) -> tuple[jax.Array, Any]:
-        """What attention adds to the residual stream, from its normed rows [B, T, D]."""
+        """Returns the output of attention for normed rows [B, T, D], and its auxiliary result."""
         attended, kept = attend(*self.self_attn.project(normed, angles))
         return self.self_attn.output(attended), kept
 
     def mlp_branch(self, normed: jax.Array) -> jax.Array:
-        """What the mlp adds to the residual stream, from its normed rows [B, T, D]."""
+        """Returns the output of the MLP for normed rows [B, T, D]."""
         return self.mlp(normed)
 
 
@@ -116,18 +118,22 @@ def run_layer(
     gather: bool = False,
     remat: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """`layer(x, angles, attend)`, traced once for all layers that are built alike.
+    """Computes `layer(x, angles, attend)`, tracing layers of identical structure only once.
 
-    A model has dozens of them, and a program that is compiled already must still be traced.
+    A model has dozens of layers, and tracing them takes time even if the program is in the
+    compilation cache.
 
     Args:
-      layer: a `TransformerLayer`, or what is called as one.
-      x: [B, T, D].
-      angles: the model's `rotary_angles`.
-      attention_of: (layer, *seen) -> its `attend`; the same function for all layers.
-      *seen: arrays, or pytrees of them.
-      gather: make the layer's weights whole first; see `parameters.gathered`.
-      remat: recompute what the layer does for the backward pass.
+      layer: `TransformerLayer`, or a module with the same call signature.
+      x: Rows [B, T, D].
+      angles: Output of the model's `rotary_angles`.
+      attention_of: Function from (layer, *seen) to the layer's `attend`; pass the same function
+        object for all layers.
+      *seen: Further arguments of `attention_of`, pytrees of arrays.
+      gather: All-gather the layer's weights first; see `parameters.gathered`.
+      remat: Recompute the layer in the backward pass.
+    Returns:
+      Rows [B, T, D], and the auxiliary result of `attend`.
     """
     graph, params = nnx.split(layer)
     run = functools.partial(_run_split, graph, attention_of, gather)
@@ -143,14 +149,14 @@ def _run_split(graph, attention_of, gather, params, x, angles, *seen):
 
 
 def join_projections(model: nnx.Module) -> None:
-    """Joins what reads the same rows in every layer of a model that is only to decode, in place.
+    """Joins projections that read the same rows, in all layers of a model for decoding, in place.
 
-    It computes what it did, by fewer and larger products. Checkpoints and training know the
-    projections apart, so neither takes the model any more. One layer after the other is joined:
-    never more than one has its weights twice.
+    The model's outputs stay the same, computed by fewer and larger products. Afterwards the model
+    can be neither trained nor saved, since checkpoints and training expect separate projections.
+    Layers are joined one at a time, so that at most one has its weights in memory twice.
 
     Args:
-      model: with weights or abstract; what is joined already stays so.
+      model: Model with weights, or abstract. Joined projections are left unchanged.
     """
     for _, module in list(nnx.iter_modules(model)):
         if hasattr(module, "join"):
