@@ -1,1 +1,1 @@
-"""The operations that this project is about; each file holds one, with its plain-JAX reference."""
+"""Operations with Pallas kernels, one per file, each with a plain-JAX reference."""

@@ -286,4 +286,6 @@ def _check(queries, keys, values, context_keys, context_values, anchors, valid, 
         if array.shape != shape:
             raise ValueError(f"anchored_attention: {name} is {array.shape}, expected {shape}")
     if heads % kv_heads:
-        raise ValueError(f"anchored_attention: {heads} query heads over {kv_heads} kv heads")
+        raise ValueError(
+            f"anchored_attention: {heads} query heads, expected a multiple of {kv_heads} kv heads"
+        )

@@ -191,4 +191,4 @@ def _check(
         if array.shape != shape:
             raise ValueError(f"{op}: {name} is {array.shape}, expected {shape}")
     if heads % kv_heads:
-        raise ValueError(f"{op}: {heads} query heads over {kv_heads} kv heads")
+        raise ValueError(f"{op}: {heads} query heads, expected a multiple of {kv_heads} kv heads")

@@ -1,4 +1,4 @@
-"""Causal attention over rows that hold several documents each; the cache-free form for training."""
+"""Causal attention over rows of packed documents, without a cache, for training."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from dflash.kernels import implementation as implementations
 from dflash.kernels import online_softmax
 from dflash.kernels.online_softmax import Partial
 
-# Queries per step. Scores exist for one step at a time, forward and backward, and a step looks at
-# no key after its last query. A CPU is fastest when a step's scores stay in its cache.
+# Queries per chunk. Scores exist for one chunk at a time, forward and backward, and a chunk reads
+# no key after its last query. A CPU is fastest when the scores of a chunk fit its cache.
 CHUNK_TOKENS = 64
-# Steps are unrolled, each with its own number of keys. Longer sequences take longer steps.
+# Chunks are unrolled, each with its own number of keys. Longer sequences take longer chunks.
 MAX_CHUNKS = 12
 
 
@@ -30,20 +30,21 @@ def causal_attention(
 ) -> jax.Array:
     """Attends from each row to itself and to earlier rows of the same document.
 
-    Rows of padding attend to padding: what they return is finite and means nothing.
+    Padding rows attend to padding; their outputs are finite but meaningless.
 
     Args:
       queries: [B, T, N, H].
       keys: [B, T, K, H]; N is a multiple of K.
       values: [B, T, K, H].
-      segment_ids: int32 [B, T]; rows of one document share a number, 0 is padding.
-      scale: factor on the scores.
-      chunk_tokens: queries per step of the reference; None for a length that suits T.
-      implementation: see `implementation.run`.
+      segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
+      scale: Factor that multiplies the scores.
+      chunk_tokens: Queries per chunk of the reference; None to derive it from T.
+      implementation: Implementation to run; see `implementation.run`.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:
-      ValueError: shapes that do not fit each other, or not the kernels; the message names them.
+      ValueError: Shapes are inconsistent, or the kernels do not support them; the message names
+        the array.
     """
     _check(queries, keys, values, segment_ids)
     unsupported = tpu.unsupported(queries)
@@ -62,7 +63,7 @@ def causal_attention(
         )
 
     if implementation == "auto" and not unsupported:
-        # What each implementation keeps for its backward pass would be kept for both.
+        # Without this, the residuals of both implementations would be kept for the backward pass.
         attend = jax.checkpoint(attend)
     return attend(queries, keys, values, segment_ids)
 
@@ -73,14 +74,15 @@ def in_chunks(
     so_far: Sequence[jax.Array],
     chunk_tokens: int | None = None,
 ) -> jax.Array:
-    """Runs a causal attention chunk by chunk, forward and again backward.
+    """Computes causal attention chunk by chunk; the backward pass recomputes each chunk.
 
     Args:
-      attend: from the chunk's rows of all `here` and the rows up to its last of all `so_far`, both
-        as arguments in order, to the output [B, C, N, H] of its C rows.
-      here: each [B, T, ...].
-      so_far: each [B, T, ...].
-      chunk_tokens: rows of a chunk; None for a length that suits T.
+      attend: Function that returns the outputs [B, C, N, H] of a chunk. Its arguments are the
+        chunk's rows of each array of `here`, then the rows up to the chunk's end of each array of
+        `so_far`.
+      here: Arrays [B, T, ...] of which a chunk sees its own rows.
+      so_far: Arrays [B, T, ...] of which a chunk sees its own and all earlier rows.
+      chunk_tokens: Rows per chunk; None to derive it from T.
     Returns:
       [B, T, N, H].
     """
@@ -104,15 +106,15 @@ def attend_so_far(
     *,
     scale: float,
 ) -> Partial:
-    """Attention of a chunk's rows to themselves and to earlier rows of the same document.
+    """Attends from a chunk's rows to themselves and to earlier rows of the same document.
 
     Args:
-      rows: [K, B, C·N/K, H]; grouped queries, of which the last one stands where the keys end.
+      rows: [K, B, C·N/K, H]; grouped queries of the last C of S rows.
       keys: [B, S, K, H].
       values: [B, S, K, H].
-      query_segments: int32 [B, C].
-      key_segments: int32 [B, S].
-      scale: factor on the scores.
+      query_segments: int32 [B, C]; segment ids of the queries.
+      key_segments: int32 [B, S]; segment ids of the keys.
+      scale: Factor that multiplies the scores.
     """
     chunk, context = query_segments.shape[1], key_segments.shape[1]
     same = query_segments[:, :, None] == key_segments[:, None, :]
@@ -127,7 +129,7 @@ def attend_so_far(
 
 
 def _attend_chunk(queries, query_segments, keys, values, key_segments, *, scale):
-    """Queries [B, C, N, H] that end where the keys [B, S, K, H] end."""
+    """Attends from queries [B, C, N, H], the last C rows of the keys [B, S, K, H]."""
     rows = online_softmax.group_queries(queries, keys.shape[2])
     partial = attend_so_far(rows, keys, values, query_segments, key_segments, scale=scale)
     whole = online_softmax.normalise(partial, queries.dtype)
@@ -146,4 +148,6 @@ def _check(queries, keys, values, segment_ids):
         if array.shape != shape:
             raise ValueError(f"causal_attention: {name} is {array.shape}, expected {shape}")
     if heads % kv_heads:
-        raise ValueError(f"causal_attention: {heads} query heads over {kv_heads} kv heads")
+        raise ValueError(
+            f"causal_attention: {heads} query heads, expected a multiple of {kv_heads} kv heads"
+        )

@@ -1,6 +1,6 @@
-"""Causal attention over packed rows for TPUs, by the splash attention kernels that jax ships.
+"""Causal attention over packed rows for TPUs, by JAX's splash attention kernels.
 
-They keep no scores in main memory, and skip the blocks of keys that no query of a block sees.
+The kernels store no scores in HBM, and skip key blocks that no query of a block sees.
 """
 
 import jax
@@ -8,14 +8,14 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 OP = "causal_attention"
 
-# Queries and keys per step, the largest that divides the rows. 512 by 512 float32 scores are 1 MiB
-# of VMEM, as much again their exponentials.
+# Queries and keys per step; the largest size that divides the number of rows is used. 512 × 512
+# float32 scores take 1 MiB of VMEM, and their exponentials another 1 MiB.
 BLOCKS = (512, 384, 256, 128)
 _LANES = 128
 
 
 def unsupported(queries: jax.Array) -> str | None:
-    """Why the kernels do not cover queries [B, T, N, H]; None if they do."""
+    """Returns why the kernels do not support queries [B, T, N, H], or None if they do."""
     _, length, _, width = queries.shape
     if width % _LANES:
         return f"{OP}: the TPU kernels need a width divisible by {_LANES}, not {width}"
@@ -33,9 +33,9 @@ def attend(
     scale: float,
     interpret,
 ) -> jax.Array:
-    """`causal_attention.causal_attention` of shapes that are not `unsupported`.
+    """Computes `causal_attention.causal_attention` for shapes that are supported.
 
-    It can be differentiated; the backward pass is a kernel too.
+    It is differentiable; the backward pass is a kernel too.
     """
     _, length, heads, _ = queries.shape
     block = next(size for size in BLOCKS if length % size == 0)
@@ -50,12 +50,12 @@ def attend(
         ),
         head_shards=1,
         q_seq_shards=1,
-        interpret=bool(interpret),  # plainly: the strict interpreter knows no batched kernels
+        interpret=bool(interpret),  # The strict interpreter lacks batching.
     )
 
     def one(queries, keys, values, segment_ids):
         return kernel(queries, keys, values, splash.SegmentIds(segment_ids, segment_ids))
 
-    # Heads before rows. The kernels know no factor on the scores, and there are fewer keys.
+    # The kernels expect heads before rows and take no scale, so scale the keys, the smaller array.
     rows = (x.swapaxes(1, 2) for x in (queries, (keys * scale).astype(keys.dtype), values))
     return jax.vmap(one)(*rows, segment_ids).swapaxes(1, 2)

@@ -1,8 +1,8 @@
-"""Shared by the Pallas attention kernels: a running softmax in VMEM, and a check of VMEM's size.
+"""Building blocks of the Pallas attention kernels: online softmax in VMEM, and a VMEM budget check.
 
-Scores are kept in units of log2, so that one multiplication serves both the scale and the base of
-the exponential. Each row's running peak is kept in all 128 lanes, and its running sum is spread
-over them, so that no lane moves until the end.
+Scores are in units of log2, so that one multiplication applies both the scale and the base of the
+exponential. Each row's running peak is broadcast to all 128 lanes, and its running sum is spread
+over them, so that no data moves between lanes until the end.
 """
 
 import dataclasses
@@ -18,42 +18,45 @@ from dflash.kernels.quantized import Quantised, Rows
 
 LANES = 128
 LOG2_E = math.log2(math.e)
-# Large and finite: a masked score must vanish in exp2 without ever making inf - inf.
+# Finite, so that a masked score vanishes in exp2 without ever computing inf - inf.
 MASKED = -1e30
-# The smallest VMEM of a core among v5e, v5p, v6e and TPU7x is 64 MiB; Mosaic keeps some itself.
+# The smallest VMEM per core of v5e, v5p, v6e and TPU7x is 64 MiB, some of which Mosaic reserves.
 VMEM_BYTES = 56 * 2**20
 HEAD_DIMS = (64, 128, 256)
 
 
 def row_tile(dtype: jnp.dtype) -> int:
-    """Rows of one tile of memory: copies of this dtype begin and end at multiples of them."""
+    """Returns the rows of a memory tile, to multiples of which copies of this dtype are aligned."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
 def div(a, b: int):
-    """a // b of int32 a >= 0, without the sign handling of `//`, which Mosaic compiles per chip."""
+    """Returns a // b for int32 a >= 0.
+
+    `//` would also handle signs, which Mosaic compiles differently per chip.
+    """
     return jax.lax.div(a, jnp.int32(b))
 
 
 def cdiv(a, b: int):
-    """ceil(a / b) of int32 a >= 0."""
+    """Returns ceil(a / b) for int32 a >= 0."""
     return div(a + (b - 1), b)
 
 
 def rem(a, b: int):
-    """a % b of int32 a >= 0."""
+    """Returns a % b for int32 a >= 0."""
     return jax.lax.rem(a, jnp.int32(b))
 
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """References to the running softmax of K heads of R rows; float32.
+    """References to the online softmax of K heads with R rows each, in float32.
 
     Attributes:
-      peak: [K, R, 128]; the largest score, in every lane.
-      total: [K, R, 128]; the sum over lanes is the sum of exp2(score - peak).
+      peak: [K, R, 128]; largest score, broadcast to all lanes.
+      total: [K, R, 128]; its sum over lanes is the sum of exp2(score - peak).
       weighted: [K, R, H]; sum of exp2(score - peak) · value.
-      scores: [2, R, S]; of a whole tile before weighting, alternating between two heads.
+      scores: [2, R, S]; scores of a tile that are not yet exponentiated, double-buffered by head.
     """
 
     peak: jax.Ref
@@ -63,12 +66,12 @@ class Softmax:
 
     @staticmethod
     def scratch(heads: int, rows: int, width: int, tile: int) -> list:
-        """Scratch shapes of the references."""
+        """Returns the scratch shapes of the references."""
         shapes = [(heads, LANES), (heads, LANES), (heads, width), (2, tile)]
         return [pltpu.VMEM((outer, rows, lanes), jnp.float32) for outer, lanes in shapes]
 
     def begin(self, head, scores: jax.Array, values: Rows) -> None:
-        """Starts a head over with scores [R, S] of its first keys and their values [S, H]."""
+        """Initializes a head with the scores [R, S] and the values [S, H] of its first keys."""
         peak = jnp.broadcast_to(scores.max(axis=-1, keepdims=True), self.peak.shape[1:])
         weights, total = _weigh(scores, peak)
         self.peak[head] = peak
@@ -76,8 +79,11 @@ class Softmax:
         self.weighted[head] = _sum_values(weights, values)
 
     def begin_single(self, head, queries, key, value, scale) -> None:
-        """Starts a head over with a single key [1, H] and its value; Mosaic has no such product."""
-        # One scale a row: with a single row, of all that there is.
+        """Initializes a head with a single key [1, H] and its value.
+
+        Mosaic does not support matrix products with a single row.
+        """
+        # There is one scale per row, so that of a single row applies to the whole array.
         key, value = (
             quantized.scaled(*quantized.split(row, jnp.float32)).astype(jnp.float32)
             for row in (key, value)
@@ -90,7 +96,7 @@ class Softmax:
         self.weighted[head] = jnp.broadcast_to(value, shape)
 
     def fold_in(self, head, scores: jax.Array, values: Rows) -> None:
-        """Adds scores [R, S] of more keys and their values [S, H]."""
+        """Adds the scores [R, S] and the values [S, H] of more keys."""
         before = self.peak[head]
         peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
         keep = jnp.exp2(before - peak)
@@ -101,7 +107,7 @@ class Softmax:
         self.weighted[head] = _lanes(keep, seen.shape[-1]) * self.weighted[head] + seen
 
     def weigh_later(self, head, scores: jax.Array) -> None:
-        """The first half of `fold_in`: keeps scores [R, S] of a whole tile, moves the peak."""
+        """Runs the first half of `fold_in`: stores scores [R, S] of a tile and updates the peak."""
         before = self.peak[head]
         peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
         keep = jnp.exp2(before - peak)
@@ -111,13 +117,18 @@ class Softmax:
         self.weighted[head] = _lanes(keep, self.weighted.shape[-1]) * self.weighted[head]
 
     def weigh_now(self, head, values: Rows) -> None:
-        """The second half: adds the values [S, H] of the tile."""
+        """Runs the second half of `fold_in`: adds the values [S, H] of the stored scores."""
         weights, total = _weigh(self.scores[head % 2], self.peak[head])
         self.total[head] += total
         self.weighted[head] += _sum_values(weights, values)
 
     def outputs(self, head, sink: jax.Array | None = None) -> jax.Array:
-        """[R, H], normalised; a sink [R, 1] is one more score, in log2, that has no value."""
+        """Returns the normalized outputs [R, H] of a head.
+
+        Args:
+          head: Index of the head.
+          sink: [R, 1]; score without a value, in units of log2, that is added to the sum.
+        """
         total = self.total[head].sum(axis=-1, keepdims=True)
         if sink is not None:
             total += jnp.exp2(sink - self.peak[head][:, :1])
@@ -125,12 +136,18 @@ class Softmax:
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-    """a [M, C] · b [C, N] (or [N, C]) -> float32 [M, N], at the precision of the operands."""
+    """Computes a @ b in float32 [M, N], at the precision of the operands.
+
+    Args:
+      a: [M, C].
+      b: [C, N], or [N, C] if `transpose_b`.
+      transpose_b: Contract with the last dimension of b.
+    """
     return _dot(a, b, 1, 1 if transpose_b else 0)
 
 
 def dot_columns(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a [C, M] · b [C, N] -> float32 [M, N], at the precision of the operands."""
+    """Computes a.T @ b in float32 [M, N] from a [C, M] and b [C, N], at their precision."""
     return _dot(a, b, 0, 0)
 
 
@@ -146,7 +163,7 @@ def _dot(a, b, contract_a, contract_b):
 
 
 def scores(queries, keys: Rows, *, scale: float) -> jax.Array:
-    """Scores [R, S] of queries [R, H] and keys [S, H], in units of log2."""
+    """Returns the scores [R, S] of queries [R, H] and keys [S, H], in units of log2."""
     keys, key_scales = quantized.split(keys, queries.dtype)
     raw = dot(queries, keys, transpose_b=True)
     factor = scale * LOG2_E
@@ -154,17 +171,17 @@ def scores(queries, keys: Rows, *, scale: float) -> jax.Array:
 
 
 def visit_tile(softmax: Softmax, stream, half, score, mask, filled) -> None:
-    """Adds a whole tile of a stream to the softmax of every head.
+    """Adds a tile of a stream to the softmax of every head.
 
-    The products of the next head are under way while those of one are weighed.
+    The score products of each head overlap with the exponentials of the head before it.
 
     Args:
-      softmax: of all heads.
-      stream: a TileStream.
-      half: half of the double buffer that holds the tile.
-      score: (head, keys [S, H], plain or quantized) -> scores [R, S].
-      mask: (head, scores) -> scores, those of keys that are not to be seen replaced.
-      filled: rows of the tile that hold something; None for all.
+      softmax: Online softmax of all heads.
+      stream: `TileStream` of the context.
+      half: Buffer of the stream that holds the tile.
+      score: Function from (head, keys [S, H], plain or quantized) to scores [R, S].
+      mask: Function from (head, scores) to scores in which those of invisible keys are masked.
+      filled: Number of valid rows of the tile; None for all.
     """
     heads = softmax.peak.shape[0]
 
@@ -177,49 +194,49 @@ def visit_tile(softmax: Softmax, stream, half, score, mask, filled) -> None:
             weigh_later(head + 1)
         values = stream.rows(1, half, head)
         if filled is not None:
-            # Their weight is zero, which is not enough: rows that were never copied may be NaN.
+            # Rows past `filled` have weight zero but were never copied and may be NaN: clear them.
             values = _clear_past(values, filled)
         softmax.weigh_now(head, values)
 
 
 def heads_per_step(heads: int) -> int:
-    """Heads that one step serves: half of them, for a chip with two cores, or all."""
+    """Returns the heads per grid step: half of them, for chips with two cores, or all if odd."""
     return heads // 2 if heads % 2 == 0 else heads
 
 
 def tile_rows(capacity: int, wanted: int, dtype: jnp.dtype) -> int:
-    """Rows per tile of a context of `capacity`: what is wanted, or what there is."""
+    """Returns the rows per tile of a context: `wanted`, or the padded capacity if that is less."""
     unit = row_tile(dtype)
     return min(wanted, -(-capacity // unit) * unit)
 
 
 def compiler_params(*semantics: str) -> pltpu.CompilerParams:
-    """How Mosaic is to compile a kernel whose grid has these dimensions."""
+    """Returns the Mosaic parameters of a kernel whose grid dimensions have these semantics."""
     return pltpu.CompilerParams(
         dimension_semantics=semantics,
         vmem_limit_bytes=VMEM_BYTES,
-        # Interpret mode is where stray copies are looked for; on the chip looking costs time.
+        # Bounds checks cost time on the chip; the interpreter checks bounds in tests.
         disable_bounds_checks=True,
     )
 
 
 def cost(batch, heads, kv_heads, rows, keys, width, dtype) -> pl.CostEstimate:
-    """Of attending from `rows` rows over `keys` keys: the most it can be, for XLA to plan by."""
+    """Returns an upper bound on the cost of attending from `rows` rows to `keys` keys, for XLA."""
     pairs = batch * heads * rows * keys
     read = 2 * batch * kv_heads * keys * width * jnp.dtype(dtype).itemsize
     return pl.CostEstimate(flops=4 * pairs * width, transcendentals=pairs, bytes_accessed=read)
 
 
 def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) -> int:
-    """Adds up what a kernel keeps in VMEM.
+    """Returns the bytes of VMEM that a kernel needs.
 
     Args:
-      op: for the message.
-      arrays: name -> shape (of all buffers together) and dtype.
+      op: Name of the op, for the error message.
+      arrays: Shape, over all buffers, and dtype of each array by name.
     Returns:
-      bytes, with the padding of the last two dimensions to tiles.
+      Bytes, including the padding of the last two dimensions to tiles.
     Raises:
-      ValueError: it does not fit; the message names every array with its size.
+      ValueError: The arrays exceed `VMEM_BYTES`; the message lists every array with its size.
     """
     sizes = {name: padded_bytes(shape, dtype) for name, (shape, dtype) in arrays.items()}
     total = sum(sizes.values())
@@ -230,13 +247,13 @@ def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) ->
             for name, size in sizes.items()
         )
         raise ValueError(
-            f"{op}: needs {total / 2**20:.1f} MiB of VMEM of {VMEM_BYTES / 2**20:.0f}: {parts}"
+            f"{op}: needs {total / 2**20:.1f} MiB of VMEM, more than {VMEM_BYTES / 2**20:.0f}: {parts}"
         )
     return total
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
-    """Bytes of an array in VMEM, where tiles of rows and 128 lanes are never split."""
+    """Returns the bytes of an array in VMEM, where both last dimensions are padded to tiles."""
     *outer, rows, lanes = shape
     tile = row_tile(dtype)
     padded = -(-rows // tile) * tile * (-(-lanes // LANES) * LANES)
@@ -244,7 +261,7 @@ def padded_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
 
 
 def _clear_past(rows: Rows, filled, axis: int = 0) -> Rows:
-    """Rows [S, H] with zeros from `filled` on; `axis` is that of the rows."""
+    """Replaces entries at and past `filled` along `axis` by zeros."""
     if isinstance(rows, Quantised):
         cleared = _clear_past(rows.values, filled), _clear_past(rows.scales, filled, axis=1)
         return Quantised(*cleared)
@@ -254,13 +271,13 @@ def _clear_past(rows: Rows, filled, axis: int = 0) -> Rows:
 
 
 def _sum_values(weights, values: Rows):
-    """weights [R, S] · values [S, H] -> float32 [R, H]."""
+    """Computes weights [R, S] @ values [S, H] in float32 [R, H]."""
     values, value_scales = quantized.split(values, values.dtype)
     return dot(quantized.scaled(weights, value_scales).astype(values.dtype), values)
 
 
 def _weigh(scores, peak):
-    """exp2(scores - peak) [R, S], and its sum, spread over 128 lanes."""
+    """Returns exp2(scores - peak) [R, S], and partial sums [R, 128] of each row."""
     keys = scores.shape[1]
     if keys % LANES:
         weights = jnp.exp2(scores - peak[:, :1])
@@ -270,13 +287,13 @@ def _weigh(scores, peak):
 
 
 def _first_lane(column):
-    """[R, 1] -> [R, 128] with zeros beside it."""
+    """Pads a column [R, 1] with zeros to [R, 128]."""
     first = jax.lax.broadcasted_iota(jnp.int32, (column.shape[0], LANES), 1) == 0
     return jnp.where(first, column, 0.0)
 
 
 def _lanes(spread, width):
-    """[R, 128] with equal lanes -> [R, width]."""
+    """Broadcasts [R, 128], whose lanes are equal, to [R, width]."""
     if width <= LANES:
         return spread[:, :width]
     return jnp.concatenate([spread] * (width // LANES), axis=-1)

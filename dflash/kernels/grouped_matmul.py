@@ -48,7 +48,7 @@ def grouped_matmul(
         cover the case.
     """
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is none of {IMPLEMENTATIONS}")
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
     if rows.ndim != 2 or weights.ndim != 3 or rows.shape[1] != weights.shape[1]:
         raise ValueError(f"rows {rows.shape} do not fit weights {weights.shape}")
     if sizes.shape != weights.shape[:1]:

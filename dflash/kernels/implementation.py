@@ -1,7 +1,7 @@
-"""Which implementation of an op runs: the Pallas kernel, or the plain-JAX reference.
+"""Choice between the implementations of an op: Pallas kernel or plain-JAX reference.
 
-The choice belongs to the platform that a program is *lowered* for, which need not be the one it is
-traced on: a TPU program can be compiled on a CPU host.
+The choice depends on the platform that a program is *lowered* for, which may differ from the one
+that traces it: a TPU program can be compiled on a CPU host.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ IMPLEMENTATIONS = ("auto", "reference", "pallas", "interpret")
 
 
 def for_platform(platform: str) -> str:
-    """The implementation for programs that run on one known platform.
+    """Returns the implementation for programs that run on a known platform.
 
-    "auto" is right everywhere, but traces the reference and the kernel. Layers know their mesh; on
-    what has no kernels of its own they save that work.
+    "auto" works everywhere, but traces both the reference and the kernel. Layers know their mesh,
+    so on platforms without kernels they skip tracing the kernel.
 
     Args:
-      platform: of a `jax.Device`.
+      platform: Platform of a `jax.Device`.
     """
     return "auto" if platform == "tpu" else "reference"
 
@@ -34,20 +34,21 @@ def run(
     """Runs one implementation of an op.
 
     Args:
-      implementation: "auto": Pallas where the program is lowered for a TPU and the kernel covers
-        the case, the reference otherwise; or one of the others by name.
-      *arrays: arguments of both.
-      reference: called as `reference(*arrays)`.
-      pallas: called as `pallas(*arrays, interpret=...)`; what it gets is for `pl.pallas_call`.
-      unsupported: why the kernel does not cover this case; None if it does. "pallas" and
-        "interpret" are then errors.
+      implementation: One of `IMPLEMENTATIONS`. "auto" runs the kernel if the program is lowered for
+        a TPU and the kernel supports the case, and the reference otherwise.
+      *arrays: Arguments of the implementations.
+      reference: Reference, called as `reference(*arrays)`.
+      pallas: Kernel, called as `pallas(*arrays, interpret=...)`, where `interpret` is an argument
+        of `pl.pallas_call`.
+      unsupported: Reason why the kernel does not support this case, which makes "pallas" and
+        "interpret" errors; None if it does.
     Returns:
-      What the implementation returns.
+      Result of the implementation.
     Raises:
-      ValueError: an unknown implementation, or one that does not cover the case.
+      ValueError: The implementation is unknown or does not support the case.
     """
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is none of {IMPLEMENTATIONS}")
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
     if implementation == "reference" or (implementation == "auto" and unsupported):
         return reference(*arrays)
     if unsupported:
@@ -64,7 +65,7 @@ def run(
 
 
 def interpret_params() -> pltpu.InterpretParams:
-    """A TPU played on the host, strictly: races, stray reads and unwritten memory do not pass."""
+    """Returns parameters of a strict interpreter, which detects races and invalid reads."""
     return pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
     )

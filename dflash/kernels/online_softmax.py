@@ -1,12 +1,12 @@
-"""Softmax attention in pieces: fold in keys and values tile by tile, normalise once at the end.
+"""Online softmax attention: accumulates keys and values tile by tile, normalizes once at the end.
 
-Scores never exist for more than one tile of keys, and the number of tiles may be decided on the
-device, so the cost follows the length in use and not the capacity of the cache.
+Scores exist for one tile of keys at a time. The number of tiles may be a traced value, so the cost
+depends on the length in use, not on the capacity of the cache.
 
 Source: Milakov and Gimelshein 2018; Dao et al. 2022.
 
-Layout inside this file: queries are [K, B, R, H] with R = T·(N/K) rows, one per query and query
-head of the group, so that keys and values [K, B, S, H] are read as they lie and never expanded.
+Inside this file, queries are [K, B, R, H] with R = T·(N/K) rows, one per query and query head of
+the group, so that keys and values [K, B, S, H] are read in their own layout and never expanded.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ import jax.numpy as jnp
 
 from dflash.kernels import quantized as quantized
 
-# Large and finite: a masked score must vanish in exp without ever making inf - inf.
+# Finite, so that a masked score vanishes in exp without ever computing inf - inf.
 MASKED = -1e30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """Attention over the keys seen so far, not yet normalised; all float32.
+    """Unnormalized attention over the keys seen so far, in float32.
 
     Attributes:
-      peak: [K, B, R, 1]; the largest score.
+      peak: [K, B, R, 1]; largest score.
       total: [K, B, R, 1]; sum of exp(score - peak).
       weighted: [K, B, R, H]; sum of exp(score - peak) · value.
     """
@@ -37,7 +37,10 @@ class Partial:
 
 
 def group_queries(queries: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[B, T, N, H] -> [K, B, T·N/K, H], rows ordered by query, then by head of the group."""
+    """Transposes queries [B, T, N, H] to [K, B, T·N/K, H].
+
+    Rows are ordered by query, then by head of the group.
+    """
     batch, length, heads, width = queries.shape
     group = heads // num_kv_heads
     grouped = queries.reshape(batch, length, num_kv_heads, group, width)
@@ -45,7 +48,7 @@ def group_queries(queries: jax.Array, num_kv_heads: int) -> jax.Array:
 
 
 def ungroup(rows: jax.Array, length: int) -> jax.Array:
-    """[K, B, T·N/K, H] -> [B, T, N, H]; the inverse of `group_queries`."""
+    """Reverses `group_queries`: transposes [K, B, T·N/K, H] to [B, T, N, H]."""
     kv_heads, batch, grouped, width = rows.shape
     group = grouped // length
     split = rows.reshape(kv_heads, batch, length, group, width).transpose(1, 2, 0, 3, 4)
@@ -60,23 +63,23 @@ def attend(
     *,
     scale: float,
 ) -> Partial:
-    """Attention of all rows over one tile of keys.
+    """Computes the attention of all rows over one tile of keys.
 
     Args:
       queries: [K, B, R, H].
       keys: [K, B, S, H].
       values: [K, B, S, H].
-      visible: bool, broadcastable to [B, R, S]; which keys each row may see.
-      scale: factor on the scores.
+      visible: bool, broadcastable to [B, R, S]; keys that each row sees.
+      scale: Factor that multiplies the scores.
     """
     keys, key_scales = quantized.split(keys, queries.dtype)
     values, value_scales = quantized.split(values, queries.dtype)
     scores = scale * jnp.einsum("kbrh,kbsh->kbrs", queries, keys, preferred_element_type="float32")
     scores = quantized.scaled(scores, key_scales)
     scores = jnp.where(visible, scores, MASKED)
-    # The peak cancels out: it scales sums and weights alike, so it has no gradient to carry.
+    # The peak cancels out, as it scales sums and weights alike, so its gradient is zero.
     peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
-    # A row that sees nothing here has peak = MASKED; its weights must be zero, not one.
+    # A row that sees no key of this tile has peak = MASKED; its weights must be 0, not 1.
     weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
     on_values = quantized.scaled(weights, value_scales).astype(values.dtype)
     weighted = jnp.einsum("kbrs,kbsh->kbrh", on_values, values, preferred_element_type="float32")
@@ -84,7 +87,7 @@ def attend(
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of the keys of `a` and `b`."""
+    """Combines the attention over two disjoint sets of keys."""
     peak = jnp.maximum(a.peak, b.peak)
     keep_a, keep_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
     return Partial(
@@ -95,7 +98,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def with_sinks(partial: Partial, sinks: jax.Array) -> Partial:
-    """Adds to each row's sum a score of its head's own, [N], which stands for no value.
+    """Adds its head's attention sink, a score [N] without a value, to the sum of each row.
 
     Source: Xiao et al. 2023, arXiv 2309.17453; learned, as in gpt-oss.
     """
@@ -108,5 +111,5 @@ def with_sinks(partial: Partial, sinks: jax.Array) -> Partial:
 
 
 def normalise(partial: Partial, dtype: jnp.dtype) -> jax.Array:
-    """[K, B, R, H] attention outputs. Every row must have seen at least one key."""
+    """Returns attention outputs [K, B, R, H]; every row must have seen at least one key."""
     return (partial.weighted / partial.total).astype(dtype)

@@ -1,7 +1,7 @@
-"""Paged attention: T new rows per sequence against a KV cache that lives in pages.
+"""Paged attention: attends from T new rows per sequence to a key/value cache in pages.
 
-T is 1 for plain decoding, block_size for verification, a whole chunk for prefill. The call writes
-the new keys and values into their pages and attends in one go.
+T is 1 for plain decoding, the block size for verification, and the chunk length for prefill. One
+call both writes the new keys and values into their pages and attends.
 """
 
 import functools
@@ -17,8 +17,8 @@ from dflash.kernels import quantized as quantized
 from dflash.kernels.online_softmax import Partial
 from dflash.kernels.quantized import Quantised, Rows
 
-# Keys per step of the loop over the context. Larger tiles amortise the loop, smaller ones waste
-# less on short contexts; between 128 and 512 the difference on a CPU is in the noise.
+# Keys per iteration of the loop over the context. Larger tiles amortize the loop's overhead, and
+# smaller ones waste less on short contexts. On a CPU, sizes from 128 to 512 differ within noise.
 TILE_TOKENS = 256
 
 
@@ -39,33 +39,34 @@ def paged_attention(
     """Appends T rows to each sequence's cache and attends over context and new rows.
 
     Row r of sequence b is stored at cache position `start[b] + r`. It sees every position below
-    `start[b]`, and the new rows that `tree_mask` grants it (row r and those before it by default).
+    `start[b]`, and the new rows that `tree_mask` selects (by default, rows up to and including r).
 
-    Positions past `start + T` are stale: the kernel may overwrite those that share a tile of memory
+    Positions past `start + T` are stale: the kernel may overwrite those that share a memory tile
     with a new row.
 
     Pages may be quantized. New rows are then quantized before any row attends to them, so that
-    every row sees the same keys and values whether its predecessors came in this call or earlier.
+    every row sees the same keys and values whether its predecessors were appended in this call or
+    earlier.
 
     Args:
       queries: [B, T, N, H].
       keys: [B, T, K, H]; N is a multiple of K.
       values: [B, T, K, H].
       key_pages: [K, P, S, H]; pages of S rows. Plain, or `Quantised` with scales [K, P, 1, S].
-      value_pages: [K, P, S, H], likewise.
+      value_pages: [K, P, S, H], in the format of `key_pages`.
       page_table: int32 [B, M]; position p of sequence b is in page `page_table[b, p // S]`.
-      start: int32 [B]; positions in use before this call. start + T must not exceed M · S.
-      tree_mask: bool [B, T, T] or None; entry [b, r, c]: row r sees new row c.
-      scale: factor on the scores.
-      implementation: see `implementation.run`.
-      sizes: of the kernel's blocks; None for the tuned ones.
+      start: int32 [B]; cached positions before this call. start + T must not exceed M · S.
+      tree_mask: bool [B, T, T]; entry [b, r, c] is whether row r sees new row c. None is causal.
+      scale: Factor that multiplies the scores.
+      implementation: Implementation to run; see `implementation.run`.
+      sizes: Tile sizes of the kernel; None for the tuned ones.
     Returns:
-      outputs [B, T, N, H] in the dtype of `queries`, key_pages, value_pages.
+      Outputs [B, T, N, H] in the dtype of `queries`, key_pages, value_pages.
     Raises:
-      ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
+      ValueError: Shapes are inconsistent or exceed VMEM; the message names the array.
     """
     _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask)
-    # The only place where rows become what is stored: by head, cast or quantized.
+    # Convert rows to their stored form here and nowhere else: heads first, cast or quantized.
     keys = quantized.encode(keys.swapaxes(1, 2), key_pages)
     values = quantized.encode(values.swapaxes(1, 2), value_pages)
     arrays = (queries, keys, values, key_pages, value_pages, page_table, start)
@@ -92,13 +93,13 @@ def _reference(
     *,
     scale,
 ):
-    """`keys` and `values` are [B, K, T, H], as the pages store them."""
+    """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
     length = queries.shape[1]
     kv_heads, _, page_size, _ = key_pages.shape
     keys, values = jax.tree.map(lambda rows: rows.swapaxes(0, 1), (keys, values))
     index = row_index(page_table, start[:, None] + jnp.arange(length), page_size)
-    # Written before they are read: the loop below then reads one version of the pages, and XLA
-    # updates them in place.
+    # Write the pages before reading them, so that the loop below reads a single version of them and
+    # XLA updates them in place.
     key_pages = write_rows(key_pages, index, keys)
     value_pages = write_rows(value_pages, index, values)
 
@@ -124,14 +125,15 @@ def fold_in_context(
     start: jax.Array,
     page_size: int,
 ) -> Partial:
-    """Adds attention to the cached context, tile by tile, up to the longest one in use.
+    """Adds attention to the cached context, tile by tile, up to the longest context of the batch.
 
     Args:
-      partial: attention to the new rows.
-      attend_tile: (index int32 [B, n] of pages, visible bool [B, 1, n·S]) -> attention to them.
+      partial: Attention to the new rows.
+      attend_tile: Function from page indices int32 [B, n] and the visibility of their rows,
+        bool [B, 1, n·S], to the attention to these pages.
       page_table: int32 [B, M].
-      start: int32 [B]; tokens of each context.
-      page_size: S.
+      start: int32 [B]; cached positions of each sequence.
+      page_size: Rows per page, S.
     """
     pages_per_tile = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
     tile = pages_per_tile * page_size
@@ -148,12 +150,12 @@ def fold_in_context(
 
 
 def row_index(page_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
-    """Index into the flat [P·S] rows of a page pool.
+    """Returns indices into the flat [P·S] rows of a page pool.
 
     Args:
       page_table: int32 [B, M].
       positions: int32 [B, T]; cache positions of each sequence.
-      page_size: S.
+      page_size: Rows per page, S.
     Returns:
       int32 [B, T].
     """
@@ -162,7 +164,7 @@ def row_index(page_table: jax.Array, positions: jax.Array, page_size: int) -> ja
 
 
 def read_pages(pages: Rows, index: jax.Array) -> Rows:
-    """The rows [K, B, N·S, H] of pages index [B, N] of pages [K, P, S, H]."""
+    """Returns the rows [K, B, N·S, H] of the pages with indices [B, N] of a pool [K, P, S, H]."""
     if isinstance(pages, Quantised):
         scales = read_pages(pages.scales.mT, index).mT
         return Quantised(read_pages(pages.values, index), scales)
@@ -171,7 +173,7 @@ def read_pages(pages: Rows, index: jax.Array) -> Rows:
 
 
 def write_rows(pages: Rows, index: jax.Array, rows: Rows) -> Rows:
-    """Writes rows [K, B, T, H] at flat index [B, T] of pages [K, P, S, H]."""
+    """Writes rows [K, B, T, H] at flat indices [B, T] of a pool [K, P, S, H]."""
     places = _places(pages, index)
     if isinstance(pages, Quantised):
         scales = pages.scales.reshape(-1).at[places].set(rows.scales[:, :, 0])
@@ -182,7 +184,7 @@ def write_rows(pages: Rows, index: jax.Array, rows: Rows) -> Rows:
 
 
 def read_rows(pages: Rows, index: jax.Array) -> Rows:
-    """The rows [K, B, T, H] at flat index [B, T] of pages [K, P, S, H]."""
+    """Returns the rows [K, B, T, H] at flat indices [B, T] of a pool [K, P, S, H]."""
     places = _places(pages, index)
     if isinstance(pages, Quantised):
         scales = pages.scales.reshape(-1)[places][:, :, None]
@@ -191,17 +193,17 @@ def read_rows(pages: Rows, index: jax.Array) -> Rows:
 
 
 def _places(pages: Rows, index: jax.Array) -> jax.Array:
-    """Flat index [B, T] into every head's rows -> index [K, B, T] into all heads' rows, joined.
+    """Converts flat indices [B, T] per head to indices [K, B, T] into the flat rows of all heads.
 
-    Indexed by row alone, a pool is moved within in the layout that it has on a TPU; with a window
-    of all heads, XLA would first copy it into another.
+    With indices of single rows, XLA on a TPU reads and writes the pool in its layout. With windows
+    over all heads, it would first copy the pool to another layout.
     """
     kv_heads, num_pages, page_size, _ = pages.shape
     return jnp.arange(kv_heads)[:, None, None] * (num_pages * page_size) + index
 
 
 def move_rows(pages: Rows, source: jax.Array, destination: jax.Array) -> Rows:
-    """Copies rows of pages [K, P, S, H] from flat index source [B, T] to destination [B, T]."""
+    """Copies rows of a pool [K, P, S, H] from flat indices source [B, T] to destination [B, T]."""
     return write_rows(pages, destination, read_rows(pages, source))
 
 

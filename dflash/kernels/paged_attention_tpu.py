@@ -1,13 +1,13 @@
-"""The Pallas kernel of paged attention; see paged_attention.py for what it computes.
+"""Pallas kernel of paged attention; see paged_attention.py for its semantics.
 
-One step serves one sequence (a long prompt takes several, one per tile of queries), and one half of
-the kv heads where their number is even: a chip with two cores gives one half to each. Queries are
-[K, R, H] with R = N/K · T rows, ordered by head of the group, then by query, so that keys and
-values are read as they lie. The new rows are attended from their own arrays while the context's
-last tile arrives; see paged_write_tpu.py for how they enter that tile's pages.
+A grid step processes one tile of queries of one sequence; only long prompts have several tiles. It
+covers half of the kv heads if their number is even, one half for each core of a chip with two
+cores. Queries are [K, R, H] with R = N/K · T rows, ordered by head of the group, then by query, so
+that keys and values are read in their own layout. The kernel attends to the new rows from their own
+arrays while the context's last tile arrives; paged_write_tpu.py writes them to that tile's pages.
 
-Quantised new rows come as numbers of the queries' dtype, which holds them exactly, and become eight
-bits on their way to the pages.
+Quantized new rows are passed in the queries' dtype, which holds them exactly, and are converted to
+eight bits when they are written to the pages.
 """
 
 import functools
@@ -41,7 +41,7 @@ def paged_attention_tpu(
     sizes: BlockSizes,
     interpret,
 ):
-    """As `paged_attention`, but keys and values are [B, K, T, H] as the pages store them."""
+    """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
     plan = Plan(queries, key_pages, page_table, tree_mask, sizes)
     batch, length = queries.shape[:2]
     rows = plan.split_queries(queries)
@@ -73,14 +73,14 @@ def paged_attention_tpu(
 
 
 def _parts(keys, values) -> list:
-    """Arrays of keys and of values, and then the scales of both if they have any."""
+    """Returns keys and values, followed by key scales and value scales if quantized."""
     if isinstance(keys, Quantised):
         return [keys.values, values.values, keys.scales, values.scales]
     return [keys, values]
 
 
 class Plan:
-    """Shapes of one call: how it is cut up, and what VMEM it takes."""
+    """Shapes of one call: its tiles, blocks and scratch arrays."""
 
     def __init__(self, queries, pages, page_table, tree_mask, sizes: BlockSizes):
         self.batch, self.length, self.heads, self.width = queries.shape
@@ -107,7 +107,7 @@ class Plan:
         flash_tpu.check_vmem(OP, self._vmem())
 
     def split_queries(self, queries):
-        """[B, T, N, H] -> [B, tiles, K, R, H]."""
+        """Transposes queries [B, T, N, H] to [B, tiles, K, R, H]."""
         tiled = self.pad(queries).reshape(
             self.batch, self.query_tiles, self.query_tile, self.kv_heads, self.group, self.width
         )
@@ -116,7 +116,7 @@ class Plan:
         )
 
     def join_queries(self, rows):
-        """The inverse of `split_queries`."""
+        """Reverses `split_queries`."""
         tiled = rows.reshape(
             self.batch, self.query_tiles, self.kv_heads, self.group, self.query_tile, self.width
         )
@@ -124,23 +124,23 @@ class Plan:
         return joined.reshape(self.batch, self.padded, self.heads, self.width)[:, : self.length]
 
     def pad(self, array, axis=1, wanted=None):
-        """Pads T to a whole number of query tiles, or to what is wanted; causality hides it."""
+        """Pads T to whole query tiles, or to `wanted`; the causal mask hides the padding."""
         extra = (wanted or self.padded) - self.length
         widths = [(0, extra if i == axis else 0) for i in range(array.ndim)]
         return jnp.pad(array, widths) if extra else array
 
     def new_rows(self, keys, values):
-        """Keys and values [B, K, padded, H]; with scales, those too, [B, K, 1, scale lanes]."""
+        """Returns keys and values [B, K, padded, H], and any scales [B, K, 1, scale lanes]."""
         parts = _parts(keys, values)
         rows = [self.pad(x.astype(self.new_dtype), 2) for x in parts[:2]]
         return [*rows, *(self.pad(x, 3, self.windows.scale_lanes) for x in parts[2:])]
 
     def tree_input(self, tree_mask):
-        """Which new rows each row sees, int32 [B, R, T]."""
+        """Returns the tree mask of each row of queries, int32 [B, R, T]."""
         return jnp.tile(tree_mask.astype(jnp.int32), (1, self.group, 1))
 
     def specs(self, arrays):
-        """Block specs of queries, keys, values, their scales and what a tree adds."""
+        """Returns the block specs of queries, keys, values, any scales and any tree mask."""
         heads = self.step_heads
         rows = (None, None, heads, self.rows, self.width)
         new = (None, heads, self.padded, self.width)
@@ -157,7 +157,7 @@ class Plan:
         return found
 
     def scratch(self):
-        """Scratch shapes, in the order that `_kernel` takes them."""
+        """Returns the scratch shapes, in the order in which `_kernel` takes them."""
         heads = self.step_heads
         return [
             *Softmax.scratch(heads, self.rows, self.width, self.tile),
@@ -182,7 +182,7 @@ class Plan:
         return arrays
 
     def cost(self) -> pl.CostEstimate:
-        """Of a call whose sequences fill their page tables."""
+        """Returns the cost of a call whose sequences fill their page tables."""
         keys = self.table_width * self.page_size
         shape = (self.batch, self.heads, self.kv_heads, self.length, keys, self.width)
         return flash_tpu.cost(*shape, self.pool_dtype)
@@ -191,11 +191,11 @@ class Plan:
 def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     refs = list(refs)
     queries_ref, refs = refs[0], refs[1:]
-    # Of keys and of values, and then of the scales of both if there are any.
+    # Keys and values, followed by their scales if quantized.
     parts = 4 if plan.quantized else 2
     new, refs = refs[:parts], refs[parts:]
     tree_ref = refs[0] if plan.has_tree else None
-    # The pools are updated in place: their inputs are aliased to outputs, and not read.
+    # Skip the input pools: they are aliased to the output pools, which are updated in place.
     refs = refs[plan.has_tree + parts :]
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, refs = Softmax(*refs[:4]), refs[4:]
@@ -237,14 +237,14 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     def score(head, keys):
         return flash_tpu.scores(queries_ref[head], keys, scale=scale)
 
-    # Which of the new rows each row is.
+    # Index of the new row to which each row of queries belongs.
     shape = (plan.rows, 1)
     token = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     token = token if plan.group == 1 else flash_tpu.rem(token, plan.query_tile)
     token = token + query_tile * plan.query_tile
 
     def own_visible(first_key):
-        """Of the new rows from `first_key` on, those that each row sees: [R, query tile]."""
+        """Returns the mask [R, query tile] of the new rows from `first_key` on."""
         if plan.has_tree:
             return tree_ref[...] != 0
         other = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, plan.query_tile), 1) + first_key
@@ -321,14 +321,14 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
 
 
 def unsupported(queries, key_pages) -> str | None:
-    """Why the kernel does not cover a call; None if it does."""
+    """Returns why the kernel does not support a call, or None if it does."""
     width, page_size = queries.shape[-1], key_pages.shape[2]
     if width not in flash_tpu.HEAD_DIMS:
-        return f"{OP}: head_dim {width} is none of {flash_tpu.HEAD_DIMS}"
+        return f"{OP}: head_dim {width} is not one of {flash_tpu.HEAD_DIMS}"
     unit = flash_tpu.row_tile(key_pages.dtype)
     if page_size % unit:
         dtype = jnp.dtype(key_pages.dtype).name
-        return f"{OP}: pages of {page_size} rows are no multiple of {unit}, a tile of {dtype}"
+        return f"{OP}: pages of {page_size} rows, expected a multiple of {unit}, a tile of {dtype}"
     if isinstance(key_pages, Quantised) and page_size % flash_tpu.LANES:
-        return f"{OP}: scales of pages of {page_size} rows are no multiple of {flash_tpu.LANES}"
+        return f"{OP}: quantized pages of {page_size} rows, expected multiples of {flash_tpu.LANES}"
     return None

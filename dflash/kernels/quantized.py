@@ -1,14 +1,13 @@
-"""Eight bits and scales: for keys and values by row and head, for weights by output or block.
+"""Eight-bit quantization of keys and values, per row and head, and of weights, per output or block.
 
-A row's scale, of keys or values, is its largest magnitude over the largest number of the dtype. It
-depends on the row alone, so a row is stored in the same bits whichever call writes it, and with
-whichever other rows.
+The scale of a key or value row is its largest magnitude divided by the largest number of the dtype.
+It depends on that row only, so a row is stored with the same bits whichever call writes it.
 
-Scales are float32: they multiply scores and weights, which are float32 too, and cost 4 bytes beside
-a row of 128. They lie along the last dimension, so that a tile of them fits one of scores as it is
-and no row of scales is padded in a TPU's memory. The scales never multiply keys or values
-themselves: q · (s k) = s (q · k) and w · (s v) = (s w) · v, which for a few queries is far less
-work, and the eight bits fit bfloat16 without rounding.
+Scales are float32, like the scores and attention weights that they multiply, and add 4 bytes to a
+row of 128. They extend along the last dimension, so that a tile of scales broadcasts over a tile of
+scores and a TPU pads no row of scales in memory. Scales never multiply keys or values themselves:
+q · (s k) = s (q · k) and w · (s v) = (s w) · v, which takes far fewer operations for a few queries,
+and 8-bit values convert to bfloat16 without rounding.
 """
 
 import dataclasses
@@ -16,17 +15,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# The largest number of each dtype; see `config.schema.DecodeConfig.kv_dtype`.
+# Largest number of each dtype; see `config.schema.DecodeConfig.kv_dtype`.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """Rows in eight bits.
+    """Rows in eight bits, with a scale per row.
 
     Attributes:
-      values: [..., S, H] of a dtype of `LARGEST`.
+      values: [..., S, H], in a dtype of `LARGEST`.
       scales: float32 [..., 1, S]; row s is values[..., s, :] · scales[..., 0, s].
     """
 
@@ -35,47 +34,47 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rows."""
+        """Shape of the rows."""
         return self.values.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the values."""
+        """Dtype of the values."""
         return self.values.dtype
 
 
-# Rows as they are, or in eight bits.
+# Plain or quantized rows.
 Rows = jax.Array | Quantised
 
 
 def encode(rows: jax.Array, like: Rows) -> Rows:
-    """Rows [..., S, H] as `like` stores its own: cast, or quantized to nearest.
+    """Converts rows [..., S, H] to the storage format of `like`: casts, or quantizes to nearest.
 
     Raises:
-      ValueError: `like` is of a dtype that has no scales here.
+      ValueError: `like` is `Quantised` with a dtype that is not in `LARGEST`.
     """
     if not isinstance(like, Quantised):
         return rows.astype(like.dtype)
     name = jnp.dtype(like.dtype).name
     if name not in LARGEST:
-        raise ValueError(f"quantized rows are {' or '.join(LARGEST)}, not {name}")
+        raise ValueError(f"quantized rows must be {' or '.join(LARGEST)}, not {name}")
     values, scales = _in_eight_bits(rows, name, axis=-1)
     return Quantised(values, scales.mT)
 
 
 def leading(rows: Rows, width: int) -> Rows:
-    """The first `width` numbers of each row [..., S, H]; a row keeps its scale."""
+    """Returns the first `width` elements of each row [..., S, H]; a row keeps its scale."""
     if isinstance(rows, Quantised):
         return Quantised(rows.values[..., :width], rows.scales)
     return rows[..., :width]
 
 
 def split(rows: Rows, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Values [..., S, H] to multiply with, and their scales [..., 1, S].
+    """Returns values [..., S, H] for matrix products, and their scales [..., 1, S].
 
     Args:
-      rows: left alone if they are not quantized; then there are no scales.
-      dtype: of the values if they are quantized; bfloat16 and float32 hold them exactly.
+      rows: Plain rows, which are returned unchanged with None for their scales, or quantized rows.
+      dtype: Dtype of the values of quantized rows; bfloat16 and float32 hold them exactly.
     """
     if isinstance(rows, Quantised):
         return rows.values.astype(dtype), rows.scales
@@ -83,32 +82,34 @@ def split(rows: Rows, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
 
 
 def scaled(array: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Scores or weights [..., R, S] times scales [..., 1, S], if there are any."""
+    """Multiplies scores or attention weights [..., R, S] by scales [..., 1, S], if given."""
     return array if scales is None else array * scales
 
 
 def quantize_array(
     kernel: jax.Array, dtype: str, across: tuple[str, ...] = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """A kernel [..., in, out] in eight bits.
+    """Quantizes a kernel [..., in, out] to eight bits.
 
     Args:
-      kernel: weights, floating point.
-      dtype: one of `LARGEST`.
-      across: mesh axes that the inputs are split over, within `jax.shard_map`.
+      kernel: Floating-point weights.
+      dtype: Dtype of the values, a key of `LARGEST`.
+      across: Mesh axes that the inputs are sharded over, within `jax.shard_map`.
     Returns:
-      values [..., in, out] of that dtype, and float32 scales [..., 1, out]; the largest weight of
-      each output is the largest number of the dtype.
+      Values [..., in, out], and float32 scales [..., 1, out]; the largest weight of each output
+      becomes the largest number of the dtype.
     """
     return _in_eight_bits(kernel, dtype, axis=-2, across=across)
 
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, int] | None) -> jax.Array:
-    """Scales [..., in blocks, out blocks] for each weight of a kernel of shape [..., in, out].
+    """Repeats scales [..., in blocks, out blocks] for each weight of a kernel [..., in, out].
 
     Args:
-      block: inputs and outputs of a block; the last ones may be cut off. None: the scales are
-        [..., 1, out], and are returned as they are.
+      scales: Scales of the kernel.
+      shape: Shape of the kernel.
+      block: Inputs and outputs per block; the last blocks may be incomplete. None for scales
+        [..., 1, out], which are returned unchanged.
     """
     if block is None:
         return scales
@@ -118,10 +119,10 @@ def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, int] | N
 
 
 def int8_product(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
-    """x @ kernel by products of integers; each row of x becomes int8 by a scale of its own.
+    """Computes x @ kernel in integers, after quantizing each row of x to int8.
 
     Args:
-      x: [..., in].
+      x: Rows [..., in].
       values: int8 [in, out].
       scales: float32 [1, out].
     Returns:
@@ -135,11 +136,12 @@ def int8_product(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Arra
 def _in_eight_bits(
     numbers: jax.Array, dtype: str, axis: int, across: tuple[str, ...] = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """Values of a dtype of `LARGEST`, and float32 scales, of which `axis` has one."""
+    """Returns values in `dtype`, and float32 scales, whose dimension `axis` has size 1."""
     wide = numbers.astype(jnp.float32)
     peak = jnp.abs(wide).max(axis=axis, keepdims=True)
     peak = jax.lax.pmax(peak, across) if across else peak
-    # A product, for compilers may turn the quotient into one or not, from program to program.
+    # Multiply instead of divide: compilers turn the division into a multiplication in some programs
+    # only, so bits would differ between programs.
     scales = jnp.where(peak > 0, peak * (1.0 / LARGEST[dtype]), 1.0)
     values = wide / scales
     if dtype == "int8":

@@ -5,11 +5,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """How much of an attention's operands one step works on.
+    """Tile sizes of an attention kernel.
 
     Attributes:
-      keys: context rows per tile.
-      queries: new rows per tile; fewer form one tile of their own.
+      keys: Context rows per tile.
+      queries: New rows per tile; fewer new rows form a single, smaller tile.
     """
 
     keys: int
@@ -18,12 +18,12 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class LatentSizes:
-    """How much of latent attention's operands one step works on.
+    """Tile sizes of the latent attention kernel.
 
     Attributes:
-      keys: context rows per tile.
-      step_rows: query rows, of whole heads, for which the context is read once.
-      chunk_rows: of those, rows that are weighed together.
+      keys: Context rows per tile.
+      step_rows: Query rows, of whole heads, per pass over the context.
+      chunk_rows: Query rows, of whole heads, per score matrix.
     """
 
     keys: int
@@ -31,19 +31,20 @@ class LatentSizes:
     chunk_rows: int
 
 
-# By head_dim. A tile of 512 keys amortises a tile's fixed work; wider heads fill VMEM sooner.
+# Sizes by head_dim. 512 keys amortize a tile's fixed cost; wider heads fill VMEM sooner.
 PAGED_ATTENTION = {64: BlockSizes(512, 128), 128: BlockSizes(512, 128), 256: BlockSizes(256, 128)}
 BLOCK_ATTENTION = PAGED_ATTENTION
-# Here `queries` counts rows of blocks times query heads of a kv head.
+# `queries` counts block rows times query heads per kv head.
 ANCHORED_ATTENTION = {
     64: BlockSizes(512, 512),
     128: BlockSizes(512, 512),
     256: BlockSizes(256, 512),
 }
-# 512 rows compute for longer on a tile than it takes to arrive, on every chip.
+# On every chip, 512 rows take longer to attend to a tile than the next tile takes to arrive.
 LATENT_ATTENTION = LatentSizes(512, 512, 128)
-# Weights of a group that a step of grouped_matmul multiplies with: enough to hide that the
-# next ones arrive, and few enough to widen in VMEM.
+# Elements of a group's weights per step of grouped_matmul: enough to hide the transfer of the next
+# ones, and few enough to be widened in VMEM.
 GROUPED_WEIGHTS = 2**21
-# Rows that it keeps in VMEM whole: picking a tile of them costs no more than its product.
+# Up to this many rows, grouped_matmul keeps all rows in VMEM: selecting the rows of a tile then
+# costs no more than multiplying them.
 GROUPED_ROWS = 512

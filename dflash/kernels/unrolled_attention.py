@@ -1,7 +1,7 @@
-"""Attention of one step of an unrolled drafter: causal over a first step, and over its own rows.
+"""Attention of one step of an unrolled drafter, without a cache, for training.
 
-Row i of step s sees the keys that the first step made at rows 0 … i of its document, and those that
-the steps between made at row i itself. The cache-free form for training.
+Row i of step s sees the first step's keys at rows 0 … i of its document, and the keys at row i of
+the second to s-th steps.
 
 Source: the training-time test of EAGLE-3, arXiv 2503.01840, figure 6.
 """
@@ -26,24 +26,24 @@ def unrolled_attention(
     scale: float,
     chunk_tokens: int | None = None,
 ) -> jax.Array:
-    """Attends from each row to a first step's rows up to it, and to later steps at its own place.
+    """Attends from each row to the first step's rows up to it, and to later steps at the same row.
 
-    Rows of padding attend to padding: what they return is finite and means nothing.
+    Padding rows attend to padding; their outputs are finite but meaningless.
 
     Args:
       queries: [B, T, N, H].
-      keys: [B, T, J, K, H]; of J >= 1 later steps, the one of the queries among them. N is a
-        multiple of K.
+      keys: [B, T, J, K, H]; keys of J >= 1 later steps, including the queries' own. N is a multiple
+        of K.
       values: [B, T, J, K, H].
-      first_keys: [B, T, K, H]; of the first step.
-      first_values: [B, T, K, H].
-      segment_ids: int32 [B, T]; rows of one document share a number, 0 is padding.
-      scale: factor on the scores.
-      chunk_tokens: queries per step of the computation; None for a length that suits T.
+      first_keys: [B, T, K, H]; keys of the first step.
+      first_values: [B, T, K, H]; values of the first step.
+      segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
+      scale: Factor that multiplies the scores.
+      chunk_tokens: Queries per chunk; None to derive it from T.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:
-      ValueError: shapes that do not fit each other; the message names them.
+      ValueError: Shapes are inconsistent; the message names the array.
     """
     _check(queries, keys, values, first_keys, first_values, segment_ids)
     return causal_attention.in_chunks(
@@ -57,7 +57,7 @@ def unrolled_attention(
 def _attend_chunk(
     queries, keys, values, query_segments, first_keys, first_values, key_segments, *, scale
 ):
-    """Queries [B, C, N, H] that end where the first step's keys [B, S, K, H] end."""
+    """Attends from queries [B, C, N, H], the last C rows of the first step's keys [B, S, K, H]."""
     rows = online_softmax.group_queries(queries, first_keys.shape[2])
     partial = online_softmax.merge(
         causal_attention.attend_so_far(
@@ -70,11 +70,11 @@ def _attend_chunk(
 
 
 def _attend_own(rows: jax.Array, keys: jax.Array, values: jax.Array, scale: float) -> Partial:
-    """Rows [K, B, C·N/K, H] over the J keys [B, C, J, K, H] of their own place."""
+    """Attends from rows [K, B, C·N/K, H] to the J keys [B, C, J, K, H] at their own position."""
     kv_heads, batch, grouped, width = rows.shape
     split = rows.reshape(kv_heads, batch, keys.shape[1], -1, width)
 
-    # Sums rather than products of matrices: J and N/K are a handful, too small to be worth one.
+    # Elementwise products and sums, since J and N/K are too small for matrix products.
     def along(array):
         return array.astype(jnp.float32).transpose(3, 0, 1, 2, 4)[
             :, :, :, None
@@ -103,5 +103,6 @@ def _check(queries, keys, values, first_keys, first_values, segment_ids):
             raise ValueError(f"unrolled_attention: {name} is {array.shape}, expected {shape}")
     if heads % kv_heads or not later:
         raise ValueError(
-            f"unrolled_attention: {heads} query heads over {kv_heads} kv heads, {later} later steps"
+            f"unrolled_attention: {heads} query heads and {later} later steps, "
+            f"expected a multiple of {kv_heads} kv heads and at least 1 step"
         )

@@ -90,7 +90,7 @@ class Kernel(nnx.Module):
         self.format = form
 
     def _names_of_blocks(self, block, scales) -> tuple[str | None, str | None]:
-        """Returns the axes of block scales: those of the kernel where blocks divide over devices."""
+        """Returns the logical axes of block scales; None where blocks would straddle devices."""
         shape = self.kernel.get_value().shape[-2:]
         dimensions = zip(self.axes[-2:], shape, block, scales, strict=True)
         return tuple(
@@ -177,7 +177,7 @@ class Linear(Kernel):
         return (product * self.kernel_scale[0]).astype(x.dtype)
 
     def attend(self, hidden: jax.Array) -> jax.Array:
-        """Returns float32 logits [..., V] of hidden states [..., D], with an output head's kernel."""
+        """Returns float32 logits [..., V] of hidden states [..., D], as an output head."""
         return _project(hidden, self.kernel[...], self.sharding, dtype=jnp.float32)
 
     def columns(self, tokens: np.ndarray) -> jax.Array:

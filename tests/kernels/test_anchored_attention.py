@@ -259,7 +259,7 @@ WRONG_SHAPES = {
     "anchors": ((2, 2), "anchors is (2, 2), expected (2, 3)"),
     "valid": ((2, 4), "valid is (2, 4), expected (2, 3)"),
     "segment_ids": ((3, 19), "segment_ids is (3, 19), expected (2, 19)"),
-    "queries": ((2, 3, 3, 5, 8), "5 query heads over 2 kv heads"),
+    "queries": ((2, 3, 3, 5, 8), "5 query heads, expected a multiple of 2 kv heads"),
 }
 
 

@@ -137,7 +137,7 @@ WRONG_SHAPES = {
     1: ((2, 20, 2, 8), "keys is (2, 20, 2, 8), expected (2, 21, 2, 8)"),
     2: ((2, 21, 1, 8), "values is (2, 21, 1, 8), expected (2, 21, 2, 8)"),
     3: ((2, 20), "segment_ids is (2, 20), expected (2, 21)"),
-    0: ((2, 21, 5, 8), "5 query heads over 2 kv heads"),
+    0: ((2, 21, 5, 8), "5 query heads, expected a multiple of 2 kv heads"),
 }
 
 

@@ -156,7 +156,7 @@ def test_shapes_that_do_not_fit(shapes, message):
 
 
 def test_an_unknown_implementation():
-    with pytest.raises(ValueError, match="'megablox' is none of"):
+    with pytest.raises(ValueError, match="'megablox' is not one of"):
         grouped_matmul(
             jnp.zeros((1, 2)), jnp.zeros((1, 2, 2)), jnp.ones(1), implementation="megablox"
         )

@@ -50,7 +50,7 @@ def test_what_the_kernel_does_not_cover():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="implementation 'cuda' is none of"):
+    with pytest.raises(ValueError, match="implementation 'cuda' is not one of"):
         double(jnp.ones((8, 128)), "cuda")
 
 

@@ -139,8 +139,8 @@ def test_trees_over_quantised_pages():
     ("value_width", "page", "kv_dtype", "message"),
     [
         (64, 16, None, "latents of 64 numbers are no multiple of 128"),
-        (128, 4, None, "pages of 4 rows are no multiple of 8"),
-        (128, 32, "int8", "scales of pages of 32 rows are no multiple of 128"),
+        (128, 4, None, "pages of 4 rows, expected a multiple of 8"),
+        (128, 32, "int8", "quantized pages of 32 rows, expected multiples of 128"),
     ],
 )
 def test_what_the_kernel_does_not_cover(value_width, page, kv_dtype, message):

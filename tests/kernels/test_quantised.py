@@ -76,5 +76,5 @@ def test_plain_rows_are_cast_and_nothing_else():
 
 
 def test_a_dtype_without_a_largest_number_is_refused():
-    with pytest.raises(ValueError, match="are int8 or float8_e4m3fn, not int4"):
+    with pytest.raises(ValueError, match="must be int8 or float8_e4m3fn, not int4"):
         encode([[1.0]], "int4")
