@@ -247,7 +247,8 @@ def check_vmem(op: str, arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]]) ->
             for name, size in sizes.items()
         )
         raise ValueError(
-            f"{op}: needs {total / 2**20:.1f} MiB of VMEM, more than {VMEM_BYTES / 2**20:.0f}: {parts}"
+            f"{op}: needs {total / 2**20:.1f} MiB of VMEM, "
+            f"more than {VMEM_BYTES / 2**20:.0f}: {parts}"
         )
     return total
 
