@@ -1,7 +1,7 @@
-"""Completion of command lines in a shell: dflash completion bash|zsh|fish prints the script.
+"""Shell completion: dflash completion bash|zsh|fish prints a script.
 
-The scripts ask `dflash completion SHELL --line LINE` for what may follow. That is worked out from
-the subcommands, their flags, and the schema of the config that the line names.
+The scripts call `dflash completion SHELL --line LINE`, which prints the candidates. These follow
+from the subcommands, their flags, and the schema of the config on the command line.
 """
 
 import importlib
@@ -44,7 +44,7 @@ _FISH = """\
 complete -c dflash -f -a '(dflash completion fish --line=(commandline -cp) 2>/dev/null)'
 """
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-# Folders of the shipped configs of a command, where these are not at the top.
+# Folders of the shipped configs of each command, if not the top-level one.
 _FOLDERS = {
     "train": ("train",),
     "distill": ("distill",),
@@ -88,26 +88,26 @@ def _completion(command: cli.Command) -> None:
         print(_SCRIPTS[shell], end="")
         return
     found = candidates(*split(command.flags["line"]))
-    # fish adds the space itself.
+    # fish adds the space after a candidate.
     print("\n".join(one.rstrip() if shell == "fish" else one for one in found))
 
 
 def split(line: str) -> tuple[list[str], str]:
-    """The words of a command line after its program, and the last one, which is being typed."""
+    """Splits a command line into its complete words after the program, and the last word."""
     try:
         words = shlex.split(line)
-    except ValueError:  # an open quotation mark
+    except ValueError:  # an unclosed quotation mark
         words = line.split()
     word = "" if line[-1:].isspace() or not words else words.pop()
     return words[1:], word
 
 
 def candidates(words: Sequence[str], word: str) -> list[str]:
-    """What a word may become; a finished one ends in a space.
+    """Returns the candidates for a word; complete words end with a space.
 
     Args:
-      words: those between `dflash` and the word.
-      word: its beginning; may be empty.
+      words: Words between `dflash` and the word to complete.
+      word: Beginning of the word; may be empty.
     """
     if not words:
         found = [f"{name} " for name in (*COMMANDS, "--help", "--version")]
@@ -158,11 +158,11 @@ def _of_flag(flag: flags.Flag, begun: str) -> Iterable[str]:
 
 
 def known(subcommand: cli.Subcommand, given: Sequence[str]) -> list[keys.Key]:
-    """The keys of a subcommand's config, as names on the line and in its file choose them.
+    """Returns the keys of the config of a subcommand, given its file and overrides.
 
     Args:
-      subcommand: takes a config.
-      given: the path of the config, and the overrides so far; what is wrong in them is left out.
+      subcommand: Subcommand that takes a config.
+      given: Path of the config and the overrides so far; invalid ones are ignored.
     """
     problems: list[str] = []
     files, origin = merging.read(given[0], problems)
@@ -178,12 +178,12 @@ def known(subcommand: cli.Subcommand, given: Sequence[str]) -> list[keys.Key]:
 
 
 def overrides(found: Sequence[keys.Key], word: str, *, swept: bool = False) -> list[str]:
-    """What a key=value may become: the next part of its key, or its value.
+    """Returns the candidates for key=value: the next part of the key, or the value.
 
     Args:
-      found: the keys that there are.
-      word: its beginning.
-      swept: whether keys may stand in the block of a sweep too.
+      found: Keys of the config.
+      word: Beginning of key=value.
+      swept: Whether keys may have the prefix of a sweep.
     """
     prefix = next((one for one in _SWEPT if swept and word.startswith(one)), "")
     key, equals, begun = word.removeprefix(prefix).partition("=")
@@ -200,7 +200,7 @@ def overrides(found: Sequence[keys.Key], word: str, *, swept: bool = False) -> l
 
 
 def _parts(found: Iterable[keys.Key], begun: str) -> Iterator[str]:
-    """Keys up to their next dot after what has been typed."""
+    """Yields the keys that begin with `begun`, up to their next dot."""
     for key in found:
         name = ".".join(key.path)
         if not name.startswith(begun):
@@ -223,7 +223,7 @@ def _values(key: keys.Key, begun: str) -> list[str]:
 
 
 def shipped(command: str) -> list[str]:
-    """The shipped configs of a command, as it looks them up."""
+    """Returns the shipped configs of a command, in the form that the command accepts."""
     directory = merging.package_configs()
     folders = (directory / folder for folder in _FOLDERS.get(command, ("",)))
     found = (path.relative_to(directory) for folder in folders for path in folder.glob("*.yml"))
@@ -231,7 +231,7 @@ def shipped(command: str) -> list[str]:
 
 
 def paths(begun: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
-    """Files and directories that a path may become; `~` stays as it is typed."""
+    """Returns the files and directories that complete a path; keeps `~` unexpanded."""
     name = begun.rpartition("/")[2]
     shown = begun[: len(begun) - len(name)]
     found = []
@@ -244,7 +244,7 @@ def paths(begun: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
                     found.append(f"{shown}{entry.name}/")
                 elif entry.name.endswith(suffixes):
                     found.append(f"{shown}{entry.name} ")
-    except (OSError, RuntimeError, ValueError):  # no such directory, or no such user
+    except (OSError, RuntimeError, ValueError):  # the directory or the user does not exist
         return []
     return found
 

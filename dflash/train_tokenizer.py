@@ -66,18 +66,18 @@ def train_tokenizer(
     vocab_size: int = 4096,
     megabytes: float = 8.0,
 ) -> str:
-    """Trains a tokenizer; `destination` appears whole or not at all.
+    """Trains a tokenizer, and writes its directory completely or not at all.
 
     Args:
-      destination: must not exist, or be empty.
-      names: names of data sets; "jsonl" is added if there are files.
+      destination: Directory to write; must be absent or empty.
+      names: Names of data sets; "jsonl" is added if there are files.
       files: JSONL files of the data set jsonl.
-      vocab_size: number of pieces.
-      megabytes: maximum amount of text from each data set.
+      vocab_size: Number of tokens.
+      megabytes: Maximum amount of text from each data set, in MB.
     Returns:
-      One line that says what was written.
+      A summary in one line.
     Raises:
-      UserError: the data are unusable, or the destination cannot be written.
+      UserError: The data are unusable, or the destination cannot be written.
     """
     started = time.monotonic()
     check_vacant(destination)

@@ -1,4 +1,4 @@
-"""Chat templates: conversations as the text that a checkpoint was trained on."""
+"""Chat templates, which render conversations as the text that a checkpoint was trained on."""
 
 import datetime
 import functools
@@ -16,15 +16,15 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:
-    """A checkpoint's Jinja template: chat_template.jinja, else in tokenizer_config.json."""
+    """Jinja template of a checkpoint, from chat_template.jinja or tokenizer_config.json."""
 
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
-        """Reads nothing yet.
+        """Stores the arguments; the template is read when it is first rendered.
 
         Args:
-          directory: directory of the checkpoint.
-          variables: names that the template may use, such as those of `special_tokens`.
-          date: what templates that print the date print.
+          directory: Directory of the checkpoint.
+          variables: Variables of the template, such as those of `special_tokens`.
+          date: Date that the template may print.
         """
         self._directory = directory
         self._variables = dict(variables)
@@ -33,16 +33,16 @@ class ChatTemplate:
     def render(
         self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The conversation as text, up to where the answer begins unless asked otherwise.
+        """Renders a conversation as text.
 
         Args:
-          messages: each with "role" and "content".
-          add_generation_prompt: whether the answer is to begin where the text ends.
-          **variables: in place of the template's own of these names.
+          messages: Messages with "role" and "content".
+          add_generation_prompt: Whether to end with the text that begins an answer.
+          **variables: Variables that replace those of the constructor.
         Raises:
-          InputError: there is no template, or it fails, or exceeds a limit of `template_sandbox`.
+          InputError: The template is missing, fails, or exceeds a limit of `template_sandbox`.
         """
-        from dflash.text import template_sandbox  # jinja2 only where a template is rendered
+        from dflash.text import template_sandbox  # defers importing jinja2
 
         source, _ = self._source
         try:
@@ -52,7 +52,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables | variables,
             )
-        except Exception as error:  # templates are other people's code, and may raise anything
+        except Exception as error:  # a template may raise any exception
             raise _failure(source, error) from error
 
     @functools.cached_property
@@ -68,7 +68,7 @@ class ChatTemplate:
             return path, _read(path)
         path = self._directory / "tokenizer_config.json"
         template = tokenizer_config(self._directory).get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # named templates
             named = [one for one in template if isinstance(one, dict)]
             found = (one.get("template") for one in named if one.get("name") == "default")
             template = next(found, None)
@@ -81,7 +81,7 @@ class ChatTemplate:
 
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
-    """Spelling of bos_token, eos_token and so on, which templates refer to."""
+    """Returns the spellings of bos_token, eos_token etc. by name, which templates refer to."""
     config = _read_json(directory / "special_tokens_map.json") | tokenizer_config(directory)
     tokens = {}
     for name in _SPECIAL_NAMES:
@@ -93,7 +93,7 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
 
 
 def tokenizer_config(directory: pathlib.Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json; empty where there is none."""
+    """Returns the content of tokenizer_config.json; empty if the file is missing."""
     return _read_json(directory / "tokenizer_config.json")
 
 
@@ -128,5 +128,5 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
+    """Returns the first line of the message of an error."""
     return str(error).partition("\n")[0]

@@ -1,13 +1,13 @@
-"""Grammars that an output must match: JSON, of a schema or not, regular expressions, and Lark.
+"""Grammars that constrain an output: any JSON object, a JSON schema, a regular expression, or Lark.
 
     vocabulary = Vocabulary.of(tokenizer)             # once per tokenizer
     grammar = json_schema({"type": "integer"}, vocabulary)
-    matcher = grammar.matcher()                       # one per output
-    matcher.fill(masks, tokens, parents, ends)        # which tokens may follow
-    matcher.advance(tokens)                           # what was said
+    matcher = grammar.matcher()                       # once per output
+    matcher.fill(masks, tokens, parents, ends=ends)   # computes the allowed next tokens
+    matcher.advance(tokens)                           # appends tokens to the output
 
-Matching is the work of llguidance (`pip install 'dflash[grammar]'`). Which tokens may follow
-depends on the grammar and the tokens so far alone, so all processes of a run have the same masks.
+llguidance (`pip install 'dflash[grammar]'`) does the matching. The allowed tokens depend only on
+the grammar and the output so far, so all processes of a run compute the same masks.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ from dflash.text.tokenizer import Tokenizer
 Kind = Literal["json_object", "json_schema", "regex", "lark"]
 
 MAX_SOURCE_BYTES = 2**16
-COMPILE_SECONDS = 3  # of processor time
-_MOST_PATIENCE = 10  # of these, by the clock, until a process counts as stuck
+COMPILE_SECONDS = 3  # processor time
+_MOST_PATIENCE = 10  # ratio of wall-clock time to processor time at which a process is stuck
 _COMPILE_BYTES = 2**30
-# Far above what real schemas take; a grammar that needs more is refused.
+# Real schemas stay far below these limits; grammars that exceed them are rejected.
 _LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
@@ -41,43 +41,43 @@ _LIMITS = {
 }
 
 _JSON = {
-    # Keywords that are not supported are refused, whatever the schema says of them.
+    # Reject unsupported keywords, even if the schema asks for lenient treatment.
     "lenient": False,
-    # A space, or a new line and its indentation: without a bound some models never stop.
+    # A space, or a line break with indentation. Some models never stop writing unlimited space.
     "whitespace_pattern": r"( |\n[ \t]{0,32})?",
 }
 
 
 class Vocabulary:
-    """The tokens of a tokenizer, indexed for grammars; shared by all that use it."""
+    """Tokens of a tokenizer, indexed for grammars; all grammars of the tokenizer share it."""
 
     def __init__(self, tokens: TokenBytes):
-        """Takes the tokens; they are indexed when the first grammar needs it (under a second)."""
+        """Stores the tokens; the first grammar indexes them, in less than a second."""
         self.tokens = tokens
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        """The vocabulary of a tokenizer.
+        """Returns the vocabulary of a tokenizer.
 
         Raises:
-          InputError: its tokens' bytes are not known.
+          InputError: The bytes of its tokens are unknown.
         """
         return cls(tokenizer.token_bytes())
 
     @property
     def end(self) -> int:
-        """The token that stands for the end of the output: one more than there are."""
+        """Extra token id that marks the end of the output, one past the largest id."""
         return len(self.tokens.tokens)
 
     @functools.cached_property
     def index(self) -> Any:
-        """The tokens as llguidance takes them."""
+        """Tokenizer object of llguidance."""
         library = _import_llguidance()
         return library.LLTokenizer(library.TokenizerWrapper(_Wrapped(self)))
 
     @functools.cached_property
     def not_first(self) -> np.ndarray:
-        """Bits of the tokens that may not begin an output, int32 [words]."""
+        """Bit mask of the tokens that may not begin an output, int32 [words]."""
         dropped = [
             self.tokens.drops_space and b" " in (token or b"") for token in self.tokens.tokens
         ]
@@ -85,10 +85,11 @@ class Vocabulary:
 
 
 class _Wrapped:
-    """What llguidance asks of a tokenizer. Tokens without text have no bytes and never match.
+    """Tokenizer interface that llguidance requires.
 
-    Past the end there is a token for every byte, which no mask contains: llguidance splits what a
-    grammar prescribes into tokens, and must be able to, whatever the vocabulary.
+    Tokens without text have no bytes and never match. llguidance splits literal text of a grammar
+    into tokens, which must work with any vocabulary. Therefore 256 single-byte tokens follow the
+    end token; no mask contains them.
     """
 
     bos_token_id = None
@@ -102,7 +103,7 @@ class _Wrapped:
         self._longest = max(map(len, self._number_of))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Splits a text into tokens, the longest first."""
+        """Splits a text into tokens by greedy longest match."""
         rest, found = text.encode() if isinstance(text, str) else text, []
         while rest:
             sizes = range(min(self._longest, len(rest)), 0, -1)
@@ -114,12 +115,12 @@ class _Wrapped:
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """What an output must match; made by the functions below, which check it.
+    """Constraint on an output; built and checked by the functions of this module.
 
     Attributes:
-      kind: what `source` is.
-      source: the JSON schema, the regular expression or the Lark text; "" for any JSON object.
-      vocabulary: of the target's tokenizer.
+      kind: Language of `source`.
+      source: JSON schema, regular expression or Lark grammar; "" for any JSON object.
+      vocabulary: Vocabulary of the tokenizer of the target.
     """
 
     kind: Kind
@@ -127,19 +128,19 @@ class Grammar:
     vocabulary: Vocabulary = dataclasses.field(repr=False)
 
     def matcher(self) -> "Matcher":
-        """A matcher at the beginning of an output; the first call compiles the grammar.
+        """Returns a matcher at the beginning of an output; the first call compiles the grammar.
 
         Raises:
-          InputError: the grammar is unusable, or llguidance is absent.
+          InputError: The grammar is unusable, or llguidance is not installed.
         """
         return Matcher(self)
 
     def begin(self, *, anew: bool = False) -> Any:
-        """llguidance's matcher at the beginning of an output.
+        """Returns a matcher of llguidance at the beginning of an output.
 
         Args:
-          anew: compile once more. Copies share what they learn about the grammar, and with it the
-            limits of that.
+          anew: Whether to compile the grammar again. Copies of a compiled matcher share its lexer
+            states, and therefore also the limit on their number.
         """
         if anew:
             self.__dict__.pop("_compiled", None)
@@ -160,12 +161,12 @@ class Grammar:
 
 
 def json_object(vocabulary: Vocabulary) -> Grammar:
-    """Any JSON object."""
+    """Returns the grammar of any JSON object."""
     return _checked(Grammar("json_object", "", vocabulary))
 
 
 def json_schema(schema: Mapping[str, Any] | str, vocabulary: Vocabulary) -> Grammar:
-    """JSON that a schema describes, given as a value or as text; see `regex` for what is raised."""
+    """Returns the grammar of a JSON schema, given as a value or as text; raises like `regex`."""
     if not isinstance(schema, str):
         try:
             schema = json.dumps(schema, ensure_ascii=False)
@@ -175,36 +176,39 @@ def json_schema(schema: Mapping[str, Any] | str, vocabulary: Vocabulary) -> Gram
 
 
 def regex(pattern: str, vocabulary: Vocabulary) -> Grammar:
-    """Text that a regular expression (Rust's syntax, without look-around) matches as a whole.
+    """Returns the grammar of a regular expression (Rust syntax without look-around).
+
+    The expression must match the whole output.
 
     Raises:
-      InputError: it is not valid, uses what is not supported, takes too long or too much memory to
-        compile, matches nothing that the tokenizer can write, or llguidance is absent.
+      InputError: The expression is invalid or uses unsupported features, takes too much time or
+        memory to compile, or matches nothing that the tokenizer can write; or llguidance is not
+        installed.
     """
     return _checked(Grammar("regex", pattern, vocabulary))
 
 
 def lark(text: str, vocabulary: Vocabulary) -> Grammar:
-    """Text that a context-free grammar in llguidance's dialect of Lark describes; see `regex`."""
+    """Returns a context-free grammar in llguidance's dialect of Lark; raises like `regex`."""
     return _checked(Grammar("lark", text, vocabulary))
 
 
 class Matcher:
-    """How far an output has come in its grammar."""
+    """Position of an output within its grammar."""
 
     def __init__(self, grammar: Grammar):
-        """Begins an output."""
+        """Starts an empty output."""
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._state = grammar.begin()
         self._said: list[int] = []
 
     @property
     def may_end(self) -> bool:
-        """Whether the output so far matches the grammar as a whole."""
+        """True if the output so far is a complete match of the grammar."""
         return not self._state.is_error() and self._state.is_accepting()
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Takes the next tokens of the output, which the masks have allowed; no end among them."""
+        """Appends tokens to the output; the masks must allow them, and none may be an end token."""
         self._said += tokens
         self._state.consume_tokens(list(tokens))
 
@@ -217,19 +221,20 @@ class Matcher:
         ends: Sequence[int],
         first_end: int = 0,
     ) -> None:
-        """Writes which tokens may follow the output so far, and each draft of a proposal.
+        """Computes the tokens that may follow the output so far and each draft of a proposal.
 
-        Where nothing may follow, because the grammar outgrows its limits or no token fits, the
-        output ends; `may_end` then says that it is not whole. Rows that no accepted path reaches
-        are left as they are.
+        If no token may follow, because none fits or the grammar exceeds its limits, the mask allows
+        only the end tokens; then `may_end` is False, since the output is incomplete. Rows of drafts
+        that the grammar rejects, and of their descendants, stay unchanged.
 
         Args:
-          masks: int32 [R, ceil(V / 32)]; bit v % 32 of word v // 32 is for token v. Row 0 follows
-            the output so far, row g + 1 follows draft g.
-          tokens: the G = R - 1 drafts.
-          parents: row that each draft continues; None: a chain.
-          ends: tokens that end the output; they may follow only where the output may end.
-          first_end: output tokens before which the output ends only if nothing else is possible.
+          masks: Masks to fill, int32 [R, ceil(V / 32)]; bit v % 32 of word v // 32 is for token v.
+            Row 0 follows the output so far, and row g + 1 follows draft g.
+          tokens: The G = R - 1 draft tokens.
+          parents: Row that each draft continues; None for a chain.
+          ends: Tokens that end the output; they are allowed only where the output may end.
+          first_end: Minimum length of the output in tokens; a shorter output ends only if no other
+            token is possible.
         """
         children: dict[int, list[int]] = {}
         for draft, token in enumerate(tokens):
@@ -237,7 +242,7 @@ class Matcher:
                 parent = draft if parents is None else parents[draft]
                 children.setdefault(parent, []).append(draft)
         self._fill_row(masks[0], len(self._said), ends, first_end)
-        if self._state.is_error():  # perhaps what other outputs have left behind was too much
+        if self._state.is_error():  # other outputs may have used up the shared limits
             self._begin_anew()
             self._fill_row(masks[0], len(self._said), ends, first_end)
         followed = not self._state.is_error()
@@ -253,7 +258,7 @@ class Matcher:
                 self._state.consume_token(tokens[draft])
                 self._fill_row(masks[draft + 1], len(self._said) + len(path), ends, first_end)
                 path.append((draft + 1, iter(children.get(draft + 1, ()))))
-        if followed and self._state.is_error():  # at a draft, which need not become output
+        if followed and self._state.is_error():  # at a draft, which may not become output
             self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -261,7 +266,7 @@ class Matcher:
         self._state.consume_tokens(self._said)
 
     def _fill_row(self, row: np.ndarray, length: int, ends: Sequence[int], first_end: int) -> None:
-        """Writes which tokens may follow an output of `length` tokens."""
+        """Computes the mask of the tokens that may follow an output of `length` tokens."""
         end = self._vocabulary.end
         words = np.frombuffer(self._state.compute_bitmask(), np.int32)[: end // 32 + 1].copy()
         if self._state.is_error():
@@ -279,7 +284,7 @@ class Matcher:
 
 
 def forbid(words: np.ndarray, tokens: Sequence[int]) -> None:
-    """Takes the bits of tokens out of a mask int32 [words]."""
+    """Clears the bits of tokens in a mask, int32 [words]."""
     for token in tokens:
         _set(words, token, False)
 
@@ -298,7 +303,7 @@ def _set(words: np.ndarray, token: int, value: bool) -> None:
 
 
 def _pack(bits: np.ndarray) -> np.ndarray:
-    """bool [n] as int32 [ceil(n / 32)]."""
+    """Packs bool [n] into int32 [ceil(n / 32)]."""
     padded = np.zeros(-(-len(bits) // 32) * 32, bool)
     padded[: len(bits)] = bits
     return np.packbits(padded, bitorder="little").view(np.int32)
@@ -308,7 +313,7 @@ def _pack(bits: np.ndarray) -> np.ndarray:
 
 
 def _checked(grammar: Grammar) -> Grammar:
-    """The grammar, compiled, if it can be; see `regex`."""
+    """Returns the grammar after compiling it; raises like `regex`."""
     _import_llguidance()
     try:
         size = len(grammar.source.encode())
@@ -329,9 +334,10 @@ def _checked(grammar: Grammar) -> Grammar:
 
 @functools.lru_cache(maxsize=1024)
 def _compiles_alone(kind: Kind, source: str) -> str:
-    """Compiles a grammar in a process of its own, which can be stopped; returns what is wrong.
+    """Compiles a grammar in a separate process; returns a description of the problem, or "".
 
-    The library bounds most of what it does, but not all: some short schemas take minutes.
+    The process can be stopped. The limits of the library do not cover everything, and some short
+    schemas take minutes.
     """
     too_long = f"takes more than {COMPILE_SECONDS} s to compile; make it simpler"
     try:
@@ -351,10 +357,10 @@ def _compiles_alone(kind: Kind, source: str) -> str:
     return done.stdout
 
 
-# The status of a process that has spent its time; None where there is no limit but the clock.
+# Exit status of a process that exceeds its processor time; None on systems without such a limit.
 _SPENT = -signal.SIGXCPU if hasattr(signal, "SIGXCPU") else None
-# Takes the first steps of an output too, at which large automata are built. How long that takes by
-# the clock depends on what else the machine does, so processor time is what counts.
+# The program also matches the first tokens of an output, because large automata are built then. Its
+# limit is on processor time, since wall-clock time depends on the load of the machine.
 _ALONE = """
 import json, math, sys, time
 import llguidance
@@ -388,7 +394,7 @@ print(matcher.get_error(), end="")
 
 
 def _serialized(kind: Kind, source: str) -> str:
-    """The grammar as llguidance takes it."""
+    """Converts a grammar to the format of llguidance."""
     matcher = _import_llguidance().LLMatcher
     if kind == "regex":
         return matcher.grammar_from_regex(source)
@@ -407,7 +413,7 @@ def _unusable(kind: Kind, problem: str) -> errors.InputError:
 
 
 def _first_line(problem: str) -> str:
-    """A library's message in one line of a bearable length."""
+    """Shortens an error message of the library to one line of at most 200 characters."""
     line = " ".join(problem.split("<state>")[0].split())
     return line if len(line) <= 200 else f"{line[:199]}…"
 

@@ -1,4 +1,4 @@
-"""JSONL files: reading lines, checking their fields, and error messages about them."""
+"""JSONL files: reading of lines, checks of their fields, and error messages about them."""
 
 import codecs
 import itertools
@@ -11,38 +11,38 @@ from dflash import errors
 from dflash.config import encoding, schema
 from dflash.storage import paths
 
-MAX_DEPTH = 100  # of nested values
-# Each token of a sequence takes a byte at least, so a longer line is no prompt that could be used.
+MAX_DEPTH = 100  # nesting depth of values
+# Each token takes at least one byte, so the prompt of a longer line exceeds every context length.
 MAX_LINE_BYTES = schema.MAX_TOKENS
 MAX_PROBLEMS_SHOWN = 10
 MAX_QUOTED_CHARACTERS = 60
 
 
 def entries(file: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
-    """Yields each line's place, such as "a.jsonl:7", and a call that reads it as an object.
+    """Yields the place of each line, such as "a.jsonl:7", and a function that parses it.
 
-    Reading waits for the call, so that one bad line does not hide the next.
+    A line is parsed only when its function is called, so that all bad lines can be reported.
 
     Raises:
-      InputError: the file cannot be read; or by the call: the line is no JSON object.
+      InputError: The file cannot be read. The functions raise it if the line is not a JSON object.
     """
     try:
         with paths.to_path(file).open("rb") as lines:
             for place, line in placed_lines(lines, file):
                 yield place, lambda line=line: parse_json(decode(line))
-    except (OSError, ValueError) as error:  # no file has a name with a null character
+    except (OSError, ValueError) as error:  # ValueError: null character in the name
         reason = getattr(error, "strerror", None) or error
         raise errors.InputError(f"{file}: cannot be read: {reason}") from error
 
 
 def placed_lines(lines: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
-    """Yields the lines that are not blank, without their ends, each with its place.
+    """Yields the place and the content of each non-blank line, without its line break.
 
     Args:
-      lines: a stream of bytes.
-      name: of the stream, in places such as "a.jsonl:7".
+      lines: Stream of bytes.
+      name: Name of the stream in places such as "a.jsonl:7".
     Raises:
-      InputError: the text is not UTF-8 by its beginning, or a line is far too long.
+      InputError: The stream does not begin like UTF-8 text, or a line exceeds MAX_LINE_BYTES.
     """
     for number in itertools.count(1):
         line = lines.readline(MAX_LINE_BYTES + 1)
@@ -58,13 +58,13 @@ def placed_lines(lines: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
                 encoding.check(line)
             except errors.InputError as error:
                 raise errors.InputError(f"{name}: {error}") from error
-            line = line.removeprefix(codecs.BOM_UTF8)  # some editors begin files with this mark
+            line = line.removeprefix(codecs.BOM_UTF8)  # some editors write a byte order mark
         if line.strip():
             yield f"{name}:{number}", line.removesuffix(b"\n").removesuffix(b"\r")
 
 
 def decode(line: bytes) -> str:
-    """A line as text; InputError says where it is not UTF-8."""
+    """Decodes a line as UTF-8; raises InputError with the place of the first invalid byte."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -73,10 +73,10 @@ def decode(line: bytes) -> str:
 
 
 def parse_json(line: str) -> Mapping[str, Any]:
-    """Reads one line of a JSONL file as an object.
+    """Parses a line of a JSONL file as an object.
 
     Raises:
-      InputError: the line is something else, nested too deep, or has numbers that JSON has not.
+      InputError: The line is not a JSON object, is nested too deep, or has non-finite numbers.
     """
     try:
         fields = json.loads(line, parse_constant=_refuse, parse_float=_finite)
@@ -86,11 +86,11 @@ def parse_json(line: str) -> Mapping[str, Any]:
         ) from error
     except json.JSONDecodeError as error:
         raise errors.InputError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; deep nesting
+    except (ValueError, RecursionError) as error:  # huge integers, deep nesting
         raise errors.InputError(f"not usable JSON: {error}") from error
     if not isinstance(fields, dict):
         raise errors.InputError(f"expected a JSON object, not {quote(fields)}")
-    if line.count("[") + line.count("{") > MAX_DEPTH:  # there are many of them in text, too
+    if line.count("[") + line.count("{") > MAX_DEPTH:  # texts may have some, too
         deep = next((place for place, depth, _ in _walk(fields) if depth > MAX_DEPTH), None)
         if deep is not None:
             raise errors.InputError(f"{deep[:MAX_QUOTED_CHARACTERS]}…: nested too deep")
@@ -98,7 +98,7 @@ def parse_json(line: str) -> Mapping[str, Any]:
 
 
 class _NotFinite(Exception):
-    """A number such as NaN, which Python's JSON has and others refuse."""
+    """Non-finite number such as NaN, which only Python accepts in JSON."""
 
 
 def _refuse(constant: str) -> float:
@@ -122,7 +122,7 @@ def _place_of_not_finite(line: str) -> str:
 
 
 def _walk(value: Any) -> Iterator[tuple[str, int, Any]]:
-    """Yields every value within a JSON value, its place such as "messages[0].role", its depth."""
+    """Yields (place, depth, value) of all nested values, with places like "messages[0].role"."""
     waiting = [("", 0, value)]
     while waiting:
         place, depth, value = waiting.pop()
@@ -137,7 +137,7 @@ def _walk(value: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def check_text(value: Any, what: str = "prompt") -> str:
-    """A field as text that is not empty; `what` names the field in errors."""
+    """Checks that a field is a non-empty string, and returns it; errors name the field `what`."""
     if not isinstance(value, str):
         raise errors.InputError(f"{what}: expected a string, not {quote(value)}")
     if not value:
@@ -146,7 +146,7 @@ def check_text(value: Any, what: str = "prompt") -> str:
 
 
 def check_unicode(text: str, where: str) -> str:
-    """Rejects unpaired surrogates: JSON can spell them, but no tokenizer or file takes them."""
+    """Checks that a text has no unpaired surrogates, which JSON allows and UTF-8 does not."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -156,7 +156,7 @@ def check_unicode(text: str, where: str) -> str:
 
 
 def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """A field as messages, at least one, each with a role and a content."""
+    """Checks that a field is a non-empty list of messages with role and content."""
     if not isinstance(value, list):
         raise errors.InputError(f"messages: expected a list, not {quote(value)}")
     if not value:
@@ -176,7 +176,7 @@ def check_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def check_ids(value: Any, what: str = "prompt_ids") -> tuple[int, ...]:
-    """A field as token ids, at least one; `what` names the field in errors."""
+    """Checks that a field is a non-empty list of token ids; errors name the field `what`."""
     if not isinstance(value, list):
         raise errors.InputError(f"{what}: expected a list, not {quote(value)}")
     if not value:
@@ -188,7 +188,7 @@ def check_ids(value: Any, what: str = "prompt_ids") -> tuple[int, ...]:
 
 
 def quote(value: Any) -> str:
-    """The beginning of a value as JSON."""
+    """Returns the beginning of a value as JSON."""
     text = json.dumps(value, default=repr)
     if len(text) > MAX_QUOTED_CHARACTERS:
         return f"{text[:MAX_QUOTED_CHARACTERS]}…"
@@ -196,7 +196,7 @@ def quote(value: Any) -> str:
 
 
 def summarize(name: str, problems: Sequence[str], what: str = "prompts") -> str:
-    """Joins problems, one a line; those beyond the first ten are only counted."""
+    """Joins problems, one per line; those after the first ten are only counted."""
     lines = list(problems[:MAX_PROBLEMS_SHOWN])
     if len(problems) > len(lines):
         more = len(problems) - len(lines)

@@ -1,4 +1,4 @@
-"""Reads the prompts of a run: from the config, a JSONL file, or standard input."""
+"""Prompts of a run, from the config, a JSONL file, a data set, standard input, or a program."""
 
 import dataclasses
 import io
@@ -14,33 +14,40 @@ from dflash.text import jsonl
 from dflash.text import tokenizer as tokenizer_lib
 from dflash.text.chat_template import Messages
 
-_LATER_TURNS = "later turns"  # among the fields of an entry; no name that a file would have
+_LATER_TURNS = "later turns"  # internal field of an entry; no JSONL field has this name
 KINDS = ("prompt", "messages", "turns", "prompt_ids")
-# A prompt as a program gives it: a text, token ids, or the messages of a conversation.
+# Prompt of a program: a text, token ids, or the messages of a conversation.
 Value = str | Iterable[int] | Iterable[Mapping[str, Any]]
-# An entry is the place of a prompt, and a call that reads it as the fields of a JSONL line. Reading
-# waits for the call, so that one bad line does not hide the next.
+# An entry is the place of a prompt and a function that reads it as the fields of a JSONL line. Only
+# the call of the function reads it, so that all bad lines can be reported.
 _Entries = Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, and what they were made from (nothing, when it came as ids).
+    """Tokenized prompt.
 
-    `later_turns` are the user's later messages, each after an answer of the model's. Their indices
-    follow this one's, so the next prompt's index is index + 1 + len(later_turns).
+    Attributes:
+      index: Index in the run, from 0. Later turns have the indices after it, so the index of the
+      next
+        prompt is index + 1 + len(later_turns).
+      ids: Token ids.
+      text: Text of a plain prompt, else None.
+      messages: Messages of a conversation, else None.
+      source: Place for error messages, such as "prompts.jsonl:7".
+      later_turns: Further messages of the user, each of which follows an answer of the model.
     """
 
-    index: int  # place in the run, from 0
+    index: int
     ids: tuple[int, ...]
     text: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
-    source: str = ""  # where it was read, for later error messages, such as "prompts.jsonl:7"
+    source: str = ""
     later_turns: tuple[str, ...] = ()
 
     @property
     def indices(self) -> range:
-        """Its own index and those of its later turns."""
+        """Index of the prompt and those of its later turns."""
         return range(self.index, self.index + 1 + len(self.later_turns))
 
 
@@ -55,22 +62,22 @@ def read_prompts(
 ) -> list[Prompt]:
     """Reads and tokenizes every prompt of a run.
 
-    Prompts come from `config.text`, `config.file` or `config.dataset`, else `stdin`. A line of the
-    file holds exactly one of `prompt`, `messages`, `turns` (of the user, the model answers each)
-    and `prompt_ids`; other keys are ignored: real data sets carry ids and answers. A
-    line of `stdin` is a prompt. Blank lines are skipped.
+    Prompts come from `config.text`, `config.file` or `config.dataset`, otherwise from `stdin`. A
+    line of the file has exactly one of the keys `prompt`, `messages`, `turns` (messages of the
+    user, each answered by the model) and `prompt_ids`. Other keys are ignored, since data sets
+    often have ids and answers. Each line of `stdin` is a prompt. Blank lines are skipped.
 
     Args:
-      config: where to read, and whether plain text goes through the chat template.
-      tokenizer: may be None where every prompt is given as token ids.
-      vocab_size: every token id must be smaller.
-      stdin: read to its end, and only where the config names no prompts.
-      conversations: the openings of `config.dataset`'s examples.
-      later_turns: the user's later messages of each conversation; empty for none.
+      config: Source of the prompts, and whether the chat template is applied to plain text.
+      tokenizer: Tokenizer of the target; may be None if all prompts are token ids.
+      vocab_size: Upper bound of the token ids, exclusive.
+      stdin: Stream that is read to its end if the config names no prompts.
+      conversations: Messages before the first answer of each example of `config.dataset`.
+      later_turns: Further messages of the user in each conversation; empty for none.
 
     Raises:
-      InputError: there are no prompts, or some are unusable: the first ten of these are named, one
-        line each, and the rest counted.
+      InputError: There are no prompts, or some are unusable. The message lists the first ten of
+        these, one per line, and counts the others.
     """
     if config.text and config.file:
         raise errors.InputError("prompts.text and prompts.file are both given: keep one of them")
@@ -93,15 +100,15 @@ def from_values(
     *,
     vocab_size: int,
 ) -> list[Prompt]:
-    """Tokenizes prompts that a program gives, rather than a file.
+    """Tokenizes prompts that a program passes as Python values.
 
     Args:
-      values: each a text, token ids, or the messages of a conversation.
-      config: whether plain text goes through the chat template.
-      tokenizer: the target's.
-      vocab_size: every token id must be smaller.
+      values: Prompts, each a text, token ids, or the messages of a conversation.
+      config: Whether the chat template is applied to plain text.
+      tokenizer: Tokenizer of the target.
+      vocab_size: Upper bound of the token ids, exclusive.
     Raises:
-      InputError: as `read_prompts`.
+      InputError: There are no prompts, or some are unusable; see `read_prompts`.
     """
     return _collect("prompts", _value_entries(values), config, tokenizer, vocab_size)
 
@@ -113,11 +120,7 @@ def _collect(
     tokenizer: tokenizer_lib.Tokenizer | None,
     vocab_size: int,
 ) -> list[Prompt]:
-    """Makes the prompts of all entries.
-
-    Raises:
-      InputError: see `read_prompts`.
-    """
+    """Tokenizes all entries; raises like `read_prompts`."""
     prompts: list[Prompt] = []
     problems: list[str] = []
     for source, read in entries:
@@ -150,22 +153,22 @@ def continued(
     *,
     vocab_size: int,
 ) -> Prompt:
-    """The prompt of a later turn: the conversation so far, the model's answer, and the user's text.
+    """Returns the prompt of a later turn: the conversation with its answer and the next message.
 
-    As in published evaluations, the answer goes through the chat template as text, which may render
-    it otherwise than it was written (Qwen3's leaves out earlier reasoning).
+    As in published evaluations, the chat template renders the answer as text, which may differ from
+    the decoded tokens (the template of Qwen3 omits earlier reasoning).
 
     Args:
-      prompt: prompt of the first turn.
-      turn: number of the later turn; 1 after the first answer.
-      so_far: the messages before the answer.
-      answer: the model's answer.
-      tokenizer: a tokenizer with a chat template.
-      vocab_size: every token id must be smaller.
+      prompt: Prompt of the first turn.
+      turn: Number of the later turn; 1 after the first answer.
+      so_far: Messages before the answer.
+      answer: Answer of the model.
+      tokenizer: Tokenizer with a chat template.
+      vocab_size: Upper bound of the token ids, exclusive.
     Raises:
-      InputError: the template refuses the conversation.
+      InputError: The chat template cannot render the conversation.
     """
-    # Odd tokens can spell half a character, which no tokenizer takes.
+    # Decoded tokens may contain lone surrogates, which no tokenizer accepts.
     answer = answer.encode("utf-8", "replace").decode("utf-8")
     said = {"role": "assistant", "content": answer}
     messages = (*so_far, said, {"role": "user", "content": prompt.later_turns[turn - 1]})
@@ -183,13 +186,13 @@ def _value_entries(values: Iterable[Value]) -> _Entries:
 
 
 def _fields(value: Value) -> Mapping[str, Any]:
-    """A prompt of a program as the fields of a JSONL line."""
+    """Converts a prompt of a program to the fields of a JSONL line."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return {"prompt": value}
     items = [value] if isinstance(value, Mapping) else list(value)
     if items and isinstance(items[0], Mapping):
         return {"messages": [dict(one) if isinstance(one, Mapping) else one for one in items]}
-    # Arrays hold integers of other types than Python's.
+    # Integers of arrays have other types than int.
     return {"prompt_ids": [int(id) if isinstance(id, numbers.Integral) else id for id in items]}
 
 
@@ -210,7 +213,7 @@ def _conversation_entries(
 def _stdin_entries(stdin: TextIO) -> _Entries:
     if stdin.isatty():
         print("reading prompts, one a line; Ctrl-D ends them", file=sys.stderr)
-    # Bytes where there are any: decoding line by line lets an error name the line.
+    # Read bytes if possible, because an error of decoding by line can name the line.
     lines = getattr(stdin, "buffer", None) or io.BytesIO(stdin.read().encode("utf-8"))
     for place, line in jsonl.placed_lines(lines, "stdin"):
         yield place, lambda line=line: {"prompt": jsonl.decode(line)}
@@ -224,10 +227,10 @@ def _make_prompt(
     special_tokens: bool = False,
     vocab_size: int,
 ) -> Prompt:
-    """Checks and tokenizes one entry; its index and source are for the caller to fill in.
+    """Checks and tokenizes an entry; the caller sets index and source.
 
     Raises:
-      InputError: the entry is unusable.
+      InputError: The entry is unusable.
     """
     kinds = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:

@@ -1,30 +1,30 @@
-"""Special tokens in rendered chats: the template's own count, those that a message spells do not.
+"""Special tokens in rendered chats, which only the template may add.
 
-A message may hold the spelling of a special token, such as "<|im_end|>". Before the template
-renders it, each character of such a spelling gets a mark, so that in the rendered text only the
-template's own special tokens are left to be found; `split` finds them and takes the marks away.
-Messages without such spellings are rendered and encoded as they are.
+A message may contain the spelling of a special token, such as "<|im_end|>", which must be encoded
+as plain text. Before the template renders it, `mark` inserts a mark before each character of such a
+spelling, so that the rendered text only contains the special tokens of the template. `split` finds
+these and removes the marks. Other messages are rendered and encoded unchanged.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MARK = "\ufdd0"  # a character that Unicode reserves for uses inside programs
+MARK = "\ufdd0"  # Unicode noncharacter, reserved for internal use
 _MARKED = re.compile(f"{MARK}(.)", re.DOTALL)
 
 
 class SpecialTokens:
-    """The spellings of a tokenizer's special tokens, and their ids."""
+    """Spellings of the special tokens of a tokenizer, and their ids."""
 
     def __init__(
         self, ids: Mapping[str, int], *, strips: Mapping[str, tuple[bool, bool]] | None = None
     ):
-        """Makes the patterns.
+        """Compiles the patterns.
 
         Args:
-          ids: by spelling.
-          strips: spelling -> whether the token takes the spaces before it, and those after it.
+          ids: Token ids by spelling.
+          strips: Whether a token absorbs the spaces before and after it, by spelling.
         """
         self._ids = {spelling: token for spelling, token in ids.items() if spelling}
         spellings = sorted(self._ids, key=len, reverse=True)  # the longest match wins
@@ -33,17 +33,18 @@ class SpecialTokens:
         plain = "|".join(map(re.escape, spellings)) or "(?!)"
         self._spelled = re.compile(f"{plain}|{MARK}")
         parts = (_pattern(one, *(strips or {}).get(one, (False, False))) for one in spellings)
-        # A mark takes the character after it along, so that no token begins there.
+        # A mark consumes the character after it, so that no special token is found there.
         self._found = re.compile(f"{MARK}.|({'|'.join(parts) or '(?!)'})", re.DOTALL)
 
     def spelled_in(self, text: str) -> bool:
-        """Whether a text holds a spelling of a special token, or a mark."""
+        """Returns whether a text contains the spelling of a special token, or a mark."""
         return self._spelled.search(text) is not None
 
     def mark(self, value: Any) -> Any:
-        """Text, or every text in a JSON value, with its spellings of special tokens marked.
+        """Marks the spellings of special tokens in a text, or in every text of a JSON value.
 
-        The beginning of one at a text's end is marked as well: another text may follow.
+        The beginning of a spelling at the end of a text is also marked, because the next text may
+        complete it.
         """
         if isinstance(value, str):
             marked = self._spelled.sub(lambda match: _mark_all(match.group()), value)
@@ -56,14 +57,14 @@ class SpecialTokens:
         return value
 
     def _opened_at(self, marked: str) -> int:
-        """Where the longest beginning of a spelling at a text's end begins; its length if none."""
+        """Returns where an incomplete spelling at the end of a text starts; its length if none."""
         unmarked = max((match.end() for match in _MARKED.finditer(marked)), default=0)
         first = max(unmarked, len(marked) - self._longest)
         places = (at for at in range(first, len(marked)) if marked[at:] in self._beginnings)
         return next(places, len(marked))
 
     def split(self, text: str) -> Iterator[tuple[int | None, str]]:
-        """Yields a rendered text's special tokens as (id, spelling), the rest as (None, text)."""
+        """Splits a rendered text into special tokens (id, spelling) and plain text (None, text)."""
         start = 0
         for match in self._found.finditer(text):
             if match[1] is None:
@@ -78,7 +79,7 @@ class SpecialTokens:
 
 
 def without_marks(text: str) -> str:
-    """A marked text as it was written."""
+    """Removes the marks from a text."""
     return _MARKED.sub(r"\1", text)
 
 
@@ -87,6 +88,6 @@ def _mark_all(text: str) -> str:
 
 
 def _pattern(spelling: str, left: bool, right: bool) -> str:
-    # The lookbehind keeps long runs of spaces from being tried from each of their places.
+    # The lookbehind avoids quadratic time, since long runs of spaces match from their start only.
     before = r"(?:(?<!\s)\s+)?" if left else ""
     return before + re.escape(spelling) + (r"\s*" if right else "")

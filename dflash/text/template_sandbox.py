@@ -1,9 +1,9 @@
-"""Jinja for other people's chat templates: no access to Python, and a budget for each rendering.
+"""Jinja environment for untrusted chat templates, without access to Python and with a budget.
 
-Time and memory are bounded by counting, not by clocks or signals, so a template that is refused is
-refused on every machine. Each pass through a loop, each call of a macro, and each character or list
-item that an operation makes is paid from one budget. What could make much at once, such as
-`'x' * 10**10`, is checked before it runs.
+Time and memory are limited by counting operations instead of clocks or signals, so a template is
+rejected on every machine or on none. Each iteration of a loop, each call of a macro, and each
+character or list item that an operation produces reduces the budget of a rendering. Operations with
+a large result, such as `'x' * 10**10`, are checked before they run.
 """
 
 import datetime
@@ -22,30 +22,30 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.visitor import NodeTransformer
 
-MAX_SOURCE = 1_000_000  # characters of a template
-BUDGET = 20_000_000  # characters and list items of one rendering
-STEP_COST = 200  # what a pass through a loop or macro costs, which takes longer than a character
+MAX_SOURCE = 1_000_000  # characters per template
+BUDGET = 20_000_000  # characters and list items per rendering
+STEP_COST = 200  # cost of a loop iteration or macro call, in characters of equal time
 MAX_EXPONENT = 100
 
-_LEFT = "left of the budget"  # a variable that no template can name
-# These make long texts of short ones, or differ between calls, and no chat needs them.
+_LEFT = "left of the budget"  # no template can use this name, as it has spaces
+# These produce long texts from short ones or differ between calls, and chats do not need them.
 _REFUSED_FILTERS = "batch filesizeformat pprint random slice urlize wordwrap xmlattr".split()
 _REFUSED_METHODS = frozenset({"expandtabs", "format_map", "translate"})
-_LONG_FORMAT = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # %9999d, or a width that is given apart
+_LONG_FORMAT = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # %9999d, or a width that is an argument
 
 
 def environment(date: datetime.date) -> jinja2.Environment:
-    """The names and settings that templates on the Hugging Face hub are written for.
+    """Builds the environment that chat templates on the Hugging Face hub expect.
 
     Args:
-      date: what `strftime_now` formats, at midnight.
+      date: Date that `strftime_now` formats, at midnight.
     Source: transformers, `utils/chat_template_utils.py`.
     """
     made = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        optimized=False,  # nothing is computed before there is a budget
+        optimized=False,  # constant folding would not be metered
         finalize=_written,
     )
     moment = datetime.datetime.combine(date, datetime.time())
@@ -69,7 +69,7 @@ def compile_source(source: str, date: datetime.date) -> jinja2.Template:
     """Compiles a template in an `environment`.
 
     Raises:
-      TemplateError: it is no template, or too long.
+      TemplateError: The source is not a valid template, or too long.
     """
     if len(source) > MAX_SOURCE:
         raise jinja2.TemplateError(f"longer than {MAX_SOURCE:,} characters")
@@ -77,10 +77,10 @@ def compile_source(source: str, date: datetime.date) -> jinja2.Template:
 
 
 def render(template: jinja2.Template, **variables: Any) -> str:
-    """The text that a template of `environment` makes of variables.
+    """Renders a template of `environment`.
 
     Raises:
-      TemplateError: the template refuses, or exceeds its budget; other errors are its own.
+      TemplateError: The template raises it or exceeds its budget. Templates may raise other errors.
     """
     return template.render({**variables, _LEFT: [BUDGET]})
 
@@ -93,7 +93,7 @@ def _pay(context: Context, amount: int) -> None:
 
 
 def _pay_for(context: Context, value: Any) -> Any:
-    """`value`, once its size is paid."""
+    """Reduces the budget by the size of `value`, and returns `value`."""
     _pay(context, _size(value))
     return value
 
@@ -110,13 +110,13 @@ def _written(context: Context, value: Any) -> str:
 
 
 def _affordable(size: int) -> None:
-    """Refuses in advance what no budget would pay."""
+    """Raises TemplateError if a result of this size exceeds any budget."""
     if size > BUDGET:
         raise jinja2.TemplateError(f"makes more than {BUDGET:,} characters or steps")
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, with a budget."""
+    """Sandbox of jinja2, with a budget."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -124,11 +124,11 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _Metering().visit(super()._parse(source, name, filename))
 
     def pay(self, context: Context, amount: int) -> None:
-        """What loops and macros call at the beginning of their bodies."""
+        """Reduces the budget; loops and macros call this at the beginning of their bodies."""
         _pay(context, amount)
 
     def pay_for(self, context: Context, value: Any) -> Any:
-        """What filters and concatenations are wrapped in."""
+        """Reduces the budget by the size of the result of a filter or concatenation."""
         return _pay_for(context, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -156,13 +156,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 return _pay_for(__context, _join(args[0], owner))
             if name == "format":
                 _check_format(owner)
-            for width in args:  # of ljust and the like
+            for width in args:  # width of ljust and similar methods
                 _affordable(width if isinstance(width, int) else 0)
         return _pay_for(__context, super().call(__context, __obj, *args, **kwargs))
 
 
 class _Metering(NodeTransformer):
-    """Puts the calls that pay into a template."""
+    """Inserts the calls that reduce the budget into a template."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -171,7 +171,7 @@ class _Metering(NodeTransformer):
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
         self.generic_visit(node)
-        return self._paid(node) if node.node is not None else node  # None: of a block
+        return self._paid(node) if node.node is not None else node  # None for filter blocks
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._stepping(node)
@@ -199,7 +199,7 @@ class _Metering(NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the answer for training; here only its body counts."""
+    """Tag {% generation %}, which marks answers for training; only its body is rendered."""
 
     tags = frozenset({"generation"})
 

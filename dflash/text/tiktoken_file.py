@@ -1,4 +1,4 @@
-"""Tokenizers in tiktoken's format, as Kimi K2 has them: bytes and their ranks, and a pattern."""
+"""Tokenizers in the format of tiktoken (byte sequences with ranks), as Kimi K2 uses it."""
 
 import base64
 import datetime
@@ -15,8 +15,8 @@ from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import TIKTOKEN_MODEL
 from dflash.text.tokenizer_files import TemplateTokenizer, fingerprint_of
 
-# How Kimi K2 cuts a text before it merges bytes. The file of ranks does not say, and a checkpoint's
-# own code is not run.
+# Pattern that splits a text into words before bytes are merged. It is that of Kimi K2: the file of
+# ranks has no pattern, and the code in a checkpoint is not run.
 _WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -33,16 +33,16 @@ _PATTERN = "|".join(
     )
 )
 _CLASS = "TikTokenTokenizer"
-_RESERVED = 256  # ids of special tokens behind those of the file
-# Longer pieces of one kind would overflow the stack of the library's regular expressions.
+_RESERVED = 256  # number of special token ids after those of the file
+# Longer runs of spaces or non-spaces overflow the stack of the regular expressions of the library.
 _LONGEST_RUN = 25_000
 
 
 class TiktokenTokenizer(TemplateTokenizer):
-    """tiktoken.model, by the `tiktoken` library, as Kimi K2 has it.
+    """Tokenizer of tiktoken.model, by the `tiktoken` library, as Kimi K2 uses it.
 
-    Special tokens are those of `added_tokens_decoder` in tokenizer_config.json, and the reserved
-    ones behind the file's. What those without `special: true` spell is shown in outputs.
+    Special tokens are those of `added_tokens_decoder` in tokenizer_config.json and the reserved
+    ones after those of the file. Outputs show the special tokens that lack `special: true`.
     """
 
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
@@ -112,7 +112,7 @@ class TiktokenTokenizer(TemplateTokenizer):
 def _added_tokens(
     directory: pathlib.Path, config: Mapping[str, Any]
 ) -> dict[int, tuple[str, bool]]:
-    """Spelling of each added token, and whether it is special."""
+    """Returns the spelling of each added token, and whether it is special, by id."""
     try:
         return {
             int(number): (str(token["content"]), bool(token.get("special", False)))
@@ -126,7 +126,7 @@ def _added_tokens(
 
 
 def _read_ranks(file: pathlib.Path) -> dict[bytes, int]:
-    """The bytes of each token, base64, and its rank, a line each."""
+    """Reads lines of a token in base64 and its rank, and returns the ranks by token."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line.strip()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -141,7 +141,7 @@ def _read_ranks(file: pathlib.Path) -> dict[bytes, int]:
 
 
 def _cut_runs(text: str, longest: int) -> Iterator[str]:
-    """A text in pieces, so that none has a longer run of spaces, or of anything else."""
+    """Splits a text such that no run of spaces or of non-spaces is longer than `longest`."""
     begin = 0
     for match in re.finditer(rf"\s{{{longest}}}|\S{{{longest}}}", text):
         yield text[begin : match.end()]

@@ -1,20 +1,20 @@
-"""The bytes that each token of a tokenizer writes, exactly as its `decode` writes them."""
+"""Bytes that each token of a tokenizer decodes to."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SPACE_SIGN = "\u2581"  # what sentencepiece, and tokenizers after its example, write for a space
+_SPACE_SIGN = "\u2581"  # symbol for a space in sentencepiece and similar tokenizers
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenBytes:
-    """What tokens write.
+    """Bytes of all tokens of a tokenizer.
 
     Attributes:
-      tokens: bytes of each token; None for those that write no text: special and unknown ones.
-      drops_space: whether spaces of an output's first token are not always written.
+      tokens: Bytes of each token; None for tokens without text, such as special and unknown ones.
+      drops_space: Whether decoding may drop the spaces of the first token of an output.
     """
 
     tokens: tuple[bytes | None, ...]
@@ -22,7 +22,7 @@ class TokenBytes:
 
 
 def of_sentencepiece(model: Any) -> TokenBytes:
-    """Of a SentencePieceProcessor."""
+    """Returns the bytes of the tokens of a SentencePieceProcessor."""
     from sentencepiece import sentencepiece_model_pb2
 
     content = sentencepiece_model_pb2.ModelProto.FromString(model.serialized_model_proto())
@@ -43,11 +43,11 @@ def _piece_bytes(model: Any, token: int) -> bytes | None:
 
 
 def of_tokenizer_json(content: Mapping[str, Any], size: int) -> TokenBytes | None:
-    """Of a tokenizer.json, parsed; None if its decoder is of a kind that is not known here.
+    """Returns the bytes of the tokens of a tokenizer.json; None if its decoder is unsupported.
 
     Args:
-      content: of the file.
-      size: tokens, the added ones included.
+      content: Parsed content of the file.
+      size: Number of tokens, including the added ones.
     """
     decoder = content.get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
@@ -64,7 +64,7 @@ def of_tokenizer_json(content: Mapping[str, Any], size: int) -> TokenBytes | Non
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, Mapping):
         named = dict(vocabulary)
-    else:  # of a unigram model: (piece, score) pairs
+    else:  # (piece, score) pairs of a unigram model
         named = {piece: number for number, (piece, _) in enumerate(vocabulary)}
     tokens: list[bytes | None] = [None] * size
     for spelling, number in named.items():
@@ -79,7 +79,7 @@ def of_tokenizer_json(content: Mapping[str, Any], size: int) -> TokenBytes | Non
 
 @functools.cache
 def _byte_of_sign() -> dict[str, int]:
-    """The characters that byte-level tokenizers write for bytes (as GPT-2 did)."""
+    """Returns the byte of each character in the spellings of byte-level tokenizers (GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     signs = {chr(byte): byte for byte in printable}
@@ -94,7 +94,7 @@ def _from_byte_level(spelling: str) -> bytes:
 
 
 def _from_spelled(steps: Sequence[Mapping[str, Any]], spelling: str) -> bytes:
-    """Of a token that is spelled in characters, with <0xE2> for single bytes."""
+    """Returns the bytes of a spelling in characters, with <0xE2> for a single byte."""
     is_byte = len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
     if is_byte and any(step["type"] == "ByteFallback" for step in steps):
         return bytes([int(spelling[3:-1], 16)])
@@ -109,7 +109,7 @@ def _from_spelled(steps: Sequence[Mapping[str, Any]], spelling: str) -> bytes:
 def _is_supported(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Replace":
         return "String" in step["pattern"]
-    if step["type"] == "Strip":  # of one space at the beginning, which `drops_space` stands for
+    if step["type"] == "Strip":  # only of one leading space, which sets `drops_space`
         return step["content"] == " " and step["stop"] == 0
     return True
 

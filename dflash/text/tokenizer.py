@@ -1,4 +1,4 @@
-"""Interface of tokenizers, those that need no files, and decoding of ids as they arrive.
+"""Interface of tokenizers, tokenizers without files, and incremental decoding.
 
 decoder = IncrementalDecoder(tokenizer)
 for ids in stream:
@@ -25,32 +25,33 @@ TIKTOKEN_MODEL = "tiktoken.model"
 class Tokenizer(abc.ABC):
     """Converts between text and token ids."""
 
-    vocab_size: int  # number of tokens; a model's vocabulary is often padded beyond it
-    fingerprint: str  # equal for tokenizers that turn the same text into the same ids
+    vocab_size: int  # number of tokens; the vocabulary of a model may be padded to a larger size
+    fingerprint: str  # equal for tokenizers that encode every text alike
 
     @abc.abstractmethod
     def encode(
         self, text: str, *, special_tokens: bool = False, add_special_tokens: bool = True
     ) -> list[int]:
-        """Ids of a text; a beginning-of-sequence id is added where the tokenizer's files say so.
+        """Encodes a text as token ids.
 
         Args:
-          text: of a user.
-          special_tokens: whether special tokens that the text spells are read as such; otherwise
-            they are text like any other.
-          add_special_tokens: whether to add what the files say at a text's ends.
+          text: Text of a user.
+          special_tokens: Whether spellings of special tokens in the text are encoded as special
+            tokens; otherwise they are encoded as plain text.
+          add_special_tokens: Whether to add the special tokens that the files of the tokenizer
+            prescribe at the ends of a text, such as a beginning-of-sequence id.
         """
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
-        """Ids of a conversation in the checkpoint's chat template, up to where the answer begins.
+        """Encodes a conversation with the chat template, up to where the answer begins.
 
-        Special tokens come from the template alone: those that messages spell are text.
+        Only the template adds special tokens; their spellings in messages are plain text.
 
         Args:
-          messages: each with "role" and "content".
-          **variables: see `render_chat`.
+          messages: Messages with "role" and "content".
+          **variables: Variables of the template; see `render_chat`.
         Raises:
-          InputError: there is no chat template, or it cannot render these messages.
+          InputError: The chat template is missing, or cannot render the messages.
         """
         return self.encode_rendered(self.render_chat(messages, **variables))
 
@@ -58,41 +59,41 @@ class Tokenizer(abc.ABC):
     def render_chat(
         self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """A conversation in the chat template; without generation prompt, up to its last message.
+        """Renders a conversation with the chat template.
 
-        Special tokens that messages and variables spell are marked, for `encode_rendered`; see
+        Spellings of special tokens in messages and variables are marked for `encode_rendered`; see
         `special_tokens`.
 
         Args:
-          messages: each with "role" and "content".
-          add_generation_prompt: whether the answer is to begin where the text ends.
-          **variables: what the template may ask for, such as `enable_thinking`, in place of those
-            that the tokenizer was loaded with.
+          messages: Messages with "role" and "content".
+          add_generation_prompt: Whether to end with the text that begins an answer.
+          **variables: Variables of the template, such as `enable_thinking`; they replace those that
+            the tokenizer was loaded with.
         """
 
     @abc.abstractmethod
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
-        """Ids of what `render_chat` wrote, or of a piece of it: nothing is added at its ends.
+        """Encodes text from `render_chat`, or a part of it, without adding special tokens.
 
         Args:
-          text: with marks.
-          beginning: whether it is the beginning of a text, where many tokenizers put a space.
+          text: Rendered text with marks.
+          beginning: Whether this is the beginning of a text, where many tokenizers add a space.
         """
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
-        """Text of ids; bytes that are not UTF-8 become U+FFFD.
+        """Decodes token ids; bytes that are not UTF-8 become U+FFFD.
 
         Args:
-          ids: token ids.
-          special_tokens: whether to spell special tokens, rather than leave them out.
+          ids: Token ids.
+          special_tokens: Whether to include the spellings of special tokens.
         """
 
     def token_bytes(self) -> TokenBytes:
-        """The bytes that each token writes, for grammars.
+        """Returns the bytes of each token, for grammars.
 
         Raises:
-          InputError: they are not known for this kind of tokenizer.
+          InputError: They are unknown for this kind of tokenizer.
         """
         raise errors.InputError(
             "this checkpoint's tokenizer does not say which bytes its tokens write, which "
@@ -101,7 +102,7 @@ class Tokenizer(abc.ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids, for random weights, which have no tokenizer; 256 shows as ⟨256⟩."""
+    """Tokenizer of UTF-8 bytes, for random weights; id 256 is decoded as ⟨256⟩."""
 
     vocab_size = 256
     fingerprint = "bytes"
@@ -114,7 +115,7 @@ class ByteTokenizer(Tokenizer):
     def render_chat(
         self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        # Random weights have no chat template either: the contents, a line each.
+        # Random weights have no chat template, so each message becomes a line.
         return "".join(f"{message['content']}\n" for message in messages)
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
@@ -131,7 +132,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NoTokenizer(Tokenizer):
-    """Of a checkpoint without a tokenizer: refuses text, and shows id 7 as ⟨7⟩."""
+    """Stand-in for a missing tokenizer, which cannot encode text and decodes id 7 as ⟨7⟩."""
 
     vocab_size = 0
     fingerprint = ""
@@ -161,13 +162,13 @@ class NoTokenizer(Tokenizer):
 
 
 class IncrementalDecoder:
-    """Decodes ids as they arrive, in whole characters.
+    """Decodes token ids as they arrive, in whole characters.
 
-    What `push` returned, joined, equals `decode` of all ids at once, as far as the bytes are UTF-8.
+    The concatenated results equal `decode` of all ids at once if their bytes are valid UTF-8.
     """
 
-    # A character has up to 4 bytes, so up to 4 tokens. Some decoders garble a whole run of byte
-    # tokens while one is missing, so a few more are awaited before giving up.
+    # A character has up to 4 bytes and therefore up to 4 tokens. Some decoders garble a whole run
+    # of byte tokens while one is missing, so wait for a few more before giving up.
     _MAX_PENDING = 8
 
     def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool = False):
@@ -181,21 +182,21 @@ class IncrementalDecoder:
         return twin
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes the next ids; returns the text that is now final."""
+        """Appends token ids, and returns the text that is now final."""
         return "".join(self._push_one(token) for token in ids)
 
     def flush(self) -> str:
-        """Returns the text that is still held back, and resets."""
+        """Returns the text that was held back, and resets the decoder."""
         rest = self._decode(self._ids)[len(self._shown) :]
         self._reset()
         return rest
 
     def _reset(self) -> None:
-        # The window: ids whose text can still change, after some context, because the first token
-        # of a text may decode differently (without its leading space).
+        # The window holds the ids whose text can still change, after some ids of context. Context
+        # is needed because the first token of a text may be decoded without its leading space.
         self._ids: list[int] = []
-        self._shown = ""  # text of the window that was returned already
-        self._context = 0  # ids of the window that are context
+        self._shown = ""  # text of the window that was already returned
+        self._context = 0  # number of ids in the window that are context
 
     def _push_one(self, token: int) -> str:
         self._ids.append(token)
@@ -209,10 +210,10 @@ class IncrementalDecoder:
         new, self._shown = text[len(self._shown) :], text
         if held and patient:
             return new
-        if new:  # a token without text is no context: the next one would decode as the first
+        if new:  # after a context without text, the next token would decode as the first one
             self._ids = self._ids[self._context :]
             self._context = len(self._ids)
             self._shown = self._decode(self._ids)
         elif not patient:
-            self._ids.pop()  # an endless run of special tokens
+            self._ids.pop()  # bounds the window in an endless run of special tokens
         return new

@@ -1,4 +1,4 @@
-"""The kinds of tokenizers that most checkpoints have: tokenizer.json, and sentencepiece's."""
+"""Tokenizers of tokenizer.json and of sentencepiece, which most checkpoints use."""
 
 import datetime
 import functools
@@ -16,11 +16,11 @@ from dflash.text.special_tokens import SpecialTokens
 from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TIKTOKEN_MODEL, TOKENIZER_JSON, Tokenizer
 
-_SPACE_SIGN = "\u2581"  # what sentencepiece writes for a space
+_SPACE_SIGN = "\u2581"  # symbol of sentencepiece for a space
 
 
 class TemplateTokenizer(Tokenizer):
-    """A tokenizer with special tokens, in whose checkpoint there may be a chat template."""
+    """Tokenizer with special tokens and an optional chat template."""
 
     _special_tokens: SpecialTokens
     _template: ChatTemplate
@@ -36,7 +36,7 @@ class TemplateTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(TemplateTokenizer):
-    """tokenizer.json, by the `tokenizers` library."""
+    """Tokenizer of tokenizer.json, by the `tokenizers` library."""
 
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
         file = directory / TOKENIZER_JSON
@@ -48,11 +48,11 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain Exception
             raise errors.InputError(
                 f"{file}: damaged ({chat_template.first_line(error)})"
             ) from error
-        # Some files ask for every text to be cut or filled to a training length.
+        # Some files truncate or pad every text to a training length.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         named = chat_template.special_tokens(directory)
@@ -74,7 +74,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         return encoder.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
-        # The template writes the beginning-of-sequence token itself; it must not come twice.
+        # The template adds the beginning-of-sequence token, which must not occur twice.
         if (beginning or not self._prefix) and special_tokens.MARK not in text:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         ids: list[int] = []
@@ -97,19 +97,19 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 
     @functools.cached_property
     def _prefix(self) -> str:
-        """Where a space is put before the text: "", "first" (of all), "each" (special token)."""
+        """Texts that get a leading space: "" (none), "first", or "each" (after special tokens)."""
         parts = json.loads(self._tokenizer.to_str())
         found = {_prefix_of(part) for part in _parts(parts)}
         return "each" if "each" in found else "first" if "first" in found else ""
 
     @functools.cached_property
     def _literal(self) -> Any:
-        """The tokenizer, for texts whose special tokens are but text."""
+        """Tokenizer that encodes spellings of special tokens as plain text."""
         return _without_special_tokens(json.loads(self._tokenizer.to_str()))
 
     @functools.cached_property
     def _unprefixed(self) -> Any:
-        """`_literal`, for texts that follow others: no space is put before them."""
+        """Variant of `_literal` that adds no leading space, for texts that follow others."""
         content = json.loads(self._tokenizer.to_str())
         for part in _parts(content):
             if part["type"] == "Metaspace":
@@ -122,7 +122,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 
 
 def _parts(content: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """The normalizers and pre-tokenizers of a tokenizer.json, out of their sequences."""
+    """Yields the normalizers and pre-tokenizers of a tokenizer.json, with sequences unpacked."""
     for part in (content["normalizer"], content["pre_tokenizer"]):
         inner = part and (part.get("normalizers") or part.get("pretokenizers"))
         yield from inner or ([part] if part else [])
@@ -146,9 +146,9 @@ def _without_special_tokens(content: Mapping[str, Any]) -> Any:
 
 
 class SentencePieceTokenizer(TemplateTokenizer):
-    """tokenizer.model, by the `sentencepiece` library.
+    """Tokenizer of tokenizer.model, by the `sentencepiece` library.
 
-    Prompts get a beginning-of-sequence id where tokenizer_config.json says `add_bos_token: true`.
+    Prompts get a beginning-of-sequence id if tokenizer_config.json has `add_bos_token: true`.
     """
 
     def __init__(self, directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date):
@@ -167,10 +167,10 @@ class SentencePieceTokenizer(TemplateTokenizer):
         self._template = ChatTemplate(directory, named | variables, date)
         self.fingerprint = fingerprint_of(directory, variables, date)
         self._add_bos = bool(chat_template.tokenizer_config(directory).get("add_bos_token", False))
-        # sentencepiece itself reads control pieces in a text, such as </s>, as plain characters.
+        # sentencepiece encodes the spellings of control pieces, such as </s>, as plain text.
         control = filter(self._is_control, range(self.vocab_size))
         self._special_tokens = SpecialTokens({pieces[one]: one for one in control})
-        # It reads its sign for a space as a space: where there are pieces for bytes, they spell it.
+        # sentencepiece would encode its space symbol as a space, so it is encoded as bytes instead.
         sign = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SIGN.encode()]
         self._sign = sign if all(map(self._model.is_byte, sign)) else None
 
@@ -196,7 +196,7 @@ class SentencePieceTokenizer(TemplateTokenizer):
         known = [one for one in ids if 0 <= one < self.vocab_size]
         if not special_tokens:
             return self._model.decode([one for one in known if not self._is_control(one)])
-        # sentencepiece itself spells no control pieces: they stand between texts.
+        # sentencepiece does not decode control pieces, so they are inserted between the texts.
         parts = itertools.groupby(known, self._is_control)
         return "".join(
             "".join(map(self._model.id_to_piece, ids)) if control else self._model.decode(list(ids))
@@ -213,7 +213,7 @@ class SentencePieceTokenizer(TemplateTokenizer):
             if place:
                 ids += self._sign
             inner = ids or not beginning
-            # Where spaces at the ends are dropped, the prefix is the space that was there.
+            # If leading spaces are removed, the prefix of sentencepiece restores one of them.
             keeps = not (self._drops_spaces and part[:1].isspace())
             ids += (self._unprefixed if inner and keeps else self._model).encode(part)
         return ids
@@ -224,7 +224,7 @@ class SentencePieceTokenizer(TemplateTokenizer):
 
     @functools.cached_property
     def _unprefixed(self) -> Any:
-        """The model, for texts that follow others: no space is put before them."""
+        """Variant of the model that adds no leading space, for texts that follow others."""
         import sentencepiece
 
         specification = self._specification
@@ -245,11 +245,11 @@ class SentencePieceTokenizer(TemplateTokenizer):
 def fingerprint_of(
     directory: pathlib.Path, variables: Mapping[str, Any], date: datetime.date
 ) -> str:
-    """A hash of the files that say how text becomes ids, and of what their template depends on."""
+    """Hashes the files of a tokenizer and the variables that its chat template depends on."""
     digest = hashlib.sha256()
     patterns = ("tokenizer*", TIKTOKEN_MODEL, "special_tokens_map.json", "chat_template*")
     paths = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
-    names = set()  # variables and functions that a template may refer to
+    names = set()  # variables and functions whose names occur in the files
     for path in sorted(paths):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode())
