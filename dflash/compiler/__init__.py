@@ -1,1 +1,1 @@
-"""What the TPU compiler makes of a run, read from its output; no TPU is needed."""
+"""Cost estimates of a run, read from the output of the TPU compiler. No TPU is needed."""

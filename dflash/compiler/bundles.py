@@ -1,7 +1,7 @@
-"""Reads the static schedule of a Pallas kernel: its bundles by loop depth, and what fills them.
+"""Parser of the static schedule of a Pallas kernel: its bundles by loop depth and unit.
 
-A bundle is what the core issues in one cycle, so the bundles of a loop times its turns are a lower
-bound of its cycles: nothing stalls in a static schedule.
+A bundle is the set of instructions that the core issues in one cycle. The number of bundles in a
+loop times its trip count is a lower bound on its cycles, because a static schedule has no stalls.
 """
 
 import dataclasses
@@ -9,19 +9,19 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-# An address, perhaps the mark of a loop's header or body, and one ">" per loop around.
+# An address, an optional mark of a loop's header or body, and one ">" per enclosing loop.
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*((?:>\s?)*)\s*\{(.?)")
 _MXU, _FILL, _SPILL = "MXU", "VLOAD:FILL", "VSTORE:SPILL"
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Bundles in a row, at one depth of loops.
+    """Consecutive bundles at the same loop depth.
 
     Attributes:
-      depth: loops around it.
-      bundles: how many.
-      used: slots by unit, such as "MXU", "VALU" or "VSTORE:SPILL", summed over the bundles.
+      depth: Number of enclosing loops.
+      bundles: Number of bundles.
+      used: Slots used, by unit, such as "MXU", "VALU" or "VSTORE:SPILL", summed over the bundles.
     """
 
     depth: int
@@ -30,59 +30,65 @@ class Section:
 
     @property
     def spills(self) -> int:
-        """Slots that spill registers to memory or fill them again."""
+        """Returns the number of slots that spill registers to memory or reload them."""
         return self.used.get(_FILL, 0) + self.used.get(_SPILL, 0)
 
     @property
     def matmuls(self) -> int:
-        """Slots of the matrix units."""
+        """Returns the number of slots used of the matrix units."""
         return self.used.get(_MXU, 0)
 
 
 def sections(schedule: str, utilization: str) -> list[Section]:
-    """Cuts a schedule where the depth of loops changes.
+    """Splits a schedule into sections wherever the loop depth changes.
 
     Args:
-      schedule: text of `…final_bundles.txt`.
-      utilization: text of `…final_hlo-static-per-bundle-utilization.txt`, a line per bundle.
+      schedule: Text of `…final_bundles.txt`.
+      utilization: Text of `…final_hlo-static-per-bundle-utilization.txt`, one line per bundle.
     Raises:
-      ValueError: the two belong to different programs.
+      ValueError: The two texts have different numbers of bundles.
     """
     depths = _depths(schedule)
     names, rows = _utilization(utilization)
     if len(depths) != len(rows):
-        raise ValueError(f"{len(depths)} bundles, but the use of {len(rows)}")
-    found: list[Section] = []
+        raise ValueError(
+            f"the schedule has {len(depths)} bundles, but the utilization has {len(rows)}"
+        )
+    result: list[Section] = []
     start = 0
     for end in range(1, len(depths) + 1):
         if end == len(depths) or depths[end] != depths[start]:
             used = [sum(column) for column in zip(*rows[start:end], strict=True)]
             section = Section(depths[start], end - start, dict(zip(names, used, strict=True)))
-            found.append(section)
+            result.append(section)
             start = end
-    return found
+    return result
 
 
-def inner_loop(found: Sequence[Section]) -> Section:
-    """The longest section at the greatest depth that uses a matrix unit; without, of all."""
-    working = [section for section in found if section.matmuls] or list(found)
-    deepest = max(section.depth for section in working)
+def inner_loop(schedule: Sequence[Section]) -> Section:
+    """Returns the longest of the deepest sections.
+
+    Only sections that use a matrix unit count, unless no section does.
+    """
+    candidates = [section for section in schedule if section.matmuls] or list(schedule)
+    deepest = max(section.depth for section in candidates)
     return max(
-        (section for section in working if section.depth == deepest),
+        (section for section in candidates if section.depth == deepest),
         key=lambda section: section.bundles,
     )
 
 
 def read_schedules(directory: pathlib.Path, kernels: Iterable[str]) -> dict[str, list[Section]]:
-    """Reads the schedules of kernels from where the compiler wrote them.
+    """Reads the schedules of kernels that the compiler has dumped.
 
     Args:
-      directory: see `topology.prepare_environment`.
-      kernels: names of their calls, without the numbers that the compiler adds.
+      directory: Directory that was passed to `topology.prepare_environment`.
+      kernels: Names of the kernels' calls, without the numbers that the compiler appends.
     Returns:
-      By kernel, the sections of the first schedule of that name; those without one are left out.
+      Sections of the first schedule of each name, by kernel; kernels without a schedule are left
+      out.
     """
-    found = {}
+    schedules = {}
     for name in kernels:
         pattern = re.compile(rf"\d+-{re.escape(name)}[.\d]*-\d+-final_bundles\.txt")
         files = sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
@@ -90,20 +96,23 @@ def read_schedules(directory: pathlib.Path, kernels: Iterable[str]) -> dict[str,
             continue
         stem = files[0].name.rsplit("-", 2)[0]
         use = next(directory.glob(f"{stem}-*-final_hlo-static-per-bundle-utilization.txt"))
-        found[name] = sections(files[0].read_text(), use.read_text())
-    return found
+        schedules[name] = sections(files[0].read_text(), use.read_text())
+    return schedules
 
 
-def lines(found: dict[str, list[Section]]) -> list[str]:
-    """The schedules as text; empty without kernels."""
-    if not found:
+def lines(schedules: dict[str, list[Section]]) -> list[str]:
+    """Formats the schedules as lines of text; empty without kernels."""
+    if not schedules:
         return []
-    text = ["", "static schedules of our kernels, in bundles (a cycle each, if nothing stalls)"]
-    for name, parts in found.items():
-        inner = inner_loop(parts)
+    text = [
+        "",
+        "static schedules of the Pallas kernels, in bundles (one cycle each without stalls)",
+    ]
+    for name, schedule in schedules.items():
+        inner = inner_loop(schedule)
         text.append(
-            f"  {name}: {sum(part.bundles for part in parts)} in all; inner loop, at depth "
-            f"{inner.depth}: {inner.bundles}, with {inner.matmuls} of the matrix units' slots and "
+            f"  {name}: {sum(section.bundles for section in schedule)} bundles; inner loop at "
+            f"depth {inner.depth}: {inner.bundles} bundles, {inner.matmuls} matrix unit slots, "
             f"{inner.spills} spills and fills"
         )
     return text
@@ -114,7 +123,7 @@ def _depths(schedule: str) -> list[int]:
     for line in schedule.splitlines():
         if match := _BUNDLE.match(line):
             marks, first = match.groups()
-            # An empty bundle is written without its marks.
+            # The compiler omits the marks of an empty bundle.
             inherits = first == "}" and depths
             depths.append(depths[-1] if inherits else marks.count(">"))
     return depths

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from dflash.compiler import bundles, curve, programs, report, table, topology
+from dflash.compiler import bundles, curve, programs, report, report_table, topology
 from dflash.compiler.bundles import Section
 from dflash.compiler.curve import CurvePoint
 from dflash.compiler.programs import CompiledProgram
@@ -73,7 +73,7 @@ def _run(
 
     with display.progress("compiling", every_s=0) as progress:
         run_report = compile_programs(config, progress, write)
-    print("\n".join(table.lines(run_report)), flush=True)
+    print("\n".join(report_table.lines(run_report)), flush=True)
     kernels = {}
     if schedules:
         names = {name for program in run_report.programs.values() for name in program.kernels}

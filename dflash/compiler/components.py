@@ -1,4 +1,4 @@
-"""Attributes the operations of a program to the parts of a cycle, and sums them up."""
+"""Components of a decoding cycle, and the figures of a program summed by component."""
 
 import dataclasses
 import re
@@ -14,17 +14,17 @@ ATTENTION, MLP, UNEMBED, DRAFTER, REST = (
 )  # fmt: skip
 COMPONENTS = (ATTENTION, MLP, UNEMBED, DRAFTER, REST)
 
-# Smaller copies take negligible time.
+# Copies smaller than this take negligible time.
 BIG_COPY_BYTES = 1 << 20
 _MOVES = frozenset(("copy", "transpose"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ideal:
-    """The least that a component reads on one device: each weight and each context row once.
+    """Lower bound on the bytes that a component reads: every weight and context row once.
 
     Attributes:
-      num_bytes: to be read.
+      num_bytes: Bytes to read on one device.
     """
 
     num_bytes: float
@@ -32,15 +32,15 @@ class Ideal:
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """Figures of one component for one run of a program, on one device.
+    """Figures of one component for a single execution of a program, per device.
 
     Attributes:
-      flops: of matrix products.
-      hbm_bytes: read and written.
-      ideal_ms: time of `Ideal` at the chip's peak rates.
-      roofline_ms: each operation at the rates of the compiler's roofline, one after the other.
-      cycles_ms: the compiler's estimate of cycles; asynchronous copies count nothing.
-      async_ms: those copies, at the roofline's rate.
+      flops: Floating-point operations of matmuls.
+      hbm_bytes: Bytes read from and written to HBM.
+      ideal_ms: Time to read the bytes of `Ideal` and to compute `flops` at the chip's peak rates.
+      roofline_ms: Time of all operations in sequence, each at the compiler's roofline rates.
+      cycles_ms: Time by the compiler's estimate of cycles, without asynchronous copies.
+      async_ms: Time of the asynchronous copies at the roofline rates.
     """
 
     flops: float
@@ -52,12 +52,12 @@ class Component:
 
 
 def has_word(scope: str, word: str) -> bool:
-    """Whether a jax scope is of this name; transformations wrap names in others."""
+    """Returns whether a path of jax scopes contains a name, also inside `jit(…)` and the like."""
     return word in re.findall(r"\w+", scope)
 
 
 def component_of(scope: str) -> str:
-    """Which component the jax scopes of an operation belong to."""
+    """Returns the component that an operation belongs to, by its jax scopes."""
     words = set(re.findall(r"\w+", scope))
     if words & {"unembed", "sample"}:
         return UNEMBED
@@ -79,63 +79,64 @@ def summarize(
     """Sums operations by component.
 
     Args:
-      operations: of the program, or of its loop.
-      ideals: by component; zero where missing.
-      chip: its peaks, and the clock that turns cycles into time.
-      rates: of the compiler's roofline.
+      operations: Operations of the program or of its loop.
+      ideals: Lower bounds by component; a missing component has none.
+      chip: Chip with the peak rates, and the clock rate that converts cycles to time.
+      rates: Rates of the compiler's roofline.
     """
     grouped: dict[str, list[ScheduledOperation]] = {name: [] for name in COMPONENTS}
-    for one in operations:
-        grouped[component_of(one.scope)].append(one)
+    for operation in operations:
+        grouped[component_of(operation.scope)].append(operation)
     return {
-        name: _sum(found, ideals.get(name, Ideal(0)), chip, rates)
-        for name, found in grouped.items()
+        name: _sum(members, ideals.get(name, Ideal(0)), chip, rates)
+        for name, members in grouped.items()
     }
 
 
 def total(components: Iterable[Component]) -> Component:
-    """The sum of all."""
+    """Returns the sum of components."""
     fields = [field.name for field in dataclasses.fields(Component)]
     components = list(components)
-    return Component(*(sum(getattr(one, name) for one in components) for name in fields))
+    return Component(*(sum(getattr(part, name) for part in components) for name in fields))
 
 
 def scaled(component: Component, factor: float) -> Component:
-    """The component run `factor` times."""
+    """Multiplies all figures of a component by a factor."""
     return Component(*(factor * value for value in dataclasses.astuple(component)))
 
 
-def roofline_ms(one: ScheduledOperation, rates: RooflineRates) -> float:
-    """One run of an operation, as long as the slower of arithmetic and memory takes."""
-    return 1e3 * max(one.flops / rates.flops_per_s, one.hbm_bytes / rates.bytes_per_s)
+def roofline_ms(operation: ScheduledOperation, rates: RooflineRates) -> float:
+    """Returns the time of one execution: the larger of arithmetic and memory time, in ms."""
+    return 1e3 * max(operation.flops / rates.flops_per_s, operation.hbm_bytes / rates.bytes_per_s)
 
 
 def collectives(operations: Iterable[ScheduledOperation]) -> dict[str, tuple[int, int]]:
-    """By kind: how many run, and the bytes of their results on a device, all together."""
-    found: dict[str, tuple[int, int]] = {}
-    for one in operations:
-        if kind := one.collective:
-            count, size = found.get(kind, (0, 0))
-            # An asynchronous one's result names its source first.
-            arrays = one.instruction.results
-            own = arrays[:2][-1].num_bytes if one.is_async else one.instruction.num_bytes
-            found[kind] = (count + one.times, size + own * one.times)
-    return found
+    """Returns the number of collectives and the total bytes of their results, by kind."""
+    sums: dict[str, tuple[int, int]] = {}
+    for operation in operations:
+        if kind := operation.collective:
+            count, size = sums.get(kind, (0, 0))
+            # The result of an asynchronous collective lists its source before its destination.
+            arrays = operation.instruction.results
+            is_async = operation.is_async
+            own = arrays[:2][-1].num_bytes if is_async else operation.instruction.num_bytes
+            sums[kind] = (count + operation.times, size + own * operation.times)
+    return sums
 
 
 def big_copies(operations: Iterable[ScheduledOperation]) -> list[ScheduledOperation]:
-    """Copies and transpositions, of a MiB and more, that other operations wait for."""
+    """Returns the synchronous copies and transpositions of at least `BIG_COPY_BYTES`."""
     return [
-        one
-        for one in operations
-        if not one.is_async
-        and one.instruction.num_bytes >= BIG_COPY_BYTES
-        and (one.instruction.opcode in _MOVES or _names_a_move(one.instruction))
+        operation
+        for operation in operations
+        if not operation.is_async
+        and operation.instruction.num_bytes >= BIG_COPY_BYTES
+        and (operation.instruction.opcode in _MOVES or _names_a_move(operation.instruction))
     ]
 
 
 def _names_a_move(instruction: Instruction) -> bool:
-    """Whether a fusion only moves data, which its name tells."""
+    """Returns whether a fusion only moves data, judged by its name."""
     words = set(re.split(r"[-_.\d]+", instruction.name)) - {"", "fusion", "bitcast", "clone"}
     return instruction.opcode == "fusion" and bool(words) and words <= {*_MOVES, "slice", "dynamic"}
 
@@ -144,14 +145,17 @@ def _sum(
     operations: list[ScheduledOperation], ideal: Ideal, chip: Chip, rates: RooflineRates
 ) -> Component:
     def over(value: Callable[[ScheduledOperation], float]) -> float:
-        return sum(value(one) * one.times for one in operations)
+        return sum(value(operation) * operation.times for operation in operations)
 
-    flops = over(lambda one: one.flops)
+    flops = over(lambda operation: operation.flops)
+    cycles = over(lambda operation: operation.cycles)
     return Component(
         flops=flops,
-        hbm_bytes=over(lambda one: one.hbm_bytes),
+        hbm_bytes=over(lambda operation: operation.hbm_bytes),
         ideal_ms=chip.ideal_ms(flops, ideal.num_bytes) if ideal.num_bytes else 0.0,
-        roofline_ms=over(lambda one: roofline_ms(one, rates)),
-        cycles_ms=over(lambda one: one.cycles) / (chip.clock_ghz * 1e6) if chip.clock_ghz else 0.0,
-        async_ms=over(lambda one: roofline_ms(one, rates) if one.is_async else 0.0),
+        roofline_ms=over(lambda operation: roofline_ms(operation, rates)),
+        cycles_ms=cycles / (chip.clock_ghz * 1e6) if chip.clock_ghz else 0.0,
+        async_ms=over(
+            lambda operation: roofline_ms(operation, rates) if operation.is_async else 0.0
+        ),
     )

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA module: computations, instructions, and what each carries."""
+"""Parser of the text of a compiled XLA module: its computations and their instructions."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
-# Metadata of a kernel is written on lines of its own, in the middle of its instruction.
+# Beginnings of the lines that continue an instruction: a kernel's metadata has lines of its own.
 _CONTINUATIONS = ('"', "}}")
-# Attributes that name the computations an instruction runs.
+# Attributes with the names of the computations that an instruction runs.
 _CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
 
 COLLECTIVES = frozenset(
@@ -27,9 +27,9 @@ class HloArray:
     """One array of an instruction's result.
 
     Attributes:
-      dtype: as XLA writes it, such as "bf16".
-      dims: its shape.
-      in_hbm: it lives in the chip's main memory, not in VMEM, SMEM or the like.
+      dtype: XLA's name of the dtype, such as "bf16".
+      dims: Shape.
+      in_hbm: The array is in HBM, not in VMEM, SMEM or another memory space.
     """
 
     dtype: str
@@ -38,12 +38,12 @@ class HloArray:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return math.prod(self.dims)
 
     @property
     def num_bytes(self) -> int:
-        """Without the padding of tiles."""
+        """Returns the size in bytes, without the padding of tiles."""
         return self.size * _bits(self.dtype) // 8
 
 
@@ -52,18 +52,18 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: unique in the module.
-      opcode: such as "fusion".
-      results: arrays of the result; several if it is a tuple.
-      operands: names of instructions of the same computation.
-      called: names of computations by attribute; "branch_computations" in their order.
-      op_name: the path of jax scopes that it came from; empty if the compiler added it.
-      cycles: the compiler's estimate, or None.
-      trip_count: of a loop, where the compiler knows it, or None.
-      parameter: which of the computation's parameters it is, or None.
-      literal: value of a constant that is one whole number from 0 on, or None.
-      attributes: the rest of the line, as it stands.
-      is_root: its result is the computation's.
+      name: Name, unique in the module.
+      opcode: Opcode, such as "fusion".
+      results: Arrays of the result; several if the result is a tuple.
+      operands: Names of the operands, instructions of the same computation.
+      called: Names of the called computations by attribute; "branch_computations" in branch order.
+      op_name: Path of jax scopes; empty for instructions that the compiler added.
+      cycles: The compiler's estimate of cycles, or None.
+      trip_count: Trip count of a loop if the compiler states it, else None.
+      parameter: Index among the computation's parameters, or None if it is not a parameter.
+      literal: Value of a constant non-negative integer scalar, else None.
+      attributes: Unparsed text after the operands.
+      is_root: The instruction's result is the result of its computation.
     """
 
     name: str
@@ -81,53 +81,53 @@ class Instruction:
 
     @property
     def num_bytes(self) -> int:
-        """Of the result, wherever it lives."""
+        """Returns the size of the result in bytes, in any memory space."""
         return sum(array.num_bytes for array in self.results)
 
     @property
     def hbm_bytes(self) -> int:
-        """Of the result, as far as it lives in main memory."""
+        """Returns the size in bytes of those arrays of the result that are in HBM."""
         return sum(array.num_bytes for array in self.results if array.in_hbm)
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions in the order of their schedule."""
+    """Computation with its instructions in scheduled order."""
 
     name: str
     instructions: tuple[Instruction, ...]
 
     def by_name(self) -> dict[str, Instruction]:
-        """The instructions by their names."""
+        """Returns the instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     def users(self) -> dict[str, list[Instruction]]:
-        """For each name, the instructions that read it."""
-        found: dict[str, list[Instruction]] = {}
+        """Returns the instructions that read each instruction, by its name."""
+        users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in instruction.operands:
-                found.setdefault(operand, []).append(instruction)
-        return found
+                users.setdefault(operand, []).append(instruction)
+        return users
 
     @property
     def root(self) -> Instruction:
-        """What the computation returns."""
-        return next(one for one in self.instructions if one.is_root)
+        """Returns the instruction whose result the computation returns."""
+        return next(instruction for instruction in self.instructions if instruction.is_root)
 
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A whole program."""
+    """Program: computations by name, and the one that execution starts with."""
 
     computations: Mapping[str, Computation]
     entry: Computation
 
 
 def parse(text: str) -> HloModule:
-    """Reads `Compiled.as_text()`.
+    """Parses the text of a compiled module, as `jax.stages.Compiled.as_text()` returns it.
 
     Raises:
-      ValueError: the text holds no entry computation.
+      ValueError: The text contains no entry computation.
     """
     computations: dict[str, Computation] = {}
     entry = None
@@ -138,25 +138,25 @@ def parse(text: str) -> HloModule:
         elif line.startswith(_CONTINUATIONS):
             lines.append(lines.pop() + line if lines else line)
         elif line.startswith("}") and header:
-            found = Computation(header.group(2), tuple(_instructions(lines)))
-            computations[found.name] = found
-            entry = found if header.group(1) else entry
+            computation = Computation(header.group(2), tuple(_instructions(lines)))
+            computations[computation.name] = computation
+            entry = computation if header.group(1) else entry
             header = None
         elif header:
             lines.append(line)
     if entry is None:
-        raise ValueError("no entry computation: this is not the text of an XLA module")
+        raise ValueError("no entry computation: expected the text of an XLA module")
     return HloModule(computations, entry)
 
 
 def arrays(text: str) -> tuple[HloArray, ...]:
-    """The arrays of a written shape, such as "(f32[8,128]{1,0:T(8,128)S(1)}, s32[])"."""
-    found = []
+    """Parses a shape, such as "(f32[8,128]{1,0:T(8,128)S(1)}, s32[])"."""
+    parsed = []
     for dtype, dims, layout in _ARRAY.findall(text):
         shape = tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
         space = _SPACE.search(layout)
-        found.append(HloArray(dtype, shape, space is None or space.group(1) == "0"))
-    return tuple(found)
+        parsed.append(HloArray(dtype, shape, space is None or space.group(1) == "0"))
+    return tuple(parsed)
 
 
 def _instructions(lines: list[str]) -> Iterator[Instruction]:
@@ -190,7 +190,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _cut_shape(text: str) -> tuple[str, str]:
-    """The shape that a line begins with, and the rest."""
+    """Splits a line into the shape that it starts with and the rest."""
     if text.startswith("("):
         end = _closing(text[1:]) + 2
         return text[:end], text[end:]
@@ -199,7 +199,7 @@ def _cut_shape(text: str) -> tuple[str, str]:
 
 
 def _closing(text: str) -> int:
-    """Index of the parenthesis that closes one opened just before `text`."""
+    """Returns the index of the parenthesis that closes the one just before `text`."""
     depth = 1
     for match in re.finditer(r"[()]", text):
         depth += 1 if match.group() == "(" else -1
@@ -214,7 +214,7 @@ def _number(text: str, pattern: str) -> int | None:
 
 
 def _bits(dtype: str) -> int:
-    """Bits of one element; 0 for tokens and other things without a size."""
+    """Returns the bits per element; 0 for tokens and other types without a size."""
     if dtype in _BITS:
         return _BITS[dtype]
     match = re.match(r"[a-z]+(\d+)", dtype)

@@ -1,7 +1,8 @@
-"""How often a loop of a compiled program turns, where it counts up to a constant.
+"""Trip counts of loops in a compiled program.
 
-The compiler notes the number on loops that it has not rebuilt. Those that it makes itself, such as
-a product that begins while other shares of its weights still arrive, have no such note.
+XLA annotates most loops with their trip count (`known_trip_count`). Loops that the TPU backend
+builds itself have no annotation, such as those that overlap a matmul with the all-gather of its
+weights. Their trip counts are derived here.
 """
 
 import re
@@ -15,14 +16,14 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 def trip_count(
     module: HloModule, loop: Instruction, by_name: Mapping[str, Instruction]
 ) -> int | None:
-    """Turns of a `while` whose counter goes from a constant to another in constant steps.
+    """Returns the trip count of a `while` that counts from a constant up to a constant.
 
     Args:
-      module: the program.
-      loop: the instruction.
-      by_name: the instructions around it.
+      module: Program that contains the loop.
+      loop: The `while` instruction.
+      by_name: Instructions of the loop's computation, by name.
     Returns:
-      None where the loop is of another kind.
+      The trip count; None if the bounds or the step are not constant.
     """
     condition = module.computations[loop.called["condition"][0]]
     body = module.computations[loop.called["body"][0]]
@@ -30,48 +31,54 @@ def trip_count(
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
     counter, bound = (condition.by_name()[name] for name in compare.operands)
-    place = _place(counter)
-    if place is None or bound.literal is None:
+    index = _tuple_index(counter)
+    if index is None or bound.literal is None:
         return None
-    begin = _element(by_name.get(loop.operands[0]), place, by_name)
-    step = _step(body, place)
-    if begin is None or begin.literal is None or not step:
+    start = _element(by_name.get(loop.operands[0]), index, by_name)
+    step = _step(body, index)
+    if start is None or start.literal is None or not step:
         return None
-    return max(0, -(-(bound.literal - begin.literal) // step))
+    return max(0, -(-(bound.literal - start.literal) // step))
 
 
-def _place(one: Instruction) -> int | None:
-    """Which element of a tuple an instruction takes."""
-    match = _INDEX.search(one.attributes) if one.opcode == "get-tuple-element" else None
+def _tuple_index(instruction: Instruction) -> int | None:
+    """Returns the index of a get-tuple-element; None for other instructions."""
+    if instruction.opcode != "get-tuple-element":
+        return None
+    match = _INDEX.search(instruction.attributes)
     return int(match.group(1)) if match else None
 
 
 def _element(
-    one: Instruction | None, place: int, by_name: Mapping[str, Instruction]
+    instruction: Instruction | None, index: int, by_name: Mapping[str, Instruction]
 ) -> Instruction | None:
-    """What makes an element of a tuple; None where that is not plain to see."""
-    if one is None or one.opcode != "tuple" or place >= len(one.operands):
+    """Returns the instruction that produces an element of a tuple; None if it is unknown."""
+    if instruction is None or instruction.opcode != "tuple" or index >= len(instruction.operands):
         return None
-    return _origin(by_name.get(one.operands[place]), by_name)
+    return _skip_copies(by_name.get(instruction.operands[index]), by_name)
 
 
-def _origin(one: Instruction | None, by_name: Mapping[str, Instruction]) -> Instruction | None:
-    """The instruction, or what it is a copy of."""
-    while one is not None and one.opcode in ("copy", "bitcast"):
-        one = by_name.get(one.operands[0])
-    return one
+def _skip_copies(
+    instruction: Instruction | None, by_name: Mapping[str, Instruction]
+) -> Instruction | None:
+    while instruction is not None and instruction.opcode in ("copy", "bitcast"):
+        instruction = by_name.get(instruction.operands[0])
+    return instruction
 
 
-def _step(body: Computation, place: int) -> int | None:
-    """What a turn adds to the counter, through any number of constant additions."""
+def _step(body: Computation, index: int) -> int | None:
+    """Returns the constant that an iteration adds to the counter; None if it is not constant.
+
+    The compiler may split the increment into a chain of additions.
+    """
     by_name = body.by_name()
-    now, total = _element(body.root, place, by_name), 0
-    while now is not None and now.opcode == "add":
-        parts = [by_name[name] for name in now.operands if name in by_name]
-        constants = [part.literal for part in parts if part.literal is not None]
-        others = [part for part in parts if part.literal is None]
+    current, total = _element(body.root, index, by_name), 0
+    while current is not None and current.opcode == "add":
+        operands = [by_name[name] for name in current.operands if name in by_name]
+        constants = [operand.literal for operand in operands if operand.literal is not None]
+        others = [operand for operand in operands if operand.literal is None]
         if len(constants) != 1 or len(others) != 1:
             return None
         total += constants[0]
-        now = _origin(others[0], by_name)
-    return total if now is not None and _place(now) == place else None
+        current = _skip_copies(others[0], by_name)
+    return total if current is not None and _tuple_index(current) == index else None

@@ -48,7 +48,7 @@ def test_without_a_matrix_unit_the_deepest_counts():
 
 
 def test_texts_of_different_programs_are_refused():
-    with pytest.raises(ValueError, match="8 bundles, but the use of 7"):
+    with pytest.raises(ValueError, match="the schedule has 8 bundles, but the utilization has 7"):
         bundles.sections(SCHEDULE, UTILIZATION.rsplit("\n", 2)[0] + "\n")
 
 
@@ -72,5 +72,5 @@ def test_kernels_are_found_by_name(tmp_path):
     found = bundles.read_schedules(tmp_path, ["my_kernel", "absent"])
     assert list(found) == ["my_kernel"]
     text = "\n".join(bundles.lines(found))
-    assert "my_kernel: 8 in all; inner loop, at depth 2: 3, with 4" in text
+    assert "my_kernel: 8 bundles; inner loop at depth 2: 3 bundles, 4 matrix unit slots" in text
     assert bundles.lines({}) == []

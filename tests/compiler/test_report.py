@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from support import hlo_snippets as snippets
 
-from dflash.compiler import curve, report, table
+from dflash.compiler import curve, report, report_table
 from dflash.compiler.components import ATTENTION, MLP, REST, UNEMBED, Component, Ideal
 from dflash.compiler.curve import CurvePoint
 from dflash.compiler.programs import CYCLE, PREFILL, CompiledProgram
@@ -110,13 +110,13 @@ def test_two_devices_share_a_chip():
 
 
 def test_the_table_says_what_it_is():
-    text = "\n".join(table.lines(make_report()))
+    text = "\n".join(report_table.lines(make_report()))
     assert "compiler estimates: nothing here was measured on a chip" in text
     assert "42.000 GB of 95 GB: fits" in text
     assert "3 × all-reduce of 0.246 MB in all" in text
     assert "3, 149.4 MB, 0.109 ms; the largest is copy.9 of 49.8 MB" in text
     assert "around the loop, once in 8 turns: 0.010 ms by cycles" in text
-    refused = "\n".join(table.lines(make_report(refused="Ran out of memory")))
+    refused = "\n".join(report_table.lines(make_report(refused="Ran out of memory")))
     assert "does NOT fit" in refused
     assert "the compiler refused: Ran out of memory" in refused
 
