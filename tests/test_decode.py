@@ -255,7 +255,7 @@ def test_tree_larger_than_the_block_has_room_for(run):
     status, _, err = run("drafter.block_size=2", "drafter.tree.budget=13")
     assert status == 2
     assert err == (
-        "error: drafter.tree.budget: 13 is larger than the block's capacity, 12 drafts at 1 draft "
+        "error: drafter.tree.budget: 13 exceeds the block's capacity of 12 drafts at 1 draft "
         "position of 12 tokens; lower it, or raise drafter.block_size\n"
     )
 

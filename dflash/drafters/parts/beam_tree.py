@@ -1,7 +1,7 @@
-"""Trees of a drafter that drafts token by token: a beam of nodes is extended, level by level.
+"""Beam search that grows the tree of a sequential drafter, level by level.
 
-Every level extends the best nodes of the level before; of all nodes the best are drafted. A node is
-ranked by the sum of scores along its path.
+Each level extends the best nodes of the previous level, and the best nodes of all levels are
+drafted. Nodes are ranked by the sum of the scores along their paths.
 
 Source: EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2.
 """
@@ -18,13 +18,13 @@ from dflash.drafters.eagle3_config import BeamTree
 
 
 class Beam(NamedTuple):
-    """The k nodes of a level that are to be extended, the best first.
+    """The k nodes of a level that are extended, best first.
 
     Attributes:
-      tokens: int32 [B, k].
-      sums: float32 [B, k]; of the scores along their paths.
-      nodes: int32 [B, k]; their numbers in the order of creation.
-      parents: int32 [B, k]; place in the beam before of the node that each one continues.
+      tokens: Tokens of the nodes, int32 [B, k].
+      sums: Sums of the scores along the nodes' paths, float32 [B, k].
+      nodes: Indices of the nodes in the order of creation, int32 [B, k].
+      parents: Indices of the nodes' parents in the previous beam, int32 [B, k].
     """
 
     tokens: jax.Array
@@ -33,25 +33,25 @@ class Beam(NamedTuple):
     parents: jax.Array
 
 
-# (what the drafter carries, beam, level) -> candidates [B, k, k] after each node, and what it
-# carries on. `level` 1 extends children of the anchor.
+# (carry, beam, level) -> (candidates [B, k, k] after each node, new carry). The carry is the state
+# of the drafter between levels. Level 1 extends the children of the anchor.
 Extend = Callable[[Any, Beam, jax.Array], tuple[Candidates, Any]]
 
 
 def grow(first: Candidates, carried: Any, extend: Extend, options: BeamTree) -> Proposal:
     """Grows a tree of `options.budget` drafts.
 
-    Nodes are numbered as they are created: by level, then by their parent's place in the beam, then
-    by rank. Drafts keep that order.
+    Nodes are numbered in the order of creation: by level, then by their parent's index in the beam,
+    then by rank. Drafts keep that order.
 
     Args:
-      first: [B, 1, k]; what may follow the anchor.
-      carried: state of the drafter, before level 1.
-      extend: see `Extend`.
-      options: width, depth and size of the tree.
+      first: Candidates after the anchor, [B, 1, k].
+      carried: State of the drafter before level 1.
+      extend: Runs the drafter over a beam; see `Extend`.
+      options: Width, depth and size of the tree.
     Returns:
-      A proposal with probabilities where `first` has them: each draft then has probability 1, as
-      the tree does not depend on the noise that verification draws with.
+      A proposal, with probabilities if `first` has them. Each draft then has probability 1, because
+      the tree does not depend on the noise of the verification.
     """
     width = options.top_k
     tokens, sums = first.tokens[:, 0], first.scores[:, 0]
@@ -68,8 +68,8 @@ def grow(first: Candidates, carried: Any, extend: Extend, options: BeamTree) -> 
             begin = width + (level - 1) * width**2
             return (_best(beam, *flat[:2], begin), carried), flat
 
-        _, rest = jax.lax.scan(step, (beam, carried), jnp.arange(1, options.depth))
-        levels.append([part.swapaxes(0, 1).reshape(batch, -1) for part in rest])
+        _, later = jax.lax.scan(step, (beam, carried), jnp.arange(1, options.depth))
+        levels.append([part.swapaxes(0, 1).reshape(batch, -1) for part in later])
     tokens, sums, parents = (jnp.concatenate(part, axis=1) for part in zip(*levels, strict=True))
     proposal = choose(tokens, sums, parents, options.budget)
     if first.probs is None:
@@ -79,16 +79,16 @@ def grow(first: Candidates, carried: Any, extend: Extend, options: BeamTree) -> 
 
 
 def choose(tokens: jax.Array, sums: jax.Array, parents: jax.Array, budget: int) -> Proposal:
-    """The `budget` nodes with the largest sums.
+    """Returns a proposal of the `budget` nodes with the largest sums.
 
     Args:
-      tokens: int32 [B, M]; of all nodes, in the order of creation.
-      sums: float32 [B, M]; no child's is larger than its parent's.
-      parents: int32 [B, M]; nodes that they continue, -1 for the anchor.
-      budget: G.
+      tokens: Tokens of all nodes in the order of creation, int32 [B, M].
+      sums: Sums of scores, float32 [B, M]; a child's is at most its parent's.
+      parents: Indices of the nodes' parents, int32 [B, M]; -1 for the anchor.
+      budget: Number of drafts, G.
     """
     batch = jnp.arange(tokens.shape[0])[:, None]
-    # Of equal sums the first counts, so a chosen node's parent is always chosen.
+    # `top_k` prefers the first of equal sums, so the parent of a chosen node is always chosen.
     chosen = jnp.sort(jax.lax.top_k(sums, budget)[1], axis=1)
     rows = jnp.zeros(tokens.shape, jnp.int32).at[batch, chosen].set(1 + jnp.arange(budget))
     parents = parents[batch, chosen]
@@ -97,22 +97,23 @@ def choose(tokens: jax.Array, sums: jax.Array, parents: jax.Array, budget: int) 
 
 
 def check(options: BeamTree, vocab_size: int) -> None:
-    """Raises ConfigError if no such tree can be grown from a vocabulary of this size."""
+    """Raises ConfigError if a vocabulary of this size is too small for the tree."""
     if options.top_k > vocab_size:
         raise errors.ConfigError(
-            f"drafter.tree.top_k: {options.top_k} is more than the {vocab_size} tokens that can be "
-            "drafted"
+            f"drafter.tree.top_k: {options.top_k} exceeds the draft vocabulary of {vocab_size} "
+            "tokens"
         )
     capacity = options.top_k + (options.depth - 1) * options.top_k**2
     if options.budget > capacity:
         raise errors.ConfigError(
-            f"drafter.tree.budget: {options.budget} is larger than the tree's capacity, {capacity} "
-            f"drafts with top_k={options.top_k} and depth={options.depth}; lower it, or raise those"
+            f"drafter.tree.budget: {options.budget} exceeds the tree's capacity of {capacity} "
+            f"drafts with top_k={options.top_k} and depth={options.depth}; lower budget, or raise "
+            "top_k or depth"
         )
 
 
 def _flatten(beam: Beam, candidates: Candidates) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, sums and parents [B, k·k] of all candidates, by parent and then by rank."""
+    """Returns tokens, sums and parents [B, k·k] of all candidates, by parent, then by rank."""
     sums = beam.sums[..., None] + candidates.scores
     parents = jnp.broadcast_to(beam.nodes[..., None], sums.shape)
     batch = sums.shape[0]
@@ -120,7 +121,7 @@ def _flatten(beam: Beam, candidates: Candidates) -> tuple[jax.Array, jax.Array, 
 
 
 def _best(beam: Beam, tokens: jax.Array, sums: jax.Array, begin: jax.Array) -> Beam:
-    """The next beam, of nodes begin … begin + k·k - 1."""
+    """Returns the next beam, chosen from nodes begin … begin + k·k - 1."""
     width = beam.tokens.shape[1]
     best, index = jax.lax.top_k(sums, width)
     tokens = jnp.take_along_axis(tokens, index, axis=1)

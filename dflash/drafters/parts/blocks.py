@@ -1,4 +1,4 @@
-"""Training a drafter of blocks: where blocks are anchored, what they predict, and their loss.
+"""Training of block drafters: anchors, labels, scores and loss of the blocks.
 
 Source: arXiv 2602.06036.
 """
@@ -17,11 +17,11 @@ from dflash.layers.train_batch import TrainBatch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """Where the A blocks of each sequence begin.
+    """First rows of the A blocks of each sequence.
 
     Attributes:
-      index: int32 [B, A], in [0, T); 0 where not valid.
-      valid: bool [B, A]; False fills up sequences with fewer places to begin.
+      index: Row of the anchor, int32 [B, A], in [0, T); 0 if not valid.
+      valid: bool [B, A]; False for the padding of sequences with fewer than A anchors.
     """
 
     index: jax.Array
@@ -31,15 +31,15 @@ class Anchors:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of R = G + 1 rows: the anchor's token, then G masks.
+    """Blocks of R = G + 1 rows: the anchor's token, then G mask tokens.
 
     Attributes:
-      anchors: where they begin.
-      tokens: int32 [B, A, R]; masks alone where the block is not valid.
-      positions: int32 [B, A, R]; for rotary embedding.
-      labels: int32 [B, A, G]; the true tokens at draft positions 1 … G.
-      counted: bool [B, A, G]; False past the end of the anchor's document, and where the loss mask
-        has a hole.
+      anchors: First rows of the blocks.
+      tokens: Input tokens, int32 [B, A, R]; only mask tokens in invalid blocks.
+      positions: Positions for rotary embedding, int32 [B, A, R].
+      labels: True tokens at draft positions 1 … G, int32 [B, A, G].
+      counted: Draft positions that count in the loss, bool [B, A, G]: those within the anchor's
+        document whose tokens are supervised.
     """
 
     anchors: Anchors
@@ -50,20 +50,20 @@ class Blocks:
 
 
 def sample_anchors(batch: TrainBatch, count: int, key: jax.Array) -> Anchors:
-    """Draws anchors without replacement, evenly among tokens whose successor is supervised.
+    """Draws anchors uniformly and without replacement, of tokens whose successor is supervised.
 
     Args:
-      batch: packed rows.
-      count: A, of each sequence.
-      key: of the draw.
+      batch: Packed rows.
+      count: Number of anchors per sequence, A.
+      key: PRNG key.
     Returns:
-      anchors in ascending order, invalid ones last.
+      Anchors in ascending order, with invalid ones last.
     """
     length = batch.tokens.shape[1]
     documents = batch.segment_ids[:, :-1]
     eligible = (batch.loss_mask[:, 1:] != 0) & (documents == batch.segment_ids[:, 1:])
     eligible &= documents != 0
-    # Drawn for whole rows, so that the draw does not depend on how rows are split over devices.
+    # Draw for whole rows, so that the result does not depend on how rows are split over devices.
     priority = jax.random.uniform(key, batch.tokens.shape)[:, :-1]
     order = jnp.argsort(jnp.where(eligible, priority, 2.0), axis=1)[:, :count]
     chosen = jnp.where(jnp.take_along_axis(eligible, order, axis=1), order, length)
@@ -112,14 +112,14 @@ def score_blocks(
     """Scores draft positions 1 … G of all blocks, each score [B, A, G].
 
     Args:
-      hidden: [B, A, R, D]; the drafter's, after its final norm.
-      blocks: the blocks that were drafted.
-      batch: holds the target's hidden states if the loss asks for them.
-      unembed: [B, m, D] -> float32 logits [B, m, V].
-      options: of the loss.
-      frozen_head: nothing inside `unembed` is trained.
+      hidden: Hidden states of the drafter after its final norm, [B, A, R, D].
+      blocks: Drafted blocks.
+      batch: Packed rows, with the target's hidden states if the loss uses them.
+      unembed: Function [B, m, D] -> logits float32 [B, m, V].
+      options: Config group of the loss.
+      frozen_head: Whether `unembed` has no parameters to train.
     Raises:
-      ValueError: the loss asks for the target's hidden states, and the batch has none.
+      ValueError: The loss uses the target's hidden states, and the batch has none.
     """
     rows, _, _, width = hidden.shape
     shape = blocks.labels.shape
@@ -127,7 +127,7 @@ def score_blocks(
     if options.uses_target_hidden:
         if batch.hidden is None:
             raise ValueError(f"loss {options.name!r}: the batch lacks the target's hidden states")
-        # The target's row t makes the distribution of token t + 1.
+        # Row t of the target predicts token t + 1.
         index = blocks.anchors.index[..., None] + jnp.arange(shape[-1])
         index = index.reshape(rows, -1, 1)
         target_hidden = jnp.take_along_axis(batch.hidden, index, axis=1, mode="clip")
@@ -146,16 +146,16 @@ def score_blocks(
 def block_loss(
     scores: TokenScores, blocks: Blocks, options: LossConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The weighted loss of all blocks.
+    """Computes the weighted loss of all blocks.
 
     Args:
-      scores: [B, A, G] each.
-      blocks: the blocks that were drafted.
-      options: how draft positions are weighted.
+      scores: Scores of the draft positions, each [B, A, G].
+      blocks: Drafted blocks.
+      options: Config group of the loss, which sets the weights of draft positions.
     Returns:
-      loss float32 [], and metrics, each float32 []: "loss"; "acceptance_length", tokens that a
-      cycle would commit, the mean over valid blocks; "token_accuracy", over all counted draft
-      positions; "blocks", the number of valid ones; "weight", what the loss is divided by.
+      loss float32 [], and metrics, each float32 []: "loss"; "acceptance_length", the mean number of
+      tokens that a cycle would commit, over valid blocks; "token_accuracy", over all counted draft
+      positions; "blocks", the number of valid blocks; "weight", the divisor of the loss.
     """
     weights, divisor = losses.block_weights(scores.nll, blocks.counted, options)
     loss = jnp.sum(weights * scores.objective) / divisor

@@ -1,8 +1,8 @@
-"""DFlash drafters whose draft positions see which token was drafted before them.
+"""DFlash drafters that condition each draft position on the token drafted before it.
 
-One pass over the block gives the base logits, as in DFlash. Tokens are then drawn one after the
-other: a small head maps the previous token and the hidden state of the draft position to a vector
-of a few hundred numbers, which corrects the logits through a table over the vocabulary.
+One pass over the block computes the base logits, as in DFlash. Tokens are then drawn sequentially:
+a small head maps the previous token and the hidden state of the draft position to a vector of a few
+hundred dimensions, which corrects the logits through a table over the vocabulary.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from dflash.layers.losses import TokenScores
 
 
 class ConditionedScores(NamedTuple):
-    """Scores of the blocks of a batch, each draft position given the true token before it.
+    """Scores of blocks, with each draft position conditioned on the true token before it.
 
     Attributes:
-      blocks: the blocks, of G draft positions each.
-      hidden: [B, A, G, D]; of the draft positions, after the final norm.
-      vectors: [B, A, G, r]; outputs of the head.
-      previous: int32 [B, A, G]; the token before each draft position.
-      scores: of the corrected logits, each [B, A, G].
+      blocks: Blocks of G draft positions each.
+      hidden: Hidden states of the draft positions after the final norm, [B, A, G, D].
+      vectors: Outputs of the head, [B, A, G, r].
+      previous: Tokens before the draft positions, int32 [B, A, G].
+      scores: Scores of the corrected logits, each [B, A, G].
     """
 
     blocks: Blocks
@@ -37,59 +37,75 @@ class ConditionedScores(NamedTuple):
 
 
 class ConditionedDFlash(DFlash):
-    """Base of these drafters.
+    """Base of DFlash drafters that condition on the previous token.
 
     Attributes:
-      first_row: first row of the block that drafts: 1, or 0 if the anchor's row drafts too.
+      first_row: First row of the block that drafts: 1, or 0 if the anchor's row drafts too.
     """
 
     first_row: ClassVar[int] = 1
 
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
-        """See `WeightedDrafter.options`; these drafters have no trees."""
+        """Returns the options of `__init__`, which has none for trees; see `WeightedDrafter`."""
         return {"block_size": config.block_size, "short_pass": config.short_pass}
 
     def fresh_memory(self, batch: int) -> Any:
-        """State of `condition` before the first draft position; a pytree, by default empty."""
+        """Returns the memory of `condition` before the first draft position, by default ()."""
         return ()
 
     def prepare(self, hidden: jax.Array) -> jax.Array:
-        """What `condition` needs of hidden states [..., D], by default these; of any batch."""
+        """Maps hidden states [..., D] to inputs of `condition`; by default the identity.
+
+        Called once for all draft positions, ahead of the sequential loop.
+        """
         return hidden
 
     def condition(
         self, previous: jax.Array, prepared: jax.Array, memory: Any
     ) -> tuple[jax.Array, Any]:
-        """Previous tokens int32 [B], rows [B, ·] of `prepare` -> vectors [B, r], memory."""
+        """Computes the vectors of one draft position from the tokens before it.
+
+        Args:
+          previous: Tokens before the draft position, int32 [B].
+          prepared: Outputs of `prepare` at the draft position, [B, …].
+          memory: Memory from the previous draft position, or from `fresh_memory`.
+        Returns:
+          Vectors [B, r], and the memory for the next draft position.
+        """
         raise TypeError(f"{type(self).__name__} must define condition")
 
     def bias(self, vectors: jax.Array) -> jax.Array:
-        """Corrections float32 [..., V] of logits, from vectors [..., r]."""
+        """Returns the corrections of logits, float32 [..., V], for vectors [..., r]."""
         raise TypeError(f"{type(self).__name__} must define bias")
 
     def choices(self, base: jax.Array) -> Any:
-        """What tokens are drawn from, of base logits [B, G, V]: a pytree of arrays [B, G, …].
+        """Returns the candidates of all draft positions: a pytree of arrays [B, G, …].
 
-        It does not depend on what is drawn, so all draft positions have theirs at once.
+        By default these are the base logits themselves. Candidates do not depend on drawn tokens,
+        so they are computed for all draft positions at once.
+
+        Args:
+          base: Base logits, float32 [B, G, V].
         """
         return base
 
     def correct(
         self, choices: Any, vectors: jax.Array, sampler: Sampler
     ) -> tuple[jax.Array, Sampler]:
-        """The corrected logits of a draft position, and what draws from them.
+        """Returns the corrected logits of one draft position, and the sampler to draw with.
 
         Args:
-          choices: a position's rows of `choices`, [B, …].
-          vectors: [B, r]; of that position.
+          choices: Candidates of the draft position, a pytree of arrays [B, …].
+          vectors: Vectors of the draft position, [B, r].
+          sampler: Sampler over the target's vocabulary.
         Returns:
-          float32 [B, V], or [B, Q] with a sampler among Q tokens.
+          Logits float32 [B, V] and `sampler`; or [B, Q] and a sampler over a draft vocabulary.
         """
         return choices + self.bias(vectors), sampler
 
     def draft(self, state, anchor, position, sampler, heads):
-        """One pass over the block, then draws token by token; see `Drafter.draft`."""
+        """Runs one pass over the block, then draws token by token; see `Drafter.draft`."""
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
@@ -120,12 +136,10 @@ class ConditionedDFlash(DFlash):
     def score_conditioned(
         self, batch, heads, key, options, *, anchors=None, remat=False
     ) -> ConditionedScores:
-        """Runs blocks all over the batch, and corrects logits by the true token before each.
+        """Scores blocks across the batch, conditioning each position on the true token before it.
 
         In decoding, the token before a draft position is the true one up to the first rejection,
-        so acceptance lengths are those of decoding.
-
-        Args: see `DFlash.loss`.
+        so acceptance lengths equal those of decoding. The arguments are those of `DFlash.loss`.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
@@ -144,15 +158,15 @@ class ConditionedDFlash(DFlash):
 
         def unembed(rows):
             logits = heads.unembed(rows[..., :width])
-            alone = rows.shape[-1] == width  # the target's own hidden states
-            return logits if alone else logits + self.bias(rows[..., width:])
+            is_target = rows.shape[-1] == width  # The target's hidden states have no vectors.
+            return logits if is_target else logits + self.bias(rows[..., width:])
 
         together = jnp.concatenate([hidden, vectors.astype(hidden.dtype)], axis=-1)
         scores = score_blocks(_lead(together), blocks, batch, unembed, options, frozen_head=False)
         return ConditionedScores(blocks, hidden, vectors, previous, scores)
 
     def _condition_all(self, previous: jax.Array, hidden: jax.Array) -> jax.Array:
-        """Vectors [B, A, G, r] of all draft positions, computed one position after the other."""
+        """Returns the vectors [B, A, G, r] of all draft positions, in a scan over positions."""
         rows, count, drafts, _ = hidden.shape
         inputs = (
             previous.reshape(-1, drafts).swapaxes(0, 1),
@@ -168,10 +182,10 @@ class ConditionedDFlash(DFlash):
 
     @staticmethod
     def score_base(scored: ConditionedScores, batch, heads, options) -> TokenScores:
-        """Scores of the base logits, without the correction."""
+        """Scores the base logits, without the correction."""
         return score_blocks(_lead(scored.hidden), scored.blocks, batch, heads.unembed, options)
 
 
 def _lead(rows: jax.Array) -> jax.Array:
-    """Puts the anchor's row, of zeros, before the G rows [B, A, G, D], as `score_blocks` wants."""
+    """Prepends a zero anchor row to rows [B, A, G, D], since `score_blocks` expects R rows."""
     return jnp.pad(rows, ((0, 0), (0, 0), (1, 0), (0, 0)))

@@ -1,9 +1,9 @@
-"""A draft vocabulary: the Q of a target's V tokens that a drafter can draft.
+"""Draft vocabulary: the Q of a target's V tokens that a drafter can draft.
 
-With fewer tokens, a cycle reads fewer columns of an output head. The choice is two tables of the
-drafter's checkpoint, named as EAGLE-3 (SafeAILab/EAGLE) has them: `d2t`, int [Q]: draft token i is
-the target's token i + d2t[i]; `t2d`, bool [V]: which of the target's tokens can be drafted.
-A `Shortlist` is the same for a single draft, with other tokens at each position.
+With fewer tokens, a cycle reads fewer columns of the output head. Checkpoints store the vocabulary
+as two tables, under the names of EAGLE-3 (SafeAILab/EAGLE): `d2t`, int [Q], where draft token i is
+the target's token i + d2t[i]; and `t2d`, bool [V], which marks the tokens that can be drafted.
+A `Shortlist` is a draft vocabulary of a single draft, with other tokens at each position.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from dflash.parallel.sharding import Sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftVocabulary:
-    """Which Q of the target's V tokens a drafter may draft.
+    """The Q of the target's V tokens that a drafter may draft.
 
     Attributes:
-      target_ids: int32 [Q]; of each draft token.
-      draft_ids: int32 [V]; of each target token, Q where it cannot be drafted.
+      target_ids: Target token of each draft token, int32 [Q].
+      draft_ids: Draft token of each target token, int32 [V]; Q if it cannot be drafted.
     """
 
     target_ids: jax.Array
@@ -36,7 +36,7 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, d2t: jax.Array, vocab_size: int) -> "DraftVocabulary":
-        """As the table `d2t` int32 [Q] has it, for a target of `vocab_size` tokens."""
+        """Builds the vocabulary from the table `d2t` int32 [Q], for a target of V tokens."""
         size = d2t.shape[0]
         ids = jnp.arange(size)
         target_ids = ids + d2t
@@ -45,33 +45,34 @@ class DraftVocabulary:
 
     @property
     def size(self) -> int:
-        """Q."""
+        """Size of the draft vocabulary, Q."""
         return self.target_ids.shape[0]
 
     @property
     def target_size(self) -> int:
-        """V."""
+        """Size of the target's vocabulary, V."""
         return self.draft_ids.shape[0]
 
     def name(self, tokens: jax.Array) -> jax.Array:
-        """Draft tokens int32 [...] -> the target's."""
+        """Returns the target tokens of draft tokens int32 [...]."""
         return self.target_ids[tokens]
 
     def pick(self, values: jax.Array) -> jax.Array:
-        """Of the target's tokens [..., V] -> of draft tokens [..., Q]."""
+        """Selects the draft tokens' values [..., Q] from the target tokens' values [..., V]."""
         return values[..., self.target_ids]
 
     def spread(self, values: jax.Array, fill: float) -> jax.Array:
-        """Of draft tokens [..., Q] -> of the target's [..., V]; `fill` where not drafted."""
+        """Scatters values [..., Q] to target tokens [..., V], with `fill` at all others."""
         wide = jnp.take(values, self.draft_ids, axis=-1, mode="clip")
         return jnp.where(self.draft_ids < self.size, wide, fill)
 
     def without_unknown(self, scores: TokenScores, labels: jax.Array) -> TokenScores:
-        """Scores of draft labels, where labels that cannot be drafted cost nothing and are wrong.
+        """Masks the scores of labels that cannot be drafted: no cost, infinite nll, not correct.
 
         Args:
-          scores: of `labels`, which mean nothing where these are Q.
-          labels: int32, of the scores' shape; draft tokens, Q where there is none.
+          scores: Scores of `labels`; arbitrary where the label is Q.
+          labels: Draft tokens, int32 in the shape of the scores; Q for tokens that cannot be
+            drafted.
         """
         known = labels < self.size
         return TokenScores(
@@ -84,37 +85,37 @@ class DraftVocabulary:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shortlist:
-    """A draft vocabulary of k tokens for each position, as a drafter chooses them in decoding.
+    """Draft vocabulary of k tokens per position, which a drafter chooses during decoding.
 
     Attributes:
-      target_ids: int32 [B, T, k]; distinct within a position.
-      target_size: V.
+      target_ids: Target tokens, int32 [B, T, k]; distinct within a position.
+      target_size: Size of the target's vocabulary, V.
     """
 
     target_ids: jax.Array
     target_size: int = dataclasses.field(metadata={"static": True})
 
     def name(self, tokens: jax.Array) -> jax.Array:
-        """Draft tokens int32 [B, T] or [B, T, n] -> the target's."""
+        """Returns the target tokens of draft tokens int32 [B, T] or [B, T, n]."""
         index = tokens.reshape(*self.target_ids.shape[:2], -1)
         return jnp.take_along_axis(self.target_ids, index, axis=-1).reshape(tokens.shape)
 
     def pick(self, values: jax.Array) -> jax.Array:
-        """Of the target's tokens [B, T, V] -> of draft tokens [B, T, k]."""
+        """Selects the draft tokens' values [B, T, k] from the target tokens' values [B, T, V]."""
         return jnp.take_along_axis(values, self.target_ids, axis=-1)
 
     def spread(self, values: jax.Array, fill: float) -> jax.Array:
-        """Of draft tokens [B, T, k] -> of the target's [B, T, V]; `fill` where not drafted."""
+        """Scatters values [B, T, k] to target tokens [B, T, V], with `fill` at all others."""
         wide = jnp.full((*values.shape[:2], self.target_size), fill, values.dtype)
         return jnp.put_along_axis(wide, self.target_ids, values, axis=-1, inplace=False)
 
 
-# The tokens that a drafter draws among, where these are not all of the target's.
+# Subset of the target's tokens that a drafter draws from.
 DraftTokens = DraftVocabulary | Shortlist
 
 
 def declare(size: int, vocab_size: int, sharding: Sharding) -> tuple[Buffer, Buffer]:
-    """The abstract tables `d2t` and `t2d`; without a checkpoint, of the first `size` tokens."""
+    """Declares the tables `d2t` and `t2d`, which start with the first `size` tokens."""
     d2t = parameters.declare_buffer(
         (size,), (None,), dtype=jnp.int32, stored_dtype="int64", sharding=sharding
     )
@@ -125,11 +126,11 @@ def declare(size: int, vocab_size: int, sharding: Sharding) -> tuple[Buffer, Buf
 
 
 def choose(size: int, count_tokens: Callable[[], np.ndarray]) -> dict[str, np.ndarray]:
-    """The tables, by name, of the `size` tokens that are labels most often.
+    """Returns the tables `d2t` and `t2d` of the tokens that are labels most often.
 
     Args:
-      size: Q.
-      count_tokens: see `Drafter.prepare_training`.
+      size: Size of the draft vocabulary, Q.
+      count_tokens: Function () -> counts int64 [V]; see `Drafter.prepare_training`.
     """
     counts = count_tokens()
     frequent = np.argsort(-counts, kind="stable")[:size]
@@ -141,7 +142,7 @@ def check(d2t: np.ndarray, vocab_size: int, directory: pathlib.Path) -> None:
     """Checks a table `d2t` that was loaded from a checkpoint.
 
     Raises:
-      CheckpointError: it names a token that the target does not have, or one token twice.
+      CheckpointError: A token is not in the target's vocabulary, or appears twice.
     """
     ids = np.arange(d2t.size) + np.asarray(d2t, np.int64)
     order = np.argsort(ids, kind="stable")
@@ -150,6 +151,6 @@ def check(d2t: np.ndarray, vocab_size: int, directory: pathlib.Path) -> None:
     if wrong.any():
         draft = int(np.argmax(wrong))
         raise errors.CheckpointError(
-            f"{directory}: d2t[{draft}]: draft token {draft} becomes token {ids[draft]}; "
-            f"expected different tokens of the target's {vocab_size}"
+            f"{directory}: d2t[{draft}]: draft token {draft} maps to token {ids[draft]}; expected "
+            f"distinct tokens in [0, {vocab_size})"
         )

@@ -1,4 +1,4 @@
-"""Trees from the marginals of a single pass: one distribution for each draft position.
+"""Draft trees from the marginal distributions of a single pass, one per draft position.
 
 Source: DDTree, arXiv 2604.12989.
 """
@@ -14,12 +14,13 @@ from dflash.drafters.base import Proposal, Sampler
 
 
 class Nodes(NamedTuple):
-    """G nodes of a tree, parents before children and elder siblings before younger ones.
+    """G nodes of a tree, with parents before children and better siblings before worse ones.
 
     Attributes:
-      depth: int32 [B, G]; draft position of the token, 0 for the one after the anchor.
-      rank: int32 [B, G]; which candidate of that draft position, 0 for the best.
-      parents: int32 [B, G]; row of the parent, as in `Proposal`.
+      depth: Draft position of the token, int32 [B, G]; 0 for the position after the anchor.
+      rank: Rank of the token among the candidates of its draft position, int32 [B, G]; 0 for the
+        best.
+      parents: Row of the parent, int32 [B, G]; see `Proposal`.
     """
 
     depth: jax.Array
@@ -28,13 +29,13 @@ class Nodes(NamedTuple):
 
 
 def propose(logits: jax.Array, positions: jax.Array, sampler: Sampler, budget: int) -> Proposal:
-    """The tree of the `budget` likeliest prefixes of a block.
+    """Proposes the tree of the `budget` most likely prefixes of a block.
 
     Args:
-      logits: float32 [B, D, V]; of D draft positions, independent of one another.
-      positions: int32 [B, D]; absolute positions of the tokens.
-      sampler: ranks the candidates of each draft position.
-      budget: G, at most what `check_budget` allows.
+      logits: Logits of D independent draft positions, float32 [B, D, V].
+      positions: Absolute positions of the tokens, int32 [B, D].
+      sampler: Ranks the candidates of each draft position.
+      budget: Number of drafts, G, at most the capacity in `check_budget`.
     """
     candidates = sampler.candidates(logits, positions, min(budget, logits.shape[-1]))
     nodes = best_first(candidates.scores, budget)
@@ -45,36 +46,37 @@ def propose(logits: jax.Array, positions: jax.Array, sampler: Sampler, budget: i
 
 
 def best_first(scores: jax.Array, budget: int) -> Nodes:
-    """The `budget` prefixes with the largest sums of scores, exactly; ties are broken arbitrarily.
+    """Returns the `budget` prefixes with the largest sums of scores.
 
-    Sums only fall along a prefix, so the best prefixes of each length are among the extensions of
-    the best ones that are a token shorter. Of these sums, a best parent's with a best candidate's,
-    the one of parent i and candidate j is at most as large as (i + 1)(j + 1) - 1 others, so few
-    pairs need to be compared.
+    The search is exact; ties are broken arbitrarily. Scores are at most 0, so the best prefixes of
+    each length extend the best prefixes that are one token shorter. With parents and candidates
+    both sorted, the sum of parent i and candidate j is at most as large as (i + 1)(j + 1) - 1 other
+    sums. Only pairs with (i + 1)(j + 1) <= budget therefore need to be compared.
 
     Args:
-      scores: float32 [B, D, k], falling along k and at most 0, where k is the smaller one of the
+      scores: Scores float32 [B, D, k], descending along k and at most 0. k is the smaller of the
         budget and the size of the vocabulary.
-      budget: G.
+      budget: Number of nodes, G.
     """
     batch, depths, count = scores.shape
     each = jnp.arange(batch)[:, None]
     sums = jnp.zeros((batch, 1), scores.dtype)
-    levels, before, begin = [], 0, 0  # where the nodes of the parents, and of this level, begin
+    # First nodes of the previous level and of this level.
+    levels, before, begin = [], 0, 0
     for depth in range(depths):
         parent, rank = _pairs(sums.shape[1], count, budget)
         pairs = sums[:, parent] + scores[:, depth, rank]
         sums, best = jax.lax.top_k(pairs, min(budget, len(parent)))
         parent, rank = jnp.asarray(parent)[best], jnp.asarray(rank)[best]
-        # The anchor is not a node.
+        # The parent of the first level is the anchor, which is not a node.
         parent = parent + before if depth else jnp.full_like(parent, -1)
         levels.append((sums, jnp.full_like(rank, depth), rank, parent))
         before, begin = begin, begin + sums.shape[1]
     everything, depth, rank, parent = (
         jnp.concatenate(part, axis=1) for part in zip(*levels, strict=True)
     )
-    # Of equal sums the first counts: a parent comes before its children, an elder sibling before a
-    # younger one. So whatever is chosen, its parent and its elder siblings are.
+    # `top_k` prefers the first of equal sums, and parents come before children and better siblings
+    # before worse ones. So the parent and the better siblings of a chosen node are always chosen.
     _, chosen = jax.lax.top_k(everything, budget)
     place = jnp.zeros(everything.shape, jnp.int32).at[each, chosen].set(jnp.arange(budget))
     parent = parent[each, chosen]
@@ -87,14 +89,14 @@ def check_budget(budget: int, depths: int, vocab_size: int) -> None:
     capacity = sum(vocab_size**depth for depth in range(1, depths + 1))
     if budget > capacity:
         raise errors.ConfigError(
-            f"drafter.tree.budget: {budget} is larger than the block's capacity, {capacity} drafts "
-            f"at {depths} draft position{'s' if depths > 1 else ''} of {vocab_size} tokens; lower "
+            f"drafter.tree.budget: {budget} exceeds the block's capacity of {capacity} drafts at "
+            f"{depths} draft position{'s' if depths > 1 else ''} of {vocab_size} tokens; lower "
             "it, or raise drafter.block_size"
         )
 
 
 def _pairs(parents: int, count: int, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of parent and rank, int32 each, whose sum may be among the `budget` largest."""
+    """Returns the pairs (parents, ranks), int32 [N] each, that may be among the best `budget`."""
     parent, rank = np.meshgrid(
         np.arange(parents, dtype=np.int32), np.arange(count, dtype=np.int32), indexing="ij"
     )

@@ -84,7 +84,7 @@ def test_width_vocabulary_and_context_follow_the_target():
     ("options", "kind", "message"),
     [
         ({"checkpoint": str(GOLDEN / CASE / "target")}, errors.CheckpointError,
-         "drafter.checkpoint: another vocabulary"),
+         "drafter.checkpoint: the vocabulary of 12 tokens differs from the target's of 24"),
         ({"checkpoint": str(GOLDEN / CASE / "draft")}, errors.CheckpointError,
          "DFlashDraftModel is not supported, only Qwen3ForCausalLM"),
         ({"checkpoint": "random", "family": "qwen33"}, errors.ConfigError,

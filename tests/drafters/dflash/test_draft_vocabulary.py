@@ -191,7 +191,7 @@ def test_a_table_that_names_other_tokens_is_refused(tmp_path):
     broken = DFlash(make_drafter().shape, dtype=jnp.float32, sharding=make_sharding())
     parameters.initialize(broken, jax.random.key(1))
     broken.d2t.set_value(broken.d2t.get_value().at[3].set(45))
-    with pytest.raises(errors.CheckpointError, match=r"d2t\[3\]: draft token 3 becomes token 48"):
+    with pytest.raises(errors.CheckpointError, match=r"d2t\[3\]: draft token 3 maps to token 48"):
         broken.check_weights(tmp_path)
 
 

@@ -198,7 +198,7 @@ def test_the_budget_of_a_tree_comes_from_the_config():
     with pytest.raises(errors.ConfigError) as caught:
         create(dataclasses.replace(base, tree=MarginalTree(budget=49)))
     assert str(caught.value) == (
-        "drafter.tree.budget: 49 is larger than the block's capacity, 48 drafts at 1 draft "
+        "drafter.tree.budget: 49 exceeds the block's capacity of 48 drafts at 1 draft "
         "position of 48 tokens; lower it, or raise drafter.block_size"
     )
 

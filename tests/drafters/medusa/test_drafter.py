@@ -208,7 +208,7 @@ def create(hf=None, **options) -> Medusa:
     [
         ({"block_size": 9}, errors.ConfigError, "drafter.block_size: 9 is larger than"),
         ({"block_size": 2, "tree": MarginalTree(budget=49)}, errors.ConfigError,
-         "drafter.tree.budget: 49 is larger than the block's capacity, 48"),
+         "drafter.tree.budget: 49 exceeds the block's capacity of 48"),
         ({"hf": {"hidden_size": 32}}, errors.CheckpointError,
          "missing block_size, vocab_size, num_target_layers, rms_norm_eps"),
         ({"hf": dataclasses.asdict(MedusaShape(5, 32, 50, 9, 1e-6))}, errors.CheckpointError,

@@ -97,7 +97,7 @@ def test_drafts_are_certain_where_probabilities_are_wanted():
 
 def test_trees_that_cannot_be_grown():
     beam_tree.check(BeamTree(budget=30, top_k=3, depth=4), 3)
-    with pytest.raises(errors.ConfigError, match=r"tree\.budget: 31 .* capacity, 30 drafts"):
+    with pytest.raises(errors.ConfigError, match=r"tree\.budget: 31 .* capacity of 30 drafts"):
         beam_tree.check(BeamTree(budget=31, top_k=3, depth=4), 3)
-    with pytest.raises(errors.ConfigError, match=r"tree\.top_k: 3 is more than the 2 tokens"):
+    with pytest.raises(errors.ConfigError, match=r"tree\.top_k: 3 exceeds the draft vocabulary of 2 tokens"):
         beam_tree.check(BeamTree(budget=1, top_k=3, depth=4), 2)

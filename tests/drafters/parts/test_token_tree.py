@@ -132,5 +132,5 @@ def test_a_budget_larger_than_the_capacity_of_the_block(depths, vocab, capacity)
     with pytest.raises(errors.ConfigError) as caught:
         token_tree.check_budget(whole + 1, depths, vocab)
     (line,) = caught.value.problems
-    assert line.startswith(f"drafter.tree.budget: {whole + 1} is larger than the block's capacity")
+    assert line.startswith(f"drafter.tree.budget: {whole + 1} exceeds the block's capacity")
     assert capacity in line
