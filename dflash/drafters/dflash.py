@@ -1,9 +1,9 @@
-"""DFlash: a block-diffusion drafter that drafts a whole block in one pass.
+"""DFlash: block-diffusion drafter that drafts a whole block in one pass.
 
-Source: arXiv 2602.06036. The context is the target's own features, projected once when they are
-committed and never updated; the block [anchor, MASK, …, MASK] attends to it and, in both
-directions, to itself. Embedding and output head are the target's; with a draft vocabulary, some
-columns of that head.
+Source: arXiv 2602.06036. The context is the target's features, projected to keys and values once,
+when they are committed. The block [anchor, MASK, …, MASK] attends to the context and, in both
+directions, to itself. The embedding and the output head are the target's; a draft vocabulary uses a
+subset of the head's columns.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from dflash.parallel.sharding import Sharding
 
 
 class DFlash(OnePassDrafter):
-    """The drafter; its state is the keys and values of every committed position's features."""
+    """DFlash drafter, whose state is the keys and values of all committed features."""
 
     hf_architectures = ("DFlashDraftModel",)
     shape_class = DFlashShape
@@ -54,15 +54,15 @@ class DFlash(OnePassDrafter):
         """Builds an abstract drafter.
 
         Args:
-          shape: of the network.
-          dtype: of weights and state.
-          sharding: where they live.
-          block_size: rows to verify in a chain, and the depth of a tree, at most the trained block
-            size; None for that one.
-          tree_budget: drafts in a tree; None for a chain.
-          short_pass: compute no more rows than `block_size` asks for.
+          shape: Shape of the network.
+          dtype: Dtype of weights and state.
+          sharding: Mesh and axis rules of weights and state.
+          block_size: Rows to verify in a chain, or on the longest path of a tree; at most the
+            trained block size. None for the trained block size.
+          tree_budget: Number of drafts in a tree; None for a chain.
+          short_pass: Compute only `block_size` rows per pass.
         Raises:
-          ConfigError: block_size exceeds the trained one, or tree_budget the tree's capacity.
+          ConfigError: The block size exceeds the trained one, or the budget the tree's capacity.
         """
         super().__init__(shape, dtype=dtype, sharding=sharding)
         decoder = shape.decoder
@@ -73,8 +73,8 @@ class DFlash(OnePassDrafter):
             vocab_size=shape.draft_vocab_size or decoder.vocab_size,
             of="that the drafter was trained with",
         )
-        # Draft positions that a pass computes. Rows see one another: with fewer of them than in
-        # training, drafts get worse from the first one on.
+        # Number of draft positions that a pass computes. Compute as many as in training by default:
+        # rows attend to one another, so a shorter block makes even the first draft worse.
         self.pass_positions = self.num_positions if short_pass else shape.block_size - 1
         build = {"dtype": dtype, "sharding": sharding}
         self.feature_layers = shape.target_layer_ids
@@ -94,14 +94,14 @@ class DFlash(OnePassDrafter):
 
     @classmethod
     def options(cls, config: DFlashConfig) -> dict[str, Any]:
-        """See `WeightedDrafter.options`."""
+        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         budget = None if config.tree is None else config.tree.budget
         sizes = {"block_size": config.block_size, "short_pass": config.short_pass}
         return {**sizes, "tree_budget": budget}
 
     @staticmethod
     def make_layer(shape: DFlashShape, **build) -> TransformerLayer:
-        """One draft layer."""
+        """Returns an abstract draft layer."""
         return TransformerLayer(
             shape.decoder,
             qk_norm=True,
@@ -111,19 +111,19 @@ class DFlash(OnePassDrafter):
         )
 
     def init_state(self, batch, max_length):
-        """Abstract context; see `WeightedDrafter.context_cache`."""
+        """Returns an abstract context; see `WeightedDrafter.context_cache`."""
         return self.context_cache(batch, max_length)
 
     def context_pages(self, num_pages, page_size):
-        """See `Drafter.context_pages`."""
+        """Returns abstract pages of the context; see `Drafter.context_pages`."""
         return self.context_cache_pages(num_pages, page_size)
 
     def read_rows(self, state, slot, start, count):
-        """See `Drafter.read_rows`."""
+        """Returns rows of the context; see `Drafter.read_rows`."""
         return state.read_rows(slot, start, count)
 
     def write_rows(self, state, slot, start, rows):
-        """See `Drafter.write_rows`."""
+        """Writes rows of the context; see `Drafter.write_rows`."""
         return state.write_rows(slot, start, rows)
 
     def draft(self, state, anchor, position, sampler, heads):
@@ -131,9 +131,10 @@ class DFlash(OnePassDrafter):
         return self.draft_fewer(self.num_positions, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Runs the whole block, and drafts its first tokens; see `Drafter.draft_fewer`.
+        """Drafts the first tokens of the block; see `Drafter.draft_fewer`.
 
-        Rows that see those before them alone are run as far as they are wanted.
+        A causal block runs only the rows up to the last draft; any other block runs whole, since
+        its first rows attend to the later ones.
         """
         last = count if self.shape.is_causal else self.pass_positions
         hidden, positions = self.run_block(state, anchor, position, heads, num_positions=last)
@@ -149,13 +150,13 @@ class DFlash(OnePassDrafter):
         return DraftVocabulary.of(self.d2t[...], self.shape.decoder.vocab_size)
 
     def check_weights(self, directory: pathlib.Path) -> None:
-        """Checks the table that was loaded from a checkpoint; see `draft_vocabulary.check`."""
+        """Checks the loaded draft vocabulary, if any; see `draft_vocabulary.check`."""
         if self.d2t is not None:
             table = np.asarray(self.d2t.get_value())
             draft_vocabulary.check(table, self.shape.decoder.vocab_size, directory)
 
     def prepare_training(self, count_tokens, heads):
-        """Fixes the draft vocabulary and copies its columns of the target's head."""
+        """Chooses the draft vocabulary and copies its columns of the target's head."""
         size = self.shape.draft_vocab_size
         if size is None:
             return
@@ -167,10 +168,16 @@ class DFlash(OnePassDrafter):
         parameters.assign(self, {"lm_head.kernel": columns})
 
     def run_block(self, state, anchor, position, heads, *, num_positions=None):
-        """The block pass: hidden states [B, T, D] after the final norm, positions int32 [B, T].
+        """Runs the draft layers over the block.
 
         Args:
-          num_positions: rows behind the anchor, T - 1; None for all.
+          state: Context before the anchors.
+          anchor: Last committed tokens, int32 [B].
+          position: Positions of the anchors, int32 [B].
+          heads: Embedding and output head of the target.
+          num_positions: Number of rows after the anchor, T - 1; None for all.
+        Returns:
+          hidden [B, T, D] after the final norm, and positions int32 [B, T].
         """
         masked = (anchor.shape[0], num_positions or self.pass_positions)
         mask = jnp.full(masked, self.shape.mask_token_id)
@@ -183,7 +190,7 @@ class DFlash(OnePassDrafter):
         return self.norm(x), positions
 
     def _attend_context(self, i: int, state: kv.StaticCache, position: jax.Array):
-        """Attention of layer i over its context and, both ways, over the block."""
+        """Returns the attention function of layer i over its context and the block."""
         batch, _ = kv.batch_axes(position.shape[0], self.sharding)
         rows, kv_rows = (batch, None, "heads", None), (batch, None, "kv_heads", None)
         stored = (batch, "kv_heads", None, None)
@@ -195,7 +202,10 @@ class DFlash(OnePassDrafter):
         return lambda *block: (*sharded(*block, *fixed), None)
 
     def _attention(self, i: int, kernel):
-        """What layer i makes of the arrays that a kernel takes: the outputs, for `Sharding.map`."""
+        """Returns a function from the arrays of a kernel to the outputs of layer i's attention.
+
+        The outputs are a tuple of one array, as `Sharding.map` expects.
+        """
         view, factor = self.shape.views[i], self.shape.attention_value_scale
         options = {
             "scale": self.layers[i].self_attn.scale,
@@ -206,18 +216,18 @@ class DFlash(OnePassDrafter):
 
         def attend(*arrays):
             attended = kernel(*arrays, **options)
-            # Sums of values, so that the factor on these is one on them.
+            # Attention is linear in the values, so scaling its output scales the values.
             return (attended if factor == 1.0 else attended * factor,)
 
         return attend
 
     def _sinks(self, i: int) -> tuple[list[jax.Array], list[tuple[str]]]:
-        """The sinks of layer i and the names of their dimension, in lists; empty without any."""
+        """Returns lists of the sinks of layer i and of their dimension names, or empty lists."""
         sinks = self.layers[i].self_attn.attention_sink_bias
         return ([], []) if sinks is None else ([sinks[...]], [("heads",)])
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Projects features to keys and values, once, and stores them; see `Drafter.observe`."""
+        """Projects the features to keys and values and stores them; see `Drafter.observe`."""
         context = self.hidden_norm(self.fc(features))
         positions = position[:, None] + jnp.arange(features.shape[1])
         cos_sin = rotary.angles(positions, self.shape.rotary)
@@ -227,10 +237,15 @@ class DFlash(OnePassDrafter):
             return state.write(position, keys, values)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
-        """Drafts blocks anchored all over the batch; see `Drafter.loss`.
+        """Computes the loss of blocks anchored across the batch; see `Drafter.loss`.
 
         Args:
-          anchors: first positions of the blocks; None to draw them from `key`.
+          batch: Packed rows, with features.
+          heads: Embedding and output head of the target, which are frozen.
+          key: PRNG key, which draws the anchors.
+          options: Config group of the loss.
+          anchors: First rows of the blocks; None to draw them from `key`.
+          remat: Recompute activations in the backward pass.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
@@ -244,7 +259,7 @@ class DFlash(OnePassDrafter):
         return block_loss(self._score(hidden, blocks, batch, heads, options), blocks, options)
 
     def _score(self, hidden, blocks, batch, heads, options) -> TokenScores:
-        """See `score_blocks`; over the draft vocabulary, the target's distribution too."""
+        """Scores the blocks, restricted to the draft vocabulary if there is one."""
         if self.lm_head is None:
             return score_blocks(hidden, blocks, batch, heads.unembed, options)
         vocabulary = self._vocabulary()
@@ -255,9 +270,9 @@ class DFlash(OnePassDrafter):
         return vocabulary.without_unknown(scores, labels)
 
     def run_blocks(self, batch, blocks, heads, *, remat=False) -> jax.Array:
-        """The block pass over A blocks of R rows per sequence at once: hidden [B, A, R, D].
+        """Runs the draft layers over A blocks of R rows per sequence: hidden [B, A, R, D].
 
-        Computes in the dtype of this module's weights, whatever that of features and embeddings.
+        Features and embeddings are converted to the dtype of this module's weights.
         """
         dtype = self.fc.kernel.dtype
         fc = parameters.gathered(self.fc, self.sharding)
@@ -277,7 +292,7 @@ class DFlash(OnePassDrafter):
         return self.norm(x).reshape(*shape, -1)
 
     def _attend_anchored(self, i: int, seen, batch, blocks):
-        """Attention of layer i of each block over the context before it, and over itself."""
+        """Returns the attention function of layer i: each block over its context and itself."""
         names, _ = kv.batch_axes(blocks.tokens.shape[0], self.sharding)
         rows, kv_rows = (names, None, None, "heads", None), (names, None, None, "kv_heads", None)
         stored, per_row = (names, None, "kv_heads", None), (names, None)
@@ -299,6 +314,6 @@ class DFlash(OnePassDrafter):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
+        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, name = path.rpartition(".")
         return path if name == "attention_sink_bias" or not stem else f"{stem}.weight"

@@ -1,9 +1,9 @@
-"""DFlash2: DFlash with short convolutions along the block, and a choice among likely tokens.
+"""DFlash2: DFlash with short convolutions along the block and a selector among likely tokens.
 
-Source: z-lab/dflash and speculators 0.9 (`models/dflash2`), by their golden vectors. Around
-attention and mlp of each layer runs a causal convolution over the rows of a block, whose taps each
-row computes from itself, one tap for each group of channels. The likeliest tokens of each draft
-position are ranked again by a bilinear score of previous token, hidden state and candidate.
+Source: z-lab/dflash and speculators 0.9 (`models/dflash2`), by their golden vectors. The attention
+and the MLP of each layer have causal convolutions over the rows of a block before and after them.
+Each row computes its own taps, one set per group of channels. A selector reranks the most likely
+tokens of each draft position by a bilinear score of previous token, hidden state and candidate.
 """
 
 from typing import NamedTuple
@@ -21,15 +21,15 @@ from dflash.layers.transformer import TransformerLayer
 from dflash.parallel import parameters
 from dflash.parallel.sharding import Sharding
 
-# Parameters that checkpoints store without ".weight".
+# Parameters whose names in checkpoints do not end in ".weight".
 _BARE = ("base_kernel", "predecessor_codebook", "successor_codebook")
 
 
 class DynamicConvolution(nnx.Module):
-    """Two causal convolutions over the rows of a block, in front of a sublayer and after it.
+    """Causal convolutions over the rows of a block, one before a sublayer and one after it.
 
-    Both begin as the identity. Their taps are a kernel per channel, plus what a row's normed input
-    to the sublayer adds for each group of channels.
+    Both are initialized to the identity. The taps are the sum of a kernel per channel and a
+    correction per group of channels, which is a projection of the row's normalized input.
     """
 
     def __init__(self, width: int, *, taps: int, group_size: int, dtype, sharding: Sharding):
@@ -48,7 +48,13 @@ class DynamicConvolution(nnx.Module):
         self.taps, self.groups = taps, groups
 
     def kernels(self, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Rows [B, T, D] -> taps [B, T, taps, groups, D / groups] before and after the sublayer."""
+        """Returns the taps of the convolutions before and after the sublayer.
+
+        Args:
+          normed: Normalized input of the sublayer, [B, T, D].
+        Returns:
+          Two arrays [B, T, taps, groups, D / groups].
+        """
         added = self.kernel_projection(normed)
         added = added.reshape(*normed.shape[:2], 2, self.taps, self.groups, 1)
         base = self.base_kernel[...].reshape(2, self.taps, self.groups, -1)
@@ -56,12 +62,14 @@ class DynamicConvolution(nnx.Module):
 
 
 def convolve(x: jax.Array, kernels: jax.Array, rows: int) -> jax.Array:
-    """Row r of each block becomes the sum over t of its tap t times row r - t.
+    """Convolves the rows of each block: out[r] = sum over t of kernels[r, t] · x[r - t].
+
+    Rows before the first row of a block count as zeros.
 
     Args:
-      x: [B, T, D]; T / rows blocks, one after the other.
-      kernels: [B, T, taps, groups, D / groups].
-      rows: of a block; before its first row there is nothing.
+      x: Rows of consecutive blocks, [B, T, D].
+      kernels: Taps of each row, [B, T, taps, groups, D / groups].
+      rows: Number of rows per block, a divisor of T.
     """
     batch, _, taps, groups, width = kernels.shape
     blocks = x.reshape(batch, -1, rows, groups, width)
@@ -74,7 +82,11 @@ def convolve(x: jax.Array, kernels: jax.Array, rows: int) -> jax.Array:
 
 
 class ConvolvedLayer(TransformerLayer):
-    """A layer with convolutions around attention and mlp, over blocks of `rows` rows."""
+    """Transformer layer with convolutions around attention and MLP.
+
+    Attributes:
+      rows: Number of rows per block.
+    """
 
     rows: int
 
@@ -87,21 +99,21 @@ class ConvolvedLayer(TransformerLayer):
         self.mlp_conv = DynamicConvolution(shape.decoder.hidden_size, **options)
 
     def attention_branch(self, normed, cos_sin, attend):
-        """See `TransformerLayer.attention_branch`."""
+        """Returns the convolved attention branch; see `TransformerLayer.attention_branch`."""
         before, after = self.attention_conv.kernels(normed)
         normed = convolve(normed, before, self.rows)
         branch, kept = super().attention_branch(normed, cos_sin, attend)
         return convolve(branch, after, self.rows), kept
 
     def mlp_branch(self, normed):
-        """See `TransformerLayer.mlp_branch`."""
+        """Returns the convolved MLP branch; see `TransformerLayer.mlp_branch`."""
         before, after = self.mlp_conv.kernels(normed)
         branch = super().mlp_branch(convolve(normed, before, self.rows))
         return convolve(branch, after, self.rows)
 
 
 class CandidateSelector(nnx.Module):
-    """The bilinear score: predecessor code · projected hidden state · candidate's code."""
+    """Bilinear score of a candidate: predecessor code · projected hidden state · its own code."""
 
     def __init__(self, width: int, vocab: int, rank: int, *, dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
@@ -111,12 +123,12 @@ class CandidateSelector(nnx.Module):
 
 
 class Likely(NamedTuple):
-    """The k likeliest tokens of each draft position, the largest base logit first.
+    """The k most likely tokens of each draft position, in descending order of their base logits.
 
     Attributes:
-      tokens: int32 [..., k].
-      logits: float32 [..., k]; the base logits.
-      codes: [..., k, r]; the tokens' codes as successors.
+      tokens: Candidates, int32 [..., k].
+      logits: Base logits of the candidates, float32 [..., k].
+      codes: Rows of the successor codebook for the candidates, [..., k, r].
     """
 
     tokens: jax.Array
@@ -125,7 +137,7 @@ class Likely(NamedTuple):
 
 
 class DFlash2(ConditionedDFlash):
-    """The drafter; its state is that of DFlash."""
+    """DFlash2 drafter, whose state is the same as DFlash's."""
 
     hf_architectures = ("DFlash2DraftModel",)
     shape_class = DFlash2Shape
@@ -139,7 +151,7 @@ class DFlash2(ConditionedDFlash):
         block_size: int | None = None,
         short_pass: bool = False,
     ):
-        """Args: see `DFlash`."""
+        """Builds an abstract drafter; the arguments are those of `DFlash`."""
         width, vocab = shape.decoder.hidden_size, shape.decoder.vocab_size
         build = {"dtype": dtype, "sharding": sharding}
         super().__init__(shape, block_size=block_size, short_pass=short_pass, **build)
@@ -149,29 +161,29 @@ class DFlash2(ConditionedDFlash):
 
     @staticmethod
     def make_layer(shape, **build):
-        """One draft layer."""
+        """Returns an abstract draft layer."""
         return ConvolvedLayer(shape, **build)
 
     def prepare(self, hidden):
-        """See `ConditionedDFlash.prepare`."""
+        """Projects the hidden states to rank r; see `ConditionedDFlash.prepare`."""
         return self.candidate_selector.hidden_projection(hidden)
 
     def condition(self, previous, prepared, memory):
-        """See `ConditionedDFlash.condition`."""
+        """Multiplies the previous token's code by the projected hidden state; has no memory."""
         code = self.candidate_selector.predecessor_codebook(previous)
         return code * prepared.astype(code.dtype), memory
 
     def bias(self, vectors):
-        """See `ConditionedDFlash.bias`."""
+        """Scores the vectors against all successor codes; see `ConditionedDFlash.bias`."""
         return self.candidate_selector.successor_codebook.attend(vectors)
 
     def choices(self, base):
-        """The likeliest tokens, which are ranked again as soon as the token before is known."""
+        """Returns the most likely tokens, which `correct` reranks given the previous token."""
         values, tokens = jax.lax.top_k(base, self.shape.selector_top_k)
         return Likely(tokens, values, self.candidate_selector.successor_codebook(tokens))
 
     def correct(self, choices, vectors, sampler):
-        """Scores [B, k] of the likely tokens; see `ConditionedDFlash.correct`."""
+        """Returns logits [B, k] of the likely tokens, and a sampler among these."""
         scores = jnp.einsum(
             "br,bkr->bk", vectors, choices.codes, preferred_element_type=jnp.float32
         )
@@ -179,9 +191,9 @@ class DFlash2(ConditionedDFlash):
         return choices.logits + scores, sampler.among(shortlist)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
-        """The loss of the base logits, plus that of the corrected ones; see `DFlash.loss`.
+        """Computes the sum of the losses of base and corrected logits; see `DFlash.loss`.
 
-        Both are over the whole vocabulary: unlike the candidates, it always has the label.
+        Both losses are over the whole vocabulary, since the label may not be among the candidates.
         """
         scored = self.score_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
         corrected, metrics = block_loss(scored.scores, scored.blocks, options)
@@ -194,7 +206,7 @@ class DFlash2(ConditionedDFlash):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
+        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, leaf = path.rpartition(".")
         if leaf in _BARE:
             return path

@@ -19,10 +19,10 @@ class DFlash2Fields:
     """Fields of config.json that DFlash2 adds to DFlash's.
 
     Attributes:
-      conv_kernel_size: Taps of a convolution: a row and those before it.
-      conv_group_size: Channels that share the same correction of their taps.
+      conv_kernel_size: Number of taps of a convolution: the row itself and the rows before it.
+      conv_group_size: Number of channels that share a correction of the taps.
       selector_rank: Rank of the bilinear score.
-      selector_top_k: Candidates of each draft position.
+      selector_top_k: Number of candidates per draft position.
     """
 
     conv_kernel_size: int = option(minimum=1, maximum=MAX_BLOCK_SIZE)
@@ -51,7 +51,7 @@ class DFlash2Config(BlockDrafterConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DFlash2Shape(DFlashShape, DFlash2Fields):
-    """Everything that a DFlash2 checkpoint's config.json states."""
+    """Contents of a DFlash2 checkpoint's config.json."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -80,7 +80,7 @@ class DFlash2Shape(DFlashShape, DFlash2Fields):
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: DFlash2Architecture | None) -> Self:
-        """See `DrafterShape.for_target`."""
+        """Returns the shape of a fresh DFlash2 drafter; see `DrafterShape.for_target`."""
         options = options or DFlash2Architecture()
         shape = cls(**options.shape_fields(target), **subset(options, DFlash2Fields))
         base_config.check_options(shape._problems())
@@ -98,7 +98,7 @@ class DFlash2Shape(DFlashShape, DFlash2Fields):
 
 @dataclasses.dataclass(frozen=True)
 class _SpeculatorsFields:
-    """Further fields of a config.json of speculators; a tap names the layer that it enters."""
+    """Further fields of a speculators config.json; a layer id names the layer after the tap."""
 
     aux_hidden_state_layer_ids: tuple[int, ...] = option(minimum=1, maximum=MAX_LAYERS)
     draft_vocab_size: int | None = option(None, minimum=1)

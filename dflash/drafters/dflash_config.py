@@ -21,7 +21,7 @@ GROUP = "dflash_config"  # mapping in config.json
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Fields that some published drafters have, with the only value that is supported.
 _SUPPORTED = {"draft_shift": False}
-# Fields of heads; config.json leaves them out at their defaults.
+# Fields of attention heads, which config.json omits if they have their defaults.
 _HEAD_FIELDS = ("partial_rotary_factor", "attention_sink_bias", "attention_value_scale")
 
 
@@ -40,19 +40,19 @@ class LayerView:
 
 @dataclasses.dataclass(frozen=True)
 class DFlashShape(DrafterShape):
-    """Everything that a DFlash checkpoint's config.json states.
+    """Contents of a DFlash checkpoint's config.json.
 
     Attributes:
-      decoder: Width, heads, rotary base and so on of the draft layers.
-      block_size: Anchor and drafted tokens, as trained.
+      decoder: Architecture of the draft layers: width, heads, rotary base and so on.
+      block_size: Trained number of rows: the anchor and the drafted tokens.
       mask_token_id: Token at the positions to be drafted.
       target_layer_ids: Target layers whose outputs are the features.
       num_target_layers: Depth of the target that the drafter was trained for; None if not stated.
       views: One view per draft layer.
-      draft_vocab_size: Number of tokens that can be drafted, through an output head of their own;
-        None for the target's whole vocabulary and its head.
+      draft_vocab_size: Size of the draft vocabulary, which has an output head of its own; None to
+        draft from the target's whole vocabulary with the target's head.
       partial_rotary_factor: Fraction of each head that is rotated, from its first dimension on.
-      attention_sink_bias: Whether each head has a learned score that stands for no position.
+      attention_sink_bias: Whether each head has an attention sink: a learned score of no position.
       attention_value_scale: Factor on values.
     """
 
@@ -69,13 +69,13 @@ class DFlashShape(DrafterShape):
 
     @property
     def rotary(self) -> TargetArchitecture:
-        """The decoder, with heads as wide as their rotated part."""
+        """Decoder whose heads are as wide as the rotated part of the real ones."""
         width = int(self.decoder.head_dim * self.partial_rotary_factor)
         return dataclasses.replace(self.decoder, head_dim=width)
 
     @property
     def is_causal(self) -> bool:
-        """Whether every block row depends on no later row."""
+        """True if no block row depends on a later row."""
         return all(view.causal for view in self.views)
 
     @classmethod
@@ -112,7 +112,7 @@ class DFlashShape(DrafterShape):
         return shape
 
     def to_hf(self) -> dict[str, Any]:
-        """See `DrafterShape.to_hf`."""
+        """Returns config.json fields in the newer layout; see `DrafterShape.to_hf`."""
         windows = {view.window for view in self.views} - {None}
         optional = {
             name: getattr(self, name)
@@ -140,7 +140,7 @@ class DFlashShape(DrafterShape):
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: "DFlashArchitecture | None") -> Self:
-        """See `DrafterShape.for_target`."""
+        """Returns the shape of a fresh DFlash drafter; see `DrafterShape.for_target`."""
         options = options or DFlashArchitecture()
         drafted = _partial(options.draft_vocab_size, target.vocab_size)
         shape = cls(**options.shape_fields(target), draft_vocab_size=drafted)
@@ -175,7 +175,7 @@ class BlockArchitecture(DraftLayers):
     target_layer_ids: tuple[int, ...] | None = option_like(DFlashShape, "target_layer_ids", None)
     # Number of target layers to tap if target_layer_ids is left out.
     num_target_features: int = option(5, minimum=1, maximum=MAX_LAYERS)
-    causal: bool = False  # block rows see rows up to themselves, as in JetSpec's heads
+    causal: bool = False  # block rows attend only to earlier rows and themselves, as in JetSpec
 
     def shape_fields(self, target: TargetArchitecture) -> dict[str, Any]:
         """Returns the required fields of `DFlashShape` for a target.
@@ -219,7 +219,7 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
         return (num_target_layers // 2,)
     span, last = num_target_layers - 4, num_target_layers - 1
     spread = (round(1 + i * span / (count - 1)) for i in range(count))
-    return tuple(min(max(layer, 0), last) for layer in spread)  # toys are too shallow to spread
+    return tuple(min(max(layer, 0), last) for layer in spread)  # clamp: toy targets are too shallow
 
 
 # --- config.json ----------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """DSpark: DFlash in which every row drafts, with a previous-token head and a confidence head.
 
 Source: DeepSpec (`modeling/dspark`), by its golden vectors. The anchor's row drafts too, so row k
-predicts the token k + 1 positions after the anchor. A head of low rank ("Markov head", of three
-kinds) corrects the logits of each draft position by the token before it, and another head predicts
-whether the draft is accepted, given that all before it are. The embedding and the output head are
-the target's; checkpoints hold a copy of both, which is not read.
+predicts the token k + 1 positions after the anchor. A low-rank "Markov head", of three kinds,
+corrects the logits of each draft position by the token before it. A confidence head predicts
+whether a draft is accepted, given that all earlier drafts are. The embedding and the output head
+are the target's; checkpoints contain copies of them, which are not read.
 """
 
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from dflash.parallel.sharding import Sharding
 
 
 class Affine(Linear):
-    """x @ kernel + bias."""
+    """Linear map with a bias."""
 
     def __init__(self, in_features: int, out_features: int, *, dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
@@ -32,12 +32,12 @@ class Affine(Linear):
         self.bias = parameters.declare((out_features,), (None,), stddev=0.0, **build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., out]."""
+        """Returns x @ kernel + bias, [..., out] for x [..., in]."""
         return super().__call__(x) + self.bias[...]
 
 
 class MarkovHead(nnx.Module):
-    """The previous-token head, vanilla kind: the code of the previous token, unchanged."""
+    """Previous-token head of the vanilla kind: returns the code of the previous token."""
 
     def __init__(self, width: int, vocab: int, rank: int, *, dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
@@ -46,40 +46,48 @@ class MarkovHead(nnx.Module):
         self.rank = rank
 
     def fresh_memory(self, batch: int) -> Any:
-        """See `ConditionedDFlash.fresh_memory`."""
+        """Returns the memory before the first draft position, which is empty."""
         return ()
 
     def __call__(self, code: jax.Array, hidden: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
-        """Codes [B, r] of previous tokens, hidden states [B, D] -> vectors [B, r], memory."""
+        """Computes the vectors of one draft position.
+
+        Args:
+          code: Codes of the previous tokens, [B, r].
+          hidden: Hidden states of the draft position, [B, D].
+          memory: Memory from the previous draft position.
+        Returns:
+          Vectors [B, r], and the memory for the next draft position.
+        """
         return code, memory
 
 
 class GatedHead(MarkovHead):
-    """The code of the previous token, gated by the hidden state and the code itself."""
+    """Previous-token head that gates the token's code by the code and the hidden state."""
 
     def __init__(self, width: int, vocab: int, rank: int, **build):
         super().__init__(width, vocab, rank, **build)
         self.gate_proj = Affine(width + rank, rank, **build)
 
     def __call__(self, code, hidden, memory):
-        """See `MarkovHead`."""
+        """Returns the gated codes and the memory; see `MarkovHead`."""
         gate = self.gate_proj(jnp.concatenate([hidden, code], axis=-1))
         return jax.nn.sigmoid(gate) * code, memory
 
 
 class RecurrentHead(MarkovHead):
-    """A gated recurrence over the tokens since the anchor."""
+    """Previous-token head that is a gated recurrence over the tokens since the anchor."""
 
     def __init__(self, width: int, vocab: int, rank: int, **build):
         super().__init__(width, vocab, rank, **build)
         self.joint_proj = Affine(2 * rank + width, 3 * rank, **build)
 
     def fresh_memory(self, batch):
-        """See `MarkovHead`."""
+        """Returns zeros [B, r]; see `MarkovHead`."""
         return jnp.zeros((batch, self.rank), self.joint_proj.bias.dtype)
 
     def __call__(self, code, hidden, memory):
-        """See `MarkovHead`."""
+        """Returns the outputs and the new memory of the recurrence; see `MarkovHead`."""
         joint = self.joint_proj(jnp.concatenate([memory, code, hidden], axis=-1))
         gate, candidate, output = jnp.split(joint, 3, axis=-1)
         gate = jax.nn.sigmoid(gate)
@@ -91,18 +99,18 @@ _HEADS = {"vanilla": MarkovHead, "gated": GatedHead, "rnn": RecurrentHead}
 
 
 class ConfidenceHead(nnx.Module):
-    """Logit of a draft being accepted, given that all before it are."""
+    """Logit that a draft is accepted, given that all earlier drafts are."""
 
     def __init__(self, width: int, **build):
         self.proj = Affine(width, 1, **build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., width] -> float32 [...]."""
+        """Returns logits float32 [...] for inputs [..., width]."""
         return self.proj(x)[..., 0].astype(jnp.float32)
 
 
 class DSpark(ConditionedDFlash):
-    """The drafter; its state is that of DFlash."""
+    """DSpark drafter, whose state is the same as DFlash's."""
 
     hf_architectures = ("Qwen3DSparkModel",)
     shape_class = DSparkShape
@@ -121,15 +129,18 @@ class DSpark(ConditionedDFlash):
         """Builds an abstract drafter; see `DFlash`.
 
         Args:
-          block_size: rows to verify, the anchor and the drafts; None for all.
-          short_pass: compute no more rows than that takes.
+          shape: Shape of the network.
+          dtype: Dtype of weights and state.
+          sharding: Mesh and axis rules of weights and state.
+          block_size: Rows to verify, anchor included; None for the trained number.
+          short_pass: Compute only the rows that `block_size` needs.
         Raises:
-          ConfigError: block_size is larger than the trained one.
+          ConfigError: The block size is larger than the trained one.
         """
-        most = shape.block_size + 1
-        if block_size is not None and block_size > most:
+        largest = shape.block_size + 1
+        if block_size is not None and block_size > largest:
             raise errors.ConfigError(
-                f"drafter.block_size: {block_size} is larger than {most}, the anchor and the "
+                f"drafter.block_size: {block_size} is larger than {largest}, the anchor and the "
                 f"{shape.block_size} drafts that the drafter was trained for"
             )
         build = {"dtype": dtype, "sharding": sharding}
@@ -146,27 +157,29 @@ class DSpark(ConditionedDFlash):
 
     @property
     def longest_path(self) -> int:
-        """Rows of the whole chain, the anchor included."""
+        """Number of rows in the whole chain, anchor included."""
         return self.block_size
 
     def fresh_memory(self, batch):
-        """See `ConditionedDFlash.fresh_memory`."""
+        """Returns the memory of the previous-token head before the first draft position."""
         return self.markov_head.fresh_memory(batch)
 
     def condition(self, previous, hidden, memory):
-        """See `ConditionedDFlash.condition`."""
+        """Runs the previous-token head; see `ConditionedDFlash.condition`."""
         return self.markov_head(self.markov_head.markov_w1(previous), hidden, memory)
 
     def bias(self, vectors):
-        """See `ConditionedDFlash.bias`."""
+        """Multiplies the vectors by the head's output table; see `ConditionedDFlash.bias`."""
         return self.markov_head.markov_w2.attend(vectors)
 
     def confidence(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
-        """Logits of drafts being accepted, given that all before them are: float32 [...].
+        """Returns the logits that drafts are accepted, given that all earlier ones are.
 
         Args:
-          hidden: [..., D]; of the draft positions.
-          previous: int32 [...]; the token before each of them.
+          hidden: Hidden states of the draft positions, [..., D].
+          previous: Tokens before the draft positions, int32 [...].
+        Returns:
+          Logits float32 [...].
         """
         if self.shape.confidence_head_with_markov:
             code = self.markov_head.markov_w1(previous).astype(hidden.dtype)
@@ -174,11 +187,11 @@ class DSpark(ConditionedDFlash):
         return self.confidence_head(hidden)
 
     def loss(self, batch, heads, key, options, *, anchors=None, remat=False):
-        """The loss of the corrected logits, plus that of the confidence; see `DFlash.loss`.
+        """Computes the loss of the corrected logits plus that of the confidence.
 
-        The label of the confidence is whether the draft is right given the true token before it:
-        greedy decoding then accepts it if it accepts all before it. Binary cross-entropy, with the
-        same weights.
+        The confidence loss is a binary cross-entropy with the same weights as the draft loss. Its
+        label is whether the draft is correct given the true token before it: greedy decoding then
+        accepts the draft if it accepts all earlier ones. See `DFlash.loss`.
         """
         scored = self.score_conditioned(batch, heads, key, options, anchors=anchors, remat=remat)
         loss, metrics = block_loss(scored.scores, scored.blocks, options)
@@ -196,6 +209,6 @@ class DSpark(ConditionedDFlash):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Name in a Hugging Face checkpoint of the parameter at a dotted path of this module."""
+        """Returns the Hugging Face checkpoint's name of the parameter at a dotted path."""
         stem, _, leaf = path.rpartition(".")
         return path if leaf == "bias" else f"{stem}.weight"

@@ -29,7 +29,7 @@ class DSparkFields:
 
 @dataclasses.dataclass(frozen=True)
 class DSparkArchitecture(BlockArchitecture):
-    """Architecture of a fresh DSpark drafter; block_size counts drafted tokens."""
+    """Architecture of a fresh DSpark drafter; block_size counts the drafts without the anchor."""
 
     markov_rank: int = option_like(DSparkFields, "markov_rank", 256)
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
@@ -50,7 +50,7 @@ class _Taps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSparkShape(DFlashShape, DSparkFields):
-    """Everything that a DSpark checkpoint's config.json states; block_size counts drafts."""
+    """Contents of a DSpark config.json; block_size counts the drafts without the anchor."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -65,7 +65,7 @@ class DSparkShape(DFlashShape, DSparkFields):
         return cls(**vars(base), **vars(own))
 
     def to_hf(self) -> dict[str, Any]:
-        """See `DrafterShape.to_hf`."""
+        """Returns config.json fields, without DFlash's group; see `DrafterShape.to_hf`."""
         config = super().to_hf()
         group = config.pop(GROUP)
         kept = {name: group[name] for name in ("mask_token_id", "target_layer_ids")}

@@ -17,27 +17,27 @@ from dflash.drafters.base_config import (
     LayeredDrafterConfig,
 )
 
-_ROPE_THETA = 10000.0  # of published files that leave it out
+_ROPE_THETA = 10000.0  # default for published files, which omit it
 _NUM_TAPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class BeamTree:
-    """Tree that is grown level by level, by default of the size that EAGLE-3 publishes.
+    """Tree that is grown level by level, with the published size of EAGLE-3 as the default.
 
-    The published depth of 7 does not count the first level; the published 60 tokens count the
+    The published depth of 7 excludes the first level, and the published 60 tokens include the
     anchor.
     """
 
     budget: int = option(59, minimum=1, maximum=1024)  # drafts in the tree
-    # Nodes of a level that are extended, and children of each.
+    # Number of nodes per level that are extended, and of children per node.
     top_k: int = option(10, minimum=1, maximum=64)
     depth: int = option(8, minimum=1, maximum=64)  # drafts on the longest path
 
 
 @dataclasses.dataclass(frozen=True)
 class _Eagle3Fields:
-    """Fields of config.json beside the decoder's."""
+    """Fields of config.json in addition to the decoder's."""
 
     draft_vocab_size: int | None = option(None, minimum=1, maximum=MAX_VOCABULARY)
     target_layer_ids: tuple[int, ...] | None = option(None, minimum=0, maximum=MAX_LAYERS)
@@ -50,7 +50,7 @@ class Eagle3Architecture(DraftLayers):
 
     # None: the target's. If smaller, training picks the tokens that are most frequent in its data.
     draft_vocab_size: int | None = option_like(_Eagle3Fields, "draft_vocab_size", None)
-    # None: low, middle, high.
+    # None: a low, a middle and a high layer.
     target_layer_ids: tuple[int, ...] | None = option_like(_Eagle3Fields, "target_layer_ids", None)
 
 
@@ -68,14 +68,15 @@ class Eagle3Config(CheckpointKey, LayeredDrafterConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Shape(DrafterShape):
-    """Everything that an EAGLE-3 checkpoint's config.json states.
+    """Contents of an EAGLE-3 checkpoint's config.json.
 
     Attributes:
-      decoder: Width, heads, rotary base and so on of the layer; the vocabulary is the target's.
+      decoder: Architecture of the layer: width, heads, rotary base and so on. Its vocabulary is the
+        target's.
       draft_vocab_size: Number of tokens that can be drafted.
-      target_layer_ids: Target layers whose outputs are the features; None in published files, where
-        they follow from the target's depth.
-      num_target_layers: Depth of the target that it was trained for; None if not stated.
+      target_layer_ids: Target layers whose outputs are the features; None in published files, for
+        which the target's depth determines the layers.
+      num_target_layers: Depth of the target that the drafter was trained for; None if not stated.
     """
 
     decoder: TargetArchitecture
@@ -90,14 +91,14 @@ class Eagle3Shape(DrafterShape):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """See `DrafterShape.from_hf`."""
+        """Reads config.json, of EAGLE-3 or of this package; see `DrafterShape.from_hf`."""
         for key in ("attention_bias", "mlp_bias"):
             hf_config.check_only(config, key, False)
         own = hf_config.read_fields(config, _Eagle3Fields)
         eagle = hf_config.read_group(config, "eagle_config")
         ambiguous = eagle.get("eagle_aux_hidden_state_layer_ids")
         if ambiguous is not None and own.target_layer_ids is None:
-            # Programs disagree on whether these layers' inputs or their outputs are meant.
+            # Implementations disagree on whether the ids mean the layers' inputs or outputs.
             raise errors.CheckpointError(
                 f"{hf_config.FILE}: eagle_aux_hidden_state_layer_ids are ambiguous; state the "
                 "layers whose outputs the drafter reads, counted from 0, as target_layer_ids"
@@ -116,7 +117,7 @@ class Eagle3Shape(DrafterShape):
         return shape
 
     def to_hf(self) -> dict[str, Any]:
-        """See `DrafterShape.to_hf`."""
+        """Returns config.json fields; see `DrafterShape.to_hf`."""
         taps = self.target_layer_ids
         return hf_config.write_architecture(self.decoder) | {
             "model_type": "llama",
@@ -127,7 +128,7 @@ class Eagle3Shape(DrafterShape):
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: Eagle3Architecture | None) -> Self:
-        """See `DrafterShape.for_target`."""
+        """Returns the shape of a fresh EAGLE-3 drafter; see `DrafterShape.for_target`."""
         options = options or Eagle3Architecture()
         shape = cls(
             decoder=options.decoder_for(target, num_hidden_layers=1, tie_word_embeddings=False),
@@ -163,5 +164,5 @@ def default_taps(num_target_layers: int) -> tuple[int, int, int]:
     """Returns the layers before layers 2, L // 2 and L - 3 of L."""
     taps = 1, num_target_layers // 2 - 1, num_target_layers - 4
     last = num_target_layers - 1
-    low, middle, high = (min(max(layer, 0), last) for layer in taps)  # toys are too shallow
+    low, middle, high = (min(max(layer, 0), last) for layer in taps)  # clamp for toy targets
     return low, middle, high

@@ -1,17 +1,18 @@
-"""Lookahead decoding: guesses of the next tokens, refined by the target as it verifies.
+"""Lookahead decoding: guesses of the next tokens, which the target refines while it verifies.
 
-Source: Fu et al. 2024, arXiv 2402.02057. Every verified block holds two kinds of rows beside the
-anchor: n-grams from a pool that begin with the anchor, and a window of W columns whose L = n - 1
-levels are the last L iterations of a Jacobi solution of the next W positions. What the target says
-after the window's last level is the next iteration, and each column with its new token is an n-gram
-for the pool.
+Source: Fu et al. 2024, arXiv 2402.02057. Besides the anchor, a verified block has two kinds of
+rows: n-grams from a pool that begin with the anchor, and a window of W columns and L = n - 1
+levels, which are the last L Jacobi iterations for the next W positions. The target's tokens after
+the last level are the next iteration, and each column together with its new token is an n-gram for
+the pool.
 
-Here both are branches of one tree, so that every row goes through the same verification and any of
-them may be accepted, the window's too. Its oldest level is a chain from the anchor, the trunk;
-level k of column c continues level k - 1 of that column. A sampled sequence is solved like a greedy
-one: the noise belongs to positions, so iterations converge to the tokens that the target draws.
+Here window and n-grams are branches of the same tree, so that all rows are verified alike and rows
+of the window can be accepted too. The oldest level of the window is a chain from the anchor, the
+trunk; level k of column c continues level k - 1 of that column. Sampled sequences are solved in the
+same way as greedy ones: the noise is a function of the position, so the iterations converge to the
+tokens that the target draws.
 
-In the state a token is stored as its id + 1; 0 means none.
+The state stores a token as its id + 1, so that 0 means no token.
 """
 
 import dataclasses
@@ -31,13 +32,14 @@ from dflash.parallel.sharding import Sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LookaheadState:
-    """Guesses for B sequences; tokens + 1.
+    """Guesses for B sequences, with tokens stored as id + 1.
 
     Attributes:
-      window: int32 [B, L, W]; level k of column c is c + k + 1 positions after the anchor.
-      rows: int32 [B, W]; rows of the proposal with the last level of each column.
-      recent: int32 [B, W + L]; the last tokens before the anchor.
-      pool: int32 [B, P, n]; different n-grams, the newest first.
+      window: Jacobi iterations, int32 [B, L, W]; level k of column c is c + k + 1 positions after
+        the anchor.
+      rows: Rows of the proposal that hold the last level of each column, int32 [B, W].
+      recent: Last tokens before the anchor, int32 [B, W + L].
+      pool: Distinct n-grams, newest first, int32 [B, P, n].
     """
 
     window: jax.Array
@@ -47,7 +49,7 @@ class LookaheadState:
 
 
 class Lookahead(Drafter):
-    """The drafter; it has no weights."""
+    """Lookahead drafter, which has no weights."""
 
     prefix_cache_mode = "tokens"
 
@@ -61,35 +63,35 @@ class Lookahead(Drafter):
         vocab_size: int,
         sharding: Sharding,
     ):
-        """Args: see `LookaheadConfig`.
+        """Sets the sizes of window, n-grams and pool; see `LookaheadConfig`.
 
         Raises:
-          ConfigError: the pool is smaller than what is taken from it, there are more drafts than a
-            target verifies at once, or the vocabulary is too small for the tree.
+          ConfigError: The pool is smaller than the number of candidates, the block exceeds the
+            maximum block size, or the vocabulary is too small for the tree.
         """
         if pool_size < candidates:
             raise errors.ConfigError(
-                f"drafter.pool_size: {pool_size} n-grams, but drafter.candidates={candidates} of "
-                "them are to be verified"
+                f"drafter.pool_size: {pool_size} is smaller than drafter.candidates={candidates}; "
+                "raise pool_size or lower candidates"
             )
         self.window, self.levels = window, ngram_size - 1
         self.candidates, self.pool_size = candidates, pool_size
         self.num_draft_tokens = self.levels * (window + candidates)
         if self.block_size > MAX_BLOCK_SIZE:
             raise errors.ConfigError(
-                f"drafter.window: {self.num_draft_tokens} drafts in a block of at most "
+                f"drafter.window: {self.num_draft_tokens} drafts do not fit in a block of at most "
                 f"{MAX_BLOCK_SIZE} rows; lower window, ngram_size or candidates"
             )
         if vocab_size < self.num_draft_tokens:
             raise errors.ConfigError(
-                f"drafter.window: {self.num_draft_tokens} drafts need as many different tokens, "
-                f"and the target has {vocab_size}"
+                f"drafter.window: {self.num_draft_tokens} drafts need as many distinct tokens, but "
+                f"the target has {vocab_size}; lower window, ngram_size or candidates"
             )
         self.sharding = sharding
 
     @classmethod
     def create(cls, config: LookaheadConfig, hf, target, *, dtype, sharding):
-        """A drafter without weights; see `Drafter.create`."""
+        """Creates a drafter, which has no weights; see `Drafter.create`."""
         return cls(
             window=config.window,
             ngram_size=config.ngram_size,
@@ -101,11 +103,11 @@ class Lookahead(Drafter):
 
     @property
     def longest_path(self) -> int:
-        """Rows of the longest path: down the trunk, and then down the last column."""
+        """Number of rows on the longest path, which is the trunk and then the last column."""
         return self.window + self.levels
 
     def init_state(self, batch, max_length):
-        """Abstract guesses; their size does not depend on `max_length`."""
+        """Returns an abstract state, whose size does not depend on `max_length`."""
         name, _ = batch_axes(batch, self.sharding)
 
         def tokens(*shape):
@@ -120,7 +122,7 @@ class Lookahead(Drafter):
         )
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Joins window and n-grams into one tree; see `Drafter.draft`."""
+        """Joins the window and n-grams into a tree; see `Drafter.draft`."""
         window = self._complete(state, anchor)
         grams = find_candidates(state.pool, anchor, self.candidates, default=window[:, :, 0])
         batch = anchor.shape[0]
@@ -132,37 +134,37 @@ class Lookahead(Drafter):
         return Proposal(tokens, parents), state
 
     def review(self, state, proposal, sampled):
-        """One more Jacobi iteration, and an n-gram of each column; see `Drafter.review`."""
+        """Adds a Jacobi iteration, and pools an n-gram per column; see `Drafter.review`."""
         newest = jnp.take_along_axis(sampled, state.rows, axis=1)[:, None] + 1
         columns = jnp.concatenate([state.window, newest], axis=1)
         pool = remember(state.pool, columns.swapaxes(1, 2))
         return dataclasses.replace(state, window=columns[:, 1:], pool=pool)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Moves the window along, and pools the n-grams of the text; see `Drafter.observe`."""
-        # `review` has made level k + 1 level k: the window is one position ahead already.
+        """Moves the window, and pools the committed tokens' n-grams; see `Drafter.observe`."""
+        # `review` has dropped the first level, which already moved the window by one position.
         columns = jnp.arange(self.window) + jnp.maximum(num_committed - 1, 0)[:, None]
         moved = jnp.take_along_axis(state.window, columns[:, None], axis=2, mode="clip")
         window = jnp.where((columns < self.window)[:, None], moved, 0)
 
-        text = jnp.concatenate([state.recent, tokens + 1], axis=1)
+        history = jnp.concatenate([state.recent, tokens + 1], axis=1)
         kept = state.recent.shape[1]
         begin = jnp.arange(kept) + num_committed[:, None]
-        recent = jnp.take_along_axis(text, begin, axis=1)
-        # Each new token ends an n-gram; the last one comes first.
+        recent = jnp.take_along_axis(history, begin, axis=1)
+        # Each committed token is the last one of an n-gram. Order them newest first.
         size, count = self.levels + 1, tokens.shape[1] - 1
         ends = np.arange(count, 0, -1)
-        grams = text[:, (kept + ends)[:, None] + np.arange(1 - size, 1)]
+        grams = history[:, (kept + ends)[:, None] + np.arange(1 - size, 1)]
         grams = jnp.where((ends <= num_committed[:, None])[..., None], grams, 0)
         return LookaheadState(window, state.rows, recent, remember(state.pool, grams))
 
     def _complete(self, state: LookaheadState, anchor: jax.Array) -> jax.Array:
-        """The window as tokens; unknown ones repeat the last tokens of the text.
+        """Returns the window as token ids, without gaps.
 
-        Where the text is too short for that, the anchor is repeated.
+        Missing guesses repeat the last committed tokens, or the anchor if there are too few.
         """
-        text = jnp.concatenate([state.recent, anchor[:, None] + 1], axis=1)
-        tail = text[:, -(self.window + self.levels - 1) :]
+        history = jnp.concatenate([state.recent, anchor[:, None] + 1], axis=1)
+        tail = history[:, -(self.window + self.levels - 1) :]
         tail = jnp.where(tail > 0, tail, anchor[:, None] + 1)
         ahead = np.arange(self.levels)[:, None] + np.arange(self.window)
         return jnp.where(state.window > 0, state.window, tail[:, ahead]) - 1
@@ -171,29 +173,30 @@ class Lookahead(Drafter):
 def find_candidates(
     pool: jax.Array, anchor: jax.Array, count: int, *, default: jax.Array
 ) -> jax.Array:
-    """Continuations of the anchor in the newest n-grams that begin with it.
+    """Returns the continuations of the anchor in the newest n-grams that begin with it.
 
     Args:
-      pool: int32 [B, P, n]; tokens + 1.
-      anchor: int32 [B].
-      count: number of n-grams.
-      default: int32 [B, n - 1]; used where there are fewer.
+      pool: N-grams, int32 [B, P, n], stored as id + 1.
+      anchor: Last committed tokens, int32 [B].
+      count: Number of n-grams to return.
+      default: Token ids that replace missing n-grams, int32 [B, n - 1].
     Returns:
-      int32 [B, count, n - 1], tokens.
+      Token ids, int32 [B, count, n - 1].
     """
     begins = pool[:, :, 0] == anchor[:, None] + 1
     order = jnp.argsort(~begins, axis=1, stable=True)[:, :count]
-    found = jnp.take_along_axis(pool[:, :, 1:], order[..., None], axis=1) - 1
-    fits = jnp.take_along_axis(begins, order, axis=1)
-    return jnp.where(fits[..., None], found, default[:, None])
+    continuations = jnp.take_along_axis(pool[:, :, 1:], order[..., None], axis=1) - 1
+    matches = jnp.take_along_axis(begins, order, axis=1)
+    return jnp.where(matches[..., None], continuations, default[:, None])
 
 
 def remember(pool: jax.Array, grams: jax.Array) -> jax.Array:
-    """Puts n-grams in front of a pool, each once; the oldest are dropped.
+    """Prepends n-grams to a pool, without duplicates, and drops the oldest ones.
 
     Args:
-      pool: int32 [B, P, n]; tokens + 1.
-      grams: int32 [B, M, n]; likewise, the newest first; those with a 0 are ignored.
+      pool: N-grams, int32 [B, P, n], stored as id + 1.
+      grams: New n-grams, newest first, int32 [B, M, n], stored as id + 1. Those that contain a 0
+        are ignored.
     """
     together = jnp.concatenate([grams, pool], axis=1)
     total, new = together.shape[1], grams.shape[1]
@@ -206,10 +209,10 @@ def remember(pool: jax.Array, grams: jax.Array) -> jax.Array:
 
 
 def tree_layout(window: int, levels: int, candidates: int) -> np.ndarray:
-    """Paths of the nodes: window by levels, then the candidates one by one.
+    """Returns the paths of the tree's nodes: the window level by level, then each candidate.
 
     Returns:
-      int32 [G, depth]; the nodes from the anchor's child down to node g itself, then -1.
+      int32 [G, depth]; row g lists the nodes from the anchor's child down to node g, then -1.
     """
     parents = [column - 1 for column in range(window)]
     parents += range((levels - 1) * window)
@@ -224,17 +227,16 @@ def tree_layout(window: int, levels: int, candidates: int) -> np.ndarray:
 
 
 def merge_alike(tokens: jax.Array, layout: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merges nodes with the same path of tokens, as siblings must differ.
+    """Merges nodes with equal paths of tokens, because siblings must be different tokens.
 
-    The first of them stays. The rows of the others become children of the anchor, with tokens that
-    no other child of it has, all below G.
+    The first of equal nodes is kept. The rows of the others become filler: children of the anchor
+    with token ids below G that no other child has.
 
     Args:
-      tokens: int32 [B, G].
-      layout: int32 [G, depth]; see `tree_layout`.
+      tokens: Tokens of the nodes, int32 [B, G].
+      layout: Paths of the nodes, int32 [G, depth]; see `tree_layout`.
     Returns:
-      tokens int32 [B, G] and parents int32 [B, G] as in `Proposal`; rows int32 [B, G], the row
-      of each node.
+      Tokens and parents for a `Proposal`, and the row of each node; int32 [B, G] each.
     """
     drafts = layout.shape[0]
     paths = jnp.where(layout >= 0, tokens[:, layout], -1)

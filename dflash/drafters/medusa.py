@@ -1,10 +1,10 @@
-"""Medusa: heads on the target's last hidden state, each of which predicts one more token ahead.
+"""Medusa: heads on the target's last hidden state, each of which predicts one token further ahead.
 
 Source: Cai et al. 2024, arXiv 2401.10774. A head is a residual layer and an output matrix. The
-paper starts the matrix as a copy of the target's and trains it; here it is the target's own,
-borrowed and frozen as for every drafter, which saves a matrix of the size of the vocabulary per
-head. As in the paper, the hidden state is that of the token before the anchor: it made the anchor,
-but has not seen it.
+paper initializes the matrix with the target's and trains it. Here all heads share the target's
+frozen output head, as every drafter does, which saves a vocabulary-sized matrix per head. As in the
+paper, the hidden state is that of the token before the anchor: it predicted the anchor, but has not
+read it.
 """
 
 import dataclasses
@@ -29,7 +29,10 @@ from dflash.parallel.sharding import Sharding
 
 
 class MedusaHead(nnx.Module):
-    """x + silu(linear(x)); starts as the identity, so it predicts the target's next token."""
+    """Residual layer x + silu(linear(x)), which is initialized to the identity.
+
+    A fresh head therefore predicts the target's next token.
+    """
 
     def __init__(self, width: int, *, dtype: jnp.dtype, sharding: Sharding):
         self.linear = Linear(
@@ -37,20 +40,20 @@ class MedusaHead(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., D]."""
+        """Returns the outputs [..., D] for hidden states [..., D]."""
         return x + jax.nn.silu(self.linear(x))
 
 
 class Medusa(OnePassDrafter):
-    """The drafter; its state is the target's last hidden state before the anchor, [B, D].
+    """Medusa drafter, whose state is the target's last hidden state before the anchor, [B, D].
 
-    That is the residual stream after the last layer, before the target's final norm; the norm here
-    learns a scale of its own.
+    The hidden state is the residual stream after the last layer, before the target's final norm.
+    The drafter's norm has a learned scale of its own.
     """
 
     hf_architectures = ("MedusaModel",)
     shape_class = MedusaShape
-    prefix_cache_mode = "rows"  # of which there are none
+    prefix_cache_mode = "rows"  # There are none: the next `observe` sets the whole state.
 
     def __init__(
         self,
@@ -64,13 +67,13 @@ class Medusa(OnePassDrafter):
         """Builds an abstract drafter.
 
         Args:
-          shape: of the heads.
-          dtype: of weights and state.
-          sharding: where they live.
-          block_size: the anchor and the heads in use, at most the trained ones; None for all.
-          tree_budget: drafts in a tree; None for a chain.
+          shape: Shape of the heads.
+          dtype: Dtype of weights and state.
+          sharding: Mesh and axis rules of weights and state.
+          block_size: 1 + the number of heads to use, at most the trained size; None for all heads.
+          tree_budget: Number of drafts in a tree; None for a chain.
         Raises:
-          ConfigError: block_size exceeds the trained one, or tree_budget the tree's capacity.
+          ConfigError: The block size exceeds the trained one, or the budget the tree's capacity.
         """
         super().__init__(shape, dtype=dtype, sharding=sharding)
         self.set_sizes(
@@ -89,17 +92,17 @@ class Medusa(OnePassDrafter):
 
     @classmethod
     def options(cls, config: MedusaConfig) -> dict[str, Any]:
-        """See `WeightedDrafter.options`."""
+        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         budget = None if config.tree is None else config.tree.budget
         return {"block_size": config.block_size, "tree_budget": budget}
 
     def init_state(self, batch, max_length):
-        """Abstract hidden states."""
+        """Returns abstract hidden states; see `Drafter.init_state`."""
         name, _ = batch_axes(batch, self.sharding)
         return self.sharding.abstract((batch, self.shape.hidden_size), (name, None), self.dtype)
 
     def draft(self, state, anchor, position, sampler, heads):
-        """Drafts a chain, or a tree of the heads' likeliest tokens; see `Drafter.draft`."""
+        """Drafts a chain, or a tree of the heads' most likely tokens; see `Drafter.draft`."""
         logits = heads.unembed(self.look_ahead(state)[:, 1:])
         positions = position[:, None] + 1 + jnp.arange(self.num_positions)
         return self.propose(logits, positions, sampler), state
@@ -111,42 +114,47 @@ class Medusa(OnePassDrafter):
         return jnp.where((num_committed > 0)[:, None], newest, state)
 
     def look_ahead(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] -> inputs of the target's output head, [..., R, D].
+        """Returns the inputs [..., R, D] of the output head for hidden states [..., D].
 
-        Row 0 is the anchor's, which the target has drawn already; row k is that of head k.
+        Row k > 0 is the output of head k. Row 0 is for the anchor, which is already drawn.
         """
         x = self.norm(hidden)
         ahead = [head(x) for head in list(self.heads)[: self.num_positions]]
         return jnp.stack([x, *ahead], axis=-2)
 
     def loss(self, batch, heads, key, options, *, anchors: Anchors | None = None, remat=False):
-        """Predicts from positions all over the batch; see `Drafter.loss`.
+        """Computes the loss of predictions from rows across the batch; see `Drafter.loss`.
 
         Args:
-          anchors: the tokens after those positions; None to draw them from `key`.
+          batch: Packed rows, with features.
+          heads: Embedding and output head of the target, which are frozen.
+          key: PRNG key, which draws the anchors.
+          options: Config group of the loss.
+          anchors: Rows after those that predict; None to draw them from `key`.
+          remat: Recompute activations in the backward pass.
         """
         if anchors is None:
             anchors = sample_anchors(batch, options.num_anchors, key)
         before = jnp.maximum(anchors.index - 1, 0)
         documents = batch.segment_ids
         same = _look_up(documents, before) == _look_up(documents, anchors.index)
-        # The first token of a document follows no hidden state.
+        # The first token of a document has no hidden state before it.
         anchors = dataclasses.replace(anchors, valid=anchors.valid & same & (anchors.index > 0))
         rows = jnp.take_along_axis(batch.features, before[..., None], axis=1)
         look_ahead = jax.checkpoint(self.look_ahead) if remat else self.look_ahead
         hidden = look_ahead(rows.astype(self.norm.scale.dtype))
-        # The mask token does not matter: no head reads the block's tokens.
+        # Any mask token works, since heads do not read the tokens of the block.
         blocks = cut_blocks(batch, anchors, block_size=self.num_positions + 1, mask_token_id=0)
         scores = score_blocks(hidden, blocks, batch, heads.unembed, options)
         return block_loss(scores, blocks, options)
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Name in a checkpoint of the parameter at a dotted path of this module."""
+        """Returns the checkpoint's name of the parameter at a dotted path."""
         stem, _, _ = path.rpartition(".")
         return f"{stem}.weight"
 
 
 def _look_up(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """rows[b, index[b, a]] for rows [B, T], index int32 [B, A]."""
+    """Returns rows[b, index[b, a]] for rows [B, T] and index int32 [B, A]."""
     return jnp.take_along_axis(rows, index, axis=1)

@@ -26,10 +26,10 @@ from dflash.drafters.base_config import (
 
 @dataclasses.dataclass(frozen=True)
 class MedusaShape(DrafterShape):
-    """Everything that a checkpoint's config.json states.
+    """Contents of a Medusa checkpoint's config.json.
 
     Attributes:
-      block_size: The anchor and one token of each head.
+      block_size: Number of rows: the anchor and one token per head.
       hidden_size: Width of the target.
       vocab_size: Vocabulary size of the target.
       num_target_layers: Depth of the target that the heads were trained for.
@@ -44,16 +44,16 @@ class MedusaShape(DrafterShape):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """See `DrafterShape.from_hf`."""
+        """Reads config.json; see `DrafterShape.from_hf`."""
         return hf_config.read_fields(config, cls)
 
     def to_hf(self) -> dict[str, Any]:
-        """See `DrafterShape.to_hf`."""
+        """Returns config.json fields; see `DrafterShape.to_hf`."""
         return dataclasses.asdict(self) | {"model_type": "medusa"}
 
     @classmethod
     def for_target(cls, target: TargetArchitecture, options: "MedusaArchitecture | None") -> Self:
-        """See `DrafterShape.for_target`."""
+        """Returns the shape of fresh heads; see `DrafterShape.for_target`."""
         options = options or MedusaArchitecture()
         return cls(
             block_size=options.block_size,

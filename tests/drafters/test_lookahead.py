@@ -207,12 +207,12 @@ def test_a_run_goes_as_in_plain_loops(temperature):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pool_size": 1}, "drafter.pool_size: 1 n-grams, but drafter.candidates=2"),
+        ({"pool_size": 1}, "drafter.pool_size: 1 is smaller than drafter.candidates=2"),
         (
             {"window": 100, "ngram_size": 16},
-            "drafter.window: 1530 drafts in a block of at most 1024 rows",
+            "drafter.window: 1530 drafts do not fit in a block of at most 1024 rows",
         ),
-        ({"window": 11}, "drafter.window: 26 drafts need as many different tokens.* has 24"),
+        ({"window": 11}, "drafter.window: 26 drafts need as many distinct tokens.* has 24"),
     ],
 )
 def test_what_does_not_fit_is_one_line(changes, message):

@@ -1,1 +1,1 @@
-"""EAGLE-3: an autoregressive drafter of one layer."""
+"""EAGLE-3: autoregressive drafter with a single layer."""

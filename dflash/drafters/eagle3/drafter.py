@@ -1,8 +1,8 @@
-"""EAGLE-3: one transformer layer that drafts token by token, fed with the target's features.
+"""EAGLE-3: a single transformer layer that drafts token by token from the target's features.
 
 Source: arXiv 2503.01840 and its code, SafeAILab/EAGLE. Pair i joins the target's features at
-position i with the embedding of token i + 1, is rotated by i, and predicts token i + 2. Where there
-are no features of the target yet, the layer's own output takes their place.
+position i with the embedding of token i + 1, is rotated by i, and predicts token i + 2. Where the
+target has not computed features yet, the layer's own output replaces them.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ from dflash.parallel.sharding import Sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Eagle3State:
-    """State of B sequences.
+    """State of an EAGLE-3 drafter for B sequences.
 
     Attributes:
-      cache: keys and values of the pairs before the anchor's position, one layer.
-      hidden: [B, D]; output of the last of them, before the final norm. It predicts the first
+      cache: Keys and values, in one layer, of the pairs before the anchor's position.
+      hidden: Output of the last cached pair before the final norm, [B, D]; it predicts the first
         draft.
     """
 
@@ -45,14 +45,14 @@ class Eagle3State:
 
 
 class Eagle3(WeightedDrafter):
-    """The drafter; parameter names are those of the published checkpoints."""
+    """EAGLE-3 drafter, with the parameter names of the published checkpoints."""
 
     hf_architectures = ("LlamaForCausalLMEagle3",)
     shape_class = Eagle3Shape
     has_probs = True
     prefix_cache_mode = "rows"
     rows_ahead = 1
-    # Some files hold a copy of the target's table, which this drafter borrows instead.
+    # Some checkpoints contain a copy of the target's embedding, which this drafter uses instead.
     ignored_checkpoint_names = ("embed_tokens.weight",)
 
     def __init__(
@@ -68,14 +68,14 @@ class Eagle3(WeightedDrafter):
         """Builds an abstract drafter.
 
         Args:
-          shape: of the network.
-          dtype: of weights and state.
-          sharding: where they live.
-          num_draft_tokens: in a chain.
-          tree: size of the trees to draft; None for chains.
-          training_steps: steps of its own output that `loss` feeds it.
+          shape: Shape of the network.
+          dtype: Dtype of weights and state.
+          sharding: Mesh and axis rules of weights and state.
+          num_draft_tokens: Number of drafts in a chain.
+          tree: Size of the trees to draft; None for chains.
+          training_steps: Number of steps for which `loss` feeds the drafter its own output.
         Raises:
-          ConfigError: the tree has a smaller capacity than its budget.
+          ConfigError: The tree's budget exceeds its capacity.
         """
         super().__init__(shape, dtype=dtype, sharding=sharding)
         decoder, drafted = shape.decoder, shape.draft_vocab_size
@@ -94,41 +94,44 @@ class Eagle3(WeightedDrafter):
 
     @classmethod
     def options(cls, config: Eagle3Config) -> dict[str, Any]:
-        """See `WeightedDrafter.options`."""
+        """Returns the options of `__init__`; see `WeightedDrafter.options`."""
         names = ("num_draft_tokens", "tree", "training_steps")
         return {name: getattr(config, name) for name in names}
 
     @property
     def longest_path(self) -> int:
-        """Rows of the longest path, the anchor's included."""
+        """Number of rows on the longest path, anchor included."""
         return 1 + (self.num_draft_tokens if self.tree is None else self.tree.depth)
 
     def init_state(self, batch: int, max_length: int) -> Eagle3State:
-        """Abstract state; see `WeightedDrafter.context_cache`."""
+        """Returns an abstract state; see `WeightedDrafter.context_cache`."""
         name, _ = kv.batch_axes(batch, self.sharding)
         width = self.shape.decoder.hidden_size
         hidden = self.sharding.abstract((batch, width), (name, None), self.dtype)
         return Eagle3State(self.context_cache(batch, max_length), hidden)
 
     def context_pages(self, num_pages, page_size):
-        """See `Drafter.context_pages`."""
+        """Returns abstract pages of the cache; see `Drafter.context_pages`."""
         return self.context_cache_pages(num_pages, page_size)
 
     def read_rows(self, state, slot, start, count):
-        """See `Drafter.read_rows`."""
+        """Returns rows of the cache; see `Drafter.read_rows`."""
         return state.cache.read_rows(slot, start, count)
 
     def write_rows(self, state, slot, start, rows):
-        """See `Drafter.write_rows`."""
+        """Writes rows of the cache; see `Drafter.write_rows`."""
         return dataclasses.replace(state, cache=state.cache.write_rows(slot, start, rows))
 
     def draft(self, state, anchor, position, sampler, heads):
         """Drafts a chain or a tree, token by token; see `Drafter.draft`."""
-        how = self._draft_chain if self.tree is None else self._draft_tree
-        return how(state, position, sampler, heads)
+        draft = self._draft_chain if self.tree is None else self._draft_tree
+        return draft(state, position, sampler, heads)
 
     def _draft_chain(self, state, position, sampler, heads):
-        """Keys and values of drafts go past the committed ones, where `observe` overwrites them."""
+        """Drafts a chain.
+
+        Keys and values of drafts are written past the committed ones; `observe` overwrites them.
+        """
         sampler = sampler.among(self.vocabulary())
 
         def extend(hidden, tokens, cache, step):
@@ -146,11 +149,15 @@ class Eagle3(WeightedDrafter):
         return proposal, dataclasses.replace(state, cache=cache)
 
     def _draft_tree(self, state, position, sampler, heads):
-        """Rows of all levels share a table of keys and values; each row sees its own ancestors."""
+        """Drafts a tree.
+
+        The rows of all levels share a table of keys and values, and each row attends to its own
+        ancestors in it.
+        """
         options, sampler = self.tree, sampler.among(self.vocabulary())
         width, batch = options.top_k, position.shape[0]
         over_branches = self.midlayer.attend_branches(state.cache, position)
-        size = (options.depth - 1) * width  # rows that are extended, of all levels
+        size = (options.depth - 1) * width  # number of extended rows on all levels
 
         def candidates(hidden, positions):
             return sampler.candidates(self.draft_logits(hidden), positions, width)
@@ -184,7 +191,7 @@ class Eagle3(WeightedDrafter):
         return beam_tree.grow(first, (hidden, visible, table, table), extend, options), state
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Runs the layer over pairs with true features; see `Drafter.observe`."""
+        """Runs the layer over pairs with the target's features; see `Drafter.observe`."""
         embedded = heads.embed(tokens[:, 1:])
         hidden, cache = self.run(self.fc(features), embedded, state.cache, position)
         last = jnp.maximum(num_committed - 1, 0)[:, None, None]
@@ -193,13 +200,13 @@ class Eagle3(WeightedDrafter):
         return Eagle3State(cache, hidden)
 
     def run(self, features, embedded, cache, start) -> tuple[jax.Array, kv.StaticCache]:
-        """Pairs start … start + T - 1 on top of the cached ones before them.
+        """Runs the layer over pairs start … start + T - 1, on top of the cached pairs.
 
         Args:
-          features: [B, T, D]; the target's after `fc`, or earlier outputs of this.
-          embedded: [B, T, D]; of the tokens that follow.
-          cache: holds the pairs before `start`.
-          start: int32 [B].
+          features: Target features after `fc`, or earlier outputs of this function, [B, T, D].
+          embedded: Embeddings of the tokens that follow, [B, T, D].
+          cache: Cache that holds the pairs before `start`.
+          start: Index of the first pair, int32 [B].
         Returns:
           hidden [B, T, D] before the final norm, and the cache with the T pairs.
         """
@@ -214,9 +221,11 @@ class Eagle3(WeightedDrafter):
         return self.midlayer(features, embedded, cos_sin, attend)
 
     def draft_logits(self, hidden: jax.Array, head: Linear | None = None) -> jax.Array:
-        """[..., D] before the final norm -> float32 [..., Q] over the draft vocabulary.
+        """Returns logits float32 [..., Q] over the draft vocabulary.
 
-        Args: head: the output head, if not as it lies on the devices; see `parameters.gathered`.
+        Args:
+          hidden: Hidden states before the final norm, [..., D].
+          head: Gathered copy of the output head, for training; None for the head itself.
         """
         return (head or self.lm_head).attend(self.norm(hidden))
 
@@ -224,25 +233,26 @@ class Eagle3(WeightedDrafter):
         """Checks the tables that were loaded from a checkpoint.
 
         Raises:
-          CheckpointError: `d2t` names a token that the target does not have, or one token twice.
+          CheckpointError: A token in `d2t` is not in the target's vocabulary, or appears twice.
         """
         vocab_size = self.shape.decoder.vocab_size
         draft_vocabulary.check(np.asarray(self.d2t.get_value()), vocab_size, directory)
 
     def vocabulary(self) -> DraftVocabulary:
-        """The draft vocabulary, as the tables have it."""
+        """Returns the draft vocabulary of the tables."""
         return DraftVocabulary.of(self.d2t[...], self.shape.decoder.vocab_size)
 
     def prepare_training(self, count_tokens: Callable[[], np.ndarray], heads: Heads) -> None:
-        """Fixes the draft vocabulary: the tokens that are to be predicted most often."""
+        """Sets the draft vocabulary to the tokens that are labels most often."""
         size = self.shape.draft_vocab_size
         if size < self.shape.decoder.vocab_size:
             parameters.assign_host(self, draft_vocabulary.choose(size, count_tokens))
 
     def loss(self, batch, heads, key, options, *, remat=False):
-        """The training-time test: each step but the first sees its own earlier outputs.
+        """Computes the loss of training-time test; see `Drafter.loss`.
 
-        See `Drafter.loss`; nothing is drawn from `key`.
+        From the second step on, the layer reads its own outputs instead of the target's features.
+        `key` is not used.
         """
         hidden = self.unroll(batch, heads, remat=remat)
         head = parameters.gathered(self.lm_head, self.sharding)
@@ -254,9 +264,9 @@ class Eagle3(WeightedDrafter):
         return unrolled.unrolled_loss(scores, counted, options)
 
     def unroll(self, batch, heads, *, remat=False) -> list[jax.Array]:
-        """Outputs of all steps, each [B, T, D] before the final norm.
+        """Returns the outputs of all steps, each [B, T, D] before the final norm.
 
-        Computes in the dtype of this module's weights, whatever that of features and embeddings.
+        Features and embeddings are converted to the dtype of this module's weights.
         """
         dtype = self.fc.kernel.dtype
         x = self.fc(batch.features.astype(dtype))
@@ -276,6 +286,6 @@ class Eagle3(WeightedDrafter):
 
     @staticmethod
     def checkpoint_name(path: str) -> str:
-        """Name in a checkpoint of the parameter or table at a dotted path of this module."""
+        """Returns the checkpoint's name of the parameter or table at a dotted path."""
         stem, _, _ = path.rpartition(".")
         return f"{stem}.weight" if stem else path

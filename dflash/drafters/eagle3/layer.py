@@ -1,4 +1,4 @@
-"""The one layer of an EAGLE-3 drafter, and the three ways in which its rows attend."""
+"""Transformer layer of EAGLE-3, with attention for chains, trees and unrolled training steps."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from dflash.parallel.sharding import Sharding
 
 
 class EagleLayer(nnx.Module):
-    """A transformer layer whose attention reads embedding and features side by side."""
+    """Transformer layer whose attention reads embeddings and features, concatenated."""
 
     def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):
         build = {"dtype": dtype, "sharding": sharding}
@@ -50,7 +50,16 @@ class EagleLayer(nnx.Module):
         cos_sin: tuple[jax.Array, jax.Array],
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        """Features and embeddings [B, T, D] -> [B, T, D], and what `attend` gave back besides."""
+        """Runs the layer.
+
+        Args:
+          features: Features, or outputs of an earlier step, [B, T, D].
+          embedded: Embeddings of the following tokens, [B, T, D].
+          cos_sin: Rotary cos and sin of the rows' positions.
+          attend: Function (queries, keys, values) -> (attention output, any other result).
+        Returns:
+          Outputs [B, T, D], and the second result of `attend`.
+        """
         batch, _ = batch_axes(features.shape[0], self.sharding)
         x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(features)], axis=-1)
         attended, kept = attend(*self.self_attn.project(x, cos_sin))
@@ -60,7 +69,14 @@ class EagleLayer(nnx.Module):
         return self.sharding.constrain(out, batch, None, None), kept
 
     def attend_context(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
-        """(queries, keys, values) -> outputs: over the cache and, causally, over their own rows."""
+        """Returns the attention of a chain: over the cache and, causally, over the new rows.
+
+        Args:
+          cache: Cache of one layer.
+          length: Number of cached positions, int32 [B].
+        Returns:
+          A function (queries, keys, values) -> outputs.
+        """
         rows, kv_rows, stored, batch = self._layouts(length.shape[0])
         return self._sharded(
             lambda *arrays, **scale: block_attention(*arrays, causal=True, **scale),
@@ -69,7 +85,15 @@ class EagleLayer(nnx.Module):
         )
 
     def attend_branches(self, cache: StaticCache, length: jax.Array) -> Callable[..., jax.Array]:
-        """(queries, keys, values, visible) -> outputs: over the cache, and what `visible` shows."""
+        """Returns the attention of a tree: over the cache, and over the rows in a mask.
+
+        Args:
+          cache: Cache of one layer.
+          length: Number of cached positions, int32 [B].
+        Returns:
+          A function (queries, keys, values, visible) -> outputs. Rows of `keys` and `values` are
+          those of all levels, and `visible` is the mask bool [B, queries, keys].
+        """
         rows, kv_rows, stored, batch = self._layouts(length.shape[0])
         return self._sharded(
             branch_attention,
@@ -80,13 +104,16 @@ class EagleLayer(nnx.Module):
     def attend_steps(
         self, pairs: Sequence[tuple[jax.Array, jax.Array]], segment_ids: jax.Array
     ) -> Attend:
-        """Over the first of `pairs`, causally, and over the rest at each row's own place.
+        """Returns the attention of an unrolled training step.
+
+        A row attends causally to the rows of the first step, and to its own row of every later
+        step.
 
         Args:
-          pairs: keys and values [B, T, K, H] of the steps before.
-          segment_ids: int32 [B, T]; rows of one document share a number.
+          pairs: Keys and values [B, T, K, H] of each previous step.
+          segment_ids: int32 [B, T]; rows of the same document have the same id.
         Returns:
-          A function that gives back its own keys and values, too.
+          A function (queries, keys, values) -> (outputs, (keys, values)).
         """
         rows, kv_rows, _, batch = self._layouts(segment_ids.shape[0])
         if not pairs:
@@ -117,7 +144,13 @@ class EagleLayer(nnx.Module):
         return rows, kv_rows, (name, "kv_heads", None, None), name
 
     def _sharded(self, function, layouts, fixed) -> Callable[..., jax.Array]:
-        """Each device on its own heads and sequences; `fixed` are the last arguments."""
+        """Returns `function` as one that each device runs on its own heads and sequences.
+
+        Args:
+          function: Kernel that takes the arrays and `scale`.
+          layouts: Dimension names of all its arrays.
+          fixed: Last arrays of the kernel, which are bound here.
+        """
         scale = self.self_attn.scale
         mapped = self.sharding.map(
             lambda *arrays: (function(*arrays, scale=scale),), layouts, layouts[:1]

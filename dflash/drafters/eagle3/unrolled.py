@@ -1,7 +1,7 @@
-"""Training a drafter that feeds on its own output: steps unrolled over whole rows, and their loss.
+"""Loss of an unrolled drafter, which reads its own output from the second step on.
 
-Step s at row i has seen the tokens up to i + 1 + s and predicts the one after. The target's own
-distribution of that token comes from its row i + 1 + s.
+Step s at row i has read the tokens up to i + 1 + s and predicts the next one. The target's
+distribution of that token comes from the target's row i + 1 + s.
 
 Source: the training-time test of EAGLE-3, arXiv 2503.01840.
 """
@@ -20,16 +20,16 @@ from dflash.layers import losses
 from dflash.layers.losses import Unembed
 from dflash.layers.train_batch import TrainBatch
 
-STEP_DECAY = 0.8  # a step's weight is that of the one before, times this
+STEP_DECAY = 0.8  # ratio of the weights of consecutive steps
 
 
 class StepScores(NamedTuple):
-    """Scores of each prediction; rows as in the batch, S steps.
+    """Scores of the predictions of S steps at every row of a batch.
 
     Attributes:
-      objective: float32 [B, T, S]; to be minimized.
-      known: bool [B, T, S]; the token to be predicted is in the draft vocabulary.
-      correct: bool [B, T, S]; the most probable token is the one that follows in the data.
+      objective: Loss to minimize, float32 [B, T, S].
+      known: bool [B, T, S]; whether the token to predict is in the draft vocabulary.
+      correct: bool [B, T, S]; whether the most probable token is the next one in the data.
     """
 
     objective: jax.Array
@@ -38,7 +38,7 @@ class StepScores(NamedTuple):
 
 
 def shift(rows: jax.Array, count: int) -> jax.Array:
-    """rows[:, i + count] at row i of [B, T, ...], for counts of either sign; zeros come in."""
+    """Shifts rows [B, T, ...] so that row i becomes row i + count, or zeros outside [0, T)."""
     padding = [(0, 0)] * rows.ndim
     padding[1] = (max(-count, 0), max(count, 0))
     return jax.lax.slice_in_dim(
@@ -47,7 +47,10 @@ def shift(rows: jax.Array, count: int) -> jax.Array:
 
 
 def counted_steps(batch: TrainBatch, steps: int) -> jax.Array:
-    """bool [B, T, S]; step s at row i predicts a supervised token of the row's document."""
+    """Returns a mask bool [B, T, S] of the predictions that count in the loss.
+
+    Step s at row i counts if it predicts a supervised token of the row's document.
+    """
     documents = batch.segment_ids
     inside = [
         (shift(documents, s + 2) == documents) & (shift(batch.loss_mask, s + 2) != 0)
@@ -64,30 +67,30 @@ def score_steps(
     unembed: Unembed,
     options: LossConfig,
 ) -> StepScores:
-    """Compares what S steps predict with the target's distribution, or with the data.
+    """Scores the predictions of S steps against the target's distribution, the data, or both.
 
-    The target's is restricted to the draft vocabulary and renormalised; the objective is then the
-    cross-entropy of the two, which differs from the divergence by a constant.
+    The target's distribution is restricted to the draft vocabulary and renormalized. Its
+    cross-entropy with the prediction differs from the KL divergence by a constant.
 
     Args:
-      hidden: S arrays [B, T, D].
-      batch: holds the target's hidden states if the loss asks for them.
-      vocabulary: of the drafter.
-      draft_logits: [..., D] -> float32 [..., Q].
-      unembed: the target's, [B, m, D] -> float32 logits [B, m, V].
-      options: of the loss.
+      hidden: Outputs of the steps, S arrays [B, T, D].
+      batch: Packed rows, with the target's hidden states if the loss uses them.
+      vocabulary: Draft vocabulary.
+      draft_logits: Function [..., D] -> logits float32 [..., Q] of the drafter.
+      unembed: Output head of the target, [B, m, D] -> logits float32 [B, m, V].
+      options: Config group of the loss.
     Raises:
-      ConfigError: the loss is for drafters of blocks only.
-      ValueError: the loss asks for the target's hidden states, and the batch has none.
+      ConfigError: The loss is only for block drafters.
+      ValueError: The loss uses the target's hidden states, and the batch has none.
     """
     if options.name == "dpace":
         raise errors.ConfigError(
-            "loss.name: 'dpace' is for drafters of blocks; this one takes kl or cross_entropy"
+            "loss.name: 'dpace' is only for block drafters; expected kl or cross_entropy"
         )
     soft = options.kl_weight if options.uses_target_hidden else 0.0
     if soft and batch.hidden is None:
         raise ValueError(f"loss {options.name!r}: the batch lacks the target's hidden states")
-    # Align all steps that predict the same token at the row before it: they share one teacher.
+    # Align the steps that predict the same token, since they share a row of the target.
     aligned = jnp.stack([shift(h, -(s + 1)) for s, h in enumerate(hidden)], axis=2)
     labels = vocabulary.draft_ids[shift(batch.tokens, 1)]
 
@@ -107,16 +110,18 @@ def score_steps(
 def unrolled_loss(
     scores: StepScores, counted: jax.Array, options: LossConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The weighted loss of all steps.
+    """Computes the weighted loss of all steps.
 
     Args:
-      scores: [B, T, S] each.
-      counted: bool [B, T, S]; see `counted_steps`.
-      options: how steps are weighted; by default as `STEP_DECAY` says.
+      scores: Scores of the predictions, each [B, T, S].
+      counted: Predictions that count, bool [B, T, S]; see `counted_steps`.
+      options: Config group of the loss; `gamma` sets the weights of steps, by default powers of
+        `STEP_DECAY`.
     Returns:
-      loss float32 [], and metrics, each float32 []: "acceptance_length", tokens that a cycle would
-      commit, the mean over rows whose first prediction counts; "token_accuracy", over all
-      predictions that count; "weight", the number of those rows, which every step is divided by.
+      loss float32 [], and metrics, each float32 []: "acceptance_length", the mean number of tokens
+      that a cycle would commit, over rows whose first prediction counts; "token_accuracy", over all
+      predictions that count; "weight", the number of rows whose first prediction counts, which is
+      the divisor of the loss.
     """
     steps = counted.shape[-1]
     if options.gamma is None:
@@ -136,7 +141,7 @@ def unrolled_loss(
 
 
 def _score_rows(logits, labels, teachers, vocabulary, unembed, soft) -> StepScores:
-    """Logits [B, m, S, Q] of the same m tokens by S steps."""
+    """Returns the scores [B, m, S] of logits [B, m, S, Q], where S steps predict m tokens."""
     log_probs = jax.nn.log_softmax(logits)
     size = logits.shape[-1]
     known_label = (labels < size)[..., None]

@@ -330,7 +330,7 @@ def test_the_loss_spelled_out():
 
 def test_losses_that_it_does_not_know():
     batch = make_batch([[20]])
-    with pytest.raises(errors.ConfigError, match=r"loss\.name: 'dpace' is for drafters of blocks"):
+    with pytest.raises(errors.ConfigError, match=r"loss\.name: 'dpace' is only for block drafters"):
         run_loss(batch, LossConfig(name="dpace"))
     with pytest.raises(ValueError, match="lacks the target's hidden states"):
         run_loss(dataclasses.replace(batch, hidden=None), LossConfig(name="kl"))

@@ -99,5 +99,7 @@ def test_trees_that_cannot_be_grown():
     beam_tree.check(BeamTree(budget=30, top_k=3, depth=4), 3)
     with pytest.raises(errors.ConfigError, match=r"tree\.budget: 31 .* capacity of 30 drafts"):
         beam_tree.check(BeamTree(budget=31, top_k=3, depth=4), 3)
-    with pytest.raises(errors.ConfigError, match=r"tree\.top_k: 3 exceeds the draft vocabulary of 2 tokens"):
+    with pytest.raises(
+        errors.ConfigError, match=r"tree\.top_k: 3 exceeds the draft vocabulary of 2 tokens"
+    ):
         beam_tree.check(BeamTree(budget=1, top_k=3, depth=4), 2)
