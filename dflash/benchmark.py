@@ -1,16 +1,13 @@
 """Measures strategies on tasks: dflash benchmark CONFIG [key=value ...] --workdir DIR."""
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from absl import flags
 
-from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import benchmark_schema
-from dflash.storage import paths
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -85,7 +82,7 @@ def run(
         profile_dir=profile_dir,
         compilation_cache=compilation_cache,
     )
-    return _measure(command)
+    return _run(command)
 
 
 def _benchmark(command: cli.Command) -> None:
@@ -95,53 +92,19 @@ def _benchmark(command: cli.Command) -> None:
     if command.dry_run:
         print("\n".join(benchmark_run.plan(command.config)))
     else:
-        _measure(command)
+        _run(command)
 
 
-def _measure(command: cli.Command) -> dict[str, Any]:
-    import jax
+def _run(command: cli.Command) -> dict[str, Any]:
+    from dflash.measure import benchmark_run
 
-    from dflash.measure import bench as benches
-    from dflash.measure import benchmark_run, merge_benchmarks, results
-    from dflash.parallel import distributed
-    from dflash.runs import shards
-    from dflash.runs.display import Display
-
-    first = jax.process_index() == 0
-    display = Display() if first else Display.silent()
-    where = command.workdir if first else None
-    profile, wide = command.profile_dir, command.flags["wide"]
-    shard, config = command.shard, command.config
-    if shard is not None and config.study is not None:
-        raise errors.ConfigError("--shard, study.name: a study cannot be divided")
-    path = where and paths.to_path(where)
-    if path is not None and shard is not None:
-        shards.check_count(path, merge_benchmarks.ROUNDS, shard)
-        shards.check_count(path, results.RESULTS, shard)
-    with (
-        results.open_directory(path, config, shard) as directory,
-        jax.profiler.trace(profile) if profile else contextlib.nullcontext(),
-    ):
-        if config.study is not None:
-            return benchmark_run.study(config, directory, display, wide=wide)
-        divided = shard is None and distributed.compute_on_first(
-            lambda: shards.is_divided(path, merge_benchmarks.ROUNDS)
-        )
-        if divided:
-            return benchmark_run.sum_up(benches.prepare(config), directory, display, wide=wide)
-        values = benchmark_run.run(
-            benches.prepare(config), directory, display, wide=wide, shard=shard
-        )
-    if shard is None or command.workdir is None:
-        return values
-    missing = distributed.compute_on_first(
-        lambda: shards.missing(path, merge_benchmarks.ROUNDS, shard.count)
+    return benchmark_run.run(
+        command.config,
+        workdir=command.workdir,
+        shard=command.shard,
+        profile_dir=command.profile_dir,
+        wide=command.flags["wide"],
     )
-    if missing:
-        display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
-        return values
-    with results.open_directory(path, config) as directory:
-        return benchmark_run.sum_up(benches.prepare(config), directory, display, wide=wide)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,40 @@
-"""A benchmark run: its plan, the measuring, studies, and the files that it leaves."""
+"""Runs of benchmarks: plan, measurements, files and printed figures."""
 
+import contextlib
 import dataclasses
-import math
+import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from dflash.config import loader
+from dflash import errors
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.loading import job as jobs
 from dflash.measure import bench as benches
 from dflash.measure import (
     cells,
     merge_benchmarks,
-    page,
-    plots,
-    replay,
+    report,
     results,
     roofline,
     speed_bench,
     studies,
+    study_run,
     table,
     warnings,
-    workload,
 )
 from dflash.measure.bench import Bench
 from dflash.measure.load import Load, LoadMeter
 from dflash.measure.samples import TaskRound
-from dflash.measure.workload import Item
-from dflash.runs import outputs
+from dflash.parallel import distributed
+from dflash.runs import shards
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
 from dflash.runs.shards import Shard
-from dflash.text.prompts import Prompt
-
-PAGE = "report.html"
+from dflash.storage import paths
 
 
 def plan(config: BenchmarkRun) -> list[str]:
@@ -64,6 +62,63 @@ def plan(config: BenchmarkRun) -> list[str]:
 
 
 def run(
+    config: BenchmarkRun,
+    *,
+    workdir: str | os.PathLike | None = None,
+    shard: Shard | None = None,
+    profile_dir: str | os.PathLike | None = None,
+    wide: bool = False,
+) -> dict[str, Any]:
+    """Runs a benchmark, a shard of one, or a study, and prints its figures.
+
+    The run that finishes the last shard also combines the figures of all shards.
+
+    Args:
+      config: Config of the run.
+      workdir: Directory for the files; None writes no files.
+      shard: Part to measure. None measures everything, or combines the shards in `workdir`.
+      profile_dir: Directory for a profiler trace, or None.
+      wide: Print all figures, not only those that fit into 80 columns.
+    Returns:
+      The content of results.json, or of study.json; of the shard's results.json if other shards
+      have not finished.
+    Raises:
+      UserError: The config, a checkpoint, an input or the directory is unusable.
+    """
+    if shard is not None and config.study is not None:
+        raise errors.ConfigError("--shard, study.name: a study cannot be divided")
+    is_first = jax.process_index() == 0
+    display = Display() if is_first else Display.silent()
+    path = paths.to_path(workdir) if workdir and is_first else None
+    if path is not None and shard is not None:
+        shards.check_count(path, merge_benchmarks.ROUNDS, shard)
+        shards.check_count(path, results.RESULTS, shard)
+    with (
+        results.open_directory(path, config, shard) as directory,
+        jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext(),
+    ):
+        if config.study is not None:
+            return study_run.run(config, directory, display, wide=wide)
+        if shard is None and _is_divided(path):
+            return sum_up(benches.prepare(config), directory, display, wide=wide)
+        values = measure(benches.prepare(config), directory, display, wide=wide, shard=shard)
+    if shard is None or workdir is None:
+        return values
+    missing = distributed.compute_on_first(
+        lambda: shards.missing(path, merge_benchmarks.ROUNDS, shard.count)
+    )
+    if missing:
+        display.note(f"shard {shard} is done; not finished yet: {shards.listed(missing)}")
+        return values
+    with results.open_directory(path, config) as directory:
+        return sum_up(benches.prepare(config), directory, display, wide=wide)
+
+
+def _is_divided(path: pathlib.Path | None) -> bool:
+    return distributed.compute_on_first(lambda: shards.is_divided(path, merge_benchmarks.ROUNDS))
+
+
+def measure(
     bench: Bench,
     directory: RunDirectory,
     display: Display,
@@ -102,7 +157,7 @@ def run(
     with display.progress("measuring") as progress:
         for one in bench.run(progress):
             done.append(one)
-            so_far = judged(bench, done, machine, meter.read())
+            so_far = figures_of(bench, done, machine, meter.read())
             values = so_far.values(bench, complete=len(done) == total)
             directory.write_json(file(results.RESULTS), values)
     if shard is None:
@@ -132,7 +187,7 @@ def sum_up(
     done, meter = merge_benchmarks.read(directory.path), LoadMeter()
     with display.status("measuring the machine"):
         machine = roofline.machine_of(bench.target.sharding)
-    whole = judged(bench, done, machine, meter.read())
+    whole = figures_of(bench, done, machine, meter.read())
     values = whole.values(bench, complete=True)
     directory.write_json(results.RESULTS, values)
     _finish(bench, whole, done, values, directory, display, wide=wide)
@@ -141,7 +196,7 @@ def sum_up(
 
 def _finish(
     bench: Bench,
-    found: "Judged",
+    figures: "Figures",
     done: Sequence[TaskRound],
     values: dict[str, Any],
     directory: RunDirectory,
@@ -155,15 +210,15 @@ def _finish(
     categories = speed_bench.by_task(bench.workload.tasks, done)
     if categories:
         directory.write_json(results.CATEGORIES, categories)
-    lines = table.lines(found.cells, found.averages, wide=wide)
-    _say([*lines, *speed_bench.lines(categories)], [words, *found.notes])
+    lines = table.lines(figures.cells, figures.averages, wide=wide)
+    table.show([*lines, *speed_bench.lines(categories)], [words, *figures.notes])
     if directory.path is not None:
         with display.status("plots and page"):
-            report(bench, found.cells, done, values, found.notes, directory)
+            report.write(bench, figures.cells, done, values, figures.notes, directory)
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
+class Figures:
     """Figures of the completed rounds.
 
     Attributes:
@@ -189,154 +244,16 @@ class Judged:
             "baseline": bench.baseline,
             "machine": dataclasses.asdict(self.machine),
             "load": dataclasses.asdict(self.load),
-            **common_facts(bench.config),
+            **results.common_facts(bench.config),
         }
         return results.as_values(self.cells, self.averages, facts, complete=complete)
 
 
-def judged(
+def figures_of(
     bench: Bench, done: Sequence[TaskRound], machine: roofline.Machine, load: Load
-) -> Judged:
+) -> Figures:
     """Computes the figures of the completed rounds."""
     setting = cells.setting_of(bench, machine, warnings.of_load(load.others_share))
     found = cells.cells(done, setting)
     averages = cells.averages(found, done, baseline=bench.baseline)
-    return Judged(found, averages, machine, load)
-
-
-def study(
-    config: BenchmarkRun, directory: RunDirectory, display: Display, *, wide: bool = False
-) -> dict[str, Any]:
-    """Runs the config's study and writes study.json, study.csv and study.png.
-
-    Results so far are saved after each turn.
-
-    Returns:
-      The content of study.json.
-    """
-    name, meter, answer = config.study.name, LoadMeter(), None
-    with display.progress(f"study {name}") as progress:
-        for step in studies.STUDIES[name](config):
-            progress(step.what, step.done)
-            if step.result is not None:
-                answer = step.result
-                values = _study_values(config, answer, meter.read())
-                directory.write_json(results.STUDY, values | {"complete": False})
-    load = meter.read()
-    values = _study_values(config, answer, load) | {"complete": True}
-    directory.write_json(results.STUDY, values)
-    directory.write("study.csv", results.table_csv(answer.rows))
-    # Studies of single forwards decode nothing, so acceptance lengths do not affect them.
-    decodes = name in studies.DECODING
-    directory.write("study.png", answer.png(_forced_note(config) if decodes else ""))
-    notes = [f"not trustworthy: {one.words}" for one in warnings.of_load(load.others_share)]
-    if decodes:
-        notes.append(workload.words(config)["words"])
-    _say(answer.text(wide=wide), notes)
-    return values
-
-
-def _study_values(config: BenchmarkRun, answer: studies.StudyResult, load: Load) -> dict[str, Any]:
-    """Returns the content of study.json."""
-    return {
-        "schema": results.STUDY_SCHEMA,
-        "study": config.study.name,
-        "title": answer.title,
-        "notes": list(answer.notes),
-        "doubts": [dataclasses.asdict(one) for one in warnings.of_load(load.others_share)],
-        "load": dataclasses.asdict(load),
-        "acceptance": workload.words(config),
-        **common_facts(config),
-        "rows": [dict(row) for row in answer.rows],
-    }
-
-
-def _forced_note(config: BenchmarkRun) -> str:
-    return "acceptance lengths are forced, not found" if config.forced else ""
-
-
-def report(
-    bench: Bench,
-    found: list[cells.Cell],
-    done: Sequence[TaskRound],
-    values: dict[str, Any],
-    notes: Sequence[str],
-    directory: RunDirectory,
-) -> None:
-    """Writes the plots and the page, which holds each plot in a light and a dark theme."""
-    note = _forced_note(bench.config)
-    drawn = {
-        name: {
-            "speedup": plots.speedups(found, bench.baseline, note, theme),
-            "acceptance": plots.survival(found, note, theme),
-            "cost": plots.costs(found, theme),
-        }
-        for name, theme in (("light", plots.LIGHT), ("dark", plots.DARK))
-    }
-    for name, png in drawn["light"].items():
-        directory.write(f"{name}.png", png)
-    replays = record_replays(bench, found, done) if jax.process_count() == 1 else {}
-    directory.write(PAGE, page.render(values, notes=notes, plots=drawn, replays=replays))
-
-
-def record_replays(bench: Bench, found: list[cells.Cell], done: Sequence[TaskRound]) -> dict:
-    """Replays a prompt of each task with every strategy, untimed: the one with the longest output.
-
-    Returns:
-      By task, the prompt's text and the replay of each strategy.
-    """
-    size = bench.config.replay_tokens
-    if not size or not bench.engines:
-        return {}
-    replays = {}
-    for task in bench.workload.tasks:
-        item = _longest(bench, task, done)
-        request, lanes = bench.request(item, at_most=size), {}
-        for name, engine in bench.engines.items():
-            if not engine.has_parts:
-                continue  # A replay runs cycles one by one, which cannot choose block sizes.
-            cell = next(one for one in found if (one.task, one.strategy) == (task, name))
-            words = bench.jobs[name].tokenizer
-            recorded = replay.record(engine, request, item.lengths or (), words)
-            cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
-            lanes[name] = page.Timed(recorded, cell.ttft_ms, cycle_ms)
-        replays[task] = (_shown(item.prompt), lanes)
-    return replays
-
-
-def _longest(bench: Bench, task: str, done: Sequence[TaskRound]) -> Item:
-    """Returns the task's item with the longest output of the baseline."""
-    lengths = {
-        one.id: len(one.output_ids)
-        for round_ in done
-        for sample in round_.samples
-        if (sample.task, sample.strategy) == (task, bench.baseline)
-        for one in sample.completions
-    }
-    return max(bench.workload.tasks[task], key=lambda item: lengths.get(item.prompt.index, 0))
-
-
-def _shown(prompt: Prompt) -> str:
-    """Returns a prompt as text for the page."""
-    if prompt.messages is not None:
-        return "\n".join(message["content"] for message in prompt.messages)
-    return prompt.text or f"{len(prompt.ids)} random tokens"
-
-
-def common_facts(config: BenchmarkRun) -> dict[str, Any]:
-    """Returns the settings and versions that every figure of a run depends on."""
-    used = math.prod(dataclasses.asdict(config.mesh).values())
-    return {
-        "batch_size": config.decode.batch_size,
-        "config_hash": loader.config_hash(config),
-        "config": loader.to_dict(config),
-        "devices": [f"{one.platform}:{one.device_kind}" for one in jax.devices()[:used]],
-        "processes": jax.process_count(),
-        "versions": outputs.versions(),
-    }
-
-
-def _say(lines: Sequence[str], notes: Sequence[str]) -> None:
-    """Prints lines and then sentences, on the first process only."""
-    if jax.process_index() == 0:
-        print("\n".join([*lines, "", *table.wrapped(notes)]), flush=True)
+    return Figures(found, averages, machine, load)

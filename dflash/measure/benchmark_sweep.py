@@ -40,7 +40,7 @@ class BenchmarkPoints(Runner):
         self._targets = {one: target for one, target in self._targets.items() if one == key}
         bench = benches.prepare(config, target=self._targets.get(key))
         with results.open_directory(directory, config) as opened:
-            values = benchmark_run.run(bench, opened, Display.silent())
+            values = benchmark_run.measure(bench, opened, Display.silent())
         self._targets[key] = bench.target
         return {
             f"{row['task']}.{row['strategy']}.{name}": row[name]

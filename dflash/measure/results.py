@@ -7,14 +7,18 @@ that ends early keeps its completed rounds.
 import csv
 import dataclasses
 import io
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
+from dflash.config import loader
 from dflash.config.benchmark_schema import BenchmarkRun
 from dflash.measure.cells import Average, Cell
-from dflash.runs import shards
+from dflash.runs import outputs, shards
 from dflash.runs.directory import RunDirectory
 from dflash.runs.shards import Shard
 
@@ -88,3 +92,16 @@ def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def common_facts(config: BenchmarkRun) -> dict[str, Any]:
+    """Returns the settings and versions that every figure of a run depends on."""
+    used = math.prod(dataclasses.asdict(config.mesh).values())
+    return {
+        "batch_size": config.decode.batch_size,
+        "config_hash": loader.config_hash(config),
+        "config": loader.to_dict(config),
+        "devices": [f"{one.platform}:{one.device_kind}" for one in jax.devices()[:used]],
+        "processes": jax.process_count(),
+        "versions": outputs.versions(),
+    }

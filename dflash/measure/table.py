@@ -3,6 +3,8 @@
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
+import jax
+
 from dflash.measure import warnings
 from dflash.measure.cells import Average, Cell
 from dflash.measure.warnings import COST, MARK, SPEEDUP
@@ -154,3 +156,9 @@ def wrapped(sentences: Iterable[str]) -> list[str]:
         for one in sentences
         for line in textwrap.wrap(one, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]
+
+
+def show(lines: Sequence[str], notes: Sequence[str]) -> None:
+    """Prints lines and then sentences, on the first process only."""
+    if jax.process_index() == 0:
+        print("\n".join([*lines, "", *wrapped(notes)]), flush=True)

@@ -153,6 +153,11 @@ def words(config: BenchmarkRun) -> dict[str, Any]:
     return {"source": "measured", "words": _MEASURED_WORDS}
 
 
+def forced_note(config: BenchmarkRun) -> str:
+    """Returns a note for plots of forced acceptance lengths; else an empty string."""
+    return "acceptance lengths are forced, not found" if config.forced else ""
+
+
 _MEASURED_WORDS = "acceptance lengths are measured"
 _TRACE_WORDS = (
     "acceptance lengths are forced: they were recorded elsewhere; drafting and verification are "

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import statistics
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 
@@ -19,6 +19,7 @@ from dflash.measure.engine import MeasuredEngine, seconds_of
 from dflash.measure.forced import Canned
 from dflash.measure.parts import Probe
 from dflash.measure.plots import Line
+from dflash.measure.roofline import Machine
 from dflash.measure.studies.result import (
     DOUBTS,
     Step,
@@ -27,6 +28,7 @@ from dflash.measure.studies.result import (
     in_turns,
     machine_note,
 )
+from dflash.models.decoder import Decoder
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (64, 512, 2048, 8192, 32768)
@@ -39,7 +41,7 @@ def cycle(config: BenchmarkRun) -> Iterator[Step]:
     """Compares the cost of a cycle in the decode loop with the sum of its two forwards."""
     jobs = _loaded(benches.prepare_models(config))
     context = _contexts(config, jobs, CYCLE_CONTEXTS)[0]
-    target, batch = next(iter(jobs.values())).target, config.decode.batch_size
+    target = next(iter(jobs.values())).target
     yield Step("measuring the machine", 0)
     machine = roofline.machine_of(target.sharding)
     probes = {}
@@ -47,61 +49,76 @@ def cycle(config: BenchmarkRun) -> Iterator[Step]:
         yield Step(f"compiling {name}", 0)
         engine = _engine(config, target, job.drafter, context)
         probes[name] = Probe(engine, engine.standing(context))
-
-    def row(name: str, some: list[tuple[float, float, float]]) -> dict:
-        drafter = jobs[name].drafter
-        least = roofline.target_work(
-            target, batch=batch, rows=drafter.block_size, context=context,
-            kv_dtype=config.decode.kv_dtype,
-        ).ideal_ms(machine)  # fmt: skip
-        least_draft = roofline.draft_work(target, drafter, batch=batch).ideal_ms(machine)
-        columns = [statistics.median(column) for column in zip(*some, strict=True)]
-        whole, draft, verify = columns
-        ratios = [whole / (draft + verify) for whole, draft, verify in some]
-        return doubted(
-            {
-                "strategy": name,
-                "rows": drafter.block_size,
-                **dict(zip(("cycle_ms", "draft_ms", "verify_ms"), columns, strict=True)),
-                "cycle_over_parts": statistics.median(ratios),
-                "roofline_ms": least + least_draft,
-            },
-            (
-                *warnings.of_cost(whole, (draft, verify)),
-                *warnings.of_forward("verification", verify, least),
-                *warnings.of_forward("the draft", draft, least_draft),
-            ),
-        )
-
-    def result(times) -> StudyResult:
-        rows = [row(name, some) for name, some in times.items()]
-        lines = [
-            Line(
-                key,
-                [row["rows"] for row in rows],
-                [row[f"{key}_ms"] for row in rows],
-                doubtful=[bool(row[DOUBTS]) for row in rows],
-                roofline_of="cycle" if key == "roofline" else None,
-            )
-            for key in ("cycle", "draft", "verify", "roofline")
-        ]
-        notes = [f"context {context} tokens, batch {batch}", machine_note(machine)]
-        title = "A cycle beside its parts"
-        return StudyResult(title, rows, lines, "rows", "milliseconds", notes=notes)
-
     calls = {
         name: lambda probe=probe: (probe.cycle_ms(), probe.draft_ms(), probe.verify_ms())
         for name, probe in probes.items()
     }
+    result = functools.partial(_cycle_result, config, jobs, machine, context)
     yield from in_turns(calls, config.study.repeats, str, result)
+
+
+def _cycle_result(
+    config: BenchmarkRun,
+    jobs: Mapping[str, Job],
+    machine: Machine,
+    context: int,
+    times: Mapping[str, list[tuple[float, float, float]]],
+) -> StudyResult:
+    rows = [
+        _cycle_row(config, name, jobs[name], machine, context, some) for name, some in times.items()
+    ]
+    lines = [
+        Line(
+            key,
+            [row["rows"] for row in rows],
+            [row[f"{key}_ms"] for row in rows],
+            doubtful=[bool(row[DOUBTS]) for row in rows],
+            roofline_of="cycle" if key == "roofline" else None,
+        )
+        for key in ("cycle", "draft", "verify", "roofline")
+    ]
+    batch = config.decode.batch_size
+    notes = [f"context {context} tokens, batch {batch}", machine_note(machine)]
+    title = "A cycle beside its parts"
+    return StudyResult(title, rows, lines, "rows", "milliseconds", notes=notes)
+
+
+def _cycle_row(
+    config: BenchmarkRun,
+    name: str,
+    job: Job,
+    machine: Machine,
+    context: int,
+    times: list[tuple[float, float, float]],
+) -> dict:
+    rows, batch = job.drafter.block_size, config.decode.batch_size
+    least = _verify_roofline_ms(config, job.target, machine, rows, context)
+    least_draft = roofline.draft_work(job.target, job.drafter, batch=batch).ideal_ms(machine)
+    cycle_ms, draft_ms, verify_ms = map(statistics.median, zip(*times, strict=True))
+    ratios = [whole / (draft + verify) for whole, draft, verify in times]
+    return doubted(
+        {
+            "strategy": name,
+            "rows": rows,
+            "cycle_ms": cycle_ms,
+            "draft_ms": draft_ms,
+            "verify_ms": verify_ms,
+            "cycle_over_parts": statistics.median(ratios),
+            "roofline_ms": least + least_draft,
+        },
+        (
+            *warnings.of_cost(cycle_ms, (draft_ms, verify_ms)),
+            *warnings.of_forward("verification", verify_ms, least),
+            *warnings.of_forward("the draft", draft_ms, least_draft),
+        ),
+    )
 
 
 def verify(config: BenchmarkRun) -> Iterator[Step]:
     """Measures how the cost of verification depends on the number of rows."""
     only_target = dataclasses.replace(config, strategies={})
     job = next(iter(_loaded(benches.prepare_models(only_target)).values()))
-    contexts = _contexts(config, {"": job}, CONTEXTS)
-    counts, batch = config.study.values or ROWS, config.decode.batch_size
+    contexts, counts = _contexts(config, {"": job}, CONTEXTS), config.study.values or ROWS
     yield Step("measuring the machine", 0)
     machine = roofline.machine_of(job.target.sharding)
     engines = {count: _rows_engine(config, job, count, max(counts), contexts) for count in counts}
@@ -113,118 +130,126 @@ def verify(config: BenchmarkRun) -> Iterator[Step]:
         seconds, (state, report) = seconds_of(engines[count].generate, state)
         return 1e3 * seconds / max(int(report.cycles), 1)
 
-    def row(context: int, count: int, taken: float, one: float) -> dict:
-        least = roofline.target_work(
-            job.target, batch=batch, rows=count, context=context,
-            kv_dtype=config.decode.kv_dtype,
-        ).ideal_ms(machine)  # fmt: skip
-        return doubted(
-            {
-                "context": context,
-                "rows": count,
-                "verify_ms": taken,
-                "over_one_row": taken / one,
-                "roofline_ms": least,
-                "over_roofline": taken / least,
-            },
-            warnings.of_forward("verification", taken, least),
-        )
-
-    def result(times) -> StudyResult:
-        middle = {key: statistics.median(some) for key, some in times.items()}
-        rows = [row(*key, taken, middle[key[0], counts[0]]) for key, taken in middle.items()]
-        lines = [
-            line
-            for context in contexts
-            for line in _with_roofline(
-                f"context {context}",
-                [row for row in rows if row["context"] == context],
-                "rows",
-                "verify_ms",
-            )
-        ]
-        notes = [
-            f"batch {batch}; over_one_row compares with {counts[0]} row(s) at the same context",
-            f"the ridge of two-byte weights is at {machine.ridge_rows:.0f} rows in all",
-            machine_note(machine),
-        ]
-        title, x = "Cost of verification by rows", "rows per sequence"
-        return StudyResult(title, rows, lines, x, "milliseconds", log=True, notes=notes)
-
     calls = {
         (context, count): functools.partial(verify_ms, context, count)
         for context in contexts
         for count in counts
     }
+    result = functools.partial(_verify_result, config, job.target, machine)
     yield from in_turns(
         calls, config.study.repeats, lambda key: f"{key[1]} rows, context {key[0]}", result
     )
 
 
+def _verify_result(
+    config: BenchmarkRun,
+    target: Decoder,
+    machine: Machine,
+    times: Mapping[tuple[int, int], list[float]],
+) -> StudyResult:
+    """Makes the result from times by context and number of rows."""
+    medians = {key: statistics.median(some) for key, some in times.items()}
+    contexts, counts = (tuple(dict.fromkeys(column)) for column in zip(*times, strict=True))
+    rows = []
+    for (context, count), verify_ms in medians.items():
+        least = _verify_roofline_ms(config, target, machine, count, context)
+        row = {
+            "context": context,
+            "rows": count,
+            "verify_ms": verify_ms,
+            "over_one_row": verify_ms / medians[context, counts[0]],
+            "roofline_ms": least,
+            "over_roofline": verify_ms / least,
+        }
+        rows.append(doubted(row, warnings.of_forward("verification", verify_ms, least)))
+    lines = []
+    for context in contexts:
+        some = [row for row in rows if row["context"] == context]
+        lines += _with_roofline(f"context {context}", some, "rows", "verify_ms")
+    notes = [
+        f"batch {config.decode.batch_size}; over_one_row compares with {counts[0]} row(s) at the "
+        "same context",
+        f"the ridge of two-byte weights is at {machine.ridge_rows:.0f} rows in all",
+        machine_note(machine),
+    ]
+    title, x = "Cost of verification by rows", "rows per sequence"
+    return StudyResult(title, rows, lines, x, "milliseconds", log=True, notes=notes)
+
+
+def _verify_roofline_ms(
+    config: BenchmarkRun, target: Decoder, machine: Machine, rows: int, context: int
+) -> float:
+    return roofline.target_work(
+        target,
+        batch=config.decode.batch_size,
+        rows=rows,
+        context=context,
+        kv_dtype=config.decode.kv_dtype,
+    ).ideal_ms(machine)
+
+
 def draft(config: BenchmarkRun) -> Iterator[Step]:
     """Measures how the cost of a draft depends on the block size."""
-    sizes, batch = config.study.values or BLOCK_SIZES, config.decode.batch_size
-    variants = {
-        f"{name} {size}": with_block_size(name, drafter, size)
-        for name, drafter in config.strategies.items()
-        for size in sizes
-    }
+    sizes = config.study.values or BLOCK_SIZES
     keys = [(name, size) for name in config.strategies for size in sizes]
-    varied = dataclasses.replace(config, strategies=variants)
-    jobs = _loaded(benches.prepare_models(varied))
+    variants = {
+        f"{name} {size}": with_block_size(name, config.strategies[name], size)
+        for name, size in keys
+    }
+    jobs = _loaded(benches.prepare_models(dataclasses.replace(config, strategies=variants)))
     target = next(iter(jobs.values())).target
     contexts = _contexts(config, jobs, DRAFT_CONTEXTS)
     yield Step("measuring the machine", 0)
     machine = roofline.machine_of(target.sharding)
     rows: list[dict] = []
-
-    def row(context: int, name: str, size: int, taken: float) -> dict:
-        work = roofline.draft_work(target, jobs[f"{name} {size}"].drafter, batch=batch)
-        least = work.ideal_ms(machine)
-        return doubted(
-            {
-                "strategy": name,
-                "context": context,
-                "block_size": size,
-                "draft_ms": taken,
-                "roofline_ms": least,
-                "over_roofline": taken / least,
-            },
-            warnings.of_forward("the draft", taken, least),
-        )
-
-    def result(context: int, before: list[dict], times) -> StudyResult:
-        nonlocal rows
-        rows = before + [row(context, *key, statistics.median(some)) for key, some in times.items()]
-        lines = [
-            line
-            for name, place in dict.fromkeys((one["strategy"], one["context"]) for one in rows)
-            for line in _with_roofline(
-                f"{name}, context {place}",
-                [one for one in rows if (one["strategy"], one["context"]) == (name, place)],
-                "block_size",
-                "draft_ms",
-            )
-        ]
-        notes = [f"batch {batch}", machine_note(machine)]
-        title, y = "Cost of a draft by block size", "milliseconds"
-        return StudyResult(title, rows, lines, "block size", y, log=True, notes=notes)
-
     for place, context in enumerate(contexts):
         probes = {}
         for name, size in keys:
             yield Step(f"compiling {name} {size}, context {context}", place / len(contexts))
             engine = _engine(config, target, jobs[f"{name} {size}"].drafter, context)
             probes[name, size] = Probe(engine, engine.standing(context))
+
+        def result(times, context=context, before=tuple(rows)) -> StudyResult:
+            rows[:] = before
+            for (name, size), some in times.items():
+                drafter = jobs[f"{name} {size}"].drafter
+                work = roofline.draft_work(target, drafter, batch=config.decode.batch_size)
+                least = work.ideal_ms(machine)
+                rows.append(_draft_row(name, context, size, statistics.median(some), least))
+            return _draft_result(config, machine, list(rows))
+
         calls = {key: probe.draft_ms for key, probe in probes.items()}
-        named = functools.partial(_draft_name, context)
-        done = functools.partial(result, context, rows)
-        for step in in_turns(calls, config.study.repeats, named, done):
+        names = functools.partial(_draft_name, context)
+        for step in in_turns(calls, config.study.repeats, names, result):
             yield step.within(place / len(contexts), 1 / len(contexts))
 
 
 def _draft_name(context: int, key: tuple[str, int]) -> str:
     return f"{key[0]} {key[1]}, context {context}"
+
+
+def _draft_row(name: str, context: int, size: int, draft_ms: float, least: float) -> dict:
+    return doubted(
+        {
+            "strategy": name,
+            "context": context,
+            "block_size": size,
+            "draft_ms": draft_ms,
+            "roofline_ms": least,
+            "over_roofline": draft_ms / least,
+        },
+        warnings.of_forward("the draft", draft_ms, least),
+    )
+
+
+def _draft_result(config: BenchmarkRun, machine: Machine, rows: list[dict]) -> StudyResult:
+    lines = []
+    for name, context in dict.fromkeys((row["strategy"], row["context"]) for row in rows):
+        some = [row for row in rows if (row["strategy"], row["context"]) == (name, context)]
+        lines += _with_roofline(f"{name}, context {context}", some, "block_size", "draft_ms")
+    notes = [f"batch {config.decode.batch_size}", machine_note(machine)]
+    title, y = "Cost of a draft by block size", "milliseconds"
+    return StudyResult(title, rows, lines, "block size", y, log=True, notes=notes)
 
 
 def _with_roofline(name: str, rows: list[dict], x: str, y: str) -> tuple[Line, Line]:
