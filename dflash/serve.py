@@ -10,7 +10,7 @@ from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import serve_schema
 
-_NEEDED = ("starlette", "uvicorn", "prometheus_client")
+_REQUIRED = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _serve(command: cli.Command) -> int:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         raise errors.ConfigError(f"{missing[0]}: not installed; pip install 'dflash[serve]'")
     # jax is imported here, after the config has been validated.
@@ -61,7 +61,7 @@ def _serve(command: cli.Command) -> int:
     from dflash.runs import dates
     from dflash.runs.display import Display
     from dflash.serving import server
-    from dflash.serving.tracks import Tracks
+    from dflash.serving.backend import Backend
 
     dry = command.dry_run
     job = jobs.prepare_models(command.config, dry=dry, date=None if dry else dates.find(None))
@@ -70,10 +70,10 @@ def _serve(command: cli.Command) -> int:
         print("\n".join(job.plan().lines()))
         return 0
     if jax.process_index() > 0:
-        return server.follow(Tracks(job, command.config, Display.silent()))
+        return server.follow(Backend(job, command.config, Display.silent()))
     listener = server.listen(command.flags["host"], command.flags["port"])
     return server.run(
-        Tracks(job, command.config, Display(stream=False)),
+        Backend(job, command.config, Display(stream=False)),
         listener,
         on_ready=lambda url: print(url, flush=True),
         profile_dir=command.profile_dir,

@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's, vLLM's and SGLang's, and the page."""
+"""HTTP endpoints: OpenAI's, vLLM's and SGLang's, and the web page."""
 
 import asyncio
 import dataclasses
@@ -16,30 +16,31 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash import errors
-from dflash.serving import answers, http, openai_requests, page, sglang_requests
-from dflash.serving import ask as asks
-from dflash.serving.ask import Ask, Model
-from dflash.serving.fields import Fields, as_ids
+from dflash.serving import completion_request as requests
+from dflash.serving import http, openai_requests, page, responses, sglang_requests, validation
+from dflash.serving.bodies import DetokenizeBody
+from dflash.serving.completion_request import CompletionRequest, ServedModel
 from dflash.serving.http import EventStream, Guard, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
-from dflash.serving.refusal import Refusal
-from dflash.serving.service import Service, State
+from dflash.serving.request_error import RequestError
+from dflash.serving.service import Service, ServiceState
 from dflash.version import __version__
 
-_SMALL_BYTES = 2**15  # of a body; its text is tokens within a few milliseconds
-# What probes, scrapers and the page's reader need no key for.
+# A body of this size is validated and tokenized within a few milliseconds.
+_SMALL_BYTES = 2**15
+# Paths for probes, scrapers and the web page, which need no API key.
 _OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/metrics"))
 
 
 def application(service: Service, *, key: str | None = None) -> ASGIApp:
-    """The whole server as an ASGI application.
+    """Returns the server as an ASGI application.
 
     Args:
-      service: answers.
-      key: what clients have to show; None: nothing.
+      service: Service that decodes the requests.
+      key: API key that clients must send; None accepts every client.
     """
     endpoints = Endpoints(service)
-    found = [
+    table = [
         ("/", "GET", endpoints.page),
         ("/health", "GET", endpoints.health),
         ("/ping", "GET POST", endpoints.health),
@@ -59,12 +60,13 @@ def application(service: Service, *, key: str | None = None) -> ASGIApp:
         ("/start_profile", "POST", functools.partial(endpoints.profile, True)),
         ("/stop_profile", "POST", functools.partial(endpoints.profile, False)),
     ]
-    routes = [Route(path, _whole(f), methods=methods.split()) for path, methods, f in found]
+    routes = [Route(path, _route(f), methods=methods.split()) for path, methods, f in table]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
     return Guard(app, key=key, open_paths=_OPEN_PATHS)
 
 
-def _whole(handler: Callable[[Request], Awaitable[Response]]) -> Callable:
+def _route(handler: Callable[[Request], Awaitable[Response]]) -> Callable:
+    # Starlette recognizes plain functions only, not bound methods in a partial.
     async def handle(request: Request) -> Response:
         return await handler(request)
 
@@ -73,125 +75,147 @@ def _whole(handler: Callable[[Request], Awaitable[Response]]) -> Callable:
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
-    answer = http.refused(Refusal(message, status=error.status_code))
-    answer.headers.update(error.headers or {})
-    return answer
+    response = http.error_response(RequestError(message, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response
 
 
 class Endpoints:
-    """A method for each endpoint, over one service."""
+    """One method per endpoint, over one service."""
 
     def __init__(self, service: Service):
-        """Answers with what `service` does."""
+        """Serves the requests of all endpoints by `service`."""
         self._service = service
 
-    async def _body(self, request: Request) -> Mapping[str, Any]:
+    async def _body(self, http_request: Request) -> Mapping[str, Any]:
         config = self._service.config
-        most, patience = config.max_body_bytes, config.read_s
-        return await http.read_json(request, most_bytes=most, patience_s=patience)
+        return await http.read_json(
+            http_request, max_bytes=config.max_body_bytes, timeout_s=config.read_s
+        )
 
     # --- outputs --------------------------------------------------------------------------------
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, http_request: Request) -> Response:
         """/v1/completions."""
-        body, model = await self._body(request), self._service.served()
-        ask = await _read(request, openai_requests.read_completion, body, model)
-        head = answers.envelope("text_completion", f"cmpl-{_id(request)}", model)
-        choice = answers.text_choice(ask, model)
-        return await self._openai(request, ask, model, (head, choice), (head, choice))
+        body, model = await self._body(http_request), self._service.served()
+        request = await _read(http_request, openai_requests.read_completion, body, model)
+        head = responses.envelope("text_completion", f"cmpl-{_id(http_request)}", model)
+        choice = responses.text_choice(request, model)
+        return await self._openai(http_request, request, model, (head, choice), (head, choice))
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def chat_completions(self, http_request: Request) -> Response:
         """/v1/chat/completions."""
-        body, model = await self._body(request), self._service.served()
-        ask = await _read(request, openai_requests.read_chat, body, model)
-        id = f"chatcmpl-{_id(request)}"
-        whole = answers.envelope("chat.completion", id, model), answers.chat_choice(ask, model)
-        head = answers.envelope("chat.completion.chunk", id, model)
-        parts = head, answers.chat_chunk_choice(ask, model)
-        return await self._openai(request, ask, model, whole, parts, roles=True)
+        body, model = await self._body(http_request), self._service.served()
+        request = await _read(http_request, openai_requests.read_chat, body, model)
+        id = f"chatcmpl-{_id(http_request)}"
+        head = responses.envelope("chat.completion", id, model)
+        whole = head, responses.chat_choice(request, model)
+        head = responses.envelope("chat.completion.chunk", id, model)
+        parts = head, responses.chat_chunk_choice(request, model)
+        return await self._openai(http_request, request, model, whole, parts, roles=True)
 
     async def _openai(
-        self, request: Request, ask: Ask, model: Model, whole, parts, *, roles: bool = False
+        self,
+        http_request: Request,
+        request: CompletionRequest,
+        model: ServedModel,
+        whole: tuple[responses.Json, responses.Choice],
+        parts: tuple[responses.Json, responses.Choice],
+        *,
+        roles: bool = False,
     ) -> Response:
-        """An answer in OpenAI's form, whole or as a stream; both are a head and its choices."""
-        call = self._service.admit(await _with_grammar(ask, model))
-        if ask.show.stream:
-            head, choice = parts
-            events = answers.chunks(ask, call, model, head, choice, roles=roles)
-            return EventStream(events, call, patience_s=self._service.config.send_s)
-        head, choice = whole
-        outputs = answers.outputs_of(ask, call, model)
-        with call:
-            said = await http.unless_gone(request.receive, answers.all_of(call, outputs))
-        choices = [choice(output, delta) for output, delta in zip(outputs, said, strict=True)]
-        return JSONResponse({**head, "choices": choices, "usage": answers.usage(ask, outputs)})
+        """Decodes a request and answers in OpenAI's form.
 
-    async def generate(self, request: Request) -> Response:
+        Args:
+          http_request: HTTP request, whose body has been read.
+          request: Validated request.
+          model: Model that is served.
+          whole: Envelope, and the function that makes choices, of an answer in one piece.
+          parts: Envelope, and the function that makes choices, of a stream's chunks.
+          roles: Whether a stream names the role of each output first.
+        """
+        group = self._service.admit(await _with_grammar(request, model))
+        if request.options.stream:
+            head, choice = parts
+            events = responses.chunks(request, group, model, head, choice, roles=roles)
+            return EventStream(events, group, timeout_s=self._service.config.send_s)
+        head, choice = whole
+        outputs = responses.outputs_of(request, group, model)
+        with group:
+            waiting = responses.wait_for_all(group, outputs)
+            deltas = await http.until_disconnect(http_request.receive, waiting)
+        choices = [choice(output, delta) for output, delta in zip(outputs, deltas, strict=True)]
+        usage = responses.usage(request, outputs)
+        return JSONResponse({**head, "choices": choices, "usage": usage})
+
+    async def generate(self, http_request: Request) -> Response:
         """SGLang's /generate."""
-        begun_at = time.perf_counter()
-        body, model = await self._body(request), self._service.served()
-        ask, several = await _read(request, sglang_requests.read_generate, body, model)
-        call, id = self._service.admit(await _with_grammar(ask, model)), _id(request)
-        if ask.show.stream:
-            events = answers.generated_chunks(ask, call, model, id=id, begun_at=begun_at)
-            return EventStream(events, call, patience_s=self._service.config.send_s)
-        outputs = answers.outputs_of(ask, call, model)
-        with call:
-            said = await http.unless_gone(request.receive, answers.all_of(call, outputs))
-        found = [
-            answers.generated(ask, output, model, delta.tokens, id=id, begun_at=begun_at)
-            for output, delta in zip(outputs, said, strict=True)
+        started_at = time.perf_counter()
+        body, model = await self._body(http_request), self._service.served()
+        request, several = await _read(http_request, sglang_requests.read_generate, body, model)
+        group = self._service.admit(await _with_grammar(request, model))
+        times = {"id": _id(http_request), "started_at": started_at}
+        if request.options.stream:
+            events = responses.generated_chunks(request, group, model, **times)
+            return EventStream(events, group, timeout_s=self._service.config.send_s)
+        outputs = responses.outputs_of(request, group, model)
+        with group:
+            waiting = responses.wait_for_all(group, outputs)
+            deltas = await http.until_disconnect(http_request.receive, waiting)
+        objects = [
+            responses.generated(request, output, model, delta.tokens, **times)
+            for output, delta in zip(outputs, deltas, strict=True)
         ]
-        return JSONResponse(found if several else found[0])
+        return JSONResponse(objects if several else objects[0])
 
     # --- tokens ---------------------------------------------------------------------------------
 
-    async def tokenize(self, request: Request) -> Response:
-        """A prompt's, or a chat's, token ids."""
-        body, model = await self._body(request), self._service.served()
-        ids, names = await _read(request, openai_requests.read_tokenize, body, model)
+    async def tokenize(self, http_request: Request) -> Response:
+        """Returns the token ids of a prompt or a chat."""
+        body, model = await self._body(http_request), self._service.served()
+        ids, texts = await _read(http_request, openai_requests.read_tokenize, body, model)
         answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids)}
-        answer["token_strs"] = [model.names.of(one) for one in ids] if names else None
+        answer["token_strs"] = [model.names.of(token) for token in ids] if texts else None
         return JSONResponse(answer)
 
-    async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
-        body, model = await self._body(request), self._service.served()
-        fields = Fields(body)
-        asks.check_model(fields, model)
-        ids = as_ids(fields.take("tokens"), "tokens", model.vocab_size)
-        fields.finish()
+    async def detokenize(self, http_request: Request) -> Response:
+        """Returns the text of token ids."""
+        body, model = await self._body(http_request), self._service.served()
+        requests.check_model(body, model)
+        fields = validation.parse(DetokenizeBody, body)
+        ids = requests.token_ids(fields.tokens, "tokens", model)
         return JSONResponse({"prompt": model.tokenizer.decode(ids, special_tokens=True)})
 
     # --- about the server -----------------------------------------------------------------------
 
-    async def page(self, request: Request) -> Response:
-        """The page for people."""
+    async def page(self, http_request: Request) -> Response:
+        """Returns the web page."""
         return page.response()
 
-    async def health(self, request: Request) -> Response:
-        """200 while requests are served; else 503, with the reason."""
+    async def health(self, http_request: Request) -> Response:
+        """Returns 200 while requests are served, otherwise 503; both name the state."""
         state = self._service.state
-        status = 200 if state is State.READY else 503
+        status = 200 if state is ServiceState.READY else 503
         return JSONResponse({"status": state.value}, status)
 
-    async def version(self, request: Request) -> Response:
-        """What runs."""
+    async def version(self, http_request: Request) -> Response:
+        """Returns the versions of dflash and Python."""
         return JSONResponse({"version": __version__, "python": platform.python_version()})
 
-    async def metrics(self, request: Request) -> Response:
-        """Prometheus's text format."""
+    async def metrics(self, http_request: Request) -> Response:
+        """Returns the metrics in Prometheus' text format."""
         return Response(self._service.metrics.text(), media_type=CONTENT_TYPE)
 
-    async def models(self, request: Request) -> Response:
-        """The model that is served, in a list."""
+    async def models(self, http_request: Request) -> Response:
+        """Returns a list that holds the served model."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
-    async def one_model(self, request: Request) -> Response:
-        """The model that is served, by its name."""
-        card, name = self._card(), request.path_params["name"]
+    async def one_model(self, http_request: Request) -> Response:
+        """Returns the served model if the path names it."""
+        card, name = self._card(), http_request.path_params["name"]
         if name != card["id"]:
-            raise Refusal("no such model", status=404, param="model", code="model_not_found")
+            message = f"no such model; this server has {card['id']!r}"
+            raise RequestError(message, status=404, param="model", code="model_not_found")
         return JSONResponse(card)
 
     def _card(self) -> dict[str, Any]:
@@ -207,14 +231,14 @@ class Endpoints:
             "dflash": {"drafter": model.drafter, "compares": model.compares},
         }
 
-    async def flush_cache(self, request: Request) -> Response:
+    async def flush_cache(self, http_request: Request) -> Response:
         """Empties the prefix cache."""
         self._service.served()
         self._service.flush()
         return Response("Cache flushed.\n", media_type="text/plain")
 
-    async def server_info(self, request: Request) -> Response:
-        """SGLang's facts about a server, as far as its clients read them."""
+    async def server_info(self, http_request: Request) -> Response:
+        """Returns the facts about the server that SGLang's clients read."""
         model, totals = self._service.served(), self._service.metrics.totals
         tau = 1 + totals.accepted / totals.cycles if totals.cycles else None
         return JSONResponse(
@@ -228,37 +252,38 @@ class Endpoints:
             }
         )
 
-    async def model_info(self, request: Request) -> Response:
-        """SGLang's facts about the model."""
+    async def model_info(self, http_request: Request) -> Response:
+        """Returns the facts about the model that SGLang's clients read."""
         model = self._service.served()
         return JSONResponse({"model_path": model.root, "is_generation": True})
 
-    async def profile(self, running: bool, request: Request) -> Response:
-        """Begins or ends a profiler trace."""
+    async def profile(self, running: bool, http_request: Request) -> Response:
+        """Starts or stops a profiler trace."""
         self._service.served()
         self._service.profile(running)
         return Response(status_code=200)
 
 
-async def _read(request: Request, read: Callable[..., Any], *given: Any) -> Any:
-    """What `read` makes of a body; of a large one in a thread, so that nobody else waits."""
-    size = request.headers.get("content-length", "")
+async def _read(http_request: Request, read: Callable[..., Any], *args: Any) -> Any:
+    """Calls `read`; for a large body in a thread, so that the event loop is not blocked."""
+    size = http_request.headers.get("content-length", "")
     if size.isdecimal() and int(size) <= _SMALL_BYTES:
-        return read(*given)
-    return await asyncio.to_thread(read, *given)
+        return read(*args)
+    return await asyncio.to_thread(read, *args)
 
 
-async def _with_grammar(ask: Ask, model: Model) -> Ask:
-    """What is asked for with its grammar compiled, in a thread: that may take seconds."""
-    if ask.structure is None:
-        return ask
+async def _with_grammar(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
+    """Compiles the request's grammar, in a thread because that may take seconds."""
+    structure = request.structure
+    if structure is None:
+        return request
     try:
         vocabulary = await asyncio.to_thread(model.vocabulary)
     except errors.InputError as error:
-        raise Refusal(f"{ask.structure.param}: {error}", param=ask.structure.param) from error
-    grammar = await asyncio.to_thread(ask.structure.compiled, vocabulary)
-    return dataclasses.replace(ask, grammar=grammar)
+        raise RequestError(f"{structure.param}: {error}", param=structure.param) from error
+    grammar = await asyncio.to_thread(structure.compile, vocabulary)
+    return dataclasses.replace(request, grammar=grammar)
 
 
-def _id(request: Request) -> str:
-    return request.scope["request_id"]
+def _id(http_request: Request) -> str:
+    return http_request.scope["request_id"]

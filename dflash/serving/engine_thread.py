@@ -20,7 +20,7 @@ from dflash.inference.engine import Engine
 from dflash.inference.request import Event, Request, Sampling
 from dflash.inference.scheduler import Scheduler, SchedulerStats
 from dflash.parallel import distributed
-from dflash.serving.tracks import Tracks
+from dflash.serving.backend import Backend
 from dflash.text.grammar import Grammar, Vocabulary
 
 # Other processes wait for a word of the first one; it speaks at least so often.
@@ -31,7 +31,7 @@ _HEARTBEAT_S = 5.0
 class Submit:
     """Puts a request into a track's queue."""
 
-    track: str
+    mode: str
     request: Request
 
 
@@ -86,7 +86,7 @@ class Listener(Protocol):
 class EngineThread(threading.Thread):
     """Runs a scheduler for each track; the only thread that uses jax."""
 
-    def __init__(self, tracks: Tracks, listener: Listener):
+    def __init__(self, backend: Backend, listener: Listener):
         """Starts nothing yet.
 
         Args:
@@ -94,10 +94,10 @@ class EngineThread(threading.Thread):
           listener: hears of everything.
         """
         super().__init__(name="engine", daemon=True)
-        self._source, self._listener = tracks, listener
+        self._backend, self._listener = backend, listener
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._tracks: dict[str, Scheduler] = {}
+        self._schedulers: dict[str, Scheduler] = {}
 
     # --- from any thread ------------------------------------------------------------------------
 
@@ -112,13 +112,13 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         """Serves until it is asked to stop, or until it fails."""
         try:
-            engines = self._source.start(self._go_on)
-            self._tracks = {name: Scheduler(engine) for name, engine in engines.items()}
+            engines = self._backend.start(self._go_on)
+            self._schedulers = {name: Scheduler(engine) for name, engine in engines.items()}
             self._listener.ready(engines)
             while self._obey(self._heard()):
                 self._step()
-            for track in self._tracks.values():
-                track.close()
+            for scheduler in self._schedulers.values():
+                scheduler.close()
         except _StoppedEarly:
             self._listener.stopped(None)
         except BaseException as error:
@@ -133,10 +133,10 @@ class EngineThread(threading.Thread):
 
     def _step(self) -> None:
         begin = time.perf_counter()
-        busy = [track for track in self._tracks.values() if not track.idle]
-        events = [event for track in busy for event in track.step()]
+        busy = [scheduler for scheduler in self._schedulers.values() if not scheduler.idle]
+        events = [event for scheduler in busy for event in scheduler.step()]
         seconds = time.perf_counter() - begin if busy else 0.0
-        stats = {name: track.stats() for name, track in self._tracks.items()}
+        stats = {name: scheduler.stats() for name, scheduler in self._schedulers.items()}
         self._listener.stepped(events, stats, seconds)
 
     def _heard(self) -> list[Command]:
@@ -144,7 +144,7 @@ class EngineThread(threading.Thread):
         several = jax.process_count() > 1
         heard: list[Command] = []
         if jax.process_index() == 0:
-            if all(track.idle for track in self._tracks.values()):
+            if all(scheduler.idle for scheduler in self._schedulers.values()):
                 with contextlib.suppress(queue.Empty):
                     heard.append(self._commands.get(timeout=_HEARTBEAT_S if several else None))
             while not self._commands.empty():
@@ -158,19 +158,19 @@ class EngineThread(threading.Thread):
         """A command that was portable, with this process's vocabulary in its grammar."""
         if not isinstance(command, Submit) or command.request.grammar is None:
             return command
-        return _with_vocabulary(command, self._source.vocabulary())
+        return _with_vocabulary(command, self._backend.vocabulary())
 
     def _obey(self, commands: Sequence[Command]) -> bool:
         """Carries commands out; returns whether to go on."""
         for command in commands:
             match command:
-                case Submit(track, request):
-                    self._tracks[track].submit(request)
+                case Submit(mode, request):
+                    self._schedulers[mode].submit(request)
                 case Cancel(id):
-                    any(track.cancel(id) for track in self._tracks.values())
+                    any(scheduler.cancel(id) for scheduler in self._schedulers.values())
                 case Flush():
-                    for track in self._tracks.values():
-                        track.flush_prefix_cache()
+                    for scheduler in self._schedulers.values():
+                        scheduler.flush_prefix_cache()
                 case Profile(None):
                     jax.profiler.stop_trace()
                 case Profile(directory):

@@ -1,4 +1,4 @@
-"""HTTP beneath the endpoints: bodies within limits, clients that go away, streams, errors."""
+"""HTTP plumbing of the endpoints: bounded bodies, disconnecting clients, streams, and errors."""
 
 import asyncio
 import contextlib
@@ -17,111 +17,114 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash import errors
-from dflash.serving.refusal import Refusal
+from dflash.serving.request_error import RequestError
 from dflash.text import jsonl
 
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 DONE = b"data: [DONE]\n\n"
 _REQUEST_ID = "x-request-id"
-_SOUND_ID = re.compile(r"[\x21-\x7e]{1,200}")
-_GONE = 499  # nginx's status for a client that went away; nobody reads it
+_VALID_ID = re.compile(r"[\x21-\x7e]{1,200}")
+_DISCONNECTED = 499  # nginx's status for a client that disconnected; no one receives it
 _JSON_TYPES = ("application/json", "")
 
 
-class ClientGone(Exception):
-    """The client has closed the connection, or does not read what it is sent."""
+class ClientDisconnected(Exception):
+    """The client has closed the connection, or has stopped reading the answer."""
 
 
-def refused(refusal: Refusal) -> Response:
-    """The answer that a refusal is."""
-    return JSONResponse(refusal.body(), refusal.status, refusal.headers)
+def error_response(error: RequestError) -> Response:
+    """Returns the HTTP response of an error."""
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
 def endpoint(handler: Handler) -> Handler:
-    """Turns what goes wrong in a handler into an answer; nothing leaves as a traceback."""
+    """Wraps a handler so that its exceptions become responses; tracebacks go to stderr only."""
 
     @functools.wraps(handler)
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
-        except Refusal as refusal:
-            return refused(refusal)
-        except ClientGone:
-            return Response(status_code=_GONE)
+        except RequestError as error:
+            return error_response(error)
+        except ClientDisconnected:
+            return Response(status_code=_DISCONNECTED)
         except Exception:
             print(traceback.format_exc(), file=sys.stderr, end="", flush=True)
-            return refused(Refusal("internal error; the server's log has more", status=500))
+            return error_response(RequestError("internal error; see the server's log", status=500))
 
     return handle
 
 
-async def read_json(request: Request, *, most_bytes: int, patience_s: float) -> Mapping[str, Any]:
-    """The body of a request as a JSON object.
+async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Mapping[str, Any]:
+    """Reads the body of a request as a JSON object.
 
     Args:
-      request: not read yet.
-      most_bytes: size of the body.
-      patience_s: time for it to come.
+      request: Request whose body has not been read.
+      max_bytes: Maximum size of the body.
+      timeout_s: Time in which the body must arrive.
     Raises:
-      Refusal: it is something else, too large, or takes too long.
-      ClientGone: the client has left.
+      RequestError: The body is not a JSON object, is too large, or arrives too slowly.
+      ClientDisconnected: The client disconnected.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in _JSON_TYPES:
-        raise Refusal(f"Content-Type: {kind}: expected application/json", status=415)
+        raise RequestError(f"Content-Type: {kind}: expected application/json", status=415)
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
-        raise Refusal(f"Content-Encoding: {coding}: expected none", status=415)
+        raise RequestError(
+            f"Content-Encoding: {coding}: not supported; send the body uncompressed", status=415
+        )
     try:
-        async with asyncio.timeout(patience_s):
-            body = await _read(request, most_bytes)
+        async with asyncio.timeout(timeout_s):
+            body = await _read(request, max_bytes)
     except TimeoutError:
-        message = f"the body did not come within {patience_s:g} s"
-        raise Refusal(message, status=408, code="timeout") from None
+        message = f"the body did not arrive within {timeout_s:g} s"
+        raise RequestError(message, status=408, code="timeout") from None
     try:
         return jsonl.parse_json(jsonl.decode(body))
     except errors.InputError as error:
-        raise Refusal(f"body: {error}") from error
+        raise RequestError(f"body: {error}") from error
 
 
-async def _read(request: Request, most_bytes: int) -> bytes:
-    too_large = Refusal(f"body: larger than {most_bytes} bytes", status=413, code="too_large")
+async def _read(request: Request, max_bytes: int) -> bytes:
+    message = f"body: larger than {max_bytes} bytes, the limit of serve.max_body_bytes"
+    too_large = RequestError(message, status=413, code="too_large")
     announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced[:20]) > most_bytes:
+    if announced.isdecimal() and int(announced[:20]) > max_bytes:
         raise too_large
     body = bytearray()
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         body += message.get("body", b"")
-        if len(body) > most_bytes:
+        if len(body) > max_bytes:
             raise too_large
         if not message.get("more_body", False):
             return bytes(body)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled where the client goes away.
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`, which is cancelled if the client disconnects.
 
     Args:
-      receive: of a request whose body was read.
-      work: what to do meanwhile.
+      receive: ASGI channel of a request whose body has been read.
+      work: Coroutine to run.
     Raises:
-      ClientGone: the client went away.
+      ClientDisconnected: The client disconnected.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnected
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for future in (task, disconnect):
+            future.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
-                await one
+                await future
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -130,39 +133,39 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON object, and [DONE] at the end.
+    """Server-sent events, each a JSON object, followed by [DONE].
 
-    Headers go with the first event: what fails before it is an answer with a status of its own.
-    What fails later is an event with an error. A client that goes away, or that leaves what it is
-    sent unread for too long, ends the stream.
+    The headers are sent with the first event, so an error before it becomes a response with the
+    error's status. A later error becomes an event. The stream ends if the client disconnects, or
+    does not read for too long.
     """
 
     def __init__(
         self,
         events: AsyncIterator[Mapping[str, Any]],
-        call: contextlib.AbstractContextManager,
+        group: contextlib.AbstractContextManager,
         *,
-        patience_s: float,
+        timeout_s: float,
     ):
-        """Sends nothing yet.
+        """Creates the response without sending anything.
 
         Args:
-          events: JSON objects; closed in the end.
-          call: what they come from, left when the stream ends, however it does.
-          patience_s: that an event may take to be sent.
+          events: JSON objects; the iterator is closed at the end.
+          group: Context of the events, exited when the stream ends for any reason.
+          timeout_s: Time in which the client must take an event.
         """
-        self._events, self._call, self._patience_s = events, call, patience_s
+        self._events, self._group, self._timeout_s = events, group, timeout_s
         self.background = None
         self.status_code = 200
         self.raw_headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # nginx passes events on at once
+            (b"x-accel-buffering", b"no"),  # keeps nginx from buffering events
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._call, contextlib.suppress(ClientGone):
-            await unless_gone(receive, self._send(scope, receive, send))
+        with self._group, contextlib.suppress(ClientDisconnected):
+            await until_disconnect(receive, self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -172,11 +175,11 @@ class EventStream(Response):
                     begun = True
                     await self._put(send, self._head())
                 await self._put(send, _body(_event(event)))
-        except Refusal as refusal:
+        except RequestError as error:
             if not begun:
-                await refused(refusal)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
-            await self._put(send, _body(_event(refusal.body())))
+            await self._put(send, _body(_event(error.body())))
         finally:
             await self._events.aclose()
         if not begun:
@@ -189,10 +192,10 @@ class EventStream(Response):
 
     async def _put(self, send: Send, message: Message) -> None:
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._timeout_s):
                 await send(message)
         except (TimeoutError, OSError) as error:
-            raise ClientGone from error
+            raise ClientDisconnected from error
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
@@ -204,15 +207,15 @@ def _body(content: bytes, *, more: bool = True) -> Message:
 
 
 class Guard:
-    """Wraps an application: keys are checked, and answers carry the id of their request."""
+    """ASGI middleware that checks API keys and adds the request id to responses."""
 
     def __init__(self, app: ASGIApp, *, key: str | None, open_paths: frozenset[str]):
         """Wraps `app`.
 
         Args:
-          app: the application.
-          key: what clients have to show as a bearer token; None: nothing.
-          open_paths: that need none.
+          app: Application to wrap.
+          key: API key that clients must send as a bearer token; None accepts every client.
+          open_paths: Paths that need no key.
         """
         self._app, self._open_paths = app, open_paths
         self._key = None if key is None else key.encode()
@@ -222,25 +225,25 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        given = headers.get(_REQUEST_ID.encode(), b"").decode("latin-1")
-        id = given if _SOUND_ID.fullmatch(given) else uuid.uuid4().hex
+        client_id = headers.get(_REQUEST_ID.encode(), b"").decode("latin-1")
+        id = client_id if _VALID_ID.fullmatch(client_id) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                named = (_REQUEST_ID.encode(), id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), named]}
+                header = (_REQUEST_ID.encode(), id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
         scope = {**scope, "request_id": id}
         if self._admits(scope["path"], headers.get(b"authorization", b"")):
             await self._app(scope, receive, send_with_id)
         else:
-            refusal = Refusal(
-                "Authorization: expected 'Bearer KEY' with this server's key",
+            error = RequestError(
+                "Authorization: expected 'Bearer KEY' with this server's API key",
                 status=401,
                 code="invalid_api_key",
             )
-            await refused(refusal)(scope, receive, send_with_id)
+            await error_response(error)(scope, receive, send_with_id)
 
     def _admits(self, path: str, authorization: bytes) -> bool:
         if self._key is None or path in self._open_paths:

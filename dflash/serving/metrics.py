@@ -11,7 +11,7 @@ from dflash.config.schema import DecodeConfig
 from dflash.inference.engine import Engine
 from dflash.inference.request import Completion, Event, Tokens
 from dflash.inference.scheduler import SchedulerStats
-from dflash.serving.ask import Ask, Model
+from dflash.serving.completion_request import CompletionRequest, ServedModel
 from dflash.serving.served_requests import CancelReason, ServedRequest
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -150,7 +150,7 @@ class Metrics:
         """Returns the metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
 
-    def describe(self, model: Model, engine: Engine) -> None:
+    def describe(self, model: ServedModel, engine: Engine) -> None:
         """Sets labels and constants, and initializes all series so that the first scrape has them.
 
         Args:
@@ -172,10 +172,10 @@ class Metrics:
         for reason in ("stop", "length", "abort"):
             self._metric("vllm:request_success", finished_reason=reason)
 
-    def admitted(self, ask: Ask, decode: DecodeConfig) -> None:
+    def admitted(self, request: CompletionRequest, decode: DecodeConfig) -> None:
         """Counts an HTTP request whose requests were admitted."""
-        self._observe("vllm:request_params_n", ask.choices)
-        limit = ask.max_new_tokens or decode.max_new_tokens
+        self._observe("vllm:request_params_n", request.choices)
+        limit = request.max_new_tokens or decode.max_new_tokens
         self._observe("vllm:request_params_max_tokens", limit)
 
     def stepped(
@@ -185,8 +185,8 @@ class Metrics:
 
         Args:
           events: Events that the step produced.
-          stats: Statistics of each track's scheduler after the step.
-          seconds: Duration of the step; 0 if no track was busy.
+          stats: Statistics of each mode's scheduler after the step.
+          seconds: Duration of the step; 0 if the engine was idle.
         """
         tokens = sum(len(event.ids) for event in events if isinstance(event, Tokens))
         if tokens:

@@ -1,4 +1,4 @@
-"""One output as its client sees it: text, where it ends, log-probabilities, and its statistics."""
+"""An output as its client sees it: text, ending, log-probabilities, and statistics."""
 
 import dataclasses
 import itertools
@@ -6,25 +6,26 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from dflash.inference.request import Completion, Request, Tokens
-from dflash.serving.ask import Ask, Model
+from dflash.serving.completion_request import CompletionRequest, ServedModel
 from dflash.serving.stops import StopFinder
 from dflash.text.tokenizer import IncrementalDecoder
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
-# Of a piece of text: an accepted draft, the target's own, or a draft that was refused.
+# Origin of a piece of text in the answer of `show_drafts`: an accepted draft, a token of the target
+# itself, or a rejected draft.
 Origin = Literal["drafted", "own", "refused"]
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenText:
-    """A token, its text where it stands, and how likely it was.
+    """A token of an output, with its text and log-probabilities.
 
     Attributes:
-      id: of the token.
-      text: what it adds to the output.
-      logprob: log-probability under the target's own logits.
-      top: (id, log-probability) of the likeliest tokens in its place.
+      id: Token id.
+      text: Text that the token adds to the output.
+      logprob: Log-probability under the target's raw logits.
+      top: (id, log-probability) of the likeliest tokens at this position.
     """
 
     id: int
@@ -34,35 +35,34 @@ class TokenText:
 
 
 @dataclasses.dataclass(frozen=True)
-class Delta:
-    """What an output has gained.
+class OutputDelta:
+    """Newest part of an output.
 
     Attributes:
-      text: that is certain now.
-      tokens: with log-probabilities, where these are asked for.
-      pieces: the same text in pieces, each with its origin, and among them refused drafts, which
-        are no part of the text.
+      text: Text that is now final.
+      tokens: Tokens with log-probabilities, if the request asks for them.
+      pieces: The same text by origin. Rejected drafts are among the pieces, but not in the text.
     """
 
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
     pieces: tuple[tuple[str, Origin], ...] = ()
 
-    def then(self, later: "Delta") -> "Delta":
-        """Both, as one."""
+    def then(self, later: "OutputDelta") -> "OutputDelta":
+        """Returns this delta and a later one as one."""
         tokens, pieces = self.tokens + later.tokens, self.pieces + later.pieces
-        return Delta(self.text + later.text, tokens, pieces)
+        return OutputDelta(self.text + later.text, tokens, pieces)
 
 
 @dataclasses.dataclass
-class Statistics:
-    """What an output was made of.
+class OutputStatistics:
+    """Counts of one output.
 
     Attributes:
-      cycles: in which the target verified.
-      drafted: tokens that were proposed.
-      accepted: drafted tokens among the output's.
-      cached_tokens: of the prompt, found in the prefix cache.
+      cycles: Cycles that the target verified.
+      drafted: Drafted tokens.
+      accepted: Drafted tokens that were accepted.
+      cached_tokens: Prompt tokens found in the prefix cache.
     """
 
     cycles: int = 0
@@ -72,87 +72,96 @@ class Statistics:
 
     @property
     def tau(self) -> float | None:
-        """Tokens of a cycle; None where there was none."""
+        """Mean acceptance length (τ); None if there was no cycle."""
         return 1 + self.accepted / self.cycles if self.cycles else None
 
 
 class Output:
-    """Follows one request from its first event to its end.
+    """Text and statistics of one request, updated by its events.
 
     Attributes:
-      index: place among the outputs of its HTTP request.
-      request: what the engine was asked for.
-      ids: the output's tokens, up to where it ends.
-      text: all that the deltas said.
-      finish_reason: None while it goes on.
-      stop_reason: the stop string or token that ended it.
-      statistics: so far.
+      index: Position among the outputs of its HTTP request.
+      request: Request as the engine takes it.
+      ids: Output tokens, up to the end of the output.
+      text: Concatenated text of all deltas.
+      finish_reason: Why the output ended; None before it does.
+      stop_reason: Stop string or token that ended the output; None otherwise.
+      statistics: Counts so far.
     """
 
-    def __init__(self, index: int, request: Request, ask: Ask, model: Model):
-        """Starts without tokens.
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        completion_request: CompletionRequest,
+        model: ServedModel,
+    ):
+        """Creates an output without tokens.
 
         Args:
-          index: place among the outputs of its HTTP request.
-          request: what the engine was asked for.
-          ask: what the client asked for.
-          model: what answers.
+          index: Position among the outputs of its HTTP request.
+          request: Request as the engine takes it.
+          completion_request: Request as the client made it.
+          model: Model that is served.
         """
         self.index, self.request = index, request
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self.statistics = Statistics()
-        self._said: list[str] = []
-        self._show, self._least, self._model = ask.show, ask.min_new_tokens, model
-        self._words = IncrementalDecoder(model.tokenizer, special_tokens=ask.show.special_tokens)
-        self._finder = StopFinder(ask.stop, include=ask.show.stop)
-        self._pieces = _Pieces() if ask.show.drafts else None
+        self.statistics = OutputStatistics()
+        self._texts: list[str] = []
+        self._min_new_tokens = completion_request.min_new_tokens
+        options = completion_request.options
+        self._has_logprobs = options.logprobs is not None
+        self._decoder = IncrementalDecoder(model.tokenizer, special_tokens=options.special_tokens)
+        self._finder = StopFinder(completion_request.stop, include=options.stop)
+        self._pieces = _Pieces() if options.drafts else None
 
     @property
     def text(self) -> str:
-        """All that it said so far."""
-        return "".join(self._said)
+        """The text so far."""
+        return "".join(self._texts)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is to come."""
+        """Whether the output is complete."""
         return self.finish_reason is not None
 
-    def push(self, event: Tokens) -> Delta:
-        """Takes newly committed tokens; a stop string among them ends the output."""
-        said, tokens = [], []
-        logprobs = event.logprobs if self._show.logprobs is not None else ()
+    def push(self, event: Tokens) -> OutputDelta:
+        """Appends newly committed tokens; a stop string among them ends the output."""
+        texts, tokens = [], []
+        logprobs = event.logprobs if self._has_logprobs else ()
         if not event.acceptance_lengths:
             self.statistics.cached_tokens = event.cached_tokens
-        for place, (token, origin, refused) in enumerate(_with_origin(event)):
+        for place, (token, origin, rejected) in enumerate(_with_origin(event)):
             self.ids.append(token)
-            if self._pieces is not None and refused:
-                self._pieces.add(self._words.fork().push(refused), "refused")
-            text = self._words.push((token,))
+            if self._pieces is not None and rejected:
+                # Decode rejected drafts on a copy, so that they do not affect the output.
+                self._pieces.add(self._decoder.fork().push(rejected), "refused")
+            text = self._decoder.push((token,))
             if self._pieces is not None:
                 self._pieces.add(text, origin)
-            # The text of tokens before the least number is out of reach for stop strings.
-            free = len(self.ids) <= self._least
-            said.append(text if free else self._finder.push(text))
+            # Stop strings do not match text of the first `min_new_tokens` tokens.
+            exempt = len(self.ids) <= self._min_new_tokens
+            texts.append(text if exempt else self._finder.push(text))
             if logprobs:
-                found = logprobs[place]
-                top = tuple(zip(found.top_ids, found.top_logprobs, strict=True))
-                tokens.append(TokenText(token, text, found.logprob, top))
+                likeliest = logprobs[place]
+                top = tuple(zip(likeliest.top_ids, likeliest.top_logprobs, strict=True))
+                tokens.append(TokenText(token, text, likeliest.logprob, top))
             if self._finder.found is not None:
                 self.finish_reason, self.stop_reason = "stop", self._finder.found
                 break
         self._count(event)
-        return self._delta("".join(said), tokens)
+        return self._delta("".join(texts), tokens)
 
-    def finish(self, done: Completion) -> Delta:
-        """Takes the end; whatever was held back is said now."""
+    def finish(self, done: Completion) -> OutputDelta:
+        """Ends the output, and returns the text that was held back until now."""
         if self.ended:
-            return Delta()
-        rest = self._words.flush()
+            return OutputDelta()
+        remainder = self._decoder.flush()
         if self._pieces is not None:
-            self._pieces.add(rest, "own")
-        text = self._finder.push(rest, final=True)
+            self._pieces.add(remainder, "own")
+        text = self._finder.push(remainder, final=True)
         self.finish_reason = done.finish_reason
         if self._finder.found is not None:
             self.finish_reason, self.stop_reason = "stop", self._finder.found
@@ -160,10 +169,10 @@ class Output:
             self.stop_reason = done.output_ids[-1]
         return self._delta(text, ())
 
-    def _delta(self, text: str, tokens: Sequence[TokenText]) -> Delta:
-        self._said.append(text)
+    def _delta(self, text: str, tokens: Sequence[TokenText]) -> OutputDelta:
+        self._texts.append(text)
         pieces = () if self._pieces is None else tuple(self._pieces.take(len(text)))
-        return Delta(text, tuple(tokens), pieces)
+        return OutputDelta(text, tuple(tokens), pieces)
 
     def _count(self, event: Tokens) -> None:
         lengths, sizes = event.acceptance_lengths, event.block_sizes
@@ -173,7 +182,7 @@ class Output:
 
 
 class _Pieces:
-    """Text in pieces of one origin each, taken as far as it is said."""
+    """Queue of text by origin, from which as much is taken as becomes final."""
 
     def __init__(self):
         self._waiting: list[tuple[str, Origin]] = []
@@ -183,7 +192,7 @@ class _Pieces:
             self._waiting.append((text, origin))
 
     def take(self, size: int) -> Iterator[tuple[str, Origin]]:
-        """The next `size` characters; neighbors of one origin together."""
+        """Yields the next `size` characters; neighbors of one origin are merged."""
         run: tuple[str, Origin] = "", "own"
         while size and self._waiting:
             text, origin = self._waiting.pop(0)
@@ -201,13 +210,13 @@ class _Pieces:
 
 
 def _with_origin(event: Tokens) -> Iterator[tuple[int, Origin, tuple[int, ...]]]:
-    """Each token of an event, its origin, and the drafts that were refused in its favor.
+    """Yields each token of an event, its origin, and the drafts that were rejected in its favor.
 
-    The last token of a cycle is the target's own.
+    The last token of each cycle comes from the target itself.
     """
     ids = iter(event.ids)
     lengths = event.acceptance_lengths or (len(event.ids),)
-    for length, refused in itertools.zip_longest(lengths, event.refused, fillvalue=()):
+    for length, rejected in itertools.zip_longest(lengths, event.refused, fillvalue=()):
         for _ in range(length - 1):
             yield next(ids), "drafted", ()
-        yield next(ids), "own", refused
+        yield next(ids), "own", rejected

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal
 
 from dflash.inference.request import Completion, Event, Request
-from dflash.serving.refusal import Refusal
+from dflash.serving.request_error import RequestError
 
 CancelReason = Literal["stop", "abort"]
 
@@ -50,7 +50,7 @@ class RequestGroup:
         timeout_s: float,
         cancel: Callable[[int, CancelReason], None],
     ):
-        """Tracks requests that were admitted.
+        """Backend requests that were admitted.
 
         Args:
           requests: Requests with unique ids.
@@ -63,7 +63,7 @@ class RequestGroup:
         self._open = {request.id for request in requests}
         self._undelivered: list[tuple[int, Event]] = []
         self._changed = asyncio.Event()
-        self._problem: Refusal | None = None
+        self._problem: RequestError | None = None
 
     def __enter__(self) -> "RequestGroup":
         return self
@@ -75,14 +75,14 @@ class RequestGroup:
         """Yields all new events each time some arrive, as (index of the request, event).
 
         Raises:
-          Refusal: The engine has failed, or the requests took too long.
+          RequestError: The engine has failed, or the requests took too long.
         """
         while self._open or self._undelivered:
             try:
                 async with asyncio.timeout_at(self._deadline):
                     await self._changed.wait()
             except TimeoutError:
-                raise Refusal(
+                raise RequestError(
                     f"not done in {self._timeout_s:g} s; ask for fewer tokens, or raise "
                     "serve.request_s",
                     status=504,
@@ -109,7 +109,7 @@ class RequestGroup:
         self._undelivered.append((index, event))
         self._changed.set()
 
-    def fail(self, problem: Refusal) -> None:
+    def fail(self, problem: RequestError) -> None:
         """Makes `events` raise `problem`."""
         self._problem = problem
         self._open.clear()

@@ -15,10 +15,10 @@ import uvicorn
 
 from dflash import errors
 from dflash.serving.app import application
+from dflash.serving.backend import Backend
 from dflash.serving.engine_thread import EngineThread
 from dflash.serving.log import write_log
 from dflash.serving.service import Service
-from dflash.serving.tracks import Tracks
 
 KEY = "DFLASH_API_KEY"  # the environment variable
 _FAILED, _INTERRUPTED = 1, 130
@@ -53,7 +53,7 @@ def address(listener: socket.socket) -> str:
 
 
 def run(
-    tracks: Tracks,
+    backend: Backend,
     listener: socket.socket,
     *,
     on_ready: Callable[[str], None],
@@ -62,7 +62,7 @@ def run(
     """Serves until SIGTERM or SIGINT, or until the engine fails.
 
     Args:
-      tracks: what to serve.
+      backend: what to serve.
       listener: from `listen`.
       on_ready: gets the URL once requests are served.
       profile_dir: where profiles go; None: there are none.
@@ -71,11 +71,11 @@ def run(
     Raises:
       UserError: the engine cannot start, or numbers are not finite.
     """
-    status, error = asyncio.run(_serve(tracks, listener, on_ready, profile_dir))
+    status, error = asyncio.run(_serve(backend, listener, on_ready, profile_dir))
     return status if error is None else _status_of(error)
 
 
-def follow(tracks: Tracks) -> int:
+def follow(backend: Backend) -> int:
     """Does what the first process's server does, on every other process of a run.
 
     Signals to stop are the first process's to obey: it tells the others.
@@ -88,7 +88,7 @@ def follow(tracks: Tracks) -> int:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     follower = _Follower()
-    EngineThread(tracks, follower).run()
+    EngineThread(backend, follower).run()
     return 0 if follower.error is None else _status_of(follower.error)
 
 
@@ -116,13 +116,13 @@ class _Follower:
 
 
 async def _serve(
-    tracks: Tracks,
+    backend: Backend,
     listener: socket.socket,
     on_ready: Callable[[str], None],
     profile_dir: str | None,
 ) -> tuple[int, BaseException | None]:
     """Serves until a signal asks to stop, or the engine fails; see `run`."""
-    service = Service(tracks, profile_dir)
+    service = Service(backend, profile_dir)
     with _signals() as asked:
         logging = asyncio.create_task(write_log(service))
         await serve(service, listener, asked, on_ready)
@@ -162,7 +162,7 @@ async def serve(
 
 
 @contextlib.contextmanager
-def in_background(tracks: Tracks) -> Iterator[str]:
+def in_background(backend: Backend) -> Iterator[str]:
     """A server on a thread of its own, at a free port of this machine; yields its URL.
 
     Raises:
@@ -172,7 +172,7 @@ def in_background(tracks: Tracks) -> Iterator[str]:
     held: dict[str, Any] = {}
 
     async def serving() -> None:
-        service, asked = Service(tracks), asyncio.Event()
+        service, asked = Service(backend), asyncio.Event()
         held.update(service=service, asked=asked, loop=asyncio.get_running_loop())
         try:
             await serve(service, listener, asked, lambda url: ready.set())

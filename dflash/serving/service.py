@@ -17,7 +17,8 @@ from dflash.config.serve_schema import ServeConfig
 from dflash.inference.engine import Engine
 from dflash.inference.request import Event, Tokens
 from dflash.inference.scheduler import SchedulerStats
-from dflash.serving.ask import Ask, Model
+from dflash.serving.backend import DRAFTED, PLAIN, Backend
+from dflash.serving.completion_request import CompletionRequest, ServedModel
 from dflash.serving.engine_thread import (
     Cancel,
     Command,
@@ -28,15 +29,14 @@ from dflash.serving.engine_thread import (
     Submit,
 )
 from dflash.serving.metrics import Metrics
-from dflash.serving.refusal import Refusal
+from dflash.serving.request_error import RequestError
 from dflash.serving.served_requests import CancelReason, RequestGroup, ServedRequest
-from dflash.serving.tracks import DRAFTED, PLAIN, Tracks
 
 _MAX_RETRY_S = 60
 _DEFAULT_RETRY_S = 1  # used before any request has finished
 
 
-class State(enum.Enum):
+class ServiceState(enum.Enum):
     """Phase of the service; the value is shown by /health."""
 
     STARTING = "starting: loading weights and compiling programs"
@@ -54,31 +54,31 @@ class Service:
       metrics: Prometheus metrics of the server.
       state: Current phase.
       model: Facts about the served model; None until the service is ready.
-      stats: Latest statistics of each track's scheduler.
+      stats: Latest statistics of each mode's scheduler.
       is_ready: Set once requests are served, or once it is certain that they never will be.
       ended: Set once the engine's thread has ended.
       error: Exception that ended the engine's thread; None if it has not failed.
     """
 
-    def __init__(self, tracks: Tracks, profile_dir: str | None = None):
+    def __init__(self, backend: Backend, profile_dir: str | None = None):
         """Creates the service without starting its engine.
 
         Args:
-          tracks: Engines to serve.
+          backend: Engines to serve.
           profile_dir: Directory of profiler traces; None disables profiling.
         """
-        self.config: ServeConfig = tracks.config.serve
+        self.config: ServeConfig = backend.config.serve
         self.profile_dir = profile_dir
         self._is_profiling = False
         self.created = int(time.time())
         self.metrics = Metrics()
-        self.state = State.STARTING
-        self.model: Model | None = None
+        self.state = ServiceState.STARTING
+        self.model: ServedModel | None = None
         self.stats: Mapping[str, SchedulerStats] = {}
         self.error: BaseException | None = None
         self.ended = asyncio.Event()
         self.is_ready = asyncio.Event()
-        self._tracks = tracks
+        self._backend = backend
         self._engines: Mapping[str, Engine] = {}
         self._loop = asyncio.get_running_loop()
         self._thread: EngineThread | None = None
@@ -90,7 +90,7 @@ class Service:
 
     def start(self) -> None:
         """Starts the engine's thread."""
-        self._thread = EngineThread(self._tracks, self)
+        self._thread = EngineThread(self._backend, self)
         self._thread.start()
 
     @property
@@ -103,33 +103,33 @@ class Service:
         """Number of requests that are queued or being decoded."""
         return len(self._requests)
 
-    def served(self) -> Model:
+    def served(self) -> ServedModel:
         """Returns the facts about the served model.
 
         Raises:
-          Refusal: The service is not ready.
+          RequestError: The service is not ready.
         """
-        if self.state is not State.READY:
-            raise Refusal(self.state.value, status=503, code="unavailable", retry_after_s=5)
+        if self.state is not ServiceState.READY:
+            raise RequestError(self.state.value, status=503, code="unavailable", retry_after_s=5)
         return self.model
 
-    def admit(self, ask: Ask) -> RequestGroup:
+    def admit(self, completion_request: CompletionRequest) -> RequestGroup:
         """Submits the requests of one HTTP request: all of them, or none.
 
         Raises:
-          Refusal: They cannot be decoded, or the queue is full.
+          RequestError: They cannot be decoded, or the queue is full.
         """
         model = self.served()
-        track = DRAFTED if ask.drafting else PLAIN
-        requests = ask.requests(model, self._ids)
+        mode = DRAFTED if completion_request.drafting else PLAIN
+        requests = completion_request.requests(model, self._ids)
         for request in requests:
             try:
-                self._engines[track].check(request)
+                self._engines[mode].check(request)
             except errors.InputError as error:
-                raise Refusal(str(error).removeprefix(f"prompt {request.id}: ")) from error
+                raise RequestError(str(error).removeprefix(f"prompt {request.id}: ")) from error
         capacity = self.slots + self.config.queue
         if self.in_flight + len(requests) > capacity:
-            raise Refusal(
+            raise RequestError(
                 f"{self.in_flight} requests are running or queued, and the server takes "
                 f"{capacity}; try again later",
                 status=429,
@@ -140,8 +140,8 @@ class Service:
         now = time.perf_counter()
         for index, request in enumerate(requests):
             self._requests[request.id] = ServedRequest(group, index, request, now)
-            self._put(Submit(track, request))
-        self.metrics.admitted(ask, model.decode)
+            self._put(Submit(mode, request))
+        self.metrics.admitted(completion_request, model.decode)
         return group
 
     def cancel(self, id: int, reason: CancelReason) -> None:
@@ -159,26 +159,26 @@ class Service:
         """Starts or stops a profiler trace.
 
         Raises:
-          Refusal: The server was started without --profile_dir, or the profiler is already in
-            the wanted state.
+          RequestError: The server was started without --profile_dir, or the profiler already is
+            in that state.
         """
         if self.profile_dir is None:
-            raise Refusal("profiling is off; start the server with --profile_dir", status=404)
+            raise RequestError("profiling is off; start the server with --profile_dir", status=404)
         if running == self._is_profiling:
             hint = "a profile is running; stop it first" if running else "no profile is running"
-            raise Refusal(hint, status=409)
+            raise RequestError(hint, status=409)
         self._is_profiling = running
         self._put(Profile(self.profile_dir if running else None))
 
     async def drain(self) -> None:
         """Rejects new requests, and waits up to serve.drain_s for those in flight."""
-        if self.state is State.READY:
-            self.state = State.DRAINING
+        if self.state is ServiceState.READY:
+            self.state = ServiceState.DRAINING
         begin = self._loop.time()
         while self._requests and self._loop.time() - begin < self.config.drain_s:
             await asyncio.sleep(0.05)
         for served in list(self._requests.values()):
-            served.group.fail(Refusal("the server is stopping", status=503, code="stopping"))
+            served.group.fail(RequestError("the server is stopping", status=503, code="stopping"))
 
     async def stop(self) -> None:
         """Stops the engine's thread; does not wait for it if it is still compiling."""
@@ -218,10 +218,10 @@ class Service:
     # --- on the event loop ----------------------------------------------------------------------
 
     def _on_ready(self, engines: Mapping[str, Engine]) -> None:
-        self._engines, self.model = engines, self._tracks.model(engines)
+        self._engines, self.model = engines, self._backend.model(engines)
         self.metrics.describe(self.model, engines[DRAFTED])
-        if self.state is State.STARTING:
-            self.state = State.READY
+        if self.state is ServiceState.STARTING:
+            self.state = ServiceState.READY
         self.is_ready.set()
 
     def _on_step(
@@ -251,8 +251,8 @@ class Service:
     def _on_end(self, error: BaseException | None) -> None:
         self.error = error
         if error is not None:
-            self.state = State.FAILED
-            problem = Refusal(
+            self.state = ServiceState.FAILED
+            problem = RequestError(
                 "the engine failed; the server is stopping", status=500, code="failed"
             )
             requests, self._requests = self._requests, {}

@@ -142,6 +142,7 @@ BODIES = [
     b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}",
     b'{"prompt": "a", "max_tokens": 1e999}',
     json.dumps({"prompt": "a", "x" * 50_000: 1}).encode(),
+    json.dumps({"prompt": "a", "text": "a", "\ud800": 1}).encode(),
     json.dumps({"prompt": "a", "user": None, "stop": ["y" * 50_000]}).encode(),
     json.dumps({"prompt": list(range(128)) * 150}).encode(),
     json.dumps({"prompt": "a" * 90_000}).encode(),

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from dflash.serving.http import EventStream
-from dflash.serving.refusal import Refusal
+from dflash.serving.request_error import RequestError
 
 SCOPE = {"type": "http"}
 
@@ -27,14 +27,14 @@ async def never(*unused):
     await asyncio.Event().wait()
 
 
-def stream(events, *, receive=never, send=None, patience_s=60.0):
+def stream(events, *, receive=never, send=None, timeout_s=60.0):
     """What was sent, and the call, after a stream has ended."""
     sent, call = [], Call()
 
     async def keep(message):
         sent.append(message)
 
-    answer = EventStream(events, call, patience_s=patience_s)
+    answer = EventStream(events, call, timeout_s=timeout_s)
     asyncio.run(asyncio.wait_for(answer(SCOPE, receive, send or keep), 20))
     return sent, call
 
@@ -58,14 +58,14 @@ def test_events_and_an_end():
 
 
 def test_what_fails_before_the_first_event_is_a_status():
-    sent, call = stream(numbers(0, then=Refusal("gone", status=500)))
+    sent, call = stream(numbers(0, then=RequestError("gone", status=500)))
     assert [message["status"] for message in sent if "status" in message] == [500]
     assert b'"gone"' in bodies(sent)
     assert call.left
 
 
 def test_what_fails_later_is_an_event():
-    sent, call = stream(numbers(1, then=Refusal("gone", status=500)))
+    sent, call = stream(numbers(1, then=RequestError("gone", status=500)))
     assert sent[0]["status"] == 200
     assert b'data: {"error":{"message":"gone"' in bodies(sent)
     assert bodies(sent).endswith(b"data: [DONE]\n\n")
@@ -82,7 +82,7 @@ def test_a_client_that_does_not_read_is_dropped():
         finally:
             closed.append(True)
 
-    _, call = stream(endless(), send=never, patience_s=0.05)
+    _, call = stream(endless(), send=never, timeout_s=0.05)
     assert call.left
     assert closed
 
@@ -110,9 +110,7 @@ def test_a_stream_that_is_never_begun_leaves_its_call():
     call = Call()
 
     async def cancelled():
-        task = asyncio.ensure_future(
-            EventStream(numbers(1), call, patience_s=1)(SCOPE, gone, never)
-        )
+        task = asyncio.ensure_future(EventStream(numbers(1), call, timeout_s=1)(SCOPE, gone, never))
         with contextlib.suppress(asyncio.CancelledError):
             await task
 

@@ -8,9 +8,9 @@ import pytest
 import dflash
 from dflash.config import schema
 from dflash.inference.request import Sampling
-from dflash.serving import ask as asks
+from dflash.serving import completion_request as requests
 from dflash.serving.openai_requests import read_chat, read_completion
-from dflash.serving.refusal import Refusal
+from dflash.serving.request_error import RequestError
 from dflash.serving.sglang_requests import read_generate
 from dflash.serving.token_names import TokenNames
 from dflash.text.grammar import Vocabulary
@@ -25,7 +25,7 @@ def tokenizer():
     return for_target(TARGET, thinking=False)
 
 
-def model(**changes) -> asks.Model:
+def model(**changes) -> requests.ServedModel:
     facts = {
         "name": "tiny_target",
         "root": "assets/tiny_target",
@@ -39,7 +39,7 @@ def model(**changes) -> asks.Model:
         "max_length": 256,
         "drafts": 15,
     }
-    return asks.Model(**facts | changes)
+    return requests.ServedModel(**facts | changes)
 
 
 def chat(content, **fields):
@@ -63,32 +63,32 @@ def test_special_tokens_in_a_users_text_are_text():
     assert tokenizer().decode(ids) == text
     (ids,) = read_completion({"prompt": text}, model(special_tokens=True)).prompts
     assert END in ids
-    ask, _ = read_generate({"text": text}, model())
-    assert END not in ask.prompts[0]
+    request, _ = read_generate({"text": text}, model())
+    assert END not in request.prompts[0]
 
 
 def test_variables_of_a_template_can_spell_no_special_tokens_either():
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RequestError) as caught:
         chat("a", chat_template_kwargs={"messages": []})
     assert caught.value.param == "chat_template_kwargs.messages"
     assert chat("a", chat_template_kwargs={"enable_thinking": False}).prompts
 
 
 def test_a_template_that_refuses_says_so():
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RequestError) as caught:
         read_chat({"messages": [{"role": "tool", "content": "a"}]}, model())
     assert caught.value.param == "messages"
     assert "unknown role tool" in caught.value.message
 
 
 def test_what_is_left_out_is_as_the_config_says():
-    ask = chat("a")
-    assert ask.sampling == Sampling(top_k=3)
-    assert ask.stop_ids == (END,)
-    (request,) = ask.requests(model(), iter([7]))
+    wanted = chat("a")
+    assert wanted.sampling == Sampling(top_k=3)
+    assert wanted.stop_ids == (END,)
+    (request,) = wanted.requests(model(), iter([7]))
     assert (request.id, request.max_new_tokens) == (7, 50)
     # As far as there is room.
-    (request,) = ask.requests(model(max_length=len(ask.prompts[0]) + 5), iter([7]))
+    (request,) = wanted.requests(model(max_length=len(wanted.prompts[0]) + 5), iter([7]))
     assert request.max_new_tokens == 5
     assert chat("a", ignore_eos=True).stop_ids == ()
     assert chat("a", top_k=-1).sampling.top_k == 0
@@ -97,7 +97,7 @@ def test_what_is_left_out_is_as_the_config_says():
 def test_limits_have_two_names():
     assert chat("a", max_tokens=5).max_new_tokens == 5
     assert chat("a", max_completion_tokens=5, max_tokens=5).max_new_tokens == 5
-    with pytest.raises(Refusal):
+    with pytest.raises(RequestError):
         chat("a", max_completion_tokens=5, max_tokens=6)
 
 

@@ -23,7 +23,7 @@ from dflash.measure.studies.result import Step, StudyResult, doubted
 from dflash.measure.workload import Item
 from dflash.runs.display import Display
 from dflash.serving import server
-from dflash.serving.tracks import Tracks
+from dflash.serving.backend import Backend
 from dflash.text.prompts import Prompt
 
 AT_A_TIME = (1, 2, 4, 8, 16, 32, 64)
@@ -96,7 +96,7 @@ def _serving(bench: benches.Bench, job: Job, sent: Sequence[Item]):
         longest = job.drafter.longest_path
         scripts = tuple(tuple(benches.script(item, longest)) for item in sent)
         job = _Scripted(**vars(job), scripts=scripts)
-    return server.in_background(Tracks(job, served, Display.silent(), loaded=True))
+    return server.in_background(Backend(job, served, Display.silent(), loaded=True))
 
 
 def _bodies(bench: benches.Bench, items: Sequence[Item]) -> list[dict[str, Any]]:

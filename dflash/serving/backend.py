@@ -10,14 +10,14 @@ from dflash.config.serve_schema import ServeRun
 from dflash.inference.engine import Engine
 from dflash.loading.job import Job
 from dflash.runs.display import Display
-from dflash.serving.ask import NUM_STOP_IDS, Model
+from dflash.serving.completion_request import NUM_STOP_IDS, ServedModel
 from dflash.serving.token_names import TokenNames
 from dflash.text.grammar import Vocabulary
 
 DRAFTED, PLAIN = "drafted", "plain"  # the tracks: with the drafter, and without
 
 
-class Tracks:
+class Backend:
     """What a server serves; nothing of it is loaded before `start`.
 
     Attributes:
@@ -86,11 +86,11 @@ class Tracks:
             return False
         return True
 
-    def model(self, engines: Mapping[str, Engine]) -> Model:
+    def model(self, engines: Mapping[str, Engine]) -> ServedModel:
         """The facts that requests need to know."""
         job, config, engine = self._job, self.config, engines[DRAFTED]
         root = config.target.checkpoint or "random"
-        return Model(
+        return ServedModel(
             name=config.serve.model or pathlib.PurePath(root.removeprefix("hf:")).name,
             root=root,
             drafter=config.drafter.name,

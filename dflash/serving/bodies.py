@@ -1,0 +1,328 @@
+"""JSON bodies of the endpoints, as pydantic models.
+
+Unknown fields are errors, and a field that is null counts as left out, as in OpenAI's API. Fields
+that clients send although they have no effect here are declared with the values that are accepted.
+Checks that need the tokenizer or the vocabulary follow in `completion_request`.
+"""
+
+import json
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from dflash import errors
+from dflash.config.schema import FLOAT32_MAX, INT32_MAX, MAX_TOKENS, SamplingConfig
+from dflash.inference.request import MAX_LOGPROBS
+from dflash.serving.request_error import RequestError
+from dflash.serving.structured_output import StructuredOutput
+from dflash.serving.validation import Text, check_unicode, invalid, only
+from dflash.text import jsonl
+from dflash.text.grammar import Kind
+
+MAX_CHOICES = 128  # Outputs of one HTTP request, over all of its prompts.
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1000
+
+
+def _check_stops(stops: list[str]) -> list[str]:
+    if not all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise invalid(f"expected strings of 1 to {MAX_STOP_CHARACTERS} characters")
+    return stops
+
+
+def _list(value: Any) -> list[Any]:
+    """Returns a value as a list, in which a string is the only item."""
+    if not isinstance(value, str | list):
+        raise invalid(f"expected a string or a list; got {jsonl.quote(value)}")
+    return [value] if isinstance(value, str) else value
+
+
+def _text_parts(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": check_unicode(content)}]
+    return _list(content)
+
+
+def _sampling(name: str) -> Any:
+    """Returns the type of a sampling parameter, with the bounds of `SamplingConfig`."""
+    field = SamplingConfig.__dataclass_fields__[name]
+    low, high = field.metadata["minimum"], field.metadata["maximum"]
+    if high is None:
+        high = FLOAT32_MAX if field.type is float else INT32_MAX
+    return Annotated[field.type, Field(ge=low, le=high)]
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = jsonl.parse_json(schema)
+        except errors.InputError as error:
+            raise invalid(str(error)) from error
+    if not isinstance(schema, dict):
+        raise invalid(f"expected an object; got {jsonl.quote(schema)}")
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _constraint(kind: Kind, param: str) -> Any:
+    """Returns the type of a field that constrains the output, read as a `StructuredOutput`.
+
+    Args:
+      kind: Language of the constraint. A JSON schema may be an object or its text.
+      param: Full name of the field.
+    """
+    source = Annotated[Any, AfterValidator(_schema_text)] if kind == "json_schema" else Text
+    return Annotated[source, AfterValidator(lambda text: StructuredOutput(kind, text, param))]
+
+
+Stops = Annotated[
+    list[Text],
+    BeforeValidator(_list),
+    Field(max_length=MAX_STOPS),
+    AfterValidator(_check_stops),
+]
+Limit = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Minimum = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+class Body(pydantic.BaseModel):
+    """A JSON object."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
+    def constraints(self) -> list[StructuredOutput]:
+        """Returns the constraints on the output, of which a request may have one."""
+        nested = [value.constraints() for value in dict(self).values() if isinstance(value, Body)]
+        values = [value for value in dict(self).values() if isinstance(value, StructuredOutput)]
+        return sum(nested, values)
+
+
+class SamplingBody(Body):
+    """Fields that the generation endpoints of all dialects share.
+
+    Attributes:
+      LIMITS: Names of the fields that limit the output; their values must not differ.
+      MINIMUM: Name of the field for the least number of output tokens.
+      SEEDS: Names of the fields for the seed; their values must not differ.
+    """
+
+    LIMITS: ClassVar[tuple[str, ...]]
+    MINIMUM: ClassVar[str]
+    SEEDS: ClassVar[tuple[str, ...]]
+
+    temperature: _sampling("temperature") = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = None  # -1 is off, and so is 0.
+    top_p: _sampling("top_p") = None
+    min_p: _sampling("min_p") = None
+    presence_penalty: _sampling("presence_penalty") = None
+    frequency_penalty: _sampling("frequency_penalty") = None
+    repetition_penalty: _sampling("repetition_penalty") = None
+    seed: _sampling("seed") = None
+    logit_bias: dict[str, Bias | None] = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: Stops = ()
+    stop_token_ids: Any = ()
+    ignore_eos: bool = None
+    skip_special_tokens: bool = True
+    drafting: bool = True
+    best_of: only(1) = None
+
+
+class StreamOptions(Body):
+    """OpenAI's stream_options."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: only(False) = None
+
+
+class JsonSchema(Body):
+    """OpenAI's response_format.json_schema."""
+
+    schema_: _constraint("json_schema", "response_format.json_schema.schema") = Field(
+        None, alias="schema"
+    )
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's response_format."""
+
+    type: only("text", "json_object", "json_schema") = "text"
+    json_schema: JsonSchema = JsonSchema()
+
+    def constraints(self) -> list[StructuredOutput]:
+        if self.type == "json_object":
+            return [StructuredOutput("json_object", "", "response_format")]
+        if self.type == "json_schema" and self.json_schema.schema_ is None:
+            param = "response_format.json_schema.schema"
+            raise RequestError(f"{param}: required", param=param)
+        return super().constraints() if self.type == "json_schema" else []
+
+
+class StructuredOutputs(Body):
+    """vLLM's structured_outputs."""
+
+    json_: _constraint("json_schema", "structured_outputs.json") = Field(None, alias="json")
+    regex: _constraint("regex", "structured_outputs.regex") = None
+    grammar: _constraint("lark", "structured_outputs.grammar") = None
+    json_object: bool = False
+    disable_any_whitespace: only(False) = None
+
+    def constraints(self) -> list[StructuredOutput]:
+        json_object = StructuredOutput("json_object", "", "structured_outputs.json_object")
+        return super().constraints() + [json_object] * self.json_object
+
+
+class OpenAIBody(SamplingBody):
+    """Fields that OpenAI's generation endpoints share, with vLLM's extensions."""
+
+    LIMITS, MINIMUM, SEEDS = ("max_completion_tokens", "max_tokens"), "min_tokens", ("seed",)
+
+    model: Text = None
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
+    min_tokens: Minimum = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    include_stop_str_in_output: bool = False
+    show_drafts: bool = False
+    response_format: ResponseFormat = ResponseFormat()
+    guided_json: _constraint("json_schema", "guided_json") = None
+    guided_regex: _constraint("regex", "guided_regex") = None
+    guided_grammar: _constraint("lark", "guided_grammar") = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    length_penalty: only(1) = None
+    metadata: only({}) = None
+    priority: only(0) = None
+    service_tier: only("auto", "default") = None
+    store: only(False) = None
+    use_beam_search: only(False) = None
+    user: Any = None
+
+
+class CompletionBody(OpenAIBody):
+    """Body of /v1/completions."""
+
+    prompt: Any
+    add_special_tokens: bool = True
+    echo: bool = False
+    logprobs: NumLogprobs = None
+    suffix: only("") = None
+
+
+class TextPart(Body):
+    """Part of a message's content; other parts than text are not supported."""
+
+    type: only("text")
+    text: Text
+
+
+class Message(Body):
+    """Message of a conversation, whose content is a text or a list of texts."""
+
+    role: Text
+    content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
+    name: Text = None
+    reasoning_content: Text = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _drop_empty_lists(cls, values: Any) -> Any:
+        """Drops fields such as `"tool_calls": []`, which clients send back with an answer."""
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if value != []}
+        return values
+
+    def for_template(self) -> dict[str, str]:
+        """Returns the message in the form that chat templates expect."""
+        content = "\n".join(part.text for part in self.content)
+        return self.model_dump(exclude_unset=True) | {"content": content}
+
+
+class Conversation(Body):
+    """Fields that determine a chat prompt."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+
+
+class ChatBody(OpenAIBody, Conversation):
+    """Body of /v1/chat/completions."""
+
+    logprobs: bool = False
+    top_logprobs: NumLogprobs = None
+    modalities: only(["text"]) = None
+    parallel_tool_calls: Any = None
+    tool_choice: only("none", "auto") = None
+    tools: only([]) = None
+
+
+class TokenizeOptions(Body):
+    """Fields of vLLM's /tokenize beside the prompt."""
+
+    model: Text = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeTextBody(TokenizeOptions):
+    """Body of vLLM's /tokenize with a text."""
+
+    prompt: Text
+
+
+class TokenizeChatBody(TokenizeOptions, Conversation):
+    """Body of vLLM's /tokenize with a conversation."""
+
+
+class DetokenizeBody(Body):
+    """Body of vLLM's /detokenize."""
+
+    model: Text = None
+    tokens: Any
+
+
+class SGLangSampling(SamplingBody):
+    """SGLang's sampling_params."""
+
+    LIMITS, MINIMUM, SEEDS = ("max_new_tokens",), "min_new_tokens", ("sampling_seed", "seed")
+
+    max_new_tokens: Limit = None
+    min_new_tokens: Minimum = None
+    sampling_seed: _sampling("seed") = None
+    json_schema: _constraint("json_schema", "sampling_params.json_schema") = None
+    regex: _constraint("regex", "sampling_params.regex") = None
+    ebnf: _constraint("lark", "sampling_params.ebnf") = None
+    no_stop_trim: only(False) = None
+    spaces_between_special_tokens: Any = None  # No supported tokenizer puts spaces there.
+
+
+class GenerateBody(Body):
+    """Body of SGLang's /generate."""
+
+    text: Any = None
+    input_ids: Any = None
+    sampling_params: SGLangSampling = SGLangSampling()
+    return_logprob: bool = False
+    top_logprobs_num: NumLogprobs = 0
+    stream: bool = False
+    logprob_start_len: only(-1) = None
+    lora_path: only("") = None
+    return_hidden_states: only(False) = None
+    return_text_in_logprobs: Any = None  # Responses always contain the texts.
+    log_metrics: Any = None
+    image_data: only([]) = None
+    rid: Any = None

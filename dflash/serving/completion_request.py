@@ -1,0 +1,381 @@
+"""What a client requests, in any dialect: prompts, sampling, limits, and what answers contain."""
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dflash import errors
+from dflash.config.schema import MAX_SEED, DecodeConfig, SamplingConfig, subset
+from dflash.inference.request import MAX_BIASED, Request, Sampling
+from dflash.serving.bodies import MAX_CHOICES, SamplingBody
+from dflash.serving.request_error import RequestError, unsupported
+from dflash.serving.structured_output import StructuredOutput
+from dflash.serving.token_names import TokenNames
+from dflash.text import jsonl
+from dflash.text.grammar import Grammar, Vocabulary
+from dflash.text.tokenizer import Tokenizer
+
+# Accepted types of a prompt, with their names in errors.
+PROMPT_KINDS = {str: "a string", list: "a list of token ids"}
+NUM_STOP_IDS = 16  # stop tokens that a request may add to the model's
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """Facts about the served model that requests depend on.
+
+    Attributes:
+      name: Name in /v1/models and in a request's "model".
+      root: Checkpoint of the target.
+      drafter: Name of the drafting strategy.
+      tokenizer: Tokenizer of the target.
+      names: Texts of single tokens.
+      vocabulary: Returns the tokenizer's index for grammars; may raise InputError.
+      decode: Defaults for fields that a request leaves out.
+      eos_ids: Stop tokens of the checkpoint.
+      vocab_size: Vocabulary size of the target.
+      max_length: Maximum number of tokens of a prompt and its output together.
+      drafts: Whether the strategy drafts any tokens.
+      special_tokens: Whether prompts that are not chats may spell special tokens.
+      compares: Whether requests can also be decoded without drafting.
+    """
+
+    name: str
+    root: str
+    drafter: str
+    tokenizer: Tokenizer
+    names: TokenNames
+    vocabulary: Callable[[], Vocabulary]
+    decode: DecodeConfig
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    max_length: int
+    drafts: bool
+    special_tokens: bool = False
+    compares: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseOptions:
+    """What an answer contains besides the text.
+
+    Attributes:
+      stream: Whether the answer is streamed.
+      usage: Whether a stream ends with token counts.
+      running_usage: Whether every chunk of a stream has token counts.
+      echo: Whether the text begins with the prompt.
+      logprobs: Number of likeliest tokens to report at each position; None: no log-probabilities.
+      special_tokens: Whether the text spells special tokens.
+      stop: Whether the text includes the stop string that ended it.
+      drafts: Whether to report which tokens were drafted.
+    """
+
+    stream: bool = False
+    usage: bool = False
+    running_usage: bool = False
+    echo: bool = False
+    logprobs: int | None = None
+    special_tokens: bool = False
+    stop: bool = False
+    drafts: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionRequest:
+    """One HTTP request for outputs.
+
+    Attributes:
+      prompts: Token ids of the prompts; each gets `choices` outputs.
+      sampling: Sampling parameters; output i of a prompt is sequence i under the seed.
+      max_new_tokens: Limit on output tokens; None: the config's, or less if there is less room.
+      min_new_tokens: Number of output tokens before which nothing ends an output.
+      stop: Strings that end an output.
+      stop_ids: Tokens that end an output, those of the model and the config included.
+      choices: Number of outputs per prompt.
+      options: Contents of the response.
+      structure: Constraint on the outputs; None if there is none.
+      grammar: `structure`, compiled.
+      drafting: Whether to draft; False decodes plainly, for comparison.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    choices: int = 1
+    options: ResponseOptions = ResponseOptions()
+    structure: StructuredOutput | None = None
+    grammar: Grammar | None = None
+    drafting: bool = True
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Total number of prompt tokens."""
+        return sum(map(len, self.prompts))
+
+    def requests(self, model: ServedModel, ids: Iterator[int]) -> list[Request]:
+        """Returns the engine's requests, ordered by prompt, then by output.
+
+        Args:
+          model: Model that decodes them.
+          ids: Ids that no other request in flight has.
+        Raises:
+          RequestError: A prompt and its output are too long.
+        """
+        return [
+            Request(
+                id=next(ids),
+                prompt=prompt,
+                max_new_tokens=self._limit(prompt, model),
+                sampling=dataclasses.replace(self.sampling, sequence=number),
+                stop_ids=self.stop_ids,
+                min_new_tokens=self.min_new_tokens,
+                logprobs=self.options.logprobs,
+                grammar=self.grammar,
+                refused=self.options.drafts,
+            )
+            for prompt in self.prompts
+            for number in range(self.choices)
+        ]
+
+    def _limit(self, prompt: tuple[int, ...], model: ServedModel) -> int:
+        room = model.max_length - len(prompt)
+        limit = self.max_new_tokens
+        if limit is None:
+            limit = max(1, min(model.decode.max_new_tokens, room))
+        if limit > room:
+            raise RequestError(
+                f"{len(prompt)} prompt tokens + {limit} output tokens = {len(prompt) + limit}, but "
+                f"the context holds {model.max_length}; shorten one of them",
+                param="max_tokens" if len(prompt) < model.max_length else "prompt",
+                code="context_length_exceeded",
+            )
+        if self.min_new_tokens > limit:
+            raise RequestError(
+                f"min_tokens: {self.min_new_tokens} is more than the limit of {limit} tokens",
+                param="min_tokens",
+            )
+        return limit
+
+
+def check_model(body: Mapping[str, Any], model: ServedModel) -> None:
+    """Raises RequestError if a body names another model than the one that is served."""
+    name = body.get("model")
+    if isinstance(name, str) and name not in (model.name, model.root):
+        raise RequestError(
+            f"model: {jsonl.quote(name)} is not served here; this server has {model.name!r}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+
+
+def complete(
+    body: SamplingBody,
+    model: ServedModel,
+    prompts: tuple[tuple[int, ...], ...],
+    options: ResponseOptions,
+) -> CompletionRequest:
+    """Builds a request from the fields that all dialects share.
+
+    Args:
+      body: Validated fields.
+      model: Model that is served.
+      prompts: Token ids of the prompts.
+      options: Contents of the response.
+    Raises:
+      RequestError: A field cannot be served; names the field.
+    """
+    minimum, constraints = getattr(body, body.MINIMUM), body.constraints()
+    request = CompletionRequest(
+        prompts=prompts,
+        sampling=_sampling(body, model),
+        max_new_tokens=_one_value(body, body.LIMITS),
+        min_new_tokens=model.decode.min_new_tokens if minimum is None else minimum,
+        stop=tuple(dict.fromkeys(body.stop)),
+        stop_ids=_stop_ids(body, model),
+        choices=body.n,
+        options=options,
+        structure=constraints[0] if constraints else None,
+        drafting=body.drafting,
+    )
+    if body.n * len(prompts) > MAX_CHOICES:
+        raise RequestError(
+            f"n: {body.n} outputs for each of {len(prompts)} prompts; expected at most "
+            f"{MAX_CHOICES} in all",
+            param="n",
+        )
+    if len(constraints) > 1:
+        param, other = constraints[1].param, constraints[0].param
+        raise RequestError(f"{param}: {other} is given too; keep one of them", param=param)
+    if constraints and not request.stop_ids:
+        param = constraints[0].param
+        message = f"{param}: needs a stop token; give stop_token_ids, or leave out ignore_eos"
+        raise RequestError(message, param=param)
+    if not body.drafting and not model.compares:
+        raise unsupported("drafting", "false needs a server with serve.compare=true")
+    return request
+
+
+def _one_value(body: SamplingBody, names: tuple[str, ...]) -> int | None:
+    """Returns the value of fields that mean the same, or None if all are left out."""
+    values = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    if len(set(values.values())) > 1:
+        first, *_, last = values
+        raise RequestError(f"{last}: differs from {first}; give one of them", param=last)
+    return next(iter(values.values()), None)
+
+
+def _sampling(body: SamplingBody, model: ServedModel) -> Sampling:
+    changes = subset(body, SamplingConfig) | {"seed": _one_value(body, body.SEEDS)}
+    if body.top_k == -1:
+        changes["top_k"] = 0
+    if body.logit_bias is not None:
+        changes["logit_bias"] = _logit_bias(body.logit_bias, model)
+    changes = {name: value for name, value in changes.items() if value is not None}
+    sampling = dataclasses.replace(Sampling.from_config(model.decode), **changes)
+    if "seed" not in changes and sampling.temperature:
+        # Without a seed, equal requests get different outputs.
+        sampling = dataclasses.replace(sampling, seed=secrets.randbelow(MAX_SEED + 1))
+    return sampling
+
+
+def _logit_bias(
+    biases: dict[str, float | None], model: ServedModel
+) -> tuple[tuple[int, float], ...]:
+    pairs = {}
+    for name, bias in biases.items():
+        token = int(name) if name.isascii() and name.isdecimal() and len(name) < 10 else None
+        if token is None or token >= model.vocab_size:
+            raise RequestError(
+                f"logit_bias.{name}: expected a token id below {model.vocab_size}, the size of the "
+                "vocabulary",
+                param="logit_bias",
+            )
+        pairs[token] = bias or 0.0
+    if len(pairs) > MAX_BIASED:
+        raise RequestError(f"logit_bias: expected at most {MAX_BIASED} tokens", param="logit_bias")
+    return tuple(sorted(pairs.items()))
+
+
+def _stop_ids(body: SamplingBody, model: ServedModel) -> tuple[int, ...]:
+    ids = token_ids(body.stop_token_ids, "stop_token_ids", model)
+    if len(set(ids)) > NUM_STOP_IDS:
+        message = f"stop_token_ids: expected at most {NUM_STOP_IDS} tokens"
+        raise RequestError(message, param="stop_token_ids")
+    ignore_eos = model.decode.ignore_eos if body.ignore_eos is None else body.ignore_eos
+    eos_ids = () if ignore_eos else model.eos_ids
+    return tuple(sorted({*eos_ids, *model.decode.stop_ids, *ids}))
+
+
+def token_ids(value: Any, param: str, model: ServedModel) -> tuple[int, ...]:
+    """Returns a JSON value as token ids of the vocabulary, possibly none.
+
+    Raises:
+      RequestError: It is something else.
+    """
+    if not isinstance(value, list | tuple):
+        message = f"{param}: expected a list of token ids; got {jsonl.quote(value)}"
+        raise RequestError(message, param=param)
+    for place, token in enumerate(value):
+        where = f"{param}[{place}]"
+        if isinstance(token, bool) or not isinstance(token, int):
+            message = f"{where}: expected a token id; got {jsonl.quote(token)}"
+            raise RequestError(message, param=param)
+        if not 0 <= token < model.vocab_size:
+            raise RequestError(
+                f"{where}: {jsonl.quote(token)} is outside the vocabulary of {model.vocab_size}",
+                param=param,
+            )
+    return tuple(value)
+
+
+def encode_prompts(
+    value: Any,
+    param: str,
+    model: ServedModel,
+    *,
+    kinds: Mapping[type, str] = PROMPT_KINDS,
+    add_special_tokens: bool = True,
+) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """Encodes one prompt or several, none of which is a chat.
+
+    Args:
+      value: JSON value of the field: a prompt or a list of prompts.
+      param: Field that held it.
+      model: Model that is served.
+      kinds: Accepted types of a prompt, with their names in errors.
+      add_special_tokens: Whether to add what the tokenizer's files put at a text's ends.
+    Returns:
+      Token ids of the prompts, and whether the value is a list of prompts.
+    Raises:
+      RequestError: The value is something else, or a prompt cannot be encoded or is too long.
+    """
+    several = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
+    values = {f"{param}[{i}]": one for i, one in enumerate(value)} if several else {param: value}
+    if len(values) > MAX_CHOICES:
+        raise RequestError(f"{param}: expected at most {MAX_CHOICES} prompts", param=param)
+    prompts = []
+    for where, prompt in values.items():
+        if type(prompt) not in kinds:
+            expected = " or ".join(kinds.values()) + ("" if several else ", or a list of prompts")
+            message = f"{where}: expected {expected}; got {jsonl.quote(prompt)}"
+            raise RequestError(message, param=where)
+        if isinstance(prompt, str):
+            ids = encode_text(prompt, where, model, add_special_tokens=add_special_tokens)
+        else:
+            ids = token_ids(prompt, where, model)
+        prompts.append(check_prompt(ids, where, model))
+    return tuple(prompts), several
+
+
+def encode_text(
+    text: str, param: str, model: ServedModel, *, add_special_tokens: bool = True
+) -> tuple[int, ...]:
+    """Encodes a prompt that is not a chat.
+
+    Args:
+      text: Text from the client.
+      param: Field that held it.
+      model: Model that is served.
+      add_special_tokens: Whether to add what the tokenizer's files put at a text's ends.
+    Raises:
+      RequestError: The text cannot be encoded.
+    """
+    try:
+        ids = model.tokenizer.encode(
+            jsonl.check_unicode(text, param),
+            special_tokens=model.special_tokens,
+            add_special_tokens=add_special_tokens,
+        )
+    except errors.InputError as error:
+        raise RequestError(str(error), param=param) from error
+    return tuple(ids)
+
+
+def check_prompt(ids: tuple[int, ...], param: str, model: ServedModel) -> tuple[int, ...]:
+    """Returns a prompt's ids, checked.
+
+    Raises:
+      RequestError: The prompt is empty, contains out-of-vocabulary ids, or leaves no room for
+        output.
+    """
+    if not ids:
+        raise RequestError(f"{param}: empty; expected at least one token", param=param)
+    if max(ids) >= model.vocab_size:
+        raise RequestError(
+            f"{param}: token {max(ids)} is outside the vocabulary of {model.vocab_size}: the "
+            "tokenizer does not fit the target",
+            param=param,
+        )
+    if len(ids) >= model.max_length:
+        raise RequestError(
+            f"{param}: {len(ids)} tokens, but the context holds {model.max_length} including the "
+            "output; shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return ids

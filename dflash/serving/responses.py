@@ -1,0 +1,299 @@
+"""Collects the outputs of a request group, and writes them as OpenAI's and SGLang's JSON."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from dflash.inference.request import Tokens
+from dflash.serving.completion_request import CompletionRequest, ServedModel
+from dflash.serving.output import Output, OutputDelta, TokenText
+from dflash.serving.served_requests import RequestGroup
+
+Json = dict[str, Any]
+# Makes the "choice" object of an answer or of a chunk from an output and its newest part.
+Choice = Callable[[Output, OutputDelta], Json]
+
+
+def outputs_of(request: CompletionRequest, group: RequestGroup, model: ServedModel) -> list[Output]:
+    """Returns an empty output for each request of the group."""
+    return [Output(i, one, request, model) for i, one in enumerate(group.requests)]
+
+
+async def follow(
+    group: RequestGroup, outputs: Sequence[Output]
+) -> AsyncIterator[dict[int, OutputDelta]]:
+    """Yields what outputs have gained, by their index, each time some have.
+
+    Raises:
+      RequestError: As for `RequestGroup.events`.
+    """
+    async for events in group.events():
+        deltas: dict[int, OutputDelta] = {}
+        for place, event in events:
+            output = outputs[place]
+            if isinstance(event, Tokens):
+                if output.ended:
+                    continue
+                delta = output.push(event)
+                if output.ended:
+                    group.cancel([place], "stop")
+            else:
+                delta = output.finish(event)
+            deltas[place] = deltas.get(place, OutputDelta()).then(delta)
+        if deltas:
+            yield deltas
+
+
+async def wait_for_all(group: RequestGroup, outputs: Sequence[Output]) -> list[OutputDelta]:
+    """Waits until all outputs have ended, and returns each as one delta.
+
+    Raises:
+      RequestError: As for `RequestGroup.events`.
+    """
+    whole = [OutputDelta() for _ in outputs]
+    async for deltas in follow(group, outputs):
+        for place, delta in deltas.items():
+            whole[place] = whole[place].then(delta)
+    return whole
+
+
+# --- OpenAI -------------------------------------------------------------------------------------
+
+
+def usage(request: CompletionRequest, outputs: Sequence[Output]) -> Json:
+    """Returns the token counts of an answer so far."""
+    output_tokens = sum(len(output.ids) for output in outputs)
+    prompt_tokens = request.prompt_tokens
+    statistics = [output.statistics for output in outputs]
+    accepted = sum(one.accepted for one in statistics)
+    rejected = max(0, sum(one.drafted for one in statistics) - accepted)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in statistics)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
+    }
+
+
+def envelope(kind: str, id: str, model: ServedModel) -> Json:
+    """Returns the fields that every chunk of an answer begins with."""
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model.name}
+
+
+def text_choice(request: CompletionRequest, model: ServedModel) -> Choice:
+    """Returns the function that makes choices of /v1/completions, whole or in chunks."""
+    offsets: dict[int, int] = {}
+    options = request.options
+
+    def choice(output: Output, delta: OutputDelta) -> Json:
+        text = delta.text
+        if options.echo and output.index not in offsets:
+            prompt = model.tokenizer.decode(
+                output.request.prompt, special_tokens=options.special_tokens
+            )
+            text = prompt + text
+            offsets[output.index] = len(prompt)
+        logprobs = None
+        if options.logprobs is not None:
+            begin = offsets.get(output.index, 0)
+            logprobs = _completion_logprobs(delta.tokens, model, begin)
+            offsets[output.index] = begin + sum(len(token.text) for token in delta.tokens)
+        fields = {"index": output.index, "text": text, "logprobs": logprobs}
+        return fields | _ending(output) | _drafts(request, output, delta)
+
+    return choice
+
+
+def chat_choice(request: CompletionRequest, model: ServedModel) -> Choice:
+    """Returns the function that makes choices of /v1/chat/completions."""
+
+    def choice(output: Output, delta: OutputDelta) -> Json:
+        message = {"role": "assistant", "content": delta.text}
+        fields = {"index": output.index, "message": message, "logprobs": None}
+        if request.options.logprobs is not None:
+            fields["logprobs"] = _chat_logprobs(delta.tokens, model)
+        return fields | _ending(output) | _drafts(request, output, delta)
+
+    return choice
+
+
+def chat_chunk_choice(request: CompletionRequest, model: ServedModel) -> Choice:
+    """Returns the function that makes choices of the chunks of /v1/chat/completions."""
+
+    def choice(output: Output, delta: OutputDelta) -> Json:
+        fields = {"index": output.index, "delta": {"content": delta.text}, "logprobs": None}
+        if request.options.logprobs is not None and delta.tokens:
+            fields["logprobs"] = _chat_logprobs(delta.tokens, model)
+        return fields | _ending(output) | _drafts(request, output, delta)
+
+    return choice
+
+
+async def chunks(
+    request: CompletionRequest,
+    group: RequestGroup,
+    model: ServedModel,
+    head: Json,
+    choice: Choice,
+    *,
+    roles: bool,
+) -> AsyncIterator[Json]:
+    """Yields the chunks of a stream in OpenAI's form.
+
+    Args:
+      request: Request of the client.
+      group: Requests of the engine.
+      model: Model that is served.
+      head: Fields that every chunk begins with.
+      choice: Function that makes choices.
+      roles: Whether each output begins with a chunk that names its role, as chats do.
+    """
+    outputs, begun = outputs_of(request, group, model), set()
+
+    def chunk(choices: list[Json]) -> Json:
+        fields = {**head, "choices": choices}
+        if request.options.running_usage:
+            fields["usage"] = usage(request, outputs)
+        elif request.options.usage:
+            fields["usage"] = None
+        return fields
+
+    async for deltas in follow(group, outputs):
+        for place, delta in deltas.items():
+            if roles and place not in begun:
+                begun.add(place)
+                role = {"role": "assistant", "content": ""}
+                first = {"index": place, "delta": role, "logprobs": None, "finish_reason": None}
+                yield chunk([first])
+            yield chunk([choice(outputs[place], delta)])
+    if request.options.usage:
+        yield {**head, "choices": [], "usage": usage(request, outputs)}
+
+
+def _ending(output: Output) -> Json:
+    return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+
+
+def _drafts(request: CompletionRequest, output: Output, delta: OutputDelta) -> Json:
+    """Returns the field that reports drafts, if the request has `show_drafts`."""
+    if not request.options.drafts:
+        return {}
+    statistics = output.statistics
+    return {
+        "dflash": {
+            "pieces": [list(piece) for piece in delta.pieces],
+            "tokens": len(output.ids),
+            "cycles": statistics.cycles,
+            "accepted": statistics.accepted,
+            "tau": statistics.tau,
+        }
+    }
+
+
+def _completion_logprobs(tokens: Sequence[TokenText], model: ServedModel, begin: int) -> Json:
+    offsets = []
+    for token in tokens:
+        offsets.append(begin)
+        begin += len(token.text)
+    name = model.names.of
+    return {
+        "tokens": [name(token.id) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [
+            {name(id): logprob for id, logprob in reversed((*token.top, (token.id, token.logprob)))}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(tokens: Sequence[TokenText], model: ServedModel) -> Json:
+    def named(id: int, logprob: float) -> Json:
+        encoded = list(model.names.bytes_of(id))
+        return {"token": model.names.of(id), "logprob": logprob, "bytes": encoded}
+
+    content = [
+        named(token.id, token.logprob)
+        | {"top_logprobs": [named(id, logprob) for id, logprob in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+# --- SGLang -------------------------------------------------------------------------------------
+
+
+def generated(
+    request: CompletionRequest,
+    output: Output,
+    model: ServedModel,
+    tokens: Sequence[TokenText],
+    *,
+    id: str,
+    started_at: float,
+) -> Json:
+    """Returns an object of /generate: the whole text so far, and statistics.
+
+    Args:
+      request: Request of the client.
+      output: Output so far.
+      model: Model that is served.
+      tokens: All tokens so far; used if log-probabilities are requested.
+      id: Id of the HTTP request.
+      started_at: Arrival of the HTTP request, in seconds of time.perf_counter.
+    """
+    statistics, count = output.statistics, len(output.ids)
+    cycles, drafted = statistics.cycles, statistics.drafted
+    meta: Json = {
+        "id": id,
+        "finish_reason": _sglang_ending(output),
+        "prompt_tokens": len(output.request.prompt),
+        "completion_tokens": count,
+        "cached_tokens": statistics.cached_tokens,
+        "e2e_latency": time.perf_counter() - started_at,
+    }
+    if model.drafts:
+        meta |= {
+            "spec_verify_ct": cycles,
+            # SGLang counts the first token too, which comes from the prefill.
+            "spec_accept_length": count / cycles if cycles else float(count),
+            "spec_accept_rate": statistics.accepted / drafted if drafted else 0.0,
+            "spec_accept_token_num": statistics.accepted,
+            "spec_draft_token_num": drafted,
+        }
+    if request.options.logprobs is not None:
+        name = model.names.of
+        meta["output_token_logprobs"] = [[one.logprob, one.id, name(one.id)] for one in tokens]
+        meta["output_top_logprobs"] = [
+            [[logprob, token, name(token)] for token, logprob in one.top] for one in tokens
+        ]
+    return {"text": output.text, "output_ids": list(output.ids), "meta_info": meta}
+
+
+async def generated_chunks(
+    request: CompletionRequest,
+    group: RequestGroup,
+    model: ServedModel,
+    *,
+    id: str,
+    started_at: float,
+) -> AsyncIterator[Mapping[str, Any]]:
+    """Yields the chunks of a stream of /generate, each with the whole text so far."""
+    outputs, tokens = outputs_of(request, group, model), []
+    async for deltas in follow(group, outputs):
+        tokens += [token for delta in deltas.values() for token in delta.tokens]
+        yield generated(request, outputs[0], model, tokens, id=id, started_at=started_at)
+
+
+def _sglang_ending(output: Output) -> Json | None:
+    match output.finish_reason:
+        case None:
+            return None
+        case "length":
+            return {"type": "length", "length": len(output.ids)}
+        case reason:
+            return {"type": reason, "matched": output.stop_reason}
