@@ -287,19 +287,19 @@ def test_a_dry_run_plans_time_and_disk(capsys):
     [
         (
             "answers.files=[]",
-            "answers.tasks: required: questions of data sets, such as {math: 3000}",
+            "answers.tasks: required: numbers of questions by data set, such as {math: 3000}",
         ),
         ("answers.tasks.mth=3", "answers.tasks: unknown data set 'mth'; did you mean 'math'?"),
         ("test.tasks=[cod]", "test.tasks: unknown data set 'cod'; did you mean 'code'?"),
-        ("data.mixture={math: 1}", "data.mixture: no share for jsonl, the answers"),
+        ("data.mixture={math: 1}", "data.mixture: has no share for jsonl, the answers"),
         ("answers.decode.page_size=9", "answers.decode.page_size: expected a power of two, got 9"),
         ("test.decode.max_length=4", "test.decode.max_length: 4 leaves no room for a prompt"),
-        ("train.steps=null", "train.steps: give one of train.steps and train.epochs"),
+        ("train.steps=null", "train.steps: give exactly one of train.steps and train.epochs"),
         ("plan.chip=v55", "unknown chip 'v55'"),
         ("test.trees=[0]", "test.trees[0]: expected an integer in [1, 1024], got 0"),
         (
             ["test.trees=[4]", "drafter={name: dspark, checkpoint: random}"],
-            "'dspark' drafts no trees",
+            "'dspark' does not draft trees",
         ),
         ("test.block_sizes=[5]", "drafter.block_size: 5 is larger than the block size 4"),
         (["test.block_sizes=[5]", "drafter={name: eagle3, checkpoint: random}"], "no block size"),

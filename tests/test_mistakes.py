@@ -186,7 +186,7 @@ MISTAKES = {
     # The config.
     "config": Mistake("decode gone.yml", "gone.yml: no such file"),
     "model for a config": Mistake(
-        "chat hf:Qwen/Qwen3-4B", "expected a config; a model goes with one: CONFIG target.checkpo"
+        "chat hf:Qwen/Qwen3-4B", "expected a config; give a model as CONFIG target.checkpoint="
     ),
     "shipped config": Mistake(
         "decode configs/tiny_dflsh.yml", "did you mean 'configs/tiny_dflash.yml'?"
@@ -207,7 +207,7 @@ MISTAKES = {
         "train configs/distill/tiny_dflash.yml", "a config of dflash distill, not of this"
     ),
     "nothing to sweep": Mistake("sweep c.yml", "sweep: required: keys and their values"),
-    "sweep": Mistake("decode configs/sweeps/block_size.yml", "sweep: for dflash sweep; no other "),
+    "sweep": Mistake("decode configs/sweeps/block_size.yml", "sweep: only dflash sweep accepts "),
     "key": Mistake("decode c.yml decode.sead=1", "unknown key; did you mean 'decode.seed'?"),
     "type": Mistake("decode c.yml decode.seed=many", "decode.seed: expected an integer in [0, "),
     "range": Mistake("decode c.yml decode.top_p=1.5", "expected a number in [0, 1], got 1.5"),

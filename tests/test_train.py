@@ -244,7 +244,10 @@ REFUSED = {
         (*TARGET, "evaluation.batches=1", "data.held_out_percent=3", "mesh.data=8"),
         "data.held_out_percent: 3 leaves ",
     ),
-    "steps twice": ((*TARGET, "train.epochs=1"), "give one of train.steps and train.epochs"),
+    "steps twice": (
+        (*TARGET, "train.epochs=1"),
+        "give exactly one of train.steps and train.epochs",
+    ),
     "pieces": ((*TARGET, "optimizer.accumulate_steps=3"), "train.batch_size: 8 does not divide"),
     "no tokenizer": ((*TARGET, "tokenizer=nowhere"), "tokenizer: nowhere: no such directory"),
 }

@@ -1,1 +1,1 @@
-"""Configuration: the schema of every key, and the loader that fills it. Imports no jax."""
+"""Configuration without jax: the schema of every key, and the loader that fills it."""

@@ -1,4 +1,4 @@
-"""Everything that a benchmark config may hold."""
+"""Schema of a benchmark config."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,49 +9,49 @@ from dflash.config.schema import location, option
 
 
 def overrides_of(group: str) -> Any:
-    """A field that maps names to overrides of another group of the run; see `layers.inherit`."""
+    """Returns a field that maps names to overrides of another group; see `merging.inherit`."""
     return dataclasses.field(default_factory=dict, metadata={"overrides_of": group})
 
 
 @dataclasses.dataclass(frozen=True)
 class StudyConfig:
-    """A measurement of costs over `values` of one quantity."""
+    """Measurement of costs over several values of one quantity."""
 
     name: Literal["cycle", "verify", "draft", "block", "layers", "taps", "batch", "serve"] = "cycle"
-    # What the study varies; none: the study's default.
+    # Values of the quantity; an empty list uses the study's default.
     values: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
     # Tokens in the cache, for the studies verify and draft.
     contexts: tuple[int, ...] = option((), minimum=1, maximum=schema.MAX_TOKENS)
-    # Timings of each point; the median is reported.
+    # Timings per value; the report gives the median.
     repeats: int = option(15, minimum=1, maximum=100_000)
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkRun:
-    """Everything that `dflash benchmark` reads from its config."""
+    """Config of `dflash benchmark`."""
 
     ALTERNATIVES = ("trace", "acceptance")
 
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
-    # Keys that strategies with the same drafter share; not a strategy itself.
+    # Keys shared by all strategies with the same drafter; not a strategy itself.
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
     strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
-    tasks: tuple[str, ...] = ()  # data sets; ignored if acceptance lengths are given
-    raw_dir: str | None = location("disk")  # as prompts.raw_dir
-    split: Literal["train", "validation", "test"] = "test"  # of the tasks' data sets
+    tasks: tuple[str, ...] = ()  # Data sets; ignored if acceptance lengths are replayed.
+    raw_dir: str | None = location("disk")  # Same as prompts.raw_dir.
+    split: Literal["train", "validation", "test"] = "test"  # Split of the tasks' data sets.
     prompts_per_task: int = option(16, minimum=1, maximum=schema.MAX_BATCH)
-    # Rounds; each decodes every prompt with every strategy.
+    # Number of rounds; each decodes every prompt with every strategy.
     rounds: int = option(3, minimum=1, maximum=100_000)
-    thinking: bool = False  # as prompts.thinking
+    thinking: bool = False  # Same as prompts.thinking.
     # JSON file of recorded acceptance lengths, which replace the true ones.
     trace: str | None = location("file")
-    trace_tasks: tuple[str, ...] = ()  # data sets of the trace to keep; none: all
-    acceptance: tuple[str, ...] = ()  # published histograms to draw acceptance lengths from
-    # Tokens of made-up prompts; None: as recorded.
+    trace_tasks: tuple[str, ...] = ()  # Data sets of the trace to use; an empty list uses all.
+    acceptance: tuple[str, ...] = ()  # Published histograms to draw acceptance lengths from.
+    # Tokens of synthetic prompts; None: as recorded.
     prompt_tokens: int | None = option(None, minimum=1, maximum=schema.MAX_TOKENS)
-    # Tokens of each task's replay on the page; 0: no replay.
+    # Tokens of each task's replay on the HTML page; 0: no replay.
     replay_tokens: int = option(192, minimum=0, maximum=schema.MAX_TOKENS)
-    study: StudyConfig | None = None  # instead of strategies × tasks
+    study: StudyConfig | None = None  # Runs this study instead of strategies × tasks.
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
     mesh: schema.MeshConfig = dataclasses.field(default_factory=schema.MeshConfig)
     sharding_rules: Mapping[str, tuple[str, ...]] = option(schema.SHARDING_RULES)
@@ -59,11 +59,11 @@ class BenchmarkRun:
 
     @property
     def forced(self) -> bool:
-        """Whether acceptance lengths are given rather than measured."""
+        """Returns whether acceptance lengths are replayed or drawn rather than measured."""
         return self.trace is not None or bool(self.acceptance)
 
     def decode_run(self, drafter: schema.DrafterConfig) -> schema.DecodeRun:
-        """The decode run that measures one strategy."""
+        """Returns the decode run that measures one strategy."""
         return schema.DecodeRun(
             target=self.target,
             drafter=drafter,

@@ -1,4 +1,4 @@
-"""Builds frozen, typed dataclasses from a tree of nodes, and collects every problem."""
+"""Conversion of a tree of nodes to frozen, typed dataclasses, with all problems collected."""
 
 import dataclasses
 import itertools
@@ -13,9 +13,10 @@ from dflash.config.keys import CHOICES, chosen_schema, known_keys, members, with
 from dflash.config.merging import Path, Tree, merge, text_of
 from dflash.config.strict_yaml import Malformed, Node
 
-_INVALID = object()  # in place of a value that has been reported as a problem
-LONGEST_QUOTED = 100  # characters of a JSON value in a message; no valid text is longer
-_LARGEST_JSON_INTEGER = 2**63 - 1  # as in our own configs, a longer run of digits is no number
+_INVALID = object()  # Stands for a value whose problem has been reported.
+LONGEST_QUOTED = 100  # Characters of a JSON string in a message; no valid string is longer.
+# Larger integers count as strings, as in YAML configs.
+_LARGEST_JSON_INTEGER = 2**63 - 1
 _SCALARS = (bool, int, float, str)
 _NOUNS = {
     int: ("an integer", "integers"),
@@ -26,19 +27,19 @@ _NOUNS = {
 
 
 def named_groups(run: type) -> list[str]:
-    """The keys of `run` whose `name` chooses their schema."""
+    """Returns the groups of `run` whose `name` key chooses their schema."""
     return [key for key, kind in typing.get_type_hints(run).items() if kind in CHOICES]
 
 
 def alternatives(run: type) -> list[list[Path]]:
-    """The sets of keys of `run` and its groups of which one may be given."""
+    """Returns the sets of mutually exclusive keys of `run` and its groups."""
     groups = {(): run} | {(name,): kind for name, kind in typing.get_type_hints(run).items()}
     named = {path: getattr(kind, "ALTERNATIVES", ()) for path, kind in groups.items()}
     return [[(*path, name) for name in names] for path, names in named.items() if names]
 
 
 def overriding_groups(run: type) -> list[tuple[str, str]]:
-    """The keys of `run` that map names to overrides of another group, each with that group."""
+    """Returns (key, group) for keys of `run` that map names to overrides of another group."""
     fields = [(field.name, field.metadata) for field in dataclasses.fields(run)]
     return [(name, data["overrides_of"]) for name, data in fields if "overrides_of" in data]
 
@@ -48,11 +49,11 @@ def build(tree: Tree, run: type, *, complete: bool) -> tuple[Any, set[Path], lis
 
     Args:
       tree: All layers, merged.
-      run: The schema, a dataclass.
-      complete: Whether every layer could be read; if not, a missing key is not reported.
+      run: Schema, a dataclass.
+      complete: Every layer could be read. Otherwise missing keys are not reported.
     Returns:
-      The instance, with defaults in place of unusable values (None where there is no default);
-      the paths of the unusable values; every problem, one line each.
+      The instance, with defaults in place of unusable values, or None if a required key is
+      unusable; the paths of the unusable values; every problem, one line each.
     """
     builder = _Builder(tree, run, complete)
     built = builder.group(run, tree.content, ())
@@ -62,15 +63,14 @@ def build(tree: Tree, run: type, *, complete: bool) -> tuple[Any, set[Path], lis
 def build_from_json(
     content: Mapping[str, Any], schema_class: type, source: str
 ) -> tuple[Any, list[str], list[str]]:
-    """Builds a dataclass from a mapping of a JSON file, checked as the keys of a config are.
+    """Builds a dataclass from a mapping of a JSON file, with the checks of config keys.
 
     Args:
-      content: Values by field name. Names that the dataclass does not have are ignored; null means
-        left out.
-      schema_class: A dataclass whose fields have bounds by `schema.option`.
+      content: Values by field name. Unknown names are ignored; null counts as missing.
+      schema_class: Dataclass whose fields have bounds from `schema.option`.
       source: Name of the file, or of the mapping in it, for messages.
     Returns:
-      The instance, usable only if the two lists are empty; the names of missing fields; every other
+      The instance, valid only if both lists are empty; the names of missing fields; every other
       problem, one line each.
     """
     given = _stated(content, schema_class, source)
@@ -118,12 +118,12 @@ class _Builder:
         self.known = [key.path for key in known_keys(run, tree.content)]
 
     def group(self, declared: type, given: ml_collections.ConfigDict, path: Path) -> Any:
-        """Builds the dataclass of one mapping, and those inside it."""
+        """Builds the dataclass of a mapping and those nested in it."""
         cls = self._chosen(declared, given, path)
         if cls is None:
             return _INVALID
         kinds = typing.get_type_hints(cls)
-        # An unreadable file may have held the name that makes these keys known ones.
+        # Keys may be known to a schema that is named in an unreadable file; do not report them.
         judged = self.complete or declared not in CHOICES or "name" in given
         for key in given:
             if judged and key not in kinds:
@@ -151,7 +151,7 @@ class _Builder:
         return cls(**values) if usable else _INVALID
 
     def _chosen(self, declared: type, given, path: Path) -> type | None:
-        """The schema that the group's `name` chooses, or None after reporting the name."""
+        """Returns the schema that the group's `name` chooses; reports an unknown name."""
         cls = chosen_schema(declared, given)
         if cls is None:
             name = self._value(str, given["name"], (*path, "name"), {})
@@ -161,9 +161,10 @@ class _Builder:
         return cls
 
     def _value(self, wanted: Any, given: Any, path: Path, bounds: Mapping[str, Any]) -> Any:
-        """Converts one value to the type `wanted`, or reports it and returns _INVALID."""
+        """Converts a value to the type `wanted`, or reports it and returns _INVALID."""
         mapping = isinstance(given, ml_collections.ConfigDict)
-        # A text such as "Question: why?" reads as a mapping, but is still a text as typed.
+        # A string on the command line, such as "Question: why?", may parse as a mapping. Its node
+        # keeps the text as typed.
         node = self.tree.places[path] if mapping else given
         kind, nullable = without_null(wanted)
         origin = typing.get_origin(kind)
@@ -181,7 +182,7 @@ class _Builder:
         return value
 
     def _items(self, wanted: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
-        """A list; on the command line a bare value is a list of one."""
+        """Converts a list; on the command line a single value stands for a list of one."""
         item = typing.get_args(without_null(wanted)[0])[0]
         items, names = node.value, None
         if isinstance(items, tuple):
@@ -213,12 +214,12 @@ class _Builder:
         return _INVALID
 
     def _unknown(self, path: Path, siblings: Iterable[str]) -> None:
-        """Reports an unknown key and the likeliest correct one: of the same name, or similar."""
+        """Reports an unknown key and suggests one of the same name elsewhere, or a similar one."""
         namesakes = [known for known in self.known if known[-1] == path[-1]]
         prefix = "".join(f"{name}." for name in path[:-1])
         hint = registry.suggest(path[-1], list(siblings), prefix=prefix)
         if tuple(".".join(path).split(".")) in self.known:
-            hint = "; dots in keys are for the command line, nest mappings here"
+            hint = "; dotted keys are for the command line; nest mappings here"
         elif namesakes:
             nearest = max(namesakes, key=lambda known: _shared(known, path))
             hint = f"; did you mean {'.'.join(nearest)!r}?"
@@ -233,7 +234,7 @@ def _required(field: dataclasses.Field) -> bool:
 
 
 def _scalar(kind: Any, node: Node) -> Any:
-    """The node as a scalar type: an integer is also a number, a boolean is not."""
+    """Converts a node to a scalar type; integers count as numbers, booleans do not."""
     value, text = node.value, text_of(node)
     if len(members(kind)) > 1:
         found = (_scalar(option, node) for option in members(kind))
@@ -243,8 +244,8 @@ def _scalar(kind: Any, node: Node) -> Any:
     if kind is str:
         return text if isinstance(text, str) else _INVALID
     if kind is float and type(value) in (int, float):
-        fits = abs(value) <= schema.FLOAT32_MAX  # False for nan
-        return float(value) + 0.0 if fits else _INVALID  # + 0.0: no -0.0
+        fits = abs(value) <= schema.FLOAT32_MAX  # False for NaN.
+        return float(value) + 0.0 if fits else _INVALID  # Adding 0.0 turns -0.0 into 0.0.
     return value if type(value) is kind else _INVALID
 
 
@@ -258,7 +259,7 @@ def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
 
 
 def _describe(wanted: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
-    """Describes what a key expects; `number` 1 for the plural."""
+    """Describes the values that a key accepts; `number` 1 returns the plural."""
     kind, nullable = without_null(wanted)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if kind in _NOUNS:
@@ -291,7 +292,7 @@ def _range(bounds: Mapping[str, Any]) -> str:
 
 
 def _show(node: Node) -> str:
-    """Describes the given value."""
+    """Returns a value in the form in which messages quote it."""
     value = node.value
     if isinstance(value, Malformed):
         return f"{node.raw!r} (not valid YAML)"
@@ -305,7 +306,7 @@ def _show(node: Node) -> str:
 
 
 def _near(wanted: Any, node: Node) -> str:
-    """ "; did you mean 'x'?" if the value is similar to one of the key's fixed choices."""
+    """Returns "; did you mean 'x'?" if the value is similar to one of the key's choices."""
     kind = without_null(wanted)[0]
     choices = [choice for member in members(kind) for choice in typing.get_args(member)]
     fixed = [choice for choice in choices if isinstance(choice, str)]
@@ -313,6 +314,6 @@ def _near(wanted: Any, node: Node) -> str:
 
 
 def _shared(one: Path, other: Path) -> int:
-    """Length of the common beginning of two paths."""
+    """Returns the length of the common prefix of two paths."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,7 +1,7 @@
-"""Checks between keys that need no checkpoint and no device.
+"""Consistency checks between config keys, without checkpoints or devices.
 
-A check reads the attributes that a group has, so strategies with the same keys get the same checks.
-It yields the keys involved, the one to change first, and the problem.
+A check reads the attributes that a group has, so that strategies with the same keys get the same
+checks. It yields the keys of a problem, beginning with the one to change, and the message.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from dflash.config import distill_schema, registry, schema
 
 Problem = tuple[tuple[str, ...], str]
 
-_FILES = "jsonl"  # the data set that is made from the user's files
+_FILES = "jsonl"  # Name of the data set that reads the user's files.
 _MESH_AXES = tuple(field.name for field in dataclasses.fields(schema.MeshConfig))
 
 
@@ -43,7 +43,7 @@ def _random_target(config: Any) -> Iterator[Problem]:
 
 
 def _rope_scaling(config: Any) -> Iterator[Problem]:
-    """Scalings that take the place of a checkpoint's."""
+    """Checks scalings that replace the checkpoint's."""
     for group in ("target", "drafter"):
         scaling = getattr(getattr(config, group), "rope_scaling", None)
         if scaling is not None:
@@ -62,7 +62,7 @@ def _target_architecture(config: Any) -> Iterator[Problem]:
 
 
 def shape_problems(shape: schema.TargetArchitecture) -> Iterator[Problem]:
-    """Yields (fields, message) for everything in a decoder's shape that does not fit together."""
+    """Yields (fields, message) for every inconsistency in a decoder's shape."""
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if heads % kv_heads:
         keys = "num_attention_heads", "num_key_value_heads"
@@ -74,7 +74,7 @@ def shape_problems(shape: schema.TargetArchitecture) -> Iterator[Problem]:
 
 
 def _rope_problems(scaling: schema.RopeScaling) -> Iterator[Problem]:
-    """Where the blend between slowed and kept frequencies must have a width."""
+    """Checks that the blend between scaled and unscaled frequencies has a positive width."""
     ends = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     low, high = ends[scaling.rope_type]
     if getattr(scaling, low) >= getattr(scaling, high):
@@ -92,7 +92,7 @@ def _drafter_architecture(config: Any) -> Iterator[Problem]:
     if block == schema.AUTO and getattr(drafter, "tree", None) is not None:
         yield (
             ("drafter.block_size", "drafter.tree"),
-            "auto chooses among chains; leave drafter.tree out",
+            "auto chooses between chains only; leave drafter.tree out",
         )
     if isinstance(block, int) and trained is not None and block > trained:
         keys = "drafter.block_size", "drafter.architecture.block_size"
@@ -104,7 +104,7 @@ def _drafter_architecture(config: Any) -> Iterator[Problem]:
 
 
 def _draft_model(config: Any) -> Iterator[Problem]:
-    """The family of a drafter that is a language model itself."""
+    """Checks the family of a drafter that is a language model."""
     family = getattr(config.drafter, "family", None)
     if family is not None and family not in registry.TARGETS:
         near = registry.suggest(family, registry.TARGETS)
@@ -112,10 +112,10 @@ def _draft_model(config: Any) -> Iterator[Problem]:
 
 
 def _one_block_size(config: Any) -> Iterator[Problem]:
-    """Training and the compile report need a fixed block size."""
+    """Checks that the block size is fixed for training and compile reports."""
     elsewhere = hasattr(config, "train") or hasattr(config, "tpu")
     if elsewhere and getattr(config.drafter, "block_size", None) == schema.AUTO:
-        yield ("drafter.block_size",), "auto is for decoding; give a number, or leave it out"
+        yield ("drafter.block_size",), "auto is for decoding only; give a number, or leave it out"
 
 
 def _layer_ids(config: Any, layers: tuple[int, ...] | None, target: Any) -> Iterator[Problem]:
@@ -125,7 +125,7 @@ def _layer_ids(config: Any, layers: tuple[int, ...] | None, target: Any) -> Iter
     if not layers:
         yield (key,), "expected at least one layer, got none"
     if len(set(layers)) < len(layers):
-        yield (key,), f"expected different layers, got {list(layers)}"
+        yield (key,), f"expected distinct layers, got {list(layers)}"
     outside = [layer for layer in layers if target and layer >= target.num_hidden_layers]
     if outside:
         depth = target.num_hidden_layers
@@ -166,14 +166,14 @@ def _prompts(config: Any) -> Iterator[Problem]:
             keys = "prompts.dataset", f"prompts.{other}"
             yield keys, f"excludes prompts.{other}; give one of the two"
     if prompts.dataset == _FILES:
-        yield ("prompts.dataset",), "has no prompts of its own; name the file by prompts.file"
+        yield ("prompts.dataset",), f"{_FILES} has no prompts; set prompts.file to the file"
     elif prompts.dataset not in registry.DATASETS:
         near = registry.suggest(prompts.dataset, set(registry.DATASETS) - {_FILES})
         yield ("prompts.dataset",), f"unknown data set {prompts.dataset!r}{near}"
 
 
 def _strategies(config: Any) -> Iterator[Problem]:
-    """Each strategy's drafter, by the checks of `drafter`."""
+    """Applies the checks of `drafter` to each strategy."""
     for name, drafter in config.strategies.items():
         own = f"strategies.{name}"
         alone = types.SimpleNamespace(drafter=drafter)
@@ -182,12 +182,12 @@ def _strategies(config: Any) -> Iterator[Problem]:
             renamed = (re.sub(r"^drafter\b", own, key) for key in keys)
             yield tuple(renamed), re.sub(r"\bdrafter\.", f"{own}.", message)
         if getattr(drafter, "block_size", None) == schema.AUTO and (fixed := _fixed_sizes(config)):
-            message = "auto looks at what is accepted: for measured acceptance alone"
+            message = "auto depends on acceptance, which is not measured here; give a number"
             yield (f"{own}.block_size", fixed), message
 
 
 def _fixed_sizes(config: Any) -> str | None:
-    """The key that has strategies run where nothing is truly accepted, if one does."""
+    """Returns the key, if any, because of which acceptance is not measured."""
     if hasattr(config, "forecast"):
         return "forecast"
     return "study" if config.study else "acceptance" if config.forced else None
@@ -208,35 +208,38 @@ def _tasks(config: Any) -> Iterator[Problem]:
 
 def _data(config: Any) -> Iterator[Problem]:
     data = config.data
-    makes_files = hasattr(config, "answers")  # the run itself, before it trains
+    makes_files = hasattr(config, "answers")  # A distillation generates its files before training.
     for name in data.mixture:
         if name not in registry.DATASETS:
             near = registry.suggest(name, registry.DATASETS)
             yield (f"data.mixture.{name}", "data.mixture"), f"unknown data set {name!r}{near}"
     if makes_files and data.mixture and _FILES not in data.shares:
-        message = f"no share for {_FILES}, the answers; leave the mixture out for answers alone"
+        message = (
+            f"has no share for {_FILES}, the answers; add one, or leave the mixture out to train "
+            "on answers only"
+        )
         yield ("data.mixture",), message
     elif makes_files:
         return
     elif not data.shares:
         yield (
             ("data.mixture", "data.files"),
-            "required: a share for each data set, such as {math: 1.0}; or data.files",
+            "required: a share for each data set, such as {math: 1.0}; or set data.files",
         )
     elif data.files and _FILES not in data.shares:
         keys = "data.files", "data.mixture"
-        yield keys, f"belongs to the data set {_FILES}, which data.mixture has no share for"
+        yield keys, f"is read by the data set {_FILES}, for which data.mixture has no share"
     elif _FILES in data.shares and not data.files:
         yield ("data.files", "data.mixture"), f"required by the data set {_FILES} of data.mixture"
 
 
 def _distillation(config: Any) -> Iterator[Problem]:
-    """Questions to answer, data sets to test on, and how both are decoded."""
+    """Checks the questions, the test data sets, and the decoding of both."""
     if not config.answers.tasks and not config.answers.files and config.answers.made is None:
-        example = "questions of data sets, such as {math: 3000}; or answers.files"
+        example = "numbers of questions by data set, such as {math: 3000}; or set answers.files"
         yield ("answers.tasks", "answers.files"), f"required: {example}"
     if config.test.trees and distill_schema.tree_group(config.drafter) is None:
-        yield ("test.trees", "drafter.name"), f"{config.drafter.name!r} drafts no trees"
+        yield ("test.trees", "drafter.name"), f"{config.drafter.name!r} does not draft trees"
     if config.test.block_sizes and not hasattr(config.drafter, "block_size"):
         message = f"{config.drafter.name!r} has no block size"
         yield ("test.block_sizes", "drafter.name"), message
@@ -278,10 +281,10 @@ def _batch(config: Any) -> Iterator[Problem]:
 
 
 def _training_length(config: Any) -> Iterator[Problem]:
-    """Checks the length of a training run, and that its batches divide."""
+    """Checks a training run's length and the divisibility of its batches."""
     train, pieces = config.train, config.optimizer.accumulate_steps
     if (train.steps is None) == (train.epochs is None):
-        yield ("train.steps", "train.epochs"), "give one of train.steps and train.epochs"
+        yield ("train.steps", "train.epochs"), "give exactly one of train.steps and train.epochs"
     axes = [axis for axis in config.sharding_rules.get("batch", ()) if axis in _MESH_AXES]
     devices = math.prod(getattr(config.mesh, axis) for axis in axes)
     if train.batch_size % (pieces * devices):
@@ -302,7 +305,7 @@ def _in_vocabulary(config: Any, key: str, ids: tuple[int, ...]) -> Iterator[Prob
 
 
 def _shape(group: Any) -> Any:
-    """The group's architecture: as given, or for random weights its defaults."""
+    """Returns the group's architecture, or the default one for random weights."""
     stated = getattr(group, "architecture", None)
     if stated is not None or getattr(group, "checkpoint", None) != schema.RANDOM:
         return stated

@@ -1,4 +1,4 @@
-"""Training data: data sets, their shares, and their layout in rows."""
+"""Config group of training data: data sets, their shares, and their layout in rows."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,24 +9,24 @@ from dflash.config.schema import location, option
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The data of a training run; the names of data sets are in dflash/config/registry.py."""
+    """Data of a training run; dflash/config/registry.py lists the names of data sets."""
 
-    mixture: Mapping[str, float] = option({}, minimum=0.0)  # share of the rows, by data set
-    # Of the data set jsonl; without a mixture, they are all of it.
+    mixture: Mapping[str, float] = option({}, minimum=0.0)  # Share of the rows, by data set.
+    # Files of the data set jsonl, which is the only one if there is no mixture.
     files: tuple[str, ...] = location("file", ())
-    held_out_percent: float = option(1.0, minimum=0.0, maximum=40.0)  # of jsonl: validation, test
-    math_examples: int = option(100_000, minimum=1)  # training examples of math
-    length: int = option(
-        1024, minimum=2, maximum=schema.MAX_TOKENS
-    )  # tokens in a row; longer conversations are cut
-    seed: int = option(0, minimum=0, maximum=2**31 - 1)  # of the order
-    thinking: bool = False  # as prompts.thinking: the chat template asks for reasoning first
-    data_dir: str | None = location("disk")  # None: ~/.cache/dflash/datasets
-    raw_dir: str | None = location("disk")  # files of published sets; None: raw/ in data_dir
+    # Percentage of jsonl for each of validation and test.
+    held_out_percent: float = option(1.0, minimum=0.0, maximum=40.0)
+    math_examples: int = option(100_000, minimum=1)  # Number of training examples of math.
+    # Tokens per row; longer conversations are truncated.
+    length: int = option(1024, minimum=2, maximum=schema.MAX_TOKENS)
+    seed: int = option(0, minimum=0, maximum=2**31 - 1)  # Seed of the order of rows.
+    thinking: bool = False  # The chat template asks for reasoning first, as prompts.thinking.
+    data_dir: str | None = location("disk")  # None: ~/.cache/dflash/datasets.
+    raw_dir: str | None = location("disk")  # Files of published sets; None: raw/ in data_dir.
 
     @property
     def shares(self) -> dict[str, float]:
-        """The mixture without data sets of share 0; shares need not add up to 1."""
+        """Mixture without data sets of share 0; shares need not add up to 1."""
         if not self.mixture and self.files:
             return {"jsonl": 1.0}
         return {name: share for name, share in self.mixture.items() if share}

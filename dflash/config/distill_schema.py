@@ -1,4 +1,4 @@
-"""Every key of a distillation: from a target and questions to a drafter."""
+"""Schema of a distillation config: from a target and questions to a drafter."""
 
 import dataclasses
 import pathlib
@@ -14,41 +14,45 @@ from dflash.config.schema import location, option
 
 @dataclasses.dataclass(frozen=True)
 class AnswersConfig:
-    """The questions that the target answers, and how it answers them."""
+    """Questions that the target answers, and the decoding of the answers."""
 
-    made: str | None = location("file")  # another distillation's answers.jsonl; nothing is asked
-    tasks: Mapping[str, int] = option({}, minimum=1)  # questions of a data set's training split
-    files: tuple[str, ...] = location("file", ())  # further questions: JSONL, as prompts.file
+    # Existing answers.jsonl of another distillation. Replaces tasks and files; nothing is decoded.
+    made: str | None = location("file")
+    # Number of questions from the training split, by data set.
+    tasks: Mapping[str, int] = option({}, minimum=1)
+    files: tuple[str, ...] = location("file", ())  # More questions: JSONL files like prompts.file.
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutConfig:
-    """The measurement of the finished drafter, against decoding without it."""
+    """Measurement of the finished drafter against plain decoding."""
 
-    tasks: tuple[str, ...] = ()  # data sets; none: no measurement
-    # Also measured, beside what `drafter` says: smaller blocks, and trees of so many drafts.
+    tasks: tuple[str, ...] = ()  # Data sets; an empty list skips the measurement.
+    # Block sizes and tree budgets (in drafts) to measure in addition to the `drafter` group's.
     block_sizes: tuple[int, ...] = option((), minimum=2, maximum=schema.MAX_BLOCK_SIZE)
     trees: tuple[int, ...] = option((), minimum=1, maximum=1024)
     split: Literal["validation", "test"] = "test"
-    prompts: int = option(40, minimum=1, maximum=schema.MAX_BATCH)  # of each data set
+    prompts: int = option(40, minimum=1, maximum=schema.MAX_BATCH)  # Prompts per data set.
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """What the plan is made for."""
+    """Assumptions of the plan."""
 
-    chip: str | None = None  # such as v5p; None: that of this machine, and no times in a dry run
-    prompt_tokens: int = option(256, minimum=1, maximum=schema.MAX_TOKENS)  # of a question, about
+    # Chip, such as v5p. None: this machine's; a dry run then estimates no times.
+    chip: str | None = None
+    # Estimated tokens per question.
+    prompt_tokens: int = option(256, minimum=1, maximum=schema.MAX_TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)
 class DistillRun:
-    """Everything that `dflash distill` reads from its config.
+    """Config of `dflash distill`.
 
-    `data`, `loss`, `optimizer`, `train` and `evaluation` are those of training; the answers are
-    the data set jsonl of `data.mixture`, or all of the data where there is no mixture.
+    The groups `data`, `loss`, `optimizer`, `train` and `evaluation` are those of a training config.
+    The answers are the data set jsonl of `data.mixture`, or all of the data without a mixture.
     """
 
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
@@ -67,7 +71,7 @@ class DistillRun:
     sharding_rules: Mapping[str, tuple[str, ...]] = option(schema.SHARDING_RULES)
 
     def answer_runs(self) -> dict[str, schema.DecodeRun]:
-        """The decode runs that make the answers, by the name of their questions."""
+        """Returns the decode runs that generate the answers, by the name of their questions."""
         if self.answers.made is not None:
             return {}
         sources = {
@@ -79,24 +83,24 @@ class DistillRun:
         return {name: self.answer_run(source) for name, source in sources.items()}
 
     def answer_run(self, questions: schema.PromptsConfig) -> schema.DecodeRun:
-        """The decode run that answers some questions."""
+        """Returns the decode run that answers the given questions."""
         return self._decode_run(self.answers.decode, schema.DrafterConfig(), questions)
 
     def train_run(self, answers: str) -> train_schema.TrainRun:
-        """The training run on a file of answers."""
+        """Returns the training run on a file of answers."""
         data = dataclasses.replace(self.data, files=(*self.data.files, answers))
         names = {field.name for field in dataclasses.fields(train_schema.TrainRun)}
         shared = {name: value for name, value in vars(self).items() if name in names}
         return train_schema.TrainRun(**{**shared, "data": data})
 
     def test_runs(self, checkpoint: str | None) -> dict[str, schema.DecodeRun]:
-        """The decode runs that measure the drafter.
+        """Returns the decode runs that measure the drafter.
 
         Args:
-          checkpoint: A directory with its weights; None: those that training begins with.
+          checkpoint: Directory of the drafter's weights; None uses those before training.
         Returns:
-          Each by its data set, such as math, or by data set and what is drafted, such as
-          math-block8 and math-tree32.
+          Decode runs by data set, such as math, or by data set and variant, such as math-block8
+          and math-tree32.
         """
         trained = self.drafter
         if checkpoint is not None:
@@ -138,11 +142,11 @@ class DistillRun:
 
 
 def tree_group(drafter: schema.DrafterConfig) -> type | None:
-    """The class of a strategy's key `tree`; None if it drafts no trees."""
+    """Returns the schema of a strategy's `tree` key, or None if it drafts no trees."""
     kinds = typing.get_args(typing.get_type_hints(type(drafter)).get("tree"))
     return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
 
 
 def is_free(key: str) -> bool:
-    """Whether a continued distillation may change the dotted `key`."""
+    """Returns whether a resumed distillation may change the dotted `key`."""
     return key.startswith("plan.") or train_schema.is_free(key)

@@ -1,24 +1,24 @@
-"""Text files in UTF-8, or what they are instead."""
+"""Decoding of UTF-8 text files, with clear errors for other encodings."""
 
 import codecs
 
 from dflash import errors
 
-# UTF-32's little-endian mark begins with UTF-16's.
+# UTF-32 comes first, since its little-endian byte order mark begins with that of UTF-16.
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-_LOOKED_AT = 64  # bytes
+_LOOKED_AT = 64  # Number of bytes that `check` reads.
 
 
 def decode(content: bytes) -> str:
-    """The text of a file; a mark at its beginning, which some editors write, is dropped.
+    """Returns the text of a file, without the byte order mark that some editors write.
 
     Raises:
-      InputError: It is not UTF-8; the message says what it is, or where it goes wrong.
+      InputError: The content is not UTF-8; the message names the encoding, or the invalid byte.
     """
     check(content)
     try:
@@ -29,13 +29,13 @@ def decode(content: bytes) -> str:
 
 
 def check(beginning: bytes) -> None:
-    """Refuses, by its beginning, a file in another encoding.
+    """Raises if the beginning of a file shows another encoding.
 
     Raises:
-      InputError: It is UTF-16 or UTF-32, with its mark or without.
+      InputError: The file is UTF-16 or UTF-32, with or without a byte order mark.
     """
     found = next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), None)
-    # English without a mark: every other byte is zero.
+    # English text in UTF-16 without a byte order mark: every other byte is zero.
     looked_at = beginning[:_LOOKED_AT]
     if found is None and looked_at.count(0) > len(looked_at) // 3 > 0:
         found = "UTF-16 or binary"

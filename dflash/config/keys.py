@@ -1,4 +1,4 @@
-"""The keys that a config may hold: their types, and the values that are fixed."""
+"""Keys that a config may hold, with their types and their fixed values."""
 
 import dataclasses
 import functools
@@ -18,14 +18,15 @@ CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
     schema.TargetConfig: registry.TARGETS,
     schema.DrafterConfig: registry.DRAFTERS,
 }
-_UNIONS = (types.UnionType, typing.Union)  # `X | Y` and Union[X, Y]
-# Names of registered things, by the key that takes them.
+_UNIONS = (types.UnionType, typing.Union)  # Types of `X | Y` and of Union[X, Y].
+# Registries that the values of a key are names of.
 _NAMES: Mapping[Path, Mapping[str, Any]] = {
     ("prompts", "dataset"): registry.DATASETS,
     ("tasks",): registry.DATASETS,
     ("test", "tasks"): registry.DATASETS,
     ("drafter", "family"): registry.TARGETS,
 }
+# Registries that the entries of a mapping are names of.
 _ENTRIES: Mapping[Path, Mapping[str, Any]] = {
     ("data", "mixture"): registry.DATASETS,
     ("answers", "tasks"): registry.DATASETS,
@@ -35,14 +36,14 @@ _ENTRIES: Mapping[Path, Mapping[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key that a config may hold.
+    """Key that a config may hold.
 
     Attributes:
-      path: Its names, from the outermost group.
-      kind: Type of its value.
-      names: What it must be one of, if these are not part of the type.
-      place: What it names on disk; see `schema.Place`.
-      is_group: Whether it has keys of its own.
+      path: Names from the outermost group to the key.
+      kind: Type of the value.
+      names: Valid values that the type does not list, such as names of a registry.
+      place: Kind of path that the value is, or None; see `schema.Place`.
+      is_group: The value is a mapping with keys of its own.
     """
 
     path: Path
@@ -53,7 +54,7 @@ class Key:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The fixed values that it may have, as they are written."""
+        """Fixed values that the key may have, as a config spells them."""
         found = list(self.names)
         for kind in members(self.kind):
             if typing.get_origin(kind) is Literal:
@@ -69,9 +70,9 @@ def known_keys(declared: type, given: Any, path: Path = ()) -> Iterator[Key]:
     """Yields every key that a config may hold, groups included.
 
     Args:
-      declared: The schema of the config or group.
-      given: What the config holds so far, nested mappings of nodes: names in it choose schemas.
-      path: Of the group.
+      declared: Schema of the config or group.
+      given: Content of the config so far, nested mappings of nodes. Names in it choose schemas.
+      path: Path of the group.
     """
     given = given if isinstance(given, ml_collections.ConfigDict) else {}
     cls = chosen_schema(declared, given) or declared
@@ -98,7 +99,7 @@ def known_keys(declared: type, given: Any, path: Path = ()) -> Iterator[Key]:
 
 
 def chosen_schema(declared: type, given: Mapping[str, Any]) -> type | None:
-    """The schema of a group, chosen by its `name` if it has one; None for an unusable name."""
+    """Returns the schema of a group, by its `name` if it has one; None for an unknown name."""
     entries = CHOICES.get(declared)
     if entries is None:
         return declared
@@ -116,12 +117,12 @@ def chosen_schema(declared: type, given: Mapping[str, Any]) -> type | None:
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, None's type included; of any other type the type itself."""
+    """Returns the members of a union, None's type included, or the type itself."""
     return typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
 
 
 def without_null(kind: Any) -> tuple[Any, bool]:
-    """`X | None` as (X, True), any other type as (type, False); X may be a union itself."""
+    """Returns (X, True) for `X | None`, where X may be a union, and (kind, False) otherwise."""
     inner = [option for option in members(kind) if option is not type(None)]
     if len(inner) == len(members(kind)):
         return kind, False

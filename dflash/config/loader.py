@@ -1,7 +1,8 @@
-"""Loads a config file and `key=value` overrides into a frozen dataclass, and writes it as YAML.
+"""Loading of config files and `key=value` overrides into frozen dataclasses, and dumping as YAML.
 
-Later wins: the dataclass's default, each file of `base: [..]` in order, the file, the command line.
-Mappings merge, lists replace. Every problem is found before any is reported.
+The layers, of which later ones win: the dataclass's defaults, each file of `base: [..]` in order,
+the file itself, the command line. Mappings merge, lists replace. An error lists all problems at
+once.
 """
 
 import dataclasses
@@ -19,8 +20,8 @@ from dflash.config.merging import find_config as find_config
 from dflash.config.schema import DecodeRun
 from dflash.config.strict_yaml import Node
 
-SWEEP = "sweep"  # the key of a sweep's block
-_CHOICE = "name"  # the key that chooses a group's schema
+SWEEP = "sweep"  # Key of a sweep's block.
+_CHOICE = "name"  # Key that chooses a group's schema.
 Run = TypeVar("Run")
 
 
@@ -32,14 +33,14 @@ def load(
     """Loads a config.
 
     Args:
-      path: A YAML file, looked up as given, then among the shipped configs; None for the defaults.
+      path: YAML file, looked up as given, then among the shipped configs; None is the defaults.
       overrides: `key=value` arguments; keys are dotted, values are YAML. A string field takes the
-        text as typed, and a list field takes a bare value as a list of one.
-      schema: The dataclass to fill; of several, the one with most of the file's groups.
+        text as typed, and a list field takes a single value as a list of one.
+      schema: Dataclass to fill. Of several, the one that shares most groups with the file.
     Returns:
-      An instance of `schema`, or of one of them.
+      An instance of the chosen schema.
     Raises:
-      ConfigError: Anything is wrong; holds every problem, one line each.
+      ConfigError: The config is invalid; the message lists every problem, one line each.
     """
     problems: list[str] = []
     files, origin = ([], merging.COMMAND_LINE) if path is None else merging.read(path, problems)
@@ -52,7 +53,7 @@ def load(
     for node in (*files, *command_line):
         if node is not None and SWEEP in node.value:
             place = node.value[SWEEP].source
-            problems.append(f"{place}: {SWEEP}: for dflash sweep; no other command takes it")
+            problems.append(f"{place}: {SWEEP}: only dflash sweep accepts this key")
     found = [without_sweep(node) for node in files]
     rest = [without_sweep(node) for node in command_line]
     config, further = resolve(found, [rest], origin, schema)
@@ -71,12 +72,12 @@ def resolve(
     """Builds a config from its layers.
 
     Args:
-      files: Of `merging.read`, in the order in which later wins; None for one that is unreadable.
-      over: Layers over the files, such as the command line.
-      origin: The name of the main file.
-      schema: The dataclass to fill.
+      files: Files from `merging.read`, of which later ones win; None for an unreadable one.
+      over: Layers on top of the files, such as the command line.
+      origin: Name of the main file.
+      schema: Dataclass to fill.
     Returns:
-      An instance of `schema`, None where there is none; every problem, one line each.
+      An instance of `schema`, or None if none can be built; every problem, one line each.
     """
     readable = [file for file in files if file is not None]
     complete = len(readable) == len(files)
@@ -97,15 +98,15 @@ def resolve(
 def check_command(
     files: Sequence[Node], origin: str, schemas: Sequence[type], of: str = "this command"
 ) -> None:
-    """Refuses files that another command's config consists of.
+    """Raises if the files are a config of another command.
 
     Args:
       files: Mappings of the main file and its bases.
-      origin: The name of the main file.
-      schemas: Those of the command at hand.
-      of: What has these schemas, for the message.
+      origin: Name of the main file.
+      schemas: Schemas of the current command.
+      of: Name of the current command, for the message.
     Raises:
-      ConfigError: Another command knows more of the files' groups.
+      ConfigError: The schemas of another command know more of the files' groups.
     """
     keys = {key for file in files for key in file.value} - {SWEEP}
 
@@ -122,7 +123,7 @@ def check_command(
 
 
 def without_sweep(node: Node | None) -> Node | None:
-    """A file or argument without its `sweep:` block."""
+    """Returns a file or argument without its `sweep:` block."""
     if node is None or SWEEP not in node.value:
         return node
     content = {key: value for key, value in node.value.items() if key != SWEEP}
@@ -130,20 +131,20 @@ def without_sweep(node: Node | None) -> Node | None:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The resolved config as plain dicts, lists and scalars, defaults included."""
+    """Returns the resolved config as plain dicts, lists and scalars, defaults included."""
     return _plain(config)
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved config as YAML; loading it gives an equal config and the same hash."""
+    """Returns the resolved config as YAML; loading it gives an equal config and the same hash."""
     return strict_yaml.dump(to_dict(config))
 
 
 def non_defaults(config: Any) -> Any:
-    """The values of a config that differ from their defaults, as plain dicts, lists and scalars.
+    """Returns the values that differ from their defaults, as plain dicts, lists and scalars.
 
-    A key that a later version adds is not included until it is set. The name that chooses a group's
-    schema always is, because the defaults depend on it.
+    A key that a later version adds is therefore not included until it is set. The name that chooses
+    a group's schema is always included, because the defaults depend on it.
     """
     if dataclasses.is_dataclass(config):
         found = {}
@@ -170,18 +171,18 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digest(content: Any) -> str:
-    """Twelve hex digits of a SHA-256 over plain content; the order of keys is immaterial."""
+    """Returns 12 hex digits of a SHA-256 of plain content, independent of the order of keys."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def config_hash(config: Any) -> str:
-    """The `digest` of what differs from the defaults, so that a new key changes no hash."""
+    """Returns the `digest` of the non-default values, so that a new key changes no hash."""
     return digest(non_defaults(config))
 
 
 def fitting(schemas: Sequence[type], files: Sequence[merging.Node]) -> type:
-    """The schema, of several, that has most of the groups in these files."""
+    """Returns the schema that shares most groups with the files."""
     groups = {key for file in files for key in file.value}
     return max(
         schemas, key=lambda one: len(groups & {field.name for field in dataclasses.fields(one)})
@@ -189,7 +190,7 @@ def fitting(schemas: Sequence[type], files: Sequence[merging.Node]) -> type:
 
 
 def _crossed(config: Any, tree: merging.Tree, unusable: set[merging.Path]) -> list[str]:
-    """Problems between keys, except those that involve a value already reported."""
+    """Returns problems between keys, except those with a value that is already reported."""
     lines = []
     for keys, message in checks.problems(config):
         paths = [tuple(key.split(".")) for key in keys]
@@ -200,7 +201,7 @@ def _crossed(config: Any, tree: merging.Tree, unusable: set[merging.Path]) -> li
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """The default of a field; of a required one MISSING, which equals nothing."""
+    """Returns the default of a field; MISSING, which equals no value, for a required field."""
     made = field.default_factory is not dataclasses.MISSING
     return field.default_factory() if made else field.default
 

@@ -1,4 +1,4 @@
-"""The files and directories that a config names."""
+"""Files and directories that a config refers to."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from dflash.config import schema
 
 
 def locations(config: Any, prefix: str = "") -> Iterator[tuple[str, schema.Place, str]]:
-    """Yields (dotted key, kind of place, the place as given) for every location in a config."""
+    """Yields (dotted key, kind of path, path as given) for every path in a config."""
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         place = field.metadata.get(schema.PLACE)

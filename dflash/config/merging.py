@@ -1,4 +1,4 @@
-"""Finds config files, reads them with their bases, and merges the layers."""
+"""Lookup of config files, reading them with their bases, and merging of the layers."""
 
 import dataclasses
 import pathlib
@@ -13,8 +13,8 @@ from dflash.storage.paths import in_bucket, to_path
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yml", ".yaml")
-_MAX_BYTES = 2**20  # of a config file; the largest resolved one has a few thousand
-Path = tuple[str, ...]  # of a key: ("decode", "seed")
+_MAX_BYTES = 2**20  # Limit for a config file; the largest resolved config has a few thousand bytes.
+Path = tuple[str, ...]  # Path of a key, such as ("decode", "seed").
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Tree:
     """All layers, merged.
 
     Attributes:
-      content: Nested mappings whose leaves are nodes; later layers have already won.
-      places: The node that last wrote each key, mappings included.
-      origin: The name of the main file.
+      content: Nested mappings with nodes as leaves, each from the latest layer that has it.
+      places: Node that last wrote each key, mappings included.
+      origin: Name of the main file.
     """
 
     content: ml_collections.ConfigDict
@@ -32,10 +32,10 @@ class Tree:
     origin: str
 
     def source(self, *paths: Path) -> str:
-        """The source to name in a problem with the keys `paths`.
+        """Returns the source to name in a problem with the keys `paths`.
 
-        The command line if one of them was given there, else where the first written one was, else
-        where the group of the first key was.
+        It is the command line if one of the keys was given there, else the source of the first key
+        that was given, else the source of the first key's group.
         """
         written = [self.places[path].source for path in paths if path in self.places]
         if COMMAND_LINE in written:
@@ -46,23 +46,23 @@ class Tree:
 
 
 def package_configs() -> pathlib.Path:
-    """The directory of the shipped configs: package data, or `configs/` of a source checkout."""
-    # By this file's own place: `dflash` may also be the name of a directory that users are in.
+    """Returns the directory of shipped configs: package data or a checkout's `configs/`."""
+    # Start from this file, since the working directory may have a `dflash` directory, too.
     package = pathlib.Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def find_config(path: str | pathlib.Path) -> pathlib.Path:
-    """Finds a config file: as given, then among the shipped ones.
+    """Returns the path of a config file, looked up as given, then among the shipped configs.
 
     Raises:
-      ConfigError: There is no such file; the message offers the nearest shipped one.
+      ConfigError: There is no such file; the message suggests the nearest shipped config.
     """
     given = to_path(path) if in_bucket(path) else pathlib.Path(path)
     if _exists(given):
         if given.is_dir():
-            raise errors.ConfigError(f"{path}: a directory, expected a config{_inside(given)}")
+            raise errors.ConfigError(f"{path}: is a directory, expected a config{_inside(given)}")
         return given
     shipped = _shipped(given)
     if shipped is not None:
@@ -71,7 +71,7 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     known = [f"configs/{one.relative_to(configs)}" for one in configs.rglob("*.yml")]
     near = registry.suggest(str(path), known, exhaustive=False)
     if not near and given.suffix not in _SUFFIXES:
-        near = f"; expected a config; a model goes with one: CONFIG target.checkpoint={path}"
+        near = f"; expected a config; give a model as CONFIG target.checkpoint={path}"
     raise errors.ConfigError(f"{path}: no such file{near}")
 
 
@@ -79,11 +79,11 @@ def read(path: str | pathlib.Path, problems: list[str]) -> tuple[list[Node | Non
     """Reads a config file and its bases, earliest first.
 
     Args:
-      path: Of the main file, as `find_config` takes it.
-      problems: Is appended to.
+      path: Path of the main file, as `find_config` accepts it.
+      problems: List to which problems are appended.
     Returns:
-      One mapping per file, in the order in which later wins, None for a file that cannot be read;
-      the main file's display name.
+      One mapping per file, of which later ones win, None for a file that cannot be read; the main
+      file's name for messages.
     """
     try:
         found = find_config(path)
@@ -94,7 +94,7 @@ def read(path: str | pathlib.Path, problems: list[str]) -> tuple[list[Node | Non
 
 
 def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]:
-    """Reads each `key=value` argument into a mapping; appends the malformed ones to `problems`."""
+    """Parses each `key=value` argument to a mapping, and appends errors to `problems`."""
     nodes = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -104,7 +104,7 @@ def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]
         elif len(path) > strict_yaml.MAX_DEPTH:
             problems.append(too_deep(COMMAND_LINE, key))
         elif path[0] == "base":
-            problems.append(f"{COMMAND_LINE}: base: expected in a file only")
+            problems.append(f"{COMMAND_LINE}: base: is only allowed in a file")
         else:
             node = strict_yaml.parse_value(text, COMMAND_LINE)
             for name in reversed(path):
@@ -119,17 +119,18 @@ def merge(
     origin: str,
     alternatives: Sequence[Collection[Path]] = (),
 ) -> Tree:
-    """Merges layers: mappings merge, anything else replaces.
+    """Merges layers: mappings merge, other values replace.
 
-    A layer that gives one of `named_groups` another `name` resets that group: keys of one drafter
-    do not apply to another. Likewise, a layer that gives one of several alternatives drops the
+    A layer that gives one of `named_groups` another `name` resets that group, since keys of one
+    drafter do not apply to another. A layer that gives one of several alternatives removes the
     others.
 
     Args:
-      layers: Each a sequence of mappings that count as one (the arguments of the command line).
-      named_groups: top-level keys whose `name` chooses their schema.
-      origin: The name of the main file.
-      alternatives: Sets of keys of which one may be given.
+      layers: Layers, of which later ones win. The mappings of a layer count as one, such as all
+        arguments of the command line.
+      named_groups: Top-level keys whose `name` chooses their schema.
+      origin: Name of the main file.
+      alternatives: Sets of mutually exclusive keys.
     """
     content, places = _empty(), {}
     for layer in layers:
@@ -152,14 +153,14 @@ def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> lis
     """Completes the entries of `mapping`, each an override of `group`, in place.
 
     The name of an entry is its `name`, else its key if that is a known name, else the name of
-    `group`. It inherits from `group` if that has the same name, else from nothing. An entry may
-    also be a config file, whose `group` is then used.
+    `group`. An entry inherits the keys of `group` if their names are equal. An entry may also be
+    the path of a config file, whose `group` is then used.
 
     Args:
       tree: All layers, merged.
-      mapping: top-level key of the entries.
-      group: top-level key of what they override.
-      names: That `group` may have.
+      mapping: Top-level key of the entries.
+      group: Top-level key of the group that they override.
+      names: Valid names of `group`.
     Returns:
       Every problem found, one line each.
     """
@@ -173,7 +174,7 @@ def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> lis
         entry, here = entries[key], (mapping, key)
         if isinstance(entry, Node):
             if not isinstance(entry.value, str | None):
-                continue  # reported when it is built
+                continue  # `build` reports it.
             entry = _entry_from_file(entry, tree, here, group, problems)
         name = _name_of(entry)
         if name is None:
@@ -193,17 +194,17 @@ def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> lis
 
 
 def too_deep(source: str, key: str) -> str:
-    """The problem of a dotted key with more names than files may nest."""
+    """Returns the message for a dotted key with too many names."""
     return f"{source}: {key[:40]}…: nested deeper than {strict_yaml.MAX_DEPTH} levels"
 
 
 def text_of(node: Node) -> object:
-    """The value for a string field: the text as typed on the command line, else the value."""
+    """Returns the value for a string field: the text as typed, if it is from the command line."""
     return node.value if node.raw is None else node.raw
 
 
 def _empty() -> ml_collections.ConfigDict:
-    # Keys with dots are always unknown keys, and reported as such later, not here.
+    # Accept keys with dots here, so that `build` can report them as unknown keys.
     return ml_collections.ConfigDict(type_safe=False, allow_dotted_keys=True)
 
 
@@ -223,7 +224,7 @@ def _merge_into(content, layer: Mapping[str, Node], path: Path, places: dict[Pat
 def _entry_from_file(
     entry: Node, tree: Tree, here: Path, group: str, problems: list[str]
 ) -> ml_collections.ConfigDict:
-    """The `group` of the config file that an entry names; empty if it names none."""
+    """Returns the `group` of the config file that an entry names; empty if it names none."""
     content = _empty()
     if entry.value is None:
         return content
@@ -269,16 +270,16 @@ def _renames(current: object, layer: Sequence[Node], group: str) -> bool:
 
 
 def _inside(directory: pathlib.Path) -> str:
-    """What to give instead of a directory."""
+    """Returns a suggestion for a directory that was given instead of a config."""
     if (directory / "config.yml").is_file():
-        return f"; that of the run in it is {directory / 'config.yml'}"
+        return f"; the config of the run in it is {directory / 'config.yml'}"
     if (directory / "config.json").is_file():
-        return f"; a checkpoint goes with one: CONFIG target.checkpoint={directory}"
+        return f"; give a checkpoint as CONFIG target.checkpoint={directory}"
     return ", such as configs/tiny_dflash.yml"
 
 
 def _gives(layer: Node, path: Path) -> bool:
-    """Whether a layer has a value for a key: neither null nor an empty list."""
+    """Returns whether a layer has a value for a key, neither null nor an empty list."""
     node = layer
     for name in path:
         if not isinstance(node.value, dict) or name not in node.value:
@@ -288,7 +289,7 @@ def _gives(layer: Node, path: Path) -> bool:
 
 
 def _drop(content, path: Path, places: dict[Path, Node]) -> None:
-    """Removes a key and its place, if they are there."""
+    """Removes a key and its place, if present."""
     for name in path[:-1]:
         content = content.get(name) if isinstance(content, ml_collections.ConfigDict) else None
     if isinstance(content, ml_collections.ConfigDict) and path[-1] in content:
@@ -303,10 +304,10 @@ def _shipped(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def _exists(path: pathlib.Path) -> bool:
-    """Whether there is such a file; False for a path that no file can have."""
+    """Returns whether the path exists; False for an invalid path."""
     try:
         return path.exists()
-    except (OSError, ValueError):  # too long, or a null character
+    except (OSError, ValueError):  # The path is too long, or has a null character.
         return False
 
 
@@ -345,7 +346,7 @@ def _read_one(path: pathlib.Path, name: str) -> tuple[Node | None, list[str]]:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
-            return None, [f"{name}: larger than {_MAX_BYTES:,} bytes: no config"]
+            return None, [f"{name}: larger than {_MAX_BYTES:,} bytes, the limit for a config"]
         return strict_yaml.parse(encoding.decode(content), name)
     except errors.InputError as error:
         return None, [f"{name}: {error}"]
@@ -364,7 +365,7 @@ def _base_names(bases: Node | None, problems: list[str]) -> list[Node]:
 
 
 def _display(path: pathlib.Path) -> str:
-    """The path as a user would name it: relative if it is below the working directory."""
+    """Returns the path for messages, relative if it is below the working directory."""
     if not path.is_absolute() and ".." not in path.parts:
         return str(path)
     resolved, here = path.resolve(), pathlib.Path.cwd()

@@ -1,7 +1,7 @@
-"""Names that a config may choose, and where their code is.
+"""Registry of the names that a config may choose, with references to their code.
 
 A target's or drafter's name selects two things: the class that runs, and the schema of its config
-group. Both are kept as "module:Class" and imported on demand, so that reading a config never
+group. Both are stored as "module:Class" and imported on demand, so that reading a config never
 imports jax.
 
 Installed distributions add targets and drafters through entry points, whose values are `Entry`s:
@@ -23,12 +23,12 @@ from dflash import errors
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_MAX_COMPARED = 200  # Characters of a name; comparing takes time quadratic in the length.
+_MAX_COMPARED = 200  # Limit of characters, since the comparison takes quadratic time.
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The class and the config schema of a registered name, each as "module:Class"."""
+    """Implementation and config schema of a registered name, each as "module:Class"."""
 
     implementation: str
     schema: str

@@ -1,6 +1,6 @@
-"""Every key that a config may hold: frozen dataclasses, each default stated here and nowhere else.
+"""Schema of a decoding config and of the groups that all commands share, with every default.
 
-This module imports neither jax nor anything that does, so a bad config fails in milliseconds.
+This module imports neither jax nor anything that does, so that a bad config fails in milliseconds.
 Architecture fields have the names of Hugging Face's config.json.
 """
 
@@ -9,27 +9,27 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 AUTO = "auto"
-RANDOM = "random"  # a checkpoint: weights are drawn
-INT32_MAX = 2**31 - 1  # the device's integers; the bound of every integer key without another
+RANDOM = "random"  # Value of `checkpoint` for random weights.
+INT32_MAX = 2**31 - 1  # Integers on the device; the default bound of every integer key.
 MAX_SEED = 2**32 - 1
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # Bound of the device's floats and so of every float key.
-MAX_TOKENS = 2**24  # of a sequence
-MAX_BATCH = 2**16  # slots, or prompts of a task
-MAX_EXPERTS = 4096  # of a layer
-MAX_BLOCK_SIZE = 1024  # rows that a target verifies at once, the anchor included
-MAX_LAYERS = 1024  # each is built before anything else can be said about a model
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # Floats on the device; the default bound of every float key.
+MAX_TOKENS = 2**24  # Tokens per sequence.
+MAX_BATCH = 2**16  # Slots of the decode loop, or prompts of a task.
+MAX_EXPERTS = 4096  # Experts per layer.
+MAX_BLOCK_SIZE = 1024  # Rows that a target verifies at once, anchor included.
+MAX_LAYERS = 1024  # Layers of a model; all are built before a model can be checked.
 DType = Literal["float32", "bfloat16"]
-# What a key names: a file to read, a directory that is made if missing, or the directory of a
-# checkpoint (or of a tokenizer) as `checkpoint.resolve` takes it.
-# A disk is a directory that must be on a file system, not in a bucket.
+# Kind of path that a key takes: a file to read; a directory, created if missing; a disk, which is a
+# directory on a file system, not in a bucket; or a checkpoint's or tokenizer's directory, as
+# `checkpoint.resolve` accepts it.
 Place = Literal["file", "directory", "disk", "checkpoint", "tokenizer"]
-PLACE = "place"  # in a field's metadata
+PLACE = "place"  # Key of a field's metadata.
 
 
 def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: Any = None) -> Any:
-    """A dataclass field with inclusive bounds (on each item of a list); no default: required.
+    """Returns a dataclass field with inclusive bounds, which apply to each item of a list.
 
-    An integer without a maximum is at most `INT32_MAX`.
+    A field without a default is required. An integer without a maximum is at most `INT32_MAX`.
     """
     metadata = {"minimum": minimum, "maximum": maximum}
     if isinstance(default, dict):
@@ -49,7 +49,7 @@ def subset(values: Any, declared: type) -> dict[str, Any]:
 
 
 def location(kind: Place, default: Any = None) -> Any:
-    """A dataclass field (or a list) of places on disk: it is looked up before any work begins."""
+    """Returns a dataclass field of one or several paths, which are checked before any work."""
     return dataclasses.field(default=default, metadata={PLACE: kind})
 
 
@@ -57,21 +57,22 @@ def location(kind: Place, default: Any = None) -> Any:
 class RopeScaling:
     """Scaling of rotary frequencies for long contexts (`rope_scaling` in config.json).
 
-    Both kinds divide slow frequencies by `factor` and keep fast ones; they differ in where one
-    becomes the other. What one kind does not name is ignored under it.
+    Both types divide low frequencies by `factor`, keep high ones, and blend in between; they differ
+    in where the blend begins and ends. Fields that do not apply to `rope_type` are ignored.
     """
 
     factor: float = option(8.0, minimum=1.0)
-    # Llama 3's: full turns within the original context, below and above.
+    # Bounds of Llama 3's blend, in full turns within the original context.
     low_freq_factor: float = option(1.0, minimum=0.0)
     high_freq_factor: float = option(4.0, minimum=0.0)
     original_max_position_embeddings: int = option(8192, minimum=1)
     rope_type: Literal["llama3", "yarn"] = "llama3"
-    # YaRN's: full turns within the original context, above and below.
+    # Bounds of YaRN's blend, in full turns within the original context.
     beta_fast: float = option(32.0, minimum=0.0)
     beta_slow: float = option(1.0, minimum=0.0)
-    truncate: bool = True  # round the dimensions where the blend begins and ends outward
-    # YaRN's amplitude of cos and sin. None: follows from the next two; from `factor` without them.
+    truncate: bool = True  # Round the first and last dimension of YaRN's blend outward.
+    # YaRN's amplitude of cos and sin. None: derived from mscale and mscale_all_dim, or from
+    # `factor` if they are None.
     attention_factor: float | None = option(None, minimum=0.0)
     mscale: float | None = option(None, minimum=0.0)
     mscale_all_dim: float | None = option(None, minimum=0.0)
@@ -79,7 +80,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class TargetArchitecture:
-    """Shape of a decoder-only target; read from config.json, or stated for random weights."""
+    """Shape of a decoder-only target, read from config.json or given for random weights."""
 
     vocab_size: int = option(minimum=1)
     hidden_size: int = option(minimum=1)
@@ -98,14 +99,14 @@ class TargetArchitecture:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeFields:
-    """What config.json states of the experts of Qwen3 MoE."""
+    """Fields of config.json on the experts of Qwen3 MoE."""
 
     num_experts: int = option(minimum=1, maximum=MAX_EXPERTS)
     num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
     moe_intermediate_size: int = option(minimum=1)
     norm_topk_prob: bool = False
-    decoder_sparse_step: int = option(1, minimum=1)  # every n-th layer has experts
-    mlp_only_layers: tuple[int, ...] = option((), minimum=0)  # and these have none
+    decoder_sparse_step: int = option(1, minimum=1)  # Every n-th layer has experts,
+    mlp_only_layers: tuple[int, ...] = option((), minimum=0)  # except for these layers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Qwen3MoeArchitecture(Qwen3MoeFields, TargetArchitecture):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekV3Fields:
-    """What config.json states of the attention and the experts of DeepSeek-V3 and Kimi K2."""
+    """Fields of config.json on the attention and the experts of DeepSeek-V3 and Kimi K2."""
 
     q_lora_rank: int | None = option(None, minimum=1)
     kv_lora_rank: int = option(minimum=1)
@@ -127,7 +128,7 @@ class DeepseekV3Fields:
     n_shared_experts: int = option(0, minimum=0)
     num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
     moe_intermediate_size: int = option(minimum=1)
-    first_k_dense_replace: int = option(0, minimum=0)  # the first layers have no experts
+    first_k_dense_replace: int = option(0, minimum=0)  # Number of first layers without experts.
     n_group: int = option(1, minimum=1)
     topk_group: int = option(1, minimum=1)
     norm_topk_prob: bool = True
@@ -139,45 +140,45 @@ class DeepseekV3Architecture(DeepseekV3Fields, TargetArchitecture):
     """Shape of a DeepSeek-V3 or Kimi K2 target; head_dim and num_key_value_heads are not used."""
 
 
-# Projections in eight bits, made of plain weights as they are read, with a scale for each output.
-# w8a8: rows are multiplied in eight bits too.
+# 8-bit projections with one scale per output, quantized while plain weights are read. w8a8
+# quantizes activations to int8, too.
 Quantization = Literal["int8", "float8_e4m3fn", "w8a8"]
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """The model whose distribution the output follows."""
+    """Target, the model whose distribution the output follows."""
 
-    name: str | None = None  # None: inferred from the checkpoint's config.json
-    checkpoint: str | None = location("checkpoint")  # directory, hf:org/name, or random
-    rope_scaling: RopeScaling | None = None  # None: the checkpoint's
-    quantization: Quantization | None = None  # None: as the checkpoint has them
+    name: str | None = None  # None: inferred from the checkpoint's config.json.
+    checkpoint: str | None = location("checkpoint")  # Directory, hf:org/name, or random.
+    rope_scaling: RopeScaling | None = None  # None: the checkpoint's.
+    quantization: Quantization | None = None  # None: as stored in the checkpoint.
     architecture: TargetArchitecture | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3MoeConfig(TargetConfig):
-    """A target with experts."""
+    """Target with experts."""
 
     architecture: Qwen3MoeArchitecture | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekV3Config(TargetConfig):
-    """A target with latent attention and experts."""
+    """Target with latent attention and experts."""
 
     architecture: DeepseekV3Architecture | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """The drafting strategy; strategies with keys of their own extend this."""
+    """Drafting strategy; strategies with keys of their own subclass it."""
 
     name: str = "none"
 
     @property
     def adaptive(self) -> bool:
-        """Whether the loop chooses the block size of every cycle."""
+        """Returns whether the decode loop chooses a block size for every cycle."""
         return getattr(self, "block_size", None) == AUTO
 
 
@@ -188,68 +189,68 @@ class SamplingConfig:
     Configs (`DecodeConfig`) and requests (`inference.request.Sampling`) derive from it.
     """
 
-    temperature: float = option(0.0, minimum=0.0)  # 0: greedy
-    top_k: int = option(0, minimum=0)  # 0: off
+    temperature: float = option(0.0, minimum=0.0)  # 0: greedy.
+    top_k: int = option(0, minimum=0)  # 0: off.
     top_p: float = option(1.0, minimum=0.0, maximum=1.0)
-    min_p: float = option(0.0, minimum=0.0, maximum=1.0)  # 0: off
+    min_p: float = option(0.0, minimum=0.0, maximum=1.0)  # 0: off.
     presence_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
     frequency_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
-    repetition_penalty: float = option(1.0, minimum=0.01, maximum=100.0)  # 1: off
+    repetition_penalty: float = option(1.0, minimum=0.01, maximum=100.0)  # 1: off.
     seed: int = option(0, minimum=0, maximum=MAX_SEED)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig(SamplingConfig):
-    """Sampling, the end of a sequence, and the shape of the decode loop."""
+    """Sampling, stopping criteria, and shape of the decode loop."""
 
     max_new_tokens: int = option(256, minimum=1, maximum=MAX_TOKENS)
-    min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # before any stop token
+    min_new_tokens: int = option(0, minimum=0, maximum=MAX_TOKENS)  # Minimum before a stop token.
     verify: Literal["coupled", "rejection"] = "coupled"
-    stop_ids: tuple[int, ...] = option((), minimum=0)  # in addition to the checkpoint's
+    stop_ids: tuple[int, ...] = option((), minimum=0)  # In addition to the checkpoint's.
     ignore_eos: bool = False
-    baseline: bool = False  # also decode every prompt without drafting, and compare
+    baseline: bool = False  # Also decode every prompt without drafting, and compare.
     batch_size: int = option(1, minimum=1, maximum=MAX_BATCH)
-    sync_every: int = option(8, minimum=1, maximum=2**16)  # cycles per dispatch
+    sync_every: int = option(8, minimum=1, maximum=2**16)  # Cycles per dispatch.
     # None: the longest prompt + max_new_tokens.
     max_length: int | None = option(None, minimum=2, maximum=MAX_TOKENS)
-    page_size: int = option(128, minimum=8, maximum=2**16)  # tokens per page of the target's cache
-    # Pages of that cache, over all devices. None: enough for every sequence of a batch to reach
-    # max_length. With fewer, sequences take pages as they grow, and the youngest one is interrupted
-    # and computed again later where they run out.
+    page_size: int = option(128, minimum=8, maximum=2**16)  # Tokens per page of the target's cache.
+    # Pages of the target's cache, over all devices. None: enough for every sequence of a batch to
+    # reach max_length. With fewer, sequences take pages as they grow; when no page is left, the
+    # youngest sequence is preempted and computed again later.
     num_pages: int | None = option(None, minimum=1, maximum=MAX_TOKENS)
-    # Dtype of that cache. auto: the run's; else 8 bits, with a scale for each token and kv head.
+    # Dtype of the target's cache. auto: the run's dtype. The 8-bit dtypes store one scale per token
+    # and kv head.
     kv_dtype: Literal["auto", "int8", "float8_e4m3fn"] = AUTO
-    # Tokens per chunk of a prompt, at most.
+    # Maximum number of tokens per prefill chunk.
     prefill_chunk: int = option(512, minimum=8, maximum=2**16)
-    # Keep full pages of what was computed, for later prompts that begin with the same tokens.
+    # Keep full pages of computed sequences, for later prompts that begin with the same tokens.
     prefix_cache: bool = False
-    # While few slots are busy, compute these alone. More programs to compile.
+    # Compute only a few slots while the others are idle. Compiles more programs.
     partial_dispatches: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
-    """Where prompts come from; stdin (one per line) if nothing is given."""
+    """Source of prompts: texts, a file or a data set; by default stdin, one prompt per line."""
 
     ALTERNATIVES = ("text", "file", "dataset")
 
     text: tuple[str, ...] = ()
     file: str | None = location("file")
-    chat: bool = False  # wrap text prompts as one user message, by the checkpoint's chat template
-    thinking: bool = (
-        False  # ask the template for reasoning first; most drafters are trained without
-    )
-    special_tokens: bool = False  # read those that text prompts spell, such as <|im_end|>, as such
-    dataset: str | None = None  # name of a data set, such as math or gsm8k
-    # Files of published sets; None: ~/.cache/dflash/datasets/raw
+    chat: bool = False  # Format each text prompt as one user message of the chat template.
+    # The chat template asks for reasoning first. Most drafters are trained without it.
+    thinking: bool = False
+    special_tokens: bool = False  # Parse special tokens, such as <|im_end|>, in text prompts.
+    dataset: str | None = None  # Name of a data set, such as math or gsm8k.
+    # Files of published data sets; None: ~/.cache/dflash/datasets/raw.
     raw_dir: str | None = location("disk")
-    split: Literal["train", "validation", "test"] = "test"  # of the data set
-    limit: int | None = option(None, minimum=1)  # prompts of the data set; None: all
+    split: Literal["train", "validation", "test"] = "test"  # Split of the data set.
+    limit: int | None = option(None, minimum=1)  # Prompts of the data set; None: all.
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; their product is the number of devices used."""
+    """Number of devices along each mesh axis; the product is the number of devices used."""
 
     data: int = option(1, minimum=1)
     fsdp: int = option(1, minimum=1)
@@ -257,7 +258,7 @@ class MeshConfig:
     expert: int = option(1, minimum=1)
 
 
-# Mesh axes that each logical axis is split over. "batch" is the slots of the decode loop.
+# Mesh axes over which each logical axis is sharded. "batch" is the slot axis of the decode loop.
 SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "pages": ("data", "fsdp"),
@@ -273,7 +274,7 @@ SHARDING_RULES: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRun:
-    """Everything that `dflash decode` reads from its config."""
+    """Config of `dflash decode`."""
 
     target: TargetConfig = dataclasses.field(default_factory=TargetConfig)
     drafter: DrafterConfig = dataclasses.field(default_factory=DrafterConfig)

@@ -1,12 +1,12 @@
-"""A restricted YAML without surprising types, for files and the command line.
+"""Restricted YAML without surprising types, for files and the command line.
 
 PyYAML reads `1e-3` as a string, `off` as False, `12:30` as 750 and `010` as 8, and lets the second
-of two equal keys win. Here only `true`/`false` are booleans, `null`, `~` and nothing are null,
-numbers are decimal, everything else is a string, and a repeated key is an error.
+of two equal keys win. Here only `true` and `false` are booleans; `null`, `~` and empty values are
+null; numbers are decimal; everything else is a string; and a repeated key is an error.
 
-Anchors, aliases and merge keys are refused: `base` is the only way to share keys, so every value
-has one place that an error can name. Tags are refused too, so only mappings, lists and scalars are
-constructed.
+Anchors, aliases and merge keys are errors: `base` is the only way to share keys, so that every
+value has one place that a message can name. Tags are errors, too, so that only mappings, lists and
+scalars are constructed.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import yaml
 _RESOLVERS = (
     ("null", r"~|null|", "~n\0"),
     ("bool", r"true|false", "tf"),
-    # Eighteen digits always fit into 64 bits; a longer run of digits stays a string.
+    # Eighteen digits always fit into 64 bits; more digits are a string.
     ("int", r"[-+]?(?:0|[1-9][0-9]{0,17})", "-+0123456789"),
     (
         "float",
@@ -30,22 +30,22 @@ _RESOLVERS = (
     ),
 )
 _TAG = "tag:yaml.org,2002:"
-MAX_DEPTH = 40  # levels of mappings and lists; real configs have five
+MAX_DEPTH = 40  # Limit of nested mappings and lists; real configs have five levels.
 
 
 @dataclasses.dataclass(frozen=True)
 class Malformed:
-    """Text from the command line that is not YAML; a string field may still take it."""
+    """Value of a command-line text that is not YAML; a string field accepts it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A value and where it was written.
+    """Value with its source.
 
     Attributes:
       value: None, bool, int, float, str, a tuple of nodes, a dict of nodes by key, or Malformed.
       source: "file:line", or "command line".
-      raw: The text as typed, for values from the command line.
+      raw: Text as typed, for values from the command line.
     """
 
     value: Any
@@ -92,7 +92,7 @@ for _name, _pattern, _first in _RESOLVERS:
         )
 _Dumper.add_representer(
     str,
-    # Only the double-quoted style keeps every control character and line separator.
+    # Only the double-quoted style preserves every control character and line separator.
     lambda dumper, text: dumper.represent_scalar(
         _TAG + "str", text, style=None if text.isprintable() else '"'
     ),
@@ -104,13 +104,13 @@ _Dumper.add_representer(
 
 
 def parse(text: str, name: str) -> tuple[Node | None, list[str]]:
-    """Reads one YAML document that is a mapping.
+    """Parses a YAML document that is a mapping.
 
     Args:
-      text: The document.
+      text: Text of the document.
       name: Name of the document in sources and problems.
     Returns:
-      The mapping (None where the text cannot be read), and every problem found.
+      The mapping, None if the text cannot be parsed; every problem found.
     """
     problems: list[str] = []
     try:
@@ -125,7 +125,7 @@ def parse(text: str, name: str) -> tuple[Node | None, list[str]]:
 
 
 def parse_value(text: str, source: str) -> Node:
-    """Reads the value of a `key=value` from the command line; never fails, see `Malformed`."""
+    """Parses the value of a `key=value` argument; text that is not YAML becomes `Malformed`."""
     problems: list[str] = []
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -134,7 +134,7 @@ def parse_value(text: str, source: str) -> Node:
     value = None
     if root is not None:
         value = _convert(root, lambda line: source, problems, typed=True).value
-    # Otherwise a lone comment or a document marker would be read as null.
+    # PyYAML reads a lone comment or document marker as null; do not accept them.
     if problems or (value is None and text.strip() not in ("", "~", "null")):
         value = Malformed()
     return Node(value, source, text)
@@ -153,14 +153,14 @@ def _convert(
     typed: bool = False,
     line: int | None = None,
 ) -> Node:
-    """Turns PyYAML's node into ours.
+    """Converts PyYAML's node to ours.
 
     Args:
-      node: What PyYAML composed.
-      where: Line -> source.
-      problems: Is appended to.
-      typed: Whether to keep the text of scalars as `raw`.
-      line: The line to name, if not that of the node's own start.
+      node: Node of PyYAML.
+      where: Maps a line number to a source.
+      problems: List to which problems are appended.
+      typed: Keep the text of scalars as `raw`.
+      line: Line number for the source; None is the first line of the node.
     """
     source = where(line or node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):
@@ -194,7 +194,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         case "int":
             return int(text)
         case "float":
-            # Python writes inf and nan without YAML's dot.
+            # Python spells inf and nan without YAML's dot.
             return float(re.sub(r"\.(?=inf|nan)", "", text))
     return text
 
@@ -211,7 +211,7 @@ def _place(error: yaml.YAMLError, name: str) -> str:
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    """One line: PyYAML's own message, without the excerpt and the marks."""
+    """Returns PyYAML's message as one line, without excerpt and positions."""
     reason = (
         getattr(error, "problem", None)
         or getattr(error, "context", None)

@@ -1,16 +1,16 @@
-"""Sweeps: a config with a `sweep:` block describes many configs, its points. Imports no jax.
+"""Points of a sweep, the configs that a config with a `sweep:` block describes.
 
-sweep:
-  run: decode                                  # what each point runs; decode is the default
-  product:                                     # every combination, the first key the slowest
-    drafter.block_size: [4, 8, 16]
-    decode.temperature: [0, 0.8]
-  zip:                                         # side by side, all of one length
-    decode.batch_size: [1, 8]
-    decode.sync_every: [8, 2]
+    sweep:
+      run: decode                         # command of each point; decode is the default
+      product:                            # all combinations; the first key varies slowest
+        drafter.block_size: [4, 8, 16]
+        decode.temperature: [0, 0.8]
+      zip:                                # keys that vary together; lists of equal length
+        decode.batch_size: [1, 8]
+        decode.sync_every: [8, 2]
 
-A key is that of the run's config, dotted or nested; a value is whatever the key takes. Values of a
-point override files and command line.
+Keys are those of the run's config, dotted or nested; values are any that the key accepts. Values of
+a point override files and command line. This module imports no jax.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from dflash.config.strict_yaml import Malformed, Node
 
 MAX_POINTS = 10_000
 _MAX_NAME_CHARACTERS = 120
-_UNFIT = re.compile(r"[^\w.+-]+")  # for a directory's name
+_UNFIT = re.compile(r"[^\w.+-]+")  # Characters that a directory's name should not have.
 _BLOCK = ("run", "product", "zip")
 
 
@@ -37,8 +37,8 @@ class Point:
     """One config of a sweep.
 
     Attributes:
-      name: Name of its directory; depends only on its values.
-      values: Values of the axes' keys, as plain Python.
+      name: Name of the point's directory; depends only on `values`.
+      values: Values of the axes' keys, as plain Python objects.
       config: Resolved config, an instance of the run's schema.
     """
 
@@ -52,8 +52,8 @@ class Sweep:
     """All points of a config.
 
     Attributes:
-      run: What each point runs, a name of `registry.RUNS`.
-      axes: Keys that vary together: one per product axis, and all of the zip.
+      run: Command of each point, a name of `registry.RUNS`.
+      axes: Keys of each axis: one per key of the product, and all keys of the zip together.
       points: Points by name, in the order of the axes.
     """
 
@@ -64,7 +64,7 @@ class Sweep:
 
 @dataclasses.dataclass(frozen=True)
 class _Axis:
-    """Keys that vary together: each step gives every key a value."""
+    """Keys that vary together; each step has one value per key."""
 
     keys: tuple[str, ...]
     steps: tuple[tuple[Node, ...], ...]
@@ -74,11 +74,11 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
     """Loads a config and resolves every point of its sweep.
 
     Args:
-      path: A YAML file, looked up as given, then among the shipped configs.
+      path: YAML file, looked up as given, then among the shipped configs.
       overrides: `key=value` arguments, also for the block: `sweep.product.decode.seed=[1, 2]`.
     Raises:
-      ConfigError: Anything is wrong with the block or with any point; holds every problem, one
-        line each, those of a point with its name.
+      ConfigError: The block or a point is invalid; the message lists every problem, one line each,
+        with the names of the points.
     """
     problems: list[str] = []
     files, origin = merging.read(path, problems)
@@ -89,7 +89,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         loader.check_command(files, origin, [kind], of=f"{loader.SWEEP}.run={run}")
     count = math.prod(len(axis.steps) for axis in axes)
     if count > MAX_POINTS:
-        problems.append(f"{origin}: {loader.SWEEP}: {count} points, at most {MAX_POINTS}")
+        problems.append(f"{origin}: {loader.SWEEP}: {count} points exceed the limit {MAX_POINTS}")
     if problems:
         raise errors.ConfigError(*problems)
     schema = registry.load(registry.RUNS[run].schema)
@@ -108,7 +108,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         layer = [_nested(key, node) for key, node in nodes.items()]
         config, further = loader.resolve(files, [rest, layer], origin, schema)
         if name in points:
-            further = [*further, f"{origin}: {loader.SWEEP}: the point {name} is there twice"]
+            further = [*further, f"{origin}: {loader.SWEEP}: the point {name} occurs twice"]
         for problem in further:
             found.setdefault(problem, []).append(name)
         points[name] = Point(name, values, config)
@@ -173,7 +173,7 @@ def _lists(node: Node, prefix: str, problems: list[str]) -> Iterator[tuple[str, 
         elif isinstance(given.value, tuple) and given.value:
             yield key, given
         elif given.raw is not None and not isinstance(given.value, tuple | Malformed):
-            yield key, dataclasses.replace(given, value=(given,))  # one value is a list of one
+            yield key, dataclasses.replace(given, value=(given,))  # A single value is a list.
         else:
             problems.append(f"{given.source}: {here}: expected a list of values")
 
@@ -184,7 +184,7 @@ def _check_overlap(
     nodes: Sequence[Node | None],
     problems: list[str],
 ) -> None:
-    """Reports keys that are given twice: in product, in zip or on the command line."""
+    """Reports keys that are given more than once: in product, in zip or on the command line."""
     placed = [*product.items(), *zipped.items()]
     keys = [key for key, _ in placed]
     for place, (key, node) in enumerate(placed):
@@ -196,7 +196,7 @@ def _check_overlap(
             continue
         given = ".".join(_path(node))
         if any(_inside(given, key) for key in keys):
-            problems.append(f"{merging.COMMAND_LINE}: {given}: is a key of the sweep, set there")
+            problems.append(f"{merging.COMMAND_LINE}: {given}: the sweep sets this key")
 
 
 def _inside(key: str, other: str) -> bool:
@@ -204,7 +204,7 @@ def _inside(key: str, other: str) -> bool:
 
 
 def _path(node: Node) -> Iterator[str]:
-    """The keys of a mapping that holds one value."""
+    """Yields the keys from a mapping that holds one value down to the value."""
     while isinstance(node.value, dict) and len(node.value) == 1:
         ((key, node),) = node.value.items()
         yield key
@@ -227,9 +227,10 @@ def _plain(node: Node) -> Any:
 
 
 def _name(values: Mapping[str, Any]) -> str:
-    """A directory's name for a point, such as drafter.block_size=8,decode.temperature=0.8.
+    """Returns a point's directory name, such as drafter.block_size=8,decode.temperature=0.8.
 
-    Characters that file systems may not accept are replaced, long names cut; then a hash is added.
+    Characters that file systems may not accept are replaced and long names are cut; such names get
+    a hash.
     """
     whole = ",".join(f"{key}={label(value)}" for key, value in values.items())
     fit = ",".join(f"{key}={_UNFIT.sub('-', label(value))}" for key, value in values.items())
@@ -240,9 +241,9 @@ def _name(values: Mapping[str, Any]) -> str:
 
 
 def label(value: Any) -> str:
-    """A value in few characters: 8, null, a-b for a list, block_size-8 for a mapping."""
+    """Returns a short label of a value: 8, null, a-b for a list, block_size-8 for a mapping."""
     if isinstance(value, dict):
-        # A group with a name is labeled by it.
+        # The name of a group stands without its key.
         return "-".join(label(v) if k == "name" else f"{k}-{label(v)}" for k, v in value.items())
     if isinstance(value, list):
         return "-".join(map(label, value))
@@ -252,7 +253,7 @@ def label(value: Any) -> str:
 
 
 def _attributed(found: Mapping[str, Sequence[str]], count: int) -> Iterator[str]:
-    """Problems, each with the points that have it, unless all have."""
+    """Yields each problem with its points, unless all points have it."""
     for problem, names in found.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield problem if len(names) == count else f"{problem} [{names[0]}{more}]"

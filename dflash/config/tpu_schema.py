@@ -1,4 +1,4 @@
-"""What `dflash compile` reads in addition to a run's config: the TPU and a budget."""
+"""Schema of `dflash compile`: a decoding or training config with a TPU and a budget."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,34 +11,34 @@ from dflash.config.schema import location, option
 
 @dataclasses.dataclass(frozen=True)
 class TpuConfig:
-    """The TPU to compile for, and the budget of the run."""
+    """TPU to compile for, and budget of the run."""
 
-    topology: str | None = None  # chip and shape, such as v5p:2x2x1, v5e:2x2 or v6e:16x16
-    slices: int = option(1, minimum=1)  # connected by the data center network; they split mesh.data
-    context: int | None = option(None, minimum=1)  # tokens before each block; None: as many as fit
-    only: Literal["all", "cycle", "prefill", "train step"] = "all"  # which programs to compile
-    max_hbm_gb: float | None = option(None, minimum=0.0)  # per chip, in 10⁹ bytes
-    max_cycle_ms: float | None = option(None, minimum=0.0)  # estimated time of a decode cycle
+    topology: str | None = None  # Chip and shape, such as v5p:2x2x1, v5e:2x2 or v6e:16x16.
+    slices: int = option(1, minimum=1)  # Slices on the data center network; they split mesh.data.
+    context: int | None = option(None, minimum=1)  # Tokens before each block; None: as many as fit.
+    only: Literal["all", "cycle", "prefill", "train step"] = "all"  # Programs to compile.
+    max_hbm_gb: float | None = option(None, minimum=0.0)  # Budget per chip, in 10⁹ bytes.
+    max_cycle_ms: float | None = option(None, minimum=0.0)  # Budget for the estimated cycle time.
 
 
 @dataclasses.dataclass(frozen=True)
 class ForecastConfig:
-    """Where `--forecast` looks, and the acceptance that it assumes."""
+    """Batch sizes and contexts that `--forecast` compares, and the acceptance that it assumes."""
 
-    # Sequences that are decoded at once.
+    # Numbers of sequences that are decoded at once.
     batches: tuple[int, ...] = option((1, 4, 16, 64), minimum=1, maximum=schema.MAX_BATCH)
     # Tokens of each sequence before the block.
     contexts: tuple[int, ...] = option((512, 4096, 32768), minimum=1, maximum=schema.MAX_TOKENS)
     # JSON file of recorded acceptance: a trace, results.json of a benchmark or summary.json of a
-    # decode run. None: what is published.
+    # decode run. None: published acceptance.
     acceptance: str | None = location("file")
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileDecode(schema.DecodeRun):
-    """A decoding config and the TPU to compile it for."""
+    """Decoding config with the TPU to compile it for."""
 
-    # What `--forecast` compares, plain decoding apart; none: the drafter alone.
+    # Strategies that `--forecast` compares with plain decoding; if empty, the drafter alone.
     strategies: Mapping[str, schema.DrafterConfig] = overrides_of("drafter")
     tpu: TpuConfig = dataclasses.field(default_factory=TpuConfig)
     forecast: ForecastConfig = dataclasses.field(default_factory=ForecastConfig)
@@ -46,6 +46,6 @@ class CompileDecode(schema.DecodeRun):
 
 @dataclasses.dataclass(frozen=True)
 class CompileTrain(train_schema.TrainRun):
-    """A training config and the TPU to compile it for."""
+    """Training config with the TPU to compile it for."""
 
     tpu: TpuConfig = dataclasses.field(default_factory=TpuConfig)

@@ -1,4 +1,4 @@
-"""Every key of a training config, and which of them may change when a run is continued."""
+"""Schema of a training config, and the keys that may change when a run is resumed."""
 
 import dataclasses
 import math
@@ -13,48 +13,49 @@ from dflash.config.schema import location, option
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Length and precision of a run, and how often it logs and saves."""
+    """Length, precision, logging and checkpoints of a training run."""
 
-    steps: int | None = option(None, minimum=1)  # total optimizer steps; None: from `epochs`
-    epochs: float | None = option(None, minimum=0.0)  # passes over the training data
-    batch_size: int = option(8, minimum=1)  # packed rows per step, over all devices
-    # Seed of initial weights and of anchors.
+    steps: int | None = option(None, minimum=1)  # Total optimizer steps; None: from `epochs`.
+    epochs: float | None = option(None, minimum=0.0)  # Passes over the training data.
+    batch_size: int = option(8, minimum=1)  # Packed rows per step, over all devices.
+    # Seed of the initial weights and of the anchors.
     seed: int = option(0, minimum=0, maximum=schema.MAX_SEED)
-    dtype: schema.DType = "bfloat16"  # dtype of the computation; trained weights are float32
-    remat: bool = False  # recompute activations in the backward pass
-    # online: the target runs in every step; cached: once over the data, its features go to disk.
+    dtype: schema.DType = "bfloat16"  # Compute dtype; trained weights are float32.
+    remat: bool = False  # Recompute activations in the backward pass.
+    # online: the target runs in every step. cached: the target runs once over the data and its
+    # features are stored on disk.
     features: Literal["online", "cached"] = "online"
-    feature_cache: str | None = location("directory")  # None: features/ in the work directory
-    log_every: int = option(10, minimum=1)  # steps between log lines
-    checkpoint_every: int = option(500, minimum=1)  # steps between checkpoints
-    keep_last: int = option(2, minimum=1)  # checkpoints to keep, in addition to the best
-    export_dtype: schema.DType = "bfloat16"  # dtype of the weights in hf/
+    feature_cache: str | None = location("directory")  # None: features/ in the work directory.
+    log_every: int = option(10, minimum=1)  # Steps between log lines.
+    checkpoint_every: int = option(500, minimum=1)  # Steps between checkpoints.
+    keep_last: int = option(2, minimum=1)  # Checkpoints to keep, besides the best.
+    export_dtype: schema.DType = "bfloat16"  # Dtype of the weights in hf/.
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """How checkpoints are evaluated: loss on held-out text, and τ in the decode engine."""
+    """Evaluation of the weights: held-out loss, and mean acceptance length (τ) by decoding."""
 
-    every: int = option(1000, minimum=1)  # steps between evaluations
-    # Evaluations without a better score after which training ends; 0: it takes all its steps.
+    every: int = option(1000, minimum=1)  # Steps between evaluations.
+    # Evaluations without a better score after which training ends; 0: no early stopping.
     patience: int = option(8, minimum=0)
-    batches: int = option(4, minimum=0)  # batches of held-out text; 0: no held-out loss
-    prompts: int = option(12, minimum=0)  # held-out prompts to decode; 0: no τ
-    prompts_file: str | None = location("file")  # JSONL, as prompts.file; None: the data's own
+    batches: int = option(4, minimum=0)  # Batches of held-out text; 0: no held-out loss.
+    prompts: int = option(12, minimum=0)  # Held-out prompts to decode; 0: no τ.
+    prompts_file: str | None = location("file")  # JSONL like prompts.file; None: held-out data.
     decode: schema.DecodeConfig = dataclasses.field(default_factory=schema.DecodeConfig)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainRun:
-    """Everything that `dflash train` reads from its config.
+    """Config of `dflash train`.
 
-    The checkpoint of the trained model gives its initial weights; `random` starts from scratch.
+    The trained model starts from the weights of its `checkpoint`; `random` starts from scratch.
     """
 
-    task: Literal["drafter", "target"] = "drafter"  # which of the two is trained
+    task: Literal["drafter", "target"] = "drafter"  # Model to train.
     target: schema.TargetConfig = dataclasses.field(default_factory=schema.TargetConfig)
     drafter: schema.DrafterConfig = dataclasses.field(default_factory=schema.DrafterConfig)
-    # A directory, or hf:org/name; None: the target's.
+    # Directory, or hf:org/name; None: the target's tokenizer.
     tokenizer: str | None = location("tokenizer")
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
@@ -66,7 +67,7 @@ class TrainRun:
 
     @property
     def evaluation_decode(self) -> schema.DecodeConfig:
-        """How held-out prompts are decoded: `evaluation.decode`, with slots for every replica."""
+        """`evaluation.decode`, with the batch size rounded up to a multiple of the replicas."""
         return with_slots(self.evaluation.decode, self.mesh, self.sharding_rules)
 
 
@@ -75,18 +76,18 @@ def with_slots(
     mesh: schema.MeshConfig,
     sharding_rules: Mapping[str, tuple[str, ...]],
 ) -> schema.DecodeConfig:
-    """A decode group whose number of slots is rounded up to a multiple of the mesh's replicas.
+    """Rounds a decode group's batch size up to a multiple of the mesh's data replicas.
 
-    The output does not depend on the number of slots.
+    The output does not depend on the batch size.
     """
     replicas = math.prod(getattr(mesh, axis) for axis in sharding_rules.get("batch", ()))
     slots = math.ceil(decode.batch_size / replicas) * replicas
     return dataclasses.replace(decode, batch_size=slots)
 
 
-# Keys, or groups of keys, that a continued run may change: they affect where it runs and how often
-# it logs, saves and evaluates, not what it learns. (Another mesh or remat changes the order of
-# sums, so the result is then the same up to rounding, not bit for bit.)
+# Keys and groups that a resumed run may change. They affect where a run executes and how often it
+# logs, saves and evaluates, but not what it learns. Another mesh or remat changes the order of
+# sums, so that results agree up to rounding, not bit for bit.
 FREE_KEYS = (
     "mesh",
     "sharding_rules",
@@ -101,5 +102,5 @@ FREE_KEYS = (
 
 
 def is_free(key: str) -> bool:
-    """Whether a continued run may change the dotted `key`."""
+    """Returns whether a resumed run may change the dotted `key`."""
     return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)

@@ -103,7 +103,7 @@ def test_what_cannot_be_compared_is_refused(overrides, message):
 
 
 def test_sizes_chosen_by_acceptance_are_no_strategy():
-    with pytest.raises(errors.ConfigError, match=r"strategies.x.block_size: auto looks at"):
+    with pytest.raises(errors.ConfigError, match=r"strategies.x.block_size: auto depends on"):
         config("strategies.x.block_size=auto")
 
 

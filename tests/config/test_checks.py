@@ -62,7 +62,7 @@ def load(tmp_path, monkeypatch):
         ("drafter.architecture.block_size=4 drafter.block_size=5",
          "drafter.block_size: 5 exceeds drafter.architecture.block_size=4"),
         ("drafter.block_size=auto drafter.tree.budget=8",
-         "drafter.block_size: auto chooses among chains; leave drafter.tree out"),
+         "drafter.block_size: auto chooses between chains only; leave drafter.tree out"),
         ("drafter.block_size=aut", "drafter.block_size: "
          "expected an integer in [2, 1024] or auto or null, got 'aut'; did you mean 'auto'?"),
         ("drafter.block_size=1",
@@ -74,7 +74,7 @@ def load(tmp_path, monkeypatch):
         ("drafter.architecture.target_layer_ids=[1,6]", "drafter.architecture.target_layer_ids: "
          "no layer 6 in a target of 6 layers (0 to 5)"),
         ("drafter.architecture.target_layer_ids=[1,1]", "drafter.architecture.target_layer_ids: "
-         "expected different layers, got [1, 1]"),
+         "expected distinct layers, got [1, 1]"),
         ("drafter.architecture.target_layer_ids=[]", "drafter.architecture.target_layer_ids: "
          "expected at least one layer, got none"),
         ("decode.stop_ids=[64]", "decode.stop_ids: 64 is not in the target's vocabulary of 64"),
@@ -92,7 +92,7 @@ def load(tmp_path, monkeypatch):
          "prompts.dataset: excludes prompts.file; give one of the two"),
         ("prompts.dataset=mth", "prompts.dataset: unknown data set 'mth'; did you mean 'math'?"),
         ("prompts.dataset=jsonl",
-         "prompts.dataset: has no prompts of its own; name the file by prompts.file"),
+         "prompts.dataset: jsonl has no prompts; set prompts.file to the file"),
         ("sharding_rules.vocb=[]", "sharding_rules.vocb: unknown axis 'vocb'; "
          "did you mean 'vocab'?"),
         ("sharding_rules.vocab=[tensr]", "sharding_rules.vocab: unknown mesh axis 'tensr'; "
@@ -165,16 +165,16 @@ class Learning:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("", "data.mixture: required: a share for each data set, such as {math: 1.0}; or "
+        ("", "data.mixture: required: a share for each data set, such as {math: 1.0}; or set "
          "data.files"),
         ("data.mixture={math:0}", "data.mixture: required: a share for each data set, such as "
-         "{math: 1.0}; or data.files"),
+         "{math: 1.0}; or set data.files"),
         ("data.mixture={mth:1}",
          "data.mixture.mth: unknown data set 'mth'; did you mean 'math'?"),
         ("data.mixture={math:-1}",
          "data.mixture.math: expected a number >= 0, got -1"),
-        ("data.mixture={math:1} data.files=a.jsonl", "data.files: belongs to the data set jsonl, "
-         "which data.mixture has no share for"),
+        ("data.mixture={math:1} data.files=a.jsonl", "data.files: is read by the data set jsonl, "
+         "for which data.mixture has no share"),
         ("data.mixture={jsonl:1}",
          "data.files: required by the data set jsonl of data.mixture"),
     ],

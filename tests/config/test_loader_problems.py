@@ -74,7 +74,7 @@ from dflash.config.registry import DRAFTERS
          "did you mean 'target.checkpoint'?"),
         ("target.name=qwen9", "target.name: unknown name 'qwen9'; did you mean 'qwen3'?"),
         ("target.architecture=big", "target.architecture: expected a mapping or null, got 'big'"),
-        ("base=[x.yml]", "base: expected in a file only"),
+        ("base=[x.yml]", "base: is only allowed in a file"),
         ("decode.seed", "'decode.seed': expected key=value"),
         ("=3", "'=3': expected key=value"),
         ("decode..seed=3", "'decode..seed=3': expected key=value"),
@@ -102,7 +102,7 @@ def test_a_bad_override_is_one_line(write, override, expected):
         ("decode: {base: [x]}", "decode.base: unknown key; did you mean 'decode.baseline'?"),
         ("1: 2", "1: unknown key; expected one of target, drafter, decode, prompts, mesh, "
          "sharding_rules, dtype"),
-        ("decode.seed: 2", "decode.seed: unknown key; dots in keys are for the command line, "
+        ("decode.seed: 2", "decode.seed: unknown key; dotted keys are for the command line; "
          "nest mappings here"),
         ("base: x.yml", "base: expected a list of files, such as [models/x.yml]"),
         ("base: [1]", "base: expected a list of files, such as [models/x.yml]"),
@@ -199,16 +199,17 @@ def test_files_that_are_no_config(write, tmp_path):
     assert problems("list.yml") == ["list.yml: expected a mapping of keys to values, got a list"]
     assert problems("latin.yml") == ["latin.yml: not UTF-8: byte 0xe9 at offset 3"]
     assert problems("folder") == [
-        "folder: a directory, expected a config, such as configs/tiny_dflash.yml"
+        "folder: is a directory, expected a config, such as configs/tiny_dflash.yml"
     ]
     (tmp_path / "folder" / "config.json").touch()
     assert problems("folder") == [
-        "folder: a directory, expected a config; a checkpoint goes with one: CONFIG "
+        "folder: is a directory, expected a config; give a checkpoint as CONFIG "
         "target.checkpoint=folder"
     ]
     write("folder/config.yml", MINIMAL)
     assert problems("folder") == [
-        "folder: a directory, expected a config; that of the run in it is folder/config.yml"
+        "folder: is a directory, expected a config; the config of the run in it is "
+        "folder/config.yml"
     ]
     assert problems("gone.yml", "x") == [
         "gone.yml: no such file",

@@ -170,12 +170,12 @@ def test_what_is_wrong_with_all_points_is_said_once(failure):
         ),
         (
             "sweep: {product: {decode.seed: [1, 1]}}",
-            "s.yml: sweep: the point decode.seed=1 is there twice [decode.seed=1]",
+            "s.yml: sweep: the point decode.seed=1 occurs twice [decode.seed=1]",
         ),
         (
             f"sweep: {{product: {{decode.seed: {list(range(101))}, decode.top_k: "
             f"{list(range(100))}}}}}",
-            "s.yml: sweep: 10100 points, at most 10000",
+            "s.yml: sweep: 10100 points exceed the limit 10000",
         ),
     ],
 )
@@ -185,9 +185,7 @@ def test_a_bad_block_is_named(failure, block, problem):
 
 def test_a_key_of_the_sweep_is_not_for_the_command_line(failure):
     text = "sweep: {product: {decode.seed: [1, 2]}}"
-    assert failure(text, "decode.seed=3") == [
-        "command line: decode.seed: is a key of the sweep, set there"
-    ]
+    assert failure(text, "decode.seed=3") == ["command line: decode.seed: the sweep sets this key"]
 
 
 def test_other_commands_leave_sweeps_alone(tmp_path, monkeypatch):
@@ -195,8 +193,8 @@ def test_other_commands_leave_sweeps_alone(tmp_path, monkeypatch):
     (tmp_path / "s.yml").write_text(BASE + "sweep: {product: {decode.seed: [1, 2]}}")
     with pytest.raises(errors.ConfigError) as caught:
         loader.load("s.yml")
-    assert caught.value.problems == ("s.yml:2: sweep: for dflash sweep; no other command takes it",)
-    with pytest.raises(errors.ConfigError, match="command line: sweep: for dflash sweep"):
+    assert caught.value.problems == ("s.yml:2: sweep: only dflash sweep accepts this key",)
+    with pytest.raises(errors.ConfigError, match="command line: sweep: only dflash sweep"):
         loader.load("random_tiny_dflash.yml", ["sweep.product.decode.seed=[1]"])
 
 
@@ -218,5 +216,5 @@ def test_as_many_points_as_there_may_be(write, monkeypatch):
     monkeypatch.setattr(sweep_points, "MAX_POINTS", 3)
     write("s.yml", "target: {checkpoint: weights}\nsweep: {product: {decode.seed: [1, 2, 3]}}\n")
     assert len(sweep_points.load("s.yml").points) == 3
-    with pytest.raises(errors.ConfigError, match="sweep: 4 points, at most 3"):
+    with pytest.raises(errors.ConfigError, match="sweep: 4 points exceed the limit 3"):
         sweep_points.load("s.yml", ["sweep.product.decode.seed=[1, 2, 3, 4]"])
