@@ -1,4 +1,4 @@
-"""Measures strategies on tasks: dflash benchmark CONFIG [key=value ...] --workdir DIR."""
+"""Measures drafting strategies: dflash benchmark CONFIG [key=value ...] --workdir DIR."""
 
 import os
 from collections.abc import Sequence
@@ -12,18 +12,20 @@ from dflash.config import benchmark_schema
 
 def _define_flags(values: flags.FlagValues) -> None:
     where = {"flag_values": values}
-    flags.DEFINE_bool("wide", False, "Print all figures, not only those of 80 columns.", **where)
+    flags.DEFINE_bool(
+        "wide", False, "Print all figures, not only those that fit into 80 columns.", **where
+    )
     flags.DEFINE_string(
         "trace",
         None,
-        "Force the acceptance lengths that this JSON file recorded; short for trace=FILE.",
+        "Force the acceptance lengths recorded in this JSON file; short for trace=FILE.",
         **where,
     )
     flags.DEFINE_string(
         "acceptance",
         None,
-        "Force acceptance lengths drawn from published histograms, such as math500,gsm8k; short "
-        "for acceptance=[…]. Weights of any size, random ones too, can then be timed.",
+        "Force acceptance lengths drawn from published histograms, such as math500,gsm8k, to time "
+        "models without trained weights; short for acceptance=[…].",
         **where,
     )
 
@@ -35,9 +37,9 @@ def _overrides(values: flags.FlagValues) -> list[str]:
 
 SUBCOMMAND = cli.Subcommand(
     "benchmark",
-    "Measures drafting strategies against plain decoding, on held-out prompts, in turns; writes "
-    "results.json, results.csv, plots and report.html to --workdir. With study.name=… it measures "
-    "costs instead.",
+    "Measures drafting strategies against plain decoding, in turns, on held-out prompts, and "
+    "writes results.json, results.csv, plots and report.html to --workdir. With study.name=… it "
+    "measures single costs instead, such as that of a cycle or of verification.",
     examples=(
         "dflash benchmark configs/benchmark/tiny.yml --workdir runs/tiny_benchmark",
         "dflash benchmark configs/benchmark/tiny.yml tasks=math rounds=1",

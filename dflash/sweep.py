@@ -1,7 +1,7 @@
 """Runs a config over a grid of values: dflash sweep CONFIG [key=value ...] --workdir DIR.
 
-The config's `sweep:` block gives the values; see dflash/config/sweep_points.py. The same command on
-the same directory continues where the last one ended.
+The values come from the config's `sweep:` block; see dflash/config/sweep_points.py. The same
+command on the same directory continues where the last one ended.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "index",
         None,
-        "Run only this point, from 0: one host each.",
+        "Run only this point, counted from 0, such as one per host.",
         lower_bound=0,
         flag_values=values,
     )
@@ -58,9 +58,9 @@ def _sweep(command: cli.Command) -> int:
         print("\n".join(f"{index:>4}  {name}" for index, name in enumerate(sweep.points)))
         return 0
     if command.shard is not None and command.flags["index"] is not None:
-        raise errors.ConfigError("--index, --shard: give one of them")
+        raise errors.ConfigError("--index, --shard: exclude each other; give only one")
     if command.workdir is None:
-        raise errors.ConfigError("--workdir: required: where points and their table go")
+        raise errors.ConfigError("--workdir: required, for the points and their table")
     # jax is imported here, after all points have been validated.
     from dflash.runs import shards
     from dflash.runs import sweeps as driver

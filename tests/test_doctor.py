@@ -8,12 +8,13 @@ import tomllib
 import pytest
 
 from dflash import doctor
+from dflash.cli import installation
 
 PROJECT = pathlib.Path(__file__).parent.parent / "pyproject.toml"
 
 
 def run(capsys, monkeypatch, found=("1 × cpu", True)):
-    monkeypatch.setattr(doctor, "devices", lambda: found)
+    monkeypatch.setattr(installation, "devices", lambda: found)
     with pytest.raises(SystemExit) as caught:
         doctor.main([])
     captured = capsys.readouterr()
@@ -27,10 +28,10 @@ def names(requirements):
 
 def test_it_knows_what_the_project_requires():
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    assert names(doctor.REQUIRED) == names(project["dependencies"]) | {"jaxlib"}
+    assert names(installation.REQUIRED) == names(project["dependencies"]) | {"jaxlib"}
     extras = project["optional-dependencies"]
-    assert {name for name, _, _ in doctor.EXTRAS} == set(extras)
-    for name, distributions, _ in doctor.EXTRAS:
+    assert {name for name, _, _ in installation.EXTRAS} == set(extras)
+    for name, distributions, _ in installation.EXTRAS:
         if name != "tpu":  # which is an extra of jax
             assert names(distributions) <= names(extras[name])
 
@@ -73,7 +74,7 @@ def test_what_is_missing_has_a_purpose_and_a_remedy(capsys, monkeypatch):
 
 def test_a_jax_that_aborts_is_a_line(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag")
-    found, fine = doctor.devices()
+    found, fine = installation.devices()
     assert not fine
     assert found.startswith("none: ")
     assert "xla_no_such_flag" in found
@@ -82,4 +83,4 @@ def test_a_jax_that_aborts_is_a_line(monkeypatch):
 def test_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert doctor.devices() == ("1 × cpu", True)
+    assert installation.devices() == ("1 × cpu", True)

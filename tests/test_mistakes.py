@@ -429,7 +429,7 @@ MISTAKES = {
         "decode c.yml --workdir=.", "cannot be written: No space left on device", 1, full_disk
     ),
     "sweep without a place": Mistake(
-        "sweep configs/sweeps/block_size.yml", "--workdir: required: where points and their table"
+        "sweep configs/sweeps/block_size.yml", "--workdir: required, for the points and their table"
     ),
 }  # fmt: skip
 FINE = {

@@ -125,7 +125,7 @@ def test_bad_points_are_reported_before_anything_runs(run):
     assert err == (
         "error: prompts: required: text, file or dataset; a sweep reads no prompts from stdin\n"
     )
-    assert run() == (2, "error: --workdir: required: where points and their table go\n")
+    assert run() == (2, "error: --workdir: required, for the points and their table\n")
     status, err = run("--workdir=w", "--coordinator_address=host:1")
     assert status == 2
     assert not pathlib.Path("w").exists()

@@ -27,62 +27,7 @@ def _effort(
                 (f"With {{k}} times {{m}} {unit}, {{name}} {did} [k * m] {unit}.",),
             ),
         ),
-        events=(
-            Piece(
-                "gain",
-                GAIN,
-                (
-                    f"The next day, {{name}} {does} {{a}} {unit}.",
-                    f"Then {{name}} {does} {{a}} more {unit}.",
-                ),
-                (f"With {{a}} {unit} more, {{name}} {did} [x + a] {unit}.",),
-            ),
-            Piece(
-                "again",
-                DOUBLE,
-                (
-                    f"After that, {{name}} {does} the same number of {unit} again.",
-                    f"Then {{name}} {does} as many {unit} as before once more.",
-                ),
-                (f"Twice as many {unit} are [x * 2] {unit}.",),
-            ),
-            Piece(
-                "days",
-                GROUPS_GAINED,
-                (
-                    f"For {{k}} more days, {{name}} {does} {{m}} {unit} a day.",
-                    f"On each of the next {{k}} days, {{name}} {does} {{m}} {unit}.",
-                ),
-                (
-                    f"On {{k}} days of {{m}} {unit}, it was [y = k * m] {unit}.",
-                    f"Together with them, {{name}} {did} [x + y] {unit}.",
-                ),
-            ),
-            Piece(
-                "more",
-                MORE,
-                (
-                    f"In the next week, {{name}} {does} {{a}} {unit} more than so far.",
-                    f"Then {{name}} {does} {{a}} {unit} more than up to then.",
-                ),
-                (
-                    f"That was {{a}} {unit} more, which makes [y = x + a] {unit}.",
-                    f"Together with them, {{name}} {did} [x + y] {unit}.",
-                ),
-            ),
-            Piece(
-                "fewer",
-                FEWER,
-                (
-                    f"In the next week, {{name}} {does} {{a}} {unit} fewer than so far.",
-                    f"Then {{name}} {does} {{a}} {unit} fewer than up to then.",
-                ),
-                (
-                    f"That was {{a}} {unit} fewer, which makes [y = x - a] {unit}.",
-                    f"Together with them, {{name}} {did} [x + y] {unit}.",
-                ),
-            ),
-        ),
+        events=_events(unit, did, does),
         endings=(
             Piece(
                 "all",
@@ -98,6 +43,65 @@ def _effort(
                     f"The goal is {{t}} {unit}. How many {unit} are still missing?",
                 ),
                 (f"Of the {{t}} {unit}, there are still [t - x] {unit} left.",),
+            ),
+        ),
+    )
+
+
+def _events(unit: str, did: str, does: str) -> tuple[Piece, ...]:
+    return (
+        Piece(
+            "gain",
+            GAIN,
+            (
+                f"The next day, {{name}} {does} {{a}} {unit}.",
+                f"Then {{name}} {does} {{a}} more {unit}.",
+            ),
+            (f"With {{a}} {unit} more, {{name}} {did} [x + a] {unit}.",),
+        ),
+        Piece(
+            "again",
+            DOUBLE,
+            (
+                f"After that, {{name}} {does} the same number of {unit} again.",
+                f"Then {{name}} {does} as many {unit} as before once more.",
+            ),
+            (f"Twice as many {unit} are [x * 2] {unit}.",),
+        ),
+        Piece(
+            "days",
+            GROUPS_GAINED,
+            (
+                f"For {{k}} more days, {{name}} {does} {{m}} {unit} a day.",
+                f"On each of the next {{k}} days, {{name}} {does} {{m}} {unit}.",
+            ),
+            (
+                f"On {{k}} days of {{m}} {unit}, it was [y = k * m] {unit}.",
+                f"Together with them, {{name}} {did} [x + y] {unit}.",
+            ),
+        ),
+        Piece(
+            "more",
+            MORE,
+            (
+                f"In the next week, {{name}} {does} {{a}} {unit} more than so far.",
+                f"Then {{name}} {does} {{a}} {unit} more than up to then.",
+            ),
+            (
+                f"That was {{a}} {unit} more, which makes [y = x + a] {unit}.",
+                f"Together with them, {{name}} {did} [x + y] {unit}.",
+            ),
+        ),
+        Piece(
+            "fewer",
+            FEWER,
+            (
+                f"In the next week, {{name}} {does} {{a}} {unit} fewer than so far.",
+                f"Then {{name}} {does} {{a}} {unit} fewer than up to then.",
+            ),
+            (
+                f"That was {{a}} {unit} fewer, which makes [y = x - a] {unit}.",
+                f"Together with them, {{name}} {did} [x + y] {unit}.",
             ),
         ),
     )

@@ -1,0 +1,122 @@
+"""Probes of the installation for `dflash doctor`, which work whatever is missing."""
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+
+# Distributions that every command needs, as in pyproject.toml.
+REQUIRED = (
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "absl-py", "jinja2"),
+    *("matplotlib", "ml-collections", "pyarrow", "pyyaml", "rich", "safetensors"),
+    *("sentencepiece", "tensorboardX", "tensorflow-datasets"),
+)
+# Extras: (name, distributions, purpose).
+EXTRAS = (
+    (
+        "hf",
+        ("huggingface_hub", "tiktoken", "tokenizers"),
+        "hf:org/name downloads; tokenizer.json (Qwen, Llama)",
+    ),
+    (
+        "serve",
+        ("starlette", "uvicorn", "prometheus-client", "pydantic", "httptools", "httpx2"),
+        "dflash serve; dflash benchmark study.name=serve",
+    ),
+    ("gcs", ("gcsfs",), "paths in buckets: gs://bucket/name"),
+    ("grammar", ("llguidance",), "structured output: JSON schemas, regular expressions"),
+    ("tpu", ("libtpu",), "TPUs; dflash compile, on any Linux host"),
+    ("parity", ("torch", "transformers"), "tests against reference implementations"),
+    ("docs", ("mkdocs-material", "mkdocstrings"), "the documentation site"),
+    ("test", ("pytest", "hypothesis", "ruff"), "the test suite"),
+)
+# Environment variables that the report shows.
+VARIABLES = (
+    *("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES"),
+    *("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+)
+_PROBE = (
+    "import collections, jax; "
+    "found = collections.Counter(d.device_kind for d in jax.devices()); "
+    "print(', '.join(f'{count} × {name}' for name, count in found.items()))"
+)
+_PROBE_SECONDS = 120
+
+
+def version(name: str) -> str | None:
+    """Returns the version of an installed distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except Exception:  # A broken installation can fail in many ways.
+        return None
+
+
+def devices() -> tuple[str, bool]:
+    """Returns the devices that jax finds, or why it finds none; and whether it finds any.
+
+    jax runs in another process, since a wrong flag in the environment aborts it, and a device that
+    is in use may not answer.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {_PROBE_SECONDS} s; is another process using them?", False
+    except OSError as error:
+        return f"cannot be asked: {error.strerror}", False
+    if done.returncode == 0:
+        return done.stdout.strip(), True
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return f"none: {lines[-1][:300] if lines else f'jax ended with {done.returncode}'}", False
+
+
+def cache_directories() -> dict[str, pathlib.Path]:
+    """Returns the cache directories of this package and of the Hugging Face hub, by name."""
+    from dflash.data import store
+    from dflash.runs import compilation_cache
+
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = pathlib.Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+    return {
+        "programs": compilation_cache.default_root(),
+        "data sets": store.data_directory(None),
+        "hub": pathlib.Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser(),
+    }
+
+
+def size_bytes(directory: pathlib.Path) -> int:
+    """Returns the bytes of all files below a directory; skips links and unreadable folders."""
+    total, waiting = 0, [directory]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(pathlib.Path(entry.path))
+                    elif entry.is_file(follow_symlinks=False):
+                        total += entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            continue
+    return total
+
+
+def cores() -> str:
+    """Returns the number of processor cores, in words."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{count} cores"
+
+
+def memory() -> str:
+    """Returns the size of the main memory, in words."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return "memory unknown"
+    return f"{total / 2**30:.0f} GiB of memory"
