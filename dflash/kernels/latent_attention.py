@@ -1,6 +1,6 @@
-"""Paged attention where one latent row is kept of a position, for all heads, as key and as value.
+"""Paged latent attention: one cached row per position is the key and value of all heads.
 
-What `paged_attention` does for new rows, trees and pages of eight bits holds here too.
+New rows, trees and quantized pages are handled as in `paged_attention`.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
@@ -32,27 +32,30 @@ def latent_attention(
     implementation: str = "auto",
     sizes: tuning.LatentSizes = tuning.LATENT_ATTENTION,
 ) -> tuple[jax.Array, Rows]:
-    """Appends T rows to each sequence's cache and attends over context and new rows, as they are.
+    """Appends T latent rows to each sequence's cache and attends over context and new rows.
 
     Args:
       queries: [B, T, N, W]; every head sees the same keys.
-      latents: [B, T, W]; what is to be kept of each new row: its key, whose beginning is its value.
+      latents: [B, T, W]; cache rows of the new positions. A row is a key, and its first V elements
+        are the value.
       pages: [1, P, S, W]; plain, or `Quantised`.
       page_table: int32 [B, M].
-      start: int32 [B]; positions in use before this call.
-      tree_mask: bool [B, T, T] or None; see `paged_attention`.
-      value_width: V, numbers of a value.
-      scale: factor on the scores.
-      implementation: see `implementation.run`.
-      sizes: of the kernel's blocks.
+      start: int32 [B]; cached positions before this call.
+      tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
+      value_width: Elements of a value, V.
+      scale: Factor that multiplies the scores.
+      implementation: Implementation to run; see `implementation.run`.
+      sizes: Tile sizes of the kernel.
     Returns:
-      outputs [B, T, N, V] in the dtype of `queries`, and the pages.
+      Outputs [B, T, N, V] in the dtype of `queries`, and the pages.
     Raises:
-      ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
+      ValueError: Shapes are inconsistent or exceed VMEM; the message names the array.
     """
     _check(queries, latents, pages, page_table, start, tree_mask)
     if queries.shape[-1] != pages.shape[-1]:
-        raise ValueError(f"latent_attention: queries {queries.shape} over pages {pages.shape}")
+        raise ValueError(
+            f"latent_attention: queries {queries.shape} do not fit pages {pages.shape}"
+        )
     new = quantized.encode(latents[None], pages)  # [1, B, T, W]
 
     def keys_and_values(rows):
@@ -85,17 +88,22 @@ def expanded_attention(
     expand: Callable[[Rows], tuple[Rows, Rows]],
     scale: float,
 ) -> tuple[jax.Array, Rows]:
-    """As `latent_attention`, over keys and values that are made of the rows as they are read.
+    """Computes latent attention with keys and values that are expanded from the cached rows.
 
     Args:
       queries: [B, T, N, H].
-      latents, pages, page_table, start, tree_mask, scale: see `latent_attention`.
-      expand: rows [1, B, S, W], as they are stored -> their keys [K, B, S, H] and values
-        [K, B, S, V]; N is a multiple of K.
+      latents: [B, T, W]; cache rows of the new positions.
+      pages: [1, P, S, W]; plain, or `Quantised`.
+      page_table: int32 [B, M].
+      start: int32 [B]; cached positions before this call.
+      tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
+      expand: Function from stored rows [1, B, S, W] to keys [K, B, S, H] and values [K, B, S, V]; N
+        is a multiple of K.
+      scale: Factor that multiplies the scores.
     Returns:
-      outputs [B, T, N, V] in the dtype of `queries`, and the pages.
+      Outputs [B, T, N, V] in the dtype of `queries`, and the pages.
     Raises:
-      ValueError: shapes that do not fit each other; the message names them.
+      ValueError: Shapes are inconsistent; the message names the array.
     """
     _check(queries, latents, pages, page_table, start, tree_mask)
     new = quantized.encode(latents[None], pages)
@@ -104,7 +112,7 @@ def expanded_attention(
 
 
 def _reference(queries, new, pages, page_table, start, tree_mask=None, *, expand, scale):
-    """`new` is [1, B, T, W], as the pages store it."""
+    """Computes `expanded_attention` with new rows [1, B, T, W] in their stored form."""
     length = queries.shape[1]
     index = row_index(page_table, start[:, None] + jnp.arange(length), pages.shape[2])
     pages = write_rows(pages, index, new)

@@ -1,11 +1,11 @@
-"""The Pallas kernel of latent attention; see latent_attention.py for what it computes.
+"""Pallas kernel of latent attention; see latent_attention.py for its semantics.
 
-All query heads see the same rows, so one step serves one sequence and as many heads as make
-`step_rows` query rows: the context is streamed once for each such group of heads, whose products
-take longer than that. Within a step the rows are cut into chunks of whole heads, [C, R, W] with R
-ordered by head, then by query; a chunk has the place of a kv head in paged_attention_tpu.py. The
-new rows are written by the first group alone. What it puts back beside them are the bytes that lie
-there, so that other groups may read them meanwhile.
+All query heads see the same rows, so a grid step processes one sequence and as many heads as form
+`step_rows` query rows. The context is streamed once for each such group of heads, and the products
+of a group take longer than its stream. Within a step the query rows are divided into chunks of
+whole heads, [C, R, W] with R ordered by head, then by query; a chunk plays the role of a kv head in
+paged_attention_tpu.py. Only the first group writes the new rows. The old rows that it writes back
+beside them are unchanged, so other groups may read them at the same time.
 """
 
 import functools
@@ -39,7 +39,7 @@ def latent_attention_tpu(
     sizes: LatentSizes = LATENT_ATTENTION,
     interpret,
 ):
-    """As `latent_attention`, but latents are [1, B, T, W] as the pages store them."""
+    """Computes `latent_attention` with latents [1, B, T, W] in their stored form."""
     plan = Plan(queries, pages, page_table, tree_mask, value_width, sizes)
     rows = plan.split_queries(queries)
     arrays = [rows, *plan.new_rows(latents)]
@@ -68,7 +68,7 @@ def latent_attention_tpu(
 
 
 class Plan:
-    """Shapes of one call: how it is cut up, and what VMEM it takes."""
+    """Shapes of one call: its head groups, chunks, tiles and scratch arrays."""
 
     def __init__(self, queries, pages, page_table, tree_mask, value_width, sizes: LatentSizes):
         self.batch, self.length, self.heads, self.width = queries.shape
@@ -91,16 +91,16 @@ class Plan:
         flash_tpu.check_vmem(OP, self._vmem())
 
     def split_queries(self, queries):
-        """[B, T, N, W] -> [B, chunks of all groups, R, W]."""
+        """Transposes queries [B, T, N, W] to [B, chunks of all groups, R, W]."""
         by_head = queries.swapaxes(1, 2)
         return by_head.reshape(self.batch, self.groups * self.chunks, self.rows, self.width)
 
     def join_queries(self, rows):
-        """Outputs [B, chunks of all groups, R, V] -> [B, T, N, V]."""
+        """Transposes outputs [B, chunks of all groups, R, V] to [B, T, N, V]."""
         return rows.reshape(self.batch, self.heads, self.length, self.value_width).swapaxes(1, 2)
 
     def new_rows(self, latents):
-        """Rows to keep [B, 1, T, W]; with scales, those too, [B, 1, 1, scale lanes]."""
+        """Returns new cache rows [B, 1, T, W], and any scales [B, 1, 1, scale lanes]."""
         if not self.quantized:
             return [latents.swapaxes(0, 1).astype(self.new_dtype)]
         extra = self.windows.scale_lanes - self.length
@@ -108,11 +108,11 @@ class Plan:
         return [latents.values.swapaxes(0, 1).astype(self.new_dtype), scales]
 
     def of_step(self, width):
-        """The block spec of a step's queries or outputs."""
+        """Returns the block spec of queries or outputs."""
         return pl.BlockSpec((None, self.chunks, self.rows, width), lambda g, b, *_: (b, g, 0, 0))
 
     def specs(self, arrays):
-        """Block specs of queries, new rows, their scales and a tree."""
+        """Returns the block specs of queries, new rows, any scales and any tree mask."""
         whole = [
             pl.BlockSpec((None, *x.shape[1:]), lambda g, b, *_, n=x.ndim: (b, *[0] * (n - 1)))
             for x in arrays[1:]
@@ -120,7 +120,7 @@ class Plan:
         return [self.of_step(self.width), *whole]
 
     def scratch(self):
-        """Scratch shapes, in the order that `_kernel` takes them."""
+        """Returns the scratch shapes, in the order in which `_kernel` takes them."""
         return [
             *Softmax.scratch(self.chunks, self.rows, self.value_width, self.tile),
             *TileStream.scratch(1, self.tile, self.width, self.pool_dtype, kinds=1),
@@ -145,7 +145,7 @@ class Plan:
         return arrays
 
     def cost(self) -> pl.CostEstimate:
-        """Of a call whose sequences fill their page tables."""
+        """Returns the cost of a call whose sequences fill their page tables."""
         keys = self.table_width * self.page_size
         pairs = self.batch * self.heads * self.length * keys
         read = self.groups * self.batch * keys * self.width * self.pool_dtype.itemsize
@@ -157,16 +157,16 @@ class Plan:
 
 
 def _largest_part(count: int, limit: int) -> int:
-    """The largest divisor of `count` up to a limit; 1 if there is none."""
+    """Returns the largest divisor of `count` that is at most `limit`, or 1."""
     return max(n for n in range(1, count + 1) if count % n == 0 and n <= max(1, limit))
 
 
 def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     refs = list(refs)
-    parts = 2 if plan.quantized else 1  # rows, and their scales if there are any
+    parts = 2 if plan.quantized else 1  # Rows, and scales if quantized.
     queries_ref, new, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     tree_ref = refs[0] if plan.has_tree else None
-    # The pools are updated in place: their inputs are aliased to outputs, and not read.
+    # Skip the input pools: they are aliased to the output pools, which are updated in place.
     refs = refs[plan.has_tree + parts :]
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, (buffer, arrived), refs = Softmax(*refs[:4]), refs[4:6], refs[6:]
@@ -235,7 +235,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
 
 
 def _attend_own(plan, queries_ref, new, tree_ref, softmax, score, scale):
-    """Starts every chunk with the new rows, of which a row sees its ancestors, or those before."""
+    """Initializes every chunk with the attention to the new rows, causal or by the tree mask."""
     keys = Quantised(new[0][0], new[1][0, :, : plan.length]) if plan.quantized else new[0][0]
     values = quantized.leading(keys, plan.value_width)
     if plan.length == 1:
@@ -255,14 +255,14 @@ def _attend_own(plan, queries_ref, new, tree_ref, softmax, score, scale):
 
 
 def unsupported(queries, pages, value_width: int) -> str | None:
-    """Why the kernel does not cover a call; None if it does."""
+    """Returns why the kernel does not support a call, or None if it does."""
     page_size = pages.shape[2]
     if value_width % flash_tpu.LANES:
-        return f"{OP}: latents of {value_width} numbers are no multiple of {flash_tpu.LANES}"
+        return f"{OP}: value_width {value_width}, expected a multiple of {flash_tpu.LANES}"
     unit = flash_tpu.row_tile(pages.dtype)
     if page_size % unit:
         dtype = jnp.dtype(pages.dtype).name
-        return f"{OP}: pages of {page_size} rows are no multiple of {unit}, a tile of {dtype}"
+        return f"{OP}: pages of {page_size} rows, expected a multiple of {unit}, a tile of {dtype}"
     if isinstance(pages, Quantised) and page_size % flash_tpu.LANES:
-        return f"{OP}: scales of pages of {page_size} rows are no multiple of {flash_tpu.LANES}"
+        return f"{OP}: quantized pages of {page_size} rows, expected multiples of {flash_tpu.LANES}"
     return None

@@ -1,8 +1,8 @@
-"""How the new rows of a sequence enter its pages, inside the kernel of paged attention.
+"""Writes of a sequence's new rows to its pages, inside the kernels of paged attention.
 
-HBM is not written row by row but in windows of whole memory tiles: what the first window held in
-front of the new rows is put back there. The scales of quantized rows lie along the lanes, so their
-window is a page.
+HBM is written in windows of whole memory tiles, not row by row. The rows that the first window
+already held before the new rows are written back unchanged. The scales of quantized rows extend
+along the lanes, so a window of scales is a whole page.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ from dflash.kernels.tile_stream_tpu import TileStream
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Shapes of what a step writes.
+    """Shapes of the windows that a grid step writes.
 
     Attributes:
-      kinds: pools: two of keys and values, or one of latents.
-      heads: of each pool that a step writes to.
-      length: T, new rows of a sequence.
-      padded: rows that their array has, T or more.
-      width: H.
-      page_size: S.
-      dtype: of the pools.
-      quantized: they have scales.
+      kinds: Number of pools: 2 for keys and values, 1 for latents.
+      heads: Heads of each pool that a grid step writes.
+      length: New rows per sequence, T.
+      padded: Rows of the array of new rows, at least T.
+      width: Elements per row, H.
+      page_size: Rows per page, S.
+      dtype: Dtype of the pools.
+      quantized: The pools have scales.
     """
 
     kinds: int
@@ -45,7 +45,7 @@ class Windows:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Rows of a window."""
+        """Rows per window."""
         rows = flash_tpu.row_tile(self.dtype)
         while self.page_size % (2 * rows) == 0 and 2 * rows <= self.length // 4:
             rows *= 2
@@ -53,17 +53,17 @@ class Windows:
 
     @property
     def count(self) -> int:
-        """Windows of a sequence, wherever its new rows begin."""
+        """Largest number of windows that the new rows of a sequence can touch."""
         return -(-(self.length + self.rows - 1) // self.rows)
 
     @property
     def scale_pages(self) -> int:
-        """Pages that the new scales may lie in; they are written in whole pages."""
+        """Largest number of pages that the new scales can touch; scales are written by page."""
         return -(-(self.length + self.page_size - 1) // self.page_size)
 
     @property
     def scale_lanes(self) -> int:
-        """Lanes of the new scales."""
+        """Lanes of the array of new scales."""
         lanes = max(self.scale_pages * self.page_size, self.padded)
         return lanes + -lanes % self.page_size
 
@@ -77,16 +77,21 @@ class Windows:
         }
 
     def scratch(self) -> list:
-        """Scratch shapes of `staged`, `shifted` and `semaphore` of a `PageWriter`."""
+        """Returns the scratch shapes of `staged`, `shifted` and `semaphore` of a `PageWriter`."""
         return [*[pltpu.VMEM(*one) for one in self._shapes.values()], pltpu.SemaphoreType.DMA]
 
     def scale_scratch(self) -> list:
-        """And of `staged_scales`, where there are any."""
+        """Returns the scratch shape of `staged_scales`, or an empty list for plain pools."""
         shape = (self.kinds, self.heads, 1, self.scale_lanes)
         return [pltpu.VMEM(shape, jnp.float32)] if self.quantized else []
 
     def vmem(self, tile: int, buffers: int) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-        """What all this takes, and the scales of a stream with so many buffers of `tile` rows."""
+        """Returns the arrays in VMEM by name, including the scales of the context's stream.
+
+        Args:
+          tile: Rows per tile of the stream.
+          buffers: Buffers of the stream.
+        """
         if not self.quantized:
             return self._shapes
         lanes = self.kinds * (buffers * tile + 3 * self.scale_lanes)
@@ -95,19 +100,21 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class PageWriter:
-    """The new rows of one sequence on their way.
+    """Asynchronous copies of one sequence's new rows to its pages.
 
     Attributes:
-      windows: of the call.
+      windows: Shapes of the windows.
       start: int32 []; position of the first new row.
-      own_heads: of the kv heads of a pool, those of this step.
-      page_of: row of the sequence -> page.
-      new: rows of each kind [K, padded, H], and then their scales [K, 1, scale lanes] if any.
-      pools: in HBM, of the same: [K, P, S, H], and [K, P, 1, S].
-      staged: [kinds, K, windows · rows, H]; the rows in their places.
-      shifted: float32 [rows + windows · rows, lanes]; a place to shift rows in.
-      staged_scales: float32 [kinds, K, 1, scale lanes], or None.
-      semaphore: of the copies.
+      own_heads: Index of this grid step's heads in a pool.
+      page_of: Function from a position of the sequence to its page.
+      new: New rows of each kind [K, padded, H], followed by their scales [K, 1, scale lanes] if
+        quantized.
+      pools: Pools in HBM, in the order of `new`: [K, P, S, H], and scales [K, P, 1, S].
+      staged: [kinds, K, windows · rows, H]; contents of the windows.
+      shifted: float32 [rows + windows · rows, lanes]; buffer in which rows are shifted.
+      staged_scales: float32 [kinds, K, 1, scale lanes]; scales of the windows. None if the pools
+        are plain.
+      semaphore: DMA semaphore of the copies.
     """
 
     windows: Windows
@@ -122,12 +129,11 @@ class PageWriter:
     semaphore: jax.Ref
 
     def write(self, stream: TileStream | None = None, half=0) -> None:
-        """Puts the rows in place and starts their copies to the pages.
+        """Fills the windows with the new rows and starts copying them to the pages.
 
         Args:
-          stream: of the context; None where the sequence has none, and no window has anything to
-            keep.
-          half: half of the stream's double buffer that holds the context's last tile.
+          stream: Stream of the context; None if the context is empty, so that no old rows are kept.
+          half: Buffer of the stream that holds the context's last tile.
         """
         for kind in range(self.windows.kinds):
             for head in range(self.windows.heads):
@@ -137,14 +143,14 @@ class PageWriter:
         self._copy(lambda copy: copy.start())
 
     def wait(self) -> None:
-        """Until all copies are done."""
+        """Waits until all copies are complete."""
         self._copy(lambda copy: copy.wait())
 
     def _stage_rows(self, kind, head, stream, half):
         windows = self.windows
         window, staged = windows.rows, windows.count * windows.rows
         before = flash_tpu.rem(self.start, window)
-        # Only 32-bit rows can be read from any row on, and only one tile of lanes at a time.
+        # Dynamic row offsets need 32-bit rows, and one tile of lanes at a time.
         moved = []
         lanes = self.shifted.shape[-1]
         for first in range(0, windows.width, lanes):
@@ -178,9 +184,9 @@ class PageWriter:
             self.staged_scales[kind, head, :, page:] = moved[:, page:]
 
     def _before_start(self, tile, window):
-        """In the context's last tile, the window that the first new row enters.
+        """Returns the rows, within the context's last tile, of the first new row's window.
 
-        It is any window where that row begins one of its own: nothing of it is kept then.
+        If the first new row begins a new window, no old rows are kept, and the rows are arbitrary.
         """
         first = flash_tpu.rem(self.start - 1, tile) + 1 - flash_tpu.rem(self.start, window)
         return pl.ds(pl.multiple_of(jnp.minimum(first, tile - window), window), window)
@@ -207,7 +213,7 @@ class PageWriter:
                     act(self._to_page(staged, self.pools[windows.kinds + kind], row))
 
     def _first_rows(self, count, rows):
-        """Index and first row of each window of so many rows."""
+        """Returns (index, first row) of `count` windows of `rows` rows."""
         first = self.start - flash_tpu.rem(self.start, rows)
         return [(i, first + i * rows) for i in range(count)]
 

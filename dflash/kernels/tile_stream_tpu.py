@@ -1,8 +1,8 @@
-"""Keys and values of one sequence after another, tile by tile, while the last tile is worked on.
+"""Stream of keys and values from HBM, tile by tile, overlapped with the computation on each tile.
 
-The last tile of a sequence comes first: it is the one that may be partly filled, and the one that a
-paged cache adds rows to. All others are whole, so their loop needs no masks. The last tile has a
-buffer of its own, so that the next sequence's is on its way as soon as this one's has been seen.
+The last tile of a sequence is visited first: it may be incomplete, and a paged cache appends rows
+to it. All other tiles are complete, so their loop needs no masks. The last tile has a separate
+buffer, so that the copy of the next sequence's last tile can start as soon as this one was visited.
 """
 
 import dataclasses
@@ -17,19 +17,20 @@ from dflash.kernels import flash_tpu
 from dflash.kernels import quantized as quantized
 from dflash.kernels.quantized import Quantised, Rows
 
-BUFFERS = 3
-LAST = 2
+BUFFERS = 3  # Two for complete tiles, one for the last tile.
+LAST = 2  # Index of the last tile's buffer.
 
 
 @dataclasses.dataclass(frozen=True)
 class TileScales:
-    """What a stream of quantized rows has beside them.
+    """Scales of a stream of quantized rows.
 
     Attributes:
-      buffers: of keys and of values, each float32 [3, K, 1, tile] in VMEM; of latents one.
-      source: (sequence, first row of a piece) -> the piece's scales for each buffer, [K, 1, piece]
-        in HBM. Lanes are not cut, so a piece's scales come whole.
-      dtype: to multiply in.
+      buffers: Buffers of key scales and of value scales, each float32 [3, K, 1, tile] in VMEM;
+        latents have a single one.
+      source: Function from (sequence, first row of a page) to the page's scales for each buffer,
+        [K, 1, page] in HBM. Copies cannot split lanes, so the scales of a page are copied whole.
+      dtype: Dtype of the rows in matrix products.
     """
 
     buffers: tuple[jax.Ref, ...]
@@ -38,24 +39,25 @@ class TileScales:
 
     @staticmethod
     def scratch(heads: int, tile: int, kinds: int = 2) -> list:
-        """Scratch shapes of the buffers."""
+        """Returns the scratch shapes of the buffers."""
         return [pltpu.VMEM((BUFFERS, heads, 1, tile), jnp.float32)] * kinds
 
 
 @dataclasses.dataclass(frozen=True)
 class TileStream:
-    """Double-buffered copies from HBM.
+    """Double-buffered copies of tiles from HBM.
 
     Attributes:
-      buffers: of keys and of values, each [3, K, tile, H] in VMEM: two for whole tiles, and one for
-        last tiles. Latents have one of both: a value is the beginning of its key.
-      semaphores: [3], one per buffer.
-      source: (sequence, first row, number of rows) -> the rows for each buffer, [K, rows, H] in
-        HBM. They lie within one piece.
-      piece: rows that lie together in HBM; a tile is a whole number of pieces.
-      length: sequence -> rows in use.
-      scales: of quantized rows; None for others.
-      value_width: of latents, numbers of a value.
+      buffers: Buffers of keys and of values, each [3, K, tile, H] in VMEM. Latents have a single
+        one, since each value is a prefix of its key.
+      semaphores: DMA semaphores [3], one per buffer index.
+      source: Function from (sequence, first row, number of rows) to the rows for each buffer,
+        [K, rows, H] in HBM. The rows belong to one page.
+      piece: Rows per page, or per tile if the context has no pages; a tile is a whole number of
+        pages.
+      length: Function from a sequence to its number of rows in use.
+      scales: Scales of quantized rows; None for plain rows.
+      value_width: Elements of a latent's value; None for separate keys and values.
     """
 
     buffers: tuple[jax.Ref, ...]
@@ -68,17 +70,17 @@ class TileStream:
 
     @staticmethod
     def scratch(heads: int, tile: int, width: int, dtype: jnp.dtype, kinds: int = 2) -> list:
-        """Scratch shapes of the buffers, and that of the semaphores."""
+        """Returns the scratch shapes of the buffers and of the semaphores."""
         buffers = pltpu.VMEM((BUFFERS, heads, tile, width), dtype)
         return [*[buffers] * kinds, pltpu.SemaphoreType.DMA((BUFFERS,))]
 
     @property
     def tile(self) -> int:
-        """Rows of a tile."""
+        """Rows per tile."""
         return self.buffers[0].shape[2]
 
     def rows(self, kind: int, half, head) -> Rows:
-        """The tile of keys (kind 0) or values (1) of a head in a buffer: [tile, H]."""
+        """Returns a head's tile of keys (kind 0) or values (kind 1) in a buffer, [tile, H]."""
         if self.value_width is None:
             return self._rows(kind, half, head)
         keys = self._rows(0, half, 0)
@@ -91,20 +93,20 @@ class TileStream:
         return Quantised(values.astype(self.scales.dtype), self.scales.buffers[kind][half, head])
 
     def open(self, sequence) -> None:
-        """Starts the very first copy; later sequences are announced to `run`."""
+        """Starts the copy for the first sequence; `run` starts those for all later sequences."""
         self._copy_last(sequence, _start)
 
     def run(self, sequence, following, has_following, first_tile, visit_last, visit) -> None:
-        """Visits the tiles of a sequence; of a sequence without rows, none.
+        """Visits the tiles of a sequence; a sequence without rows has none.
 
         Args:
-          sequence: index.
-          following: index of the sequence that is to come next.
-          has_following: bool; whether there is one.
-          first_tile: tiles before it are left out, the last one excepted.
-          visit_last: called with the buffer and the index of the last tile, whose rows at and past
-            the sequence's length hold anything.
-          visit: called with the buffer and the index of every other tile.
+          sequence: Index of the sequence.
+          following: Index of the next sequence.
+          has_following: Whether there is a next sequence, bool [].
+          first_tile: First tile to visit; the last tile is always visited.
+          visit_last: Function called with (buffer, tile index) of the last tile, whose rows at and
+            past the sequence's length are undefined.
+          visit: Function called with (buffer, tile index) of every other tile.
         """
         tiles = flash_tpu.cdiv(self.length(sequence), self.tile)
         first_tile = jnp.minimum(first_tile, tiles - 1)
@@ -140,12 +142,12 @@ class TileStream:
             self._copy_scales(sequence, tile * self.tile + begin, half, begin, _start)
 
     def _wait_whole(self, half):
-        # Semaphores count bytes: one wait serves all pieces.
+        # Semaphores count bytes, so one wait covers the copies of all pages.
         for buffer in (*self.buffers, *(self.scales.buffers if self.scales else ())):
             _wait(pltpu.make_async_copy(buffer.at[half], buffer.at[half], self.semaphores.at[half]))
 
     def _copy_last(self, sequence, act):
-        """The last tile up to the sequence's length, rounded up to whole tiles of memory."""
+        """Copies the last tile up to the sequence's length, rounded up to whole memory tiles."""
         length = self.length(sequence)
         base = (flash_tpu.cdiv(length, self.tile) - 1) * self.tile
         unit = flash_tpu.row_tile(self.buffers[0].dtype)
@@ -162,7 +164,7 @@ class TileStream:
 
             @pl.when((rows > 0) & (rows < self.piece) & (length > 0))
             def _(begin=begin, rows=rows):
-                # A copy's size is static, so the rows are copied by the bits of their number.
+                # Copies have static sizes, so copy one power of two of rows for each bit of their number.
                 units = flash_tpu.cdiv(rows, unit)
                 for bit in reversed(range((self.piece // unit).bit_length())):
 
@@ -173,13 +175,13 @@ class TileStream:
                         self._copy(sequence, base + begin + skip, LAST, begin + skip, size, act)
 
     def _copy(self, sequence, row, half, begin, rows, act):
-        """`rows` rows from `row` of the sequence on, to a buffer from `begin` on."""
+        """Copies `rows` rows, starting at `row` of the sequence, to a buffer's row `begin`."""
         where = (half, slice(None), pl.ds(begin, rows))
         for source, buffer in zip(self.source(sequence, row, rows), self.buffers, strict=True):
             act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[half]))
 
     def _copy_scales(self, sequence, row, half, begin, act):
-        """The scales of the piece that begins with `row`, if there are any."""
+        """Copies the scales of the page that begins at `row`, if rows are quantized."""
         if self.scales is None:
             return
         where = (half, slice(None), slice(None), pl.ds(begin, self.piece))

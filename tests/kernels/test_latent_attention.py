@@ -138,7 +138,7 @@ def test_trees_over_quantised_pages():
 @pytest.mark.parametrize(
     ("value_width", "page", "kv_dtype", "message"),
     [
-        (64, 16, None, "latents of 64 numbers are no multiple of 128"),
+        (64, 16, None, "value_width 64, expected a multiple of 128"),
         (128, 4, None, "pages of 4 rows, expected a multiple of 8"),
         (128, 32, "int8", "quantized pages of 32 rows, expected multiples of 128"),
     ],
@@ -159,5 +159,5 @@ def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"start is \(2,\), expected \(1,\)"):
         expanded_attention(**arguments | {"start": jnp.zeros(2)}, expand=None, scale=SCALE)
     few = arguments["queries"][..., :9]
-    with pytest.raises(ValueError, match=r"queries \(1, 2, 2, 9\) over pages"):
+    with pytest.raises(ValueError, match=r"queries \(1, 2, 2, 9\) do not fit pages"):
         latent_attention(**arguments | {"queries": few}, value_width=128, scale=SCALE)
