@@ -10,7 +10,7 @@ from dflash.kernels import anchored_attention_tpu as tpu
 from dflash.kernels import implementation as implementations
 from dflash.kernels import online_softmax, tuning
 
-# Blocks per step; scores exist for one step at a time, forward and backward.
+# Blocks per group; scores exist for one group at a time, forward and backward.
 GROUP_BLOCKS = 8
 
 
@@ -32,11 +32,11 @@ def anchored_attention(
     implementation: str = "auto",
     sizes: tuning.BlockSizes | None = None,
 ) -> jax.Array:
-    """Attends from A blocks of R rows over the context before each block, and over the block.
+    """Attends from A blocks of R rows to the context before each block, and to the block itself.
 
     A row of block j sees context row p iff p < anchors[b, j], p belongs to the anchor's document,
-    and p >= anchors[b, j] - window where a window is set. It also sees all rows of its own block
-    (those up to itself if `causal`), and nothing of any other.
+    and, if a window is set, p >= anchors[b, j] - window. It also sees all rows of its own block (if
+    `causal`, those up to itself), but no other block.
 
     Args:
       queries: [B, A, R, N, H].
@@ -45,19 +45,20 @@ def anchored_attention(
       context_keys: [B, T, K, H].
       context_values: [B, T, K, H].
       anchors: int32 [B, A], in [0, T).
-      valid: bool [B, A]; other blocks return zeros and reach no gradient.
-      segment_ids: int32 [B, T]; rows of one document share a number, 0 is padding.
-      sinks: see `block_attention`; the kernels do not cover them.
-      scale: factor on the scores.
-      window: context positions before the anchor that remain visible; None for all.
-      causal: row r sees the block's rows up to r only.
-      group_blocks: blocks per step of the reference.
-      implementation: see `implementation.run`.
-      sizes: of the kernels' blocks; None for the tuned ones.
+      valid: bool [B, A]; blocks that are not valid return zeros and contribute no gradient.
+      segment_ids: int32 [B, T]; rows of one document share an id. 0 is padding.
+      sinks: [N]; attention sink of each head, as in `block_attention`, or None. The kernels do not
+        support sinks.
+      scale: Factor that multiplies the scores.
+      window: Visible context positions before the anchor; None for all.
+      causal: Row r sees rows up to r of its block only.
+      group_blocks: Blocks per group of the reference.
+      implementation: Implementation to run; see `implementation.run`.
+      sizes: Tile sizes of the kernels; None for the tuned ones.
     Returns:
       [B, A, R, N, H] in the dtype of `queries`.
     Raises:
-      ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
+      ValueError: Shapes are inconsistent or exceed VMEM; the message names the array.
     """
     floats = (queries, keys, values, context_keys, context_values)
     masks = (anchors, valid, segment_ids)
@@ -82,10 +83,9 @@ def anchored_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
-    """The forward and the backward pass, each with the implementation chosen where it is lowered.
+    """Forward and backward pass, each of which chooses its implementation when it is lowered.
 
-    Were the choice around both, what each implementation keeps for its backward pass would have to
-    be kept for all.
+    A single choice around both passes would keep the residuals of all implementations.
     """
 
     implementation: str
@@ -97,7 +97,7 @@ class _Kernels:
     causal: bool
 
     def forward(self, floats, masks):
-        """Outputs, and the log2 of each row's sum, which the reference does without."""
+        """Returns outputs, and the log2 of each row's softmax sum; zeros from the reference."""
         plan = tpu.Plan(floats[0], floats[1], floats[3], self.sizes)
 
         def reference(*arrays):
@@ -114,7 +114,7 @@ class _Kernels:
         return self._run(reference, pallas, *floats, *masks)
 
     def backward(self, floats, masks, outputs, log_sum, grad):
-        """Gradients of the five float arrays."""
+        """Returns the gradients of the five float arrays."""
         plan = tpu.Plan(floats[0], floats[1], floats[3], self.sizes)
 
         def reference(*arrays):
@@ -199,12 +199,12 @@ def _reference(
 
 
 def visible_context(anchors: jax.Array, segment_ids: jax.Array, window: int | None) -> jax.Array:
-    """Which context rows each block sees.
+    """Returns the mask of the context rows that each block sees.
 
     Args:
       anchors: int32 [B, A].
       segment_ids: int32 [B, T].
-      window: as in `anchored_attention`.
+      window: Visible context positions before the anchor; None for all.
     Returns:
       bool [B, A, T].
     """
@@ -232,12 +232,12 @@ def _attend_group(
     window,
     causal,
 ):
-    """One group of blocks, in the shapes of `anchored_attention`."""
+    """Computes `anchored_attention` for one group of blocks."""
     batch, blocks, block, heads, width = queries.shape
     kv_heads = keys.shape[3]
     share = heads // kv_heads
     inside = jnp.ones((block, block), bool)
-    # An invalid block sees itself too, so that no row is without a key; it is zeroed at the end.
+    # An invalid block also sees itself, so that every row has a key; its outputs are zeroed below.
     own = online_softmax.attend(
         online_softmax.group_queries(queries.reshape(-1, block, heads, width), kv_heads),
         keys.reshape(-1, block, kv_heads, width).transpose(2, 0, 1, 3),
@@ -264,7 +264,7 @@ def _attend_group(
 
 
 def _cut(array: jax.Array, group: int) -> jax.Array:
-    """[B, A, ...] -> [steps, B, group, ...]; blocks that fill up the last step are all zeros."""
+    """Splits blocks [B, A, ...] into groups [groups, B, group, ...], padded with zeros."""
     batch, blocks = array.shape[:2]
     padding = [(0, 0), (0, -blocks % group)] + [(0, 0)] * (array.ndim - 2)
     return jnp.pad(array, padding).reshape(batch, -1, group, *array.shape[2:]).swapaxes(0, 1)

@@ -1,10 +1,10 @@
-"""The Pallas kernels of anchored attention, forward and backward; see anchored_attention.py.
+"""Pallas kernels of anchored attention, forward and backward; see anchored_attention.py.
 
-A step works on some blocks of one sequence, all query heads of one kv head, against one tile of
-the context; tiles that none of its blocks sees are neither fetched nor looked at. Scores are kept
-transposed, [keys, rows]: what there is one of per row (where its context begins and ends, its peak,
-its sum) then lies along the lanes, is stored without padding, and is never moved between lanes. The
-mask is never stored: it is a comparison of key positions with the bounds of each row.
+A grid step attends from some blocks of one sequence, with all query heads of one kv head, to one
+tile of the context. Tiles that none of its blocks sees are neither fetched nor processed. Scores
+are transposed, [keys, rows], so that per-row values (bounds of its context, peak, sum) extend along
+the lanes, are stored without padding, and never move between lanes. Masks are not stored but
+computed by comparing key positions with the bounds of each row.
 """
 
 import functools
@@ -20,18 +20,18 @@ from dflash.kernels.flash_tpu import MASKED
 from dflash.kernels.tuning import BlockSizes
 
 OP = "anchored_attention"
-# Rows of the array of row bounds; as many as a tile of memory has.
+# Rows of the array of row bounds, which has 8 rows, a whole memory tile.
 BEGIN, END, DOCUMENT, VALID, BLOCK, WITHIN, BOUNDS = 0, 1, 2, 3, 4, 5, 8
 
 
 class Plan:
-    """Shapes of one call: how it is cut up.
+    """Shapes of one call: its tiles, blocks and scratch arrays.
 
-    Arrays of the kernels: queries [B, 1, rows, N·H], keys and values of blocks, and the context,
-    [B, 1, rows, K·H]: as projections leave them, so that nothing is moved on the way. A step reads
-    its columns of them. Heads narrower than the lanes are cut apart before, [B, K, rows, …].
+    The kernels take queries [B, 1, rows, N·H], and keys and values of blocks and of the context
+    [B, 1, rows, K·H]. This is the layout of projections: nothing is copied, and a grid step reads
+    its columns. Heads narrower than the lanes are transposed beforehand, to [B, K, rows, …].
 
-    Rows of a step's scores are those of its first query head, then those of the second, and so on.
+    The score rows of a grid step are ordered by query head, then by row.
     """
 
     def __init__(self, queries, keys, context_keys, sizes: BlockSizes):
@@ -39,7 +39,7 @@ class Plan:
         self.kv_heads, self.length = keys.shape[3], context_keys.shape[1]
         self.dtype = jnp.dtype(queries.dtype)
         self.group = self.heads // self.kv_heads
-        # Whole tiles of memory.
+        # Round up to whole memory tiles.
         least = math.lcm(self.block, flash_tpu.row_tile(self.dtype)) // self.block
         wanted = max(1, sizes.queries // (self.group * self.block))
         self.step_blocks = -(-min(wanted, self.blocks) // least) * least
@@ -51,50 +51,50 @@ class Plan:
         self.in_columns = self.width % flash_tpu.LANES == 0
 
     def split_blocks(self, array):
-        """[B, A, R, n, H] of queries, keys or values, as the kernels take them."""
+        """Converts queries, keys or values [B, A, R, n, H] to the layout of the kernels."""
         padded = self._pad_blocks(array)
         return self._split(padded.reshape(self.batch, -1, self.kv_heads, self._columns(array)))
 
     def join_blocks(self, array):
-        """The inverse of `split_blocks`."""
+        """Reverses `split_blocks`."""
         shape = (self.batch, self.tiles * self.step_blocks, self.block, -1, self.width)
         return self._join(array).reshape(shape)[:, : self.blocks]
 
     def split_context(self, array):
-        """[B, T, K, H], as the kernels take it."""
+        """Converts context keys or values [B, T, K, H] to the layout of the kernels."""
         padding = self.context_tiles * self.tile - self.length
         return self._split(jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0))))
 
     def join_context(self, array):
-        """The inverse of `split_context`."""
+        """Reverses `split_context`."""
         shape = (self.batch, -1, self.kv_heads, self.width)
         return self._join(array).reshape(shape)[:, : self.length]
 
     def _columns(self, array) -> int:
-        """Columns that belong to a kv head."""
+        """Returns the number of columns per kv head."""
         return array.shape[3] // self.kv_heads * self.width
 
     def _split(self, array):
-        """[B, rows, K, columns]."""
+        """Converts [B, rows, K, columns] to the layout of the kernels."""
         if self.in_columns:
             return array.reshape(self.batch, 1, array.shape[1], -1)
         return array.swapaxes(1, 2)
 
     def _join(self, array):
-        """The inverse of `_split`, but for the shape: [B, rows, …]."""
+        """Reverses `_split`, to [B, rows, …]."""
         return array[:, 0] if self.in_columns else array.swapaxes(1, 2)
 
     def _pad_blocks(self, array):
-        """[B, A, ...] -> a whole number of tiles of blocks; those added see nothing but zeros."""
+        """Pads [B, A, ...] with zeros to a whole number of tiles of blocks."""
         extra = self.tiles * self.step_blocks - self.blocks
         return jnp.pad(array, [(0, 0), (0, extra)] + [(0, 0)] * (array.ndim - 2))
 
     def bounds(self, anchors, valid, segment_ids, window):
-        """What each row may see, and which context tiles each step needs.
+        """Returns the bounds of each row's context, and the context tiles that each step needs.
 
         Returns:
-          first and end tile, int32 [B · tiles] each; bounds of rows, int32 [B, tiles, BOUNDS, R];
-          documents of the context, int32 [B, context tiles, S, 1].
+          First tile and end tile, int32 [B · tiles] each; bounds of rows, int32 [B, tiles, BOUNDS,
+          R]; segment ids of the context, int32 [B, context tiles, S, 1].
         """
         document = jnp.take_along_axis(segment_ids, anchors, axis=1)
         begin = jnp.argmax(segment_ids[:, None] == document[..., None], axis=-1)
@@ -123,10 +123,15 @@ class Plan:
         )
 
     def specs(self):
-        """Of queries, blocks' keys, context tiles, bounds, documents, one per row, all context."""
+        """Returns all block specs of the kernels.
+
+        Returns:
+          Block specs of queries, of blocks' keys or values, of a context tile, of row bounds, of
+          the context's segment ids, of per-row values, and of the whole context.
+        """
 
         def context_tile(b, a, t, first, end):
-            # A tile that is not needed is not fetched: the one that is there stays.
+            # For a tile that is not needed, repeat the previous index, so that nothing is fetched.
             at = b * self.tiles + a
             return jnp.maximum(jnp.minimum(jnp.maximum(t, first[at]), end[at] - 1), 0)
 
@@ -159,11 +164,11 @@ class Plan:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """Shape of what there is one of per row of scores."""
+        """Shape of an array with one value per row of scores."""
         return self.batch, self.kv_heads, self.tiles, 1, self.rows
 
     def vmem(self, *, backward):
-        """What a step keeps in VMEM; see `flash_tpu.check_vmem`."""
+        """Returns the arrays of a grid step in VMEM; see `flash_tpu.check_vmem`."""
         rows, own, tile, width = self.rows, self.own, self.tile, self.width
         arrays = {
             "queries": ((4 + 4 * backward, rows, width), self.dtype),
@@ -181,9 +186,18 @@ class Plan:
     def call(
         self, kernel, name, inputs, in_specs, out_shapes, out_specs, scratch, interpret, *, products
     ):
-        """pl.pallas_call over (sequence, kv head, tile of blocks, tile of context).
+        """Calls a kernel on the grid (sequence, kv head, tile of blocks, tile of context).
 
-        Args: products: matrix products of a pair of a row and a key.
+        Args:
+          kernel: Kernel function.
+          name: Name of the kernel in profiles.
+          inputs: Scalar-prefetch arguments (first and end tiles), then the other arguments.
+          in_specs: Block specs of the other arguments.
+          out_shapes: Shapes of the outputs.
+          out_specs: Block specs of the outputs.
+          scratch: Scratch shapes.
+          interpret: Argument of `pl.pallas_call`.
+          products: Dot products per pair of a row and a key, for the cost estimate.
         """
         pairs = self.batch * self.heads * self.blocks * self.block * (self.length // 2)
         return pl.pallas_call(
@@ -210,12 +224,15 @@ class Plan:
 
 
 def forward(plan: Plan, arrays, bounds, *, scale, causal, interpret):
-    """Outputs as `queries`, and log2 of each row's sum, float32 `plan.lanes`.
+    """Returns outputs in the layout of queries, and log2 of each row's sum, float32 `plan.lanes`.
 
     Args:
-      plan: of the call.
-      arrays: queries, keys, values, context keys, context values, in the plan's shapes.
-      bounds: `plan.bounds`.
+      plan: Shapes of the call.
+      arrays: Queries, keys, values, context keys and context values, in the plan's layout.
+      bounds: Result of `plan.bounds`.
+      scale: Factor that multiplies the scores.
+      causal: Rows see their block's rows up to themselves only.
+      interpret: Argument of `pl.pallas_call`.
     """
     flash_tpu.check_vmem(OP, plan.vmem(backward=False))
     queries, own, context, rows, documents, per_row, _ = plan.specs()
@@ -239,7 +256,19 @@ def forward(plan: Plan, arrays, bounds, *, scale, causal, interpret):
 
 
 def backward(plan: Plan, arrays, bounds, outputs, log_sum, grad, *, scale, causal, interpret):
-    """Gradients of `arrays`; see `forward`. Those of the context are float32."""
+    """Returns the gradients of `arrays`; those of the context are float32.
+
+    Args:
+      plan: Shapes of the call.
+      arrays: Arrays of `forward`.
+      bounds: Result of `plan.bounds`.
+      outputs: Outputs of `forward`.
+      log_sum: Second result of `forward`.
+      grad: Gradient of the outputs.
+      scale: Factor that multiplies the scores.
+      causal: Rows see their block's rows up to themselves only.
+      interpret: Argument of `pl.pallas_call`.
+    """
     flash_tpu.check_vmem(OP, plan.vmem(backward=True))
     queries, own, context, rows, documents, per_row, whole = plan.specs()
     first, end, row_bounds, segments = bounds
@@ -262,7 +291,7 @@ def backward(plan: Plan, arrays, bounds, outputs, log_sum, grad, *, scale, causa
 
 
 def _own_visible(plan: Plan, bounds_ref, causal):
-    """Which keys of the blocks each row sees: bool [own, R]."""
+    """Returns the mask bool [own, R] of the block keys that each row sees."""
     key = jax.lax.broadcasted_iota(jnp.int32, (plan.own, 1), 0)
     visible = flash_tpu.div(key, plan.block) == bounds_ref[BLOCK : BLOCK + 1]
     if causal:
@@ -271,7 +300,7 @@ def _own_visible(plan: Plan, bounds_ref, causal):
 
 
 def _context_visible(plan: Plan, bounds_ref, documents_ref, tile):
-    """Which keys of a context tile each row sees: bool [S, R]."""
+    """Returns the mask bool [S, R] of the keys of a context tile that each row sees."""
     position = jax.lax.broadcasted_iota(jnp.int32, (plan.tile, 1), 0) + tile * plan.tile
     visible = position >= bounds_ref[BEGIN : BEGIN + 1]
     visible &= position < bounds_ref[END : END + 1]
@@ -279,20 +308,20 @@ def _context_visible(plan: Plan, bounds_ref, documents_ref, tile):
 
 
 def _needed(plan: Plan, first_ref, end_ref):
-    """Whether this step's blocks see this step's context tile."""
+    """Returns whether this grid step's blocks see its context tile."""
     at = pl.program_id(0) * plan.tiles + pl.program_id(2)
     tile = pl.program_id(3)
     return (tile >= first_ref[at]) & (tile < end_ref[at])
 
 
 def _query_heads(plan: Plan, ref):
-    """Columns [own, N/K·H] -> rows of scores [R, H]."""
+    """Returns the columns [own, N/K·H] of a reference as rows of scores [R, H]."""
     heads = [ref[:, begin : begin + plan.width] for begin in _head_columns(plan)]
     return jnp.concatenate(heads, axis=0)
 
 
 def _store_query_heads(plan: Plan, ref, heads):
-    """The inverse of `_query_heads`."""
+    """Stores rows of scores [R, H] to the columns [own, N/K·H] of a reference."""
     for i, begin in enumerate(_head_columns(plan)):
         own = heads[i * plan.own : (i + 1) * plan.own]
         ref[:, begin : begin + plan.width] = own.astype(ref.dtype)
@@ -303,7 +332,7 @@ def _head_columns(plan: Plan) -> range:
 
 
 def _scores(keys, queries, visible, scale):
-    """[S, R], in units of log2."""
+    """Returns masked scores [S, R], in units of log2."""
     return jnp.where(visible, flash_tpu.scores(keys, queries, scale=scale), MASKED)
 
 
@@ -343,7 +372,7 @@ def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys
         valid = bounds_ref[VALID : VALID + 1] != 0
         attended = jnp.where(valid, weighted_ref[...] / total_ref[...], 0)
         _store_query_heads(plan, outputs_ref, attended.T)
-        # So large a sum leaves the rows of an invalid block no weight in any gradient.
+        # With a huge sum, the rows of an invalid block have weight zero in every gradient.
         log_sum_ref[...] = jnp.where(valid, peak_ref[...] + jnp.log2(total_ref[...]), -MASKED)
 
 
@@ -355,7 +384,7 @@ def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_key
     tile = pl.program_id(3)
 
     def differentiate(keys, values, visible):
-        """Gradients of these keys, of their values, and what they add to that of the queries."""
+        """Returns the gradients of keys and values, and their part of the queries' gradient."""
         queries, grad = _query_heads(plan, queries_ref), _query_heads(plan, grad_ref)
         weights = jnp.exp2(_scores(keys, queries, visible, scale) - log_sum_ref[...])
         weights_grad = flash_tpu.dot(values, grad, transpose_b=True)
@@ -399,8 +428,8 @@ def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_key
 
 
 def unsupported(queries) -> str | None:
-    """Why the kernels do not cover a call; None if they do."""
+    """Returns why the kernels do not support a call, or None if they do."""
     width = queries.shape[-1]
     if width not in flash_tpu.HEAD_DIMS:
-        return f"{OP}: head_dim {width} is none of {flash_tpu.HEAD_DIMS}"
+        return f"{OP}: head_dim {width} is not one of {flash_tpu.HEAD_DIMS}"
     return None

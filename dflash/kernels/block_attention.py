@@ -1,6 +1,6 @@
-"""Block attention: a draft block against a static context, and against itself in both directions.
+"""Block attention: attends from a draft block to a static context, and to itself bidirectionally.
 
-A causal paged kernel cannot serve this: every row of the block sees every other one.
+A causal paged kernel cannot compute this, since every row of the block sees every other row.
 """
 
 import functools
@@ -12,7 +12,7 @@ from dflash.kernels import block_attention_tpu as tpu
 from dflash.kernels import implementation as implementations
 from dflash.kernels import online_softmax, tuning
 
-# Keys per step of the loop over the context; see paged_attention.TILE_TOKENS.
+# Keys per iteration of the loop over the context; see paged_attention.TILE_TOKENS.
 TILE_TOKENS = 256
 
 
@@ -31,34 +31,37 @@ def block_attention(
     implementation: str = "auto",
     sizes: tuning.BlockSizes | None = None,
 ) -> jax.Array:
-    """Attends from a block of T rows over its context and itself.
+    """Attends from a block of T rows to its context and to itself.
 
-    The block is anchored at position `length[b]`: context key p is visible to all of its rows iff
-    p < length[b], and p >= length[b] - window where a window is set.
+    The block is anchored at position `length[b]`: its rows see context key p iff p < length[b] and,
+    if a window is set, p >= length[b] - window.
 
     Args:
       queries: [B, T, N, H].
       keys: [B, T, K, H]; N is a multiple of K.
       values: [B, T, K, H].
-      context_keys: [B, K, L, H]; rows at and past `length` are never looked at.
+      context_keys: [B, K, L, H]; rows at and past `length` are never read.
       context_values: [B, K, L, H].
       length: int32 [B]; context rows in use.
-      sinks: [N]; a score of each head's own that joins every row's sum, without a value; or None.
-      scale: factor on the scores.
-      window: context positions before the anchor that remain visible; None for all.
-      causal: row r sees the block's rows up to r only.
-      implementation: see `implementation.run`.
-      sizes: of the kernel's blocks; None for the tuned ones.
+      sinks: [N]; attention sink of each head, a score without a value that is added to the softmax
+        sum of every row. None for no sinks.
+      scale: Factor that multiplies the scores.
+      window: Visible context positions before the anchor; None for all.
+      causal: Row r sees rows up to r of the block only.
+      implementation: Implementation to run; see `implementation.run`.
+      sizes: Tile sizes of the kernel; None for the tuned ones.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:
-      ValueError: shapes that do not fit each other, or do not fit VMEM; the message names them.
+      ValueError: Shapes are inconsistent or exceed VMEM; the message names the array.
     """
     arrays = (queries, keys, values, context_keys, context_values, length)
     _check(*arrays)
     if sinks is not None:
         if sinks.shape != queries.shape[2:3]:
-            raise ValueError(f"block_attention: sinks {sinks.shape} of {queries.shape[2]} heads")
+            raise ValueError(
+                f"block_attention: sinks is {sinks.shape}, expected {queries.shape[2:3]}"
+            )
         arrays = (*arrays, sinks)
     view = {"scale": scale, "window": window, "causal": causal}
     sizes = sizes or tuning.BLOCK_ATTENTION.get(queries.shape[-1])
@@ -94,21 +97,21 @@ def branch_attention(
     *,
     scale: float,
 ) -> jax.Array:
-    """Attends from T rows over a context, and over those of S drafted rows that each one may see.
+    """Attends from T rows to a context, and to those of S drafted rows that `visible` selects.
 
     Args:
       queries: [B, T, N, H].
       keys: [B, S, K, H]; N is a multiple of K.
       values: [B, S, K, H].
-      visible: bool [B, T, S]; every row sees one at least.
-      context_keys: [B, K, L, H]; rows at and past `length` are never looked at.
+      visible: bool [B, T, S]; drafted rows that each row sees, at least one.
+      context_keys: [B, K, L, H]; rows at and past `length` are never read.
       context_values: [B, K, L, H].
       length: int32 [B]; context rows in use.
-      scale: factor on the scores.
+      scale: Factor that multiplies the scores.
     Returns:
       [B, T, N, H] in the dtype of `queries`.
     Raises:
-      ValueError: shapes that do not fit each other; the message names them.
+      ValueError: Shapes are inconsistent; the message names the array.
     """
     batch, rows, _, _ = queries.shape
     drafted = keys.shape[1]
@@ -127,7 +130,7 @@ def _attend(
     queries, keys, values, visible_rows, context_keys, context_values, length, scale, window,
     sinks=None,
 ):  # fmt: skip
-    """Both of the above: over the rows that bool [B or 1, T, S] shows, and over the context."""
+    """Attends to the context, and to the rows that `visible_rows` bool [B or 1, T, S] selects."""
     block, kv_heads = queries.shape[1], keys.shape[2]
     rows = online_softmax.group_queries(queries, kv_heads)
     partial = online_softmax.attend(
@@ -143,8 +146,8 @@ def _attend(
     first_visible = jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0)
 
     def fold_in_tile(i, partial):
-        # The last tile may reach past the capacity; dynamic_slice then starts earlier, so the
-        # positions are counted from where it really starts and those of earlier tiles left out.
+        # The last tile may extend past the capacity. It is then read from an earlier position, and
+        # rows that earlier tiles contain are masked.
         begin = jnp.minimum(i * tile, capacity - tile)
         positions = begin + jnp.arange(tile)
         visible = (positions < length[:, None]) & (positions >= first_visible[:, None])

@@ -1,8 +1,8 @@
-"""The Pallas kernel of block attention; see block_attention.py for what it computes.
+"""Pallas kernel of block attention; see block_attention.py for its semantics.
 
-One step serves one sequence, and one half of the kv heads where their number is even: a chip with
-two cores gives one half to each. Rows are ordered by head of the group, then by row of the block,
-so that the context is read as it lies, once, and nothing of it is copied, joined or repeated.
+A grid step processes one sequence. It covers half of the kv heads if their number is even, one half
+for each core of a chip with two cores. Rows are ordered by head of the group, then by row of the
+block, so that the context is read once, in its own layout, without copies.
 """
 
 import functools
@@ -35,7 +35,7 @@ def block_attention_tpu(
     sizes: BlockSizes,
     interpret,
 ):
-    """Arguments and results as those of `block_attention`."""
+    """Computes `block_attention`; arguments and results are the same."""
     batch, block, heads, width = queries.shape
     kv_heads, capacity = context_keys.shape[1:3]
     group = heads // kv_heads
@@ -167,12 +167,14 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
 
 
 def unsupported(queries, context_keys) -> str | None:
-    """Why the kernel does not cover a call; None if it does."""
+    """Returns why the kernel does not support a call, or None if it does."""
     width, capacity = queries.shape[-1], context_keys.shape[2]
     unit = flash_tpu.row_tile(context_keys.dtype)
     if width not in flash_tpu.HEAD_DIMS:
-        return f"{OP}: head_dim {width} is none of {flash_tpu.HEAD_DIMS}"
+        return f"{OP}: head_dim {width} is not one of {flash_tpu.HEAD_DIMS}"
     if capacity % unit:
         dtype = jnp.dtype(context_keys.dtype).name
-        return f"{OP}: a context of {capacity} rows is no multiple of {unit}, a tile of {dtype}"
+        return (
+            f"{OP}: a context of {capacity} rows, expected a multiple of {unit}, a tile of {dtype}"
+        )
     return None

@@ -1,4 +1,4 @@
-"""Rows that are sorted into groups, each group times a matrix of its own: experts."""
+"""Grouped matrix product: rows sorted by group, each group with its own weights, for experts."""
 
 import dataclasses
 import functools
@@ -13,7 +13,8 @@ from dflash.kernels import quantized as quantized
 
 IMPLEMENTATIONS = ("auto", "tiles", "ragged_dot", "pallas", "interpret")
 
-_SMALLEST_TILE, _LARGEST_TILE = 8, 128  # rows
+# Limits of the rows per tile.
+_SMALLEST_TILE, _LARGEST_TILE = 8, 128
 
 
 def grouped_matmul(
@@ -26,33 +27,33 @@ def grouped_matmul(
     read: float = 1.0,
     implementation: str = "auto",
 ) -> jax.Array:
-    """rows[i] @ weights[g] for every row i of group g.
+    """Computes rows[i] @ weights[g] for every row i of group g.
 
-    A group's weights are read once for each tile of its rows, and not at all if it has none.
+    A group's weights are read once per tile of its rows, and not at all if it has no rows.
 
     Args:
-      rows: [R, D]; those of group 0, then those of group 1, and so on.
+      rows: [R, D]; sorted by group.
       weights: [E, D, F].
-      sizes: int32 [E]; rows of each group, together at most R.
-      scales: float32 [E, 1, F], or a scale a block, for weights in eight bits; see `quantized`.
-      block: inputs and outputs of a block; None: all inputs of one output.
-      read: share of the weights that is expected to be read, for the compiler to plan by.
-      implementation: "tiles": plain JAX, one product for each tile of rows. "ragged_dot":
-        `jax.lax.ragged_dot`, which a CPU computes with all weights for all rows. "pallas", and
-        "interpret" to play it on a CPU: a kernel for TPUs. "auto": tiles on a CPU; on a TPU the
-        kernel, where it covers the case; ragged_dot elsewhere.
+      sizes: int32 [E]; number of rows of each group, at most R in total.
+      scales: Scales of 8-bit weights: float32 [E, 1, F], or one per block; see `quantized`.
+      block: Inputs and outputs per scale; None for one scale per output.
+      read: Fraction of the weights that is expected to be read, for the cost estimate.
+      implementation: "tiles" is plain JAX, with one product per tile of rows. "ragged_dot" is
+        `jax.lax.ragged_dot`, which a CPU computes with all weights for all rows. "pallas" is a
+        kernel for TPUs, and "interpret" runs it in the interpreter. "auto" is tiles on a CPU, the
+        kernel on a TPU if it supports the case, and ragged_dot elsewhere.
     Returns:
-      [R, F]; zeros for the rows behind the last group.
+      [R, F]; zeros for rows past the last group.
     Raises:
-      ValueError: shapes that do not fit each other, an unknown implementation, or one that does not
-        cover the case.
+      ValueError: Shapes are inconsistent, or the implementation is unknown or does not support the
+        case.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
     if rows.ndim != 2 or weights.ndim != 3 or rows.shape[1] != weights.shape[1]:
-        raise ValueError(f"rows {rows.shape} do not fit weights {weights.shape}")
+        raise ValueError(f"grouped_matmul: rows {rows.shape} do not fit weights {weights.shape}")
     if sizes.shape != weights.shape[:1]:
-        raise ValueError(f"sizes {sizes.shape} of {weights.shape[0]} groups")
+        raise ValueError(f"grouped_matmul: sizes is {sizes.shape}, expected {weights.shape[:1]}")
     arrays = (rows, weights, sizes) if scales is None else (rows, weights, sizes, scales)
     tiles, ragged = (functools.partial(one, block=block) for one in (_in_tiles, _ragged_dot))
     kernel = functools.partial(_by_kernel, block, read)
@@ -71,12 +72,15 @@ def grouped_matmul(
 
 
 def for_platform(platform: str) -> str:
-    """The implementation for programs that run on one known platform; see `implementation`."""
+    """Returns the implementation for programs that run on a known platform."""
     return {"cpu": "tiles", "tpu": "auto"}.get(platform, "ragged_dot")
 
 
 def _ragged_dot(rows, weights, sizes, scales=None, *, block):
-    """Scales by block are applied to all weights ahead of the product, others to what it gives."""
+    """Computes `grouped_matmul` by `jax.lax.ragged_dot`.
+
+    Block scales are applied to the weights before the product, scales per output to its result.
+    """
     if scales is not None and block is not None:
         weights, scales = _plain(weights, scales, block, rows.dtype), None
     product = jax.lax.ragged_dot(
@@ -86,12 +90,12 @@ def _ragged_dot(rows, weights, sizes, scales=None, *, block):
     if scales is not None:
         group = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(sizes) - 1)
         product *= scales[group, 0]
-    # What stands behind the last group is not defined everywhere.
+    # Rows past the last group are undefined on some platforms.
     return jnp.where((row < ends[-1])[:, None], product, 0).astype(rows.dtype)
 
 
 def _plain(weights, scales, block, dtype):
-    """Weights with their scales applied, if there are any."""
+    """Returns weights with their scales, if any, applied."""
     if scales is None:
         return weights
     spread = quantized.spread(scales, weights.shape, block)
@@ -100,18 +104,18 @@ def _plain(weights, scales, block, dtype):
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """Rows of one group after another, cut into tiles of one size and one group each.
+    """Division of sorted rows into tiles of equal size, each with rows of a single group.
 
-    The last rows of a group's last tile may be others', and are left out of what comes out.
+    A group's last tile may extend into rows of the next group, whose results are discarded.
 
     Attributes:
-      begin: int32 [N]; the first row of each tile.
-      size: rows of a tile.
-      group: int32 [N]; of each tile; of those not in use, the last one's.
-      end: int32 [N]; the row behind the last one of its group.
-      used: int32 []; tiles in use.
-      place: int32 [rows]; where a row lies among the rows of all tiles.
-      inside: bool [rows]; whether it belongs to a group.
+      begin: int32 [N]; first row of each tile.
+      size: Rows per tile.
+      group: int32 [N]; group of each tile. Unused tiles have the group of the last used tile.
+      end: int32 [N]; end of the rows of each tile's group.
+      used: int32 []; number of tiles in use.
+      place: int32 [rows]; index of each row among the rows of all tiles.
+      inside: bool [rows]; whether each row belongs to a group.
     """
 
     begin: jax.Array
@@ -123,12 +127,12 @@ class _Tiles:
     inside: jax.Array
 
     def of(self, rows: jax.Array, begin: jax.Array) -> jax.Array:
-        """[..., R, D]: the tiles that begin there, of rows [rows, D]."""
+        """Gathers the tiles [..., size, D] of rows [rows, D] that begin at `begin`."""
         return rows[jnp.minimum(begin[..., None] + jnp.arange(self.size), len(rows) - 1)]
 
 
 def _cut(count: int, sizes: jax.Array, tile: int) -> _Tiles:
-    """Tiles of `tile` rows, of `count` rows in groups of these sizes [E]."""
+    """Divides `count` rows, in groups of sizes [E], into tiles of `tile` rows."""
     groups = len(sizes)
     num_tiles = count // tile + min(groups, count)
     tiles_of = -(-sizes // tile)  # [E]
@@ -148,7 +152,10 @@ def _cut(count: int, sizes: jax.Array, tile: int) -> _Tiles:
 
 
 def _in_tiles(rows, weights, sizes, scales=None, *, block):
-    """What comes out for a row does not depend on the rows beside it: products have one shape."""
+    """Computes `grouped_matmul` tile by tile.
+
+    All products have the same shape, so the result of a row does not depend on other rows.
+    """
     tiles = _cut(len(rows), sizes, _tile_rows(len(rows), len(sizes)))
 
     def product(one):
@@ -166,14 +173,14 @@ def _in_tiles(rows, weights, sizes, scales=None, *, block):
 
 
 def _by_row(products, tiles: _Tiles):
-    """Products [N, R, F] of all tiles -> [rows, F]."""
+    """Gathers the products [N, R, F] of all tiles to rows [rows, F]."""
     flat = products.reshape(-1, products.shape[-1])
     return jnp.where(tiles.inside[:, None], flat[tiles.place], 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _by_kernel(block, read, interpret, rows, weights, sizes, scales=None):
-    """The kernel; its gradients are those of ragged_dot."""
+    """Computes `grouped_matmul` by the kernel, with the gradients of ragged_dot."""
     tile = max(_tile_rows(len(rows), len(sizes)), flash_tpu.row_tile(rows.dtype))
     tiles = _cut(len(rows), sizes, tile)
     of_kernel = tpu.Tiles(tile, tiles.group, tiles.begin, tiles.end, tiles.used)
@@ -198,6 +205,6 @@ _by_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _tile_rows(count: int, groups: int) -> int:
-    """Rows of a tile: about those of a group, as a power of two."""
+    """Returns the rows per tile: the mean group size, rounded up to a power of two."""
     mean = max(1, count // groups)
     return min(max(1 << (mean - 1).bit_length(), _SMALLEST_TILE), _LARGEST_TILE)

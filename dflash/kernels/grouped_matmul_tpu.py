@@ -1,13 +1,13 @@
-"""The Pallas kernel of grouped products; see grouped_matmul.py for what it computes.
+"""Pallas kernel of grouped matrix products; see grouped_matmul.py for its semantics.
 
-One step multiplies one tile of rows, all of one group, with some columns of the group's weights.
-Tiles of a group follow one another, so its weights stay in VMEM meanwhile, and weights of groups
-without rows are never read. Weights in eight bits are read as such, and become wider in VMEM:
-`jax.lax.ragged_dot` would want all of them wide in HBM.
+A grid step multiplies one tile of rows, all of one group, with some columns of the group's weights.
+Tiles of a group are consecutive, so its weights stay in VMEM, and weights of groups without rows
+are never read. 8-bit weights are read as such and widened in VMEM; `jax.lax.ragged_dot` would need
+all of them widened in HBM.
 
-A few rows are all in VMEM. A tile's are picked, and put back in their places, by products with a
-matrix of zeros and ones, which is exact: tiles in HBM would mostly be empty, and larger than the
-weights that few rows read. Of many rows the tiles are made ahead.
+If there are few rows, all of them are kept in VMEM. Products with a 0/1 matrix, which are exact,
+select the rows of a tile and add its results to their rows. Tiles in HBM would then be mostly empty
+and larger than the weights that are read. If there are many rows, the caller gathers the tiles.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ OP = "grouped_matmul"
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of sorted rows, those of one group next to one another.
+    """Tiles of sorted rows; the tiles of a group are consecutive.
 
     Attributes:
-      rows: of a tile.
-      group: int32 [N]; of each tile.
-      begin: int32 [N]; the first row of each.
-      end: int32 [N]; the row behind the last one of its group.
-      used: int32 []; tiles that there are, the first ones.
+      rows: Rows per tile.
+      group: int32 [N]; group of each tile.
+      begin: int32 [N]; first row of each tile.
+      end: int32 [N]; end of the rows of each tile's group.
+      used: int32 []; number of tiles in use, which come first.
     """
 
     rows: int
@@ -44,18 +44,18 @@ class Tiles:
 
 
 def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read, interpret):
-    """Each tile times the weights of its group.
+    """Multiplies each tile by the weights of its group.
 
     Args:
-      rows: [R, D], if they are `few`; else those of each tile, [N, tile, D].
+      rows: [R, D] if `few` is true for them; otherwise the rows of each tile, [N, tile, D].
       weights: [E, D, F].
-      tiles: of the rows.
-      scales: see `grouped_matmul`.
-      block: likewise.
-      read: likewise.
-      interpret: for `pl.pallas_call`.
+      tiles: Tiles of the rows.
+      scales: Scales of 8-bit weights; see `grouped_matmul`.
+      block: Inputs and outputs per scale; None for one scale per output.
+      read: Fraction of the weights that is expected to be read.
+      interpret: Argument of `pl.pallas_call`.
     Returns:
-      [R, F] or [N, tile, F]; anything in rows without a group, and in tiles that are not used.
+      [R, F] or [N, tile, F]; undefined for rows without a group and in unused tiles.
     """
     groups, depth, width = weights.shape
     columns, count = columns_per_step(depth, width), len(tiles.group)
@@ -63,7 +63,7 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
     arrays = [weights]
     specs = [pl.BlockSpec((None, depth, columns), lambda f, n, group, *_: (group[n], 0, f))]
     if scales is not None:
-        if block is not None:  # the scale of every column, for each block of inputs
+        if block is not None:  # Repeat scales for the columns of a block.
             scales = jnp.repeat(scales, block[1], axis=-1)[..., :width]
         arrays.append(scales)
         of_step = (None, scales.shape[1], columns)
@@ -74,7 +74,7 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
     else:
         of_rows = pl.BlockSpec((None, tiles.rows, depth), lambda f, n, *_: (n, 0, 0))
         outputs = pl.BlockSpec((None, tiles.rows, columns), lambda f, n, *_: (n, 0, f))
-    # Those of groups that are read, and as many more as groups may leave half empty.
+    # Expected tiles in use: one per group that is read, plus the excess of tiles over groups.
     expected = min(count, round(read * groups) + count - min(count, groups))
     return pl.pallas_call(
         functools.partial(_kernel, tile=tiles.rows, is_few=is_few, inputs=block and block[0]),
@@ -97,14 +97,14 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
 
 
 def few(rows: jax.Array) -> bool:
-    """Whether rows [R, D] are few enough to be in VMEM, all of them."""
+    """Returns whether all rows [R, D] fit VMEM."""
     return len(rows) <= GROUPED_ROWS and rows.size <= GROUPED_WEIGHTS
 
 
 def columns_per_step(depth: int, width: int) -> int | None:
-    """Columns of weights that a step takes; None where no number of them fits.
+    """Returns the columns of weights per grid step, or None if no number of columns fits VMEM.
 
-    An even number of parts where that is possible, for a chip with two cores.
+    The number of column tiles is even where possible, for chips with two cores.
     """
     whole = width if width % flash_tpu.LANES else flash_tpu.LANES
     fitting = [
@@ -117,15 +117,18 @@ def columns_per_step(depth: int, width: int) -> int | None:
 
 
 def unsupported(rows, weights, block) -> str | None:
-    """Why the kernel does not cover a call; None if it does."""
+    """Returns why the kernel does not support a call, or None if it does."""
     depth, width = weights.shape[1:]
     if depth % flash_tpu.LANES:
-        return f"{OP}: rows of {depth} numbers are no multiple of {flash_tpu.LANES}"
+        return f"{OP}: rows of {depth} elements, expected a multiple of {flash_tpu.LANES}"
     if columns_per_step(depth, width) is None:
         return f"{OP}: weights {depth} × {width} are too large for VMEM"
     unit = flash_tpu.row_tile(weights.dtype)
     if block is not None and (depth % block[0] or block[0] % unit):
-        return f"{OP}: blocks of {block[0]} of {depth} inputs are not whole tiles of {unit}"
+        return (
+            f"{OP}: blocks of {block[0]} inputs, expected a divisor of {depth} "
+            f"and a multiple of {unit}"
+        )
     return None
 
 

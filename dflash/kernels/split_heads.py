@@ -1,8 +1,8 @@
-"""Splits the columns of a projection into heads, and norms and rotates each.
+"""Splits the columns of a projection into heads, and normalizes and rotates each head.
 
-In plain JAX this is a dozen small operations a layer, because a TPU keeps rows and heads of a few
-rows in different layouts: with 16 rows they take longer than reading the layer's keys and values.
-The kernel does it in one, with heads before rows, as attention reads them.
+In plain JAX this takes a dozen small operations per layer, because a TPU uses different layouts for
+rows and for the heads of a few rows: with 16 rows they take longer than reading the layer's keys
+and values. The kernel does it in one operation, with heads before rows, as attention reads them.
 """
 
 import functools
@@ -17,12 +17,12 @@ from dflash.kernels import split_heads_tpu as tpu
 
 
 class Part(NamedTuple):
-    """Columns of a projection that lie together, such as those of all queries.
+    """Contiguous columns of a projection, such as those of all queries.
 
     Attributes:
-      share: how many heads it has, in proportion to the other parts.
-      rotated: by the angles of the rows' positions, after the norm if there is one; otherwise its
-        heads are the columns, unchanged.
+      share: Number of heads, relative to that of other parts.
+      rotated: Heads are normalized, if there are norms, and rotated by the angles of their
+        positions; otherwise they are returned unchanged.
     """
 
     share: int = 1
@@ -39,22 +39,24 @@ def split_heads(
     eps: float = 0.0,
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
-    """Heads of projected rows.
+    """Splits projected rows into normalized and rotated heads.
 
     Args:
-      rows: [B, T, n·H]; the columns of one head lie together, and those of one part.
-      cos_sin: of the rows' positions, each float32 [B, T, 1, H/2], or narrower: then only the first
-        numbers of a head are rotated.
-      scales: [H] for each part that is rotated, of a root-mean-square norm of each of its heads
-        before that. Empty: no norms.
-      parts: what the columns are, in their order.
-      width: H; None: twice the angles'.
-      eps: of the norms.
-      implementation: see `implementation.run`. Angles get no gradient but by the reference.
+      rows: [B, T, n·H]; the columns of each part are contiguous, and so are those of each head.
+      cos_sin: Cos and sin of the rows' positions, each float32 [B, T, 1, H/2]. If their last
+        dimension is smaller, only the first elements of a head are rotated.
+      scales: [H] for each rotated part; scale of the RMS norm that is applied to its heads before
+        the rotation. Empty for no norms.
+      parts: Parts of the columns, in order.
+      width: Elements per head, H; None for twice the last dimension of cos and sin.
+      eps: Epsilon of the norms.
+      implementation: Implementation to run; see `implementation.run`. Only the reference computes
+        gradients of the angles.
     Returns:
-      [B, T, n, H] for each part; rotated ones in the dtype of `rows` times that of their scale.
+      Heads [B, T, n, H] of each part; those of rotated parts have the promoted dtype of `rows` and
+      their scale.
     Raises:
-      ValueError: shapes that do not fit each other.
+      ValueError: Shapes are inconsistent.
     """
     width = width or 2 * cos_sin[0].shape[-1]
     shares = sum(part.share for part in parts)
@@ -62,7 +64,8 @@ def split_heads(
     wanted = [(width,)] * sum(part.rotated for part in parts)
     if rows.shape[-1] % (width * shares) or shapes not in ([], wanted):
         raise ValueError(
-            f"split_heads: rows {rows.shape}, scales {shapes}, {shares} × n heads of {width}"
+            f"split_heads: rows {rows.shape} and scales {shapes} do not fit "
+            f"{shares} × n heads of {width}"
         )
     arrays = (rows, *cos_sin, *scales)
     options = {"parts": tuple(parts), "eps": eps}
@@ -77,7 +80,7 @@ def split_heads(
     in_place = len(parts) == 1 and parts[0].rotated
 
     def forward(*arrays):
-        """Heads stay in their columns, for attention in training."""
+        """Computes heads in their own columns, the layout that attention in training reads."""
 
         def columns(*arrays, interpret):
             return tpu.turn_columns(*arrays, eps=eps, interpret=interpret)
@@ -117,7 +120,7 @@ def split_heads(
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x [..., D] over its root mean square, in float32, times scale [D].
+    """Normalizes x [..., D] by its root mean square in float32, then multiplies by scale [D].
 
     Source: Zhang and Sennrich 2019.
     """
@@ -127,7 +130,13 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates x [B, T, heads, H], or its beginning, by the angles of its positions, in float32."""
+    """Rotates heads x [B, T, n, H] in float32.
+
+    Args:
+      x: Heads.
+      cos_sin: Cos and sin of the positions, each float32 [B, T, 1, H/2]. If their last dimension
+        is smaller, only the first elements of a head are rotated.
+    """
     cos, sin = cos_sin
     turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     left, right = jnp.split(turned.astype(jnp.float32), 2, axis=-1)

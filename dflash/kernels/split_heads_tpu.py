@@ -1,11 +1,11 @@
-"""The Pallas kernels of split_heads; see split_heads.py for what they compute.
+"""Pallas kernels of split_heads; see split_heads.py for their semantics.
 
-The one for decoding gives heads before rows. A step of it serves a tile of rows, and half of the
-heads of every part where their numbers are even: a chip with two cores gives one half to each. A
-head is as wide as the lanes, so taking it out of its row moves nothing.
+The kernel for decoding returns heads before rows. A grid step processes a tile of rows, and half of
+the heads of every part if their numbers are even, one half for each core of a chip with two cores.
+The width of a head is a multiple of the lanes, so extracting it moves no data between lanes.
 
-Those for training, forward and backward, leave the columns of a head where they are, as the
-attention of training reads them.
+The kernels for training, forward and backward, keep heads in their own columns, the layout that
+attention in training reads.
 """
 
 import functools
@@ -21,13 +21,13 @@ TILE_ROWS = 128
 
 
 def split_heads_tpu(rows, cos, sin, *scales, parts, eps: float, interpret):
-    """Arguments and results as those of `split_heads`."""
+    """Computes `split_heads`, with cos and sin as separate arguments."""
     batch, length, columns = rows.shape
     width = 2 * cos.shape[-1]
     heads, steps = _heads(columns // width, parts)
     tile = min(length, TILE_ROWS)
     turns = _turns(cos, sin)
-    # Each part has a view of its own on the same rows.
+    # Pass the rows once per part, each time with another block spec.
     columns_of_step, heads_of_step, before = [], [], 0
     for count in heads:
         own = count // steps
@@ -59,7 +59,7 @@ def split_heads_tpu(rows, cos, sin, *scales, parts, eps: float, interpret):
 
 
 def turn_columns(rows, cos, sin, *scales, eps: float, interpret):
-    """Rows [B, T, n·H] of one part with every head normed and rotated."""
+    """Normalizes and rotates every head of rows [B, T, n·H], which form a single part."""
     kernel = functools.partial(_columns_kernel, eps=eps)
     return _over_columns(
         kernel, f"{OP}_columns", [rows], cos, sin, scales, [rows.dtype], interpret
@@ -67,7 +67,7 @@ def turn_columns(rows, cos, sin, *scales, eps: float, interpret):
 
 
 def turn_columns_gradients(rows, grad, cos, sin, *scales, eps: float, interpret):
-    """Gradients of the rows and the scales of `turn_columns`, from those of its result."""
+    """Returns the gradients of rows and scales of `turn_columns`, given those of its result."""
     kernel = functools.partial(_columns_gradient_kernel, eps=eps)
     found, *sums = _over_columns(
         kernel, f"{OP}_columns_gradients", [rows, grad], cos, sin, scales,
@@ -80,7 +80,20 @@ def turn_columns_gradients(rows, grad, cos, sin, *scales, eps: float, interpret)
 
 
 def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
-    """Calls a kernel on tiles of rows: its first result is as they are, the others [1, H] each."""
+    """Calls a kernel on tiles of rows.
+
+    Args:
+      kernel: Kernel function.
+      name: Name of the kernel in profiles.
+      arrays: Arrays [B, T, n·H] to process.
+      cos: float32 [B, T, 1, H/2].
+      sin: float32 [B, T, 1, H/2].
+      scales: At most one scale [H].
+      dtypes: Dtype of each output.
+      interpret: Argument of `pl.pallas_call`.
+    Returns:
+      An array [B, T, n·H], then an array [B, tiles, 1, H] for each further dtype.
+    """
     batch, length, columns = arrays[0].shape
     width, tile = 2 * cos.shape[-1], min(length, TILE_ROWS)
     whole = pl.BlockSpec((None, tile, columns), lambda b, i: (b, i, 0))
@@ -97,7 +110,7 @@ def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
         out_shape=[jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)],
         compiler_params=flash_tpu.compiler_params("parallel", "parallel"),
         cost_estimate=pl.CostEstimate(
-            flops=0,  # of the matrix unit
+            flops=0,  # The matrix unit is not used.
             transcendentals=size // width,
             bytes_accessed=(len(arrays) + 1) * size * arrays[0].dtype.itemsize,
         ),
@@ -107,7 +120,7 @@ def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
 
 
 def _turns(cos, sin) -> list[jax.Array]:
-    """[B, T, H] each: with a half turn of the lanes they stand for both halves of a rotation."""
+    """Returns cos and signed sin [B, T, H], which multiply a head and its half turn."""
     turns = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     return [turn[:, :, 0] for turn in turns]
 
@@ -145,7 +158,7 @@ def _columns_gradient_kernel(rows_ref, grad_ref, cos_ref, sin_ref, *rest, eps):
 
 
 def _heads(count, parts) -> tuple[list[int], int]:
-    """Heads of each part, of `count` in all, and in how many steps they are done."""
+    """Returns the heads of each part, out of `count`, and the number of grid steps over heads."""
     unit = count // sum(part.share for part in parts)
     heads = [unit * part.share for part in parts]
     return heads, min(own // flash_tpu.heads_per_step(own) for own in heads)
@@ -166,12 +179,12 @@ def _kernel(*refs, parts, normed, eps):
 
 
 def _norm(x, scale, eps):
-    """Float32 of x, over its root mean square and times a scale if there is one."""
+    """Converts x to float32; if `scale` is given, also RMS-normalizes and multiplies by it."""
     wide = x.astype(jnp.float32)
     if scale is None:
         return wide
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    # Rounded where plain JAX rounds.
+    # Round where the reference rounds.
     wide = scale * wide.astype(x.dtype).astype(jnp.float32)
     return wide.astype(x.dtype).astype(jnp.float32)
 
@@ -186,22 +199,22 @@ def _half_turn(x):
 
 
 def unsupported(rows, cos, sin, *scales, parts, width) -> str | None:
-    """Why the kernel does not cover a call; None if it does."""
+    """Returns why the kernel does not support a call, or None if it does."""
     length = rows.shape[1]
     if width != 2 * cos.shape[-1]:
-        return f"{OP}: heads of {width} of which {2 * cos.shape[-1]} are rotated"
+        return f"{OP}: {2 * cos.shape[-1]} of {width} head dimensions are rotated, expected all"
     if width % flash_tpu.LANES:
-        return f"{OP}: heads of {width} are no multiple of {flash_tpu.LANES}"
+        return f"{OP}: heads of {width} elements, expected a multiple of {flash_tpu.LANES}"
     if length > TILE_ROWS and length % TILE_ROWS:
-        return f"{OP}: {length} rows are no multiple of {TILE_ROWS}"
+        return f"{OP}: {length} rows, expected at most {TILE_ROWS} or a multiple of it"
     if cos.shape[:2] != rows.shape[:2]:
-        return f"{OP}: angles {cos.shape} are not one for each of rows {rows.shape}"
+        return f"{OP}: angles {cos.shape} do not fit rows {rows.shape}"
     for scale in scales:
         if scale.dtype != rows.dtype:
-            return f"{OP}: rows of {rows.dtype.name}, but a scale of {scale.dtype.name}"
+            return f"{OP}: a scale in {scale.dtype.name}, expected {rows.dtype.name}, as the rows"
     before = 0
     for part in parts:
         if before % part.share:
-            return f"{OP}: {part.share} shares after {before}, which is no multiple of them"
+            return f"{OP}: a part of {part.share} shares after {before}, expected a multiple"
         before += part.share
     return None

@@ -164,7 +164,7 @@ class TileStream:
 
             @pl.when((rows > 0) & (rows < self.piece) & (length > 0))
             def _(begin=begin, rows=rows):
-                # Copies have static sizes, so copy one power of two of rows for each bit of their number.
+                # Copies have static sizes, so issue one copy per set bit of the number of rows.
                 units = flash_tpu.cdiv(rows, unit)
                 for bit in reversed(range((self.piece // unit).bit_length())):
 

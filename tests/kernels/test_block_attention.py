@@ -111,7 +111,7 @@ def test_any_tile_size(tile):
 def test_sinks():
     check(make_case([0, 5, 13], 3, capacity=13, group=3, sinks=True), window=6)
     wrong = make_case([3], 2) | {"sinks": jnp.zeros(3)}
-    with pytest.raises(ValueError, match=r"sinks \(3,\) of 4 heads"):
+    with pytest.raises(ValueError, match=r"sinks is \(3,\), expected \(4,\)"):
         block.block_attention(**wrong, scale=SCALE)
 
 
@@ -227,7 +227,7 @@ def test_what_vmem_cannot_hold_is_refused_with_its_sizes():
 
 def test_what_the_kernel_does_not_cover():
     case = make_case([3], 2, width=64, capacity=30)
-    with pytest.raises(ValueError, match="a context of 30 rows is no multiple of 8"):
+    with pytest.raises(ValueError, match="a context of 30 rows, expected a multiple of 8"):
         block.block_attention(**case, scale=SCALE, implementation="pallas")
 
 

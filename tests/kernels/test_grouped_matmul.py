@@ -116,9 +116,9 @@ def test_the_kernel_s_gradients_are_those_of_the_loop():
 @pytest.mark.parametrize(
     ("depth", "width", "block", "message"),
     [
-        (60, 128, None, "rows of 60 numbers are no multiple of 128"),
+        (60, 128, None, "rows of 60 elements, expected a multiple of 128"),
         (2**15, 2**15 - 1, None, "weights 32768 × 32767 are too large for VMEM"),
-        (128, 128, (48, 1), "blocks of 48 of 128 inputs are not whole tiles of 8"),
+        (128, 128, (48, 1), "blocks of 48 inputs, expected a divisor of 128 and a multiple of 8"),
     ],
 )
 def test_what_the_kernel_does_not_cover(depth, width, block, message):
@@ -147,7 +147,7 @@ def test_gradients_are_those_of_the_loop():
     ("shapes", "message"),
     [
         (((4, 6), (2, 5, 3), (2,)), r"rows \(4, 6\) do not fit weights \(2, 5, 3\)"),
-        (((4, 6), (2, 6, 3), (3,)), r"sizes \(3,\) of 2 groups"),
+        (((4, 6), (2, 6, 3), (3,)), r"sizes is \(3,\), expected \(2,\)"),
     ],
 )
 def test_shapes_that_do_not_fit(shapes, message):

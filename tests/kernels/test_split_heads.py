@@ -126,8 +126,8 @@ def test_heads_that_are_trained_stay_in_their_columns():
     ("length", "width", "parts", "message"),
     [
         (16, 64, HEADS, "heads of 64"),
-        (130, 128, HEADS, "130 rows are no multiple of 128"),
-        (16, 128, (Part(), Part(2)), "2 shares after 1, which is no multiple of them"),
+        (130, 128, HEADS, "130 rows, expected at most 128 or a multiple of it"),
+        (16, 128, (Part(), Part(2)), "a part of 2 shares after 1, expected a multiple"),
     ],
 )
 def test_what_the_kernel_does_not_cover(length, width, parts, message):
@@ -146,13 +146,15 @@ def test_the_beginning_of_a_head_is_rotated():
     plain = rms_norm(rows.reshape(2, 4, -1, 128), scale, EPS)
     np.testing.assert_array_equal(whole[..., 64:], plain[..., 64:])
     np.testing.assert_allclose(whole[..., :64], rotate(plain[..., :64], narrow), rtol=1e-6)
-    with pytest.raises(ValueError, match="heads of 128 of which 64 are rotated"):
+    with pytest.raises(ValueError, match="64 of 128 head dimensions are rotated, expected all"):
         split_heads(rows, narrow, [scale], width=128, eps=EPS, implementation="pallas")
 
 
 def test_wrong_shapes_are_named():
     rows, cos_sin, scales = make_case(4, 2, 128, jnp.float32)
-    with pytest.raises(ValueError, match=r"split_heads: rows \(2, 4, 200\), scales \[\(128,\)\]"):
+    with pytest.raises(
+        ValueError, match=r"split_heads: rows \(2, 4, 200\) and scales \[\(128,\)\]"
+    ):
         split_heads(rows[..., :200], cos_sin, scales)
-    with pytest.raises(ValueError, match=r"scales \[\(128,\)\], 6 × n heads of 128"):
+    with pytest.raises(ValueError, match=r"scales \[\(128,\)\] do not fit 6 × n heads of 128"):
         split_heads(rows, cos_sin, scales, parts=QUERIES_KEYS_VALUES)
