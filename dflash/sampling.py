@@ -33,7 +33,7 @@ class Sampling:
       min_tokens: Number of output tokens before which no stop token is drawn.
       seed: Seed of the noise; each prompt of a call draws with its own noise.
       stop_token_ids: Tokens that end the output, in addition to the checkpoint's and the config's.
-      ignore_eos: Ignore the checkpoint's own stop tokens.
+      ignore_eos: Ignore the stop tokens of the checkpoint.
       logprobs: Number of the target's likeliest tokens to report beside each output token; None
         reports nothing.
       json_schema: JSON schema that the output must match, as a value or as text;
@@ -65,36 +65,37 @@ class Sampling:
         for names, kind, expected in (
             (_INTEGERS, numbers.Integral, "an integer"),
             (_NUMBERS, numbers.Real, "a number"),
-            (("regex", "lark"), str, "a text"),
+            (("regex", "lark"), str, "a string"),
         ):
             for name in names:
                 _check_type(name, getattr(self, name), kind, expected)
         for token, bias in self.logit_bias.items():
             _check_type("logit_bias", token, numbers.Integral, "token ids that are integers")
             _check_type("logit_bias", bias, numbers.Real, "biases that are numbers")
-        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise errors.InputError(f"Sampling: {' and '.join(given)}: expected one of them")
+        constraints = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        if len(constraints) > 1:
+            names = " and ".join(constraints)
+            raise errors.InputError(f"Sampling: {names}: expected at most one of them")
 
     def applied_to(self, config: DecodeConfig) -> DecodeConfig:
         """Returns the config with these parameters in place of its own."""
         names = {name: name for name in (*_SAMPLING, "ignore_eos")}
         names |= {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-        given = {key: getattr(self, name) for key, name in names.items()}
-        given = {key: value for key, value in given.items() if value is not None}
+        changes = {key: getattr(self, name) for key, name in names.items()}
+        changes = {key: value for key, value in changes.items() if value is not None}
         stop_ids = (*config.stop_ids, *self.stop_token_ids)
-        return dataclasses.replace(config, **given, stop_ids=stop_ids)
+        return dataclasses.replace(config, **changes, stop_ids=stop_ids)
 
     def requests(
-        self, made: Iterable[Request], vocabulary: Callable[[], Vocabulary]
+        self, requests: Iterable[Request], vocabulary: Callable[[], Vocabulary]
     ) -> list[Request]:
-        """Returns a config's requests with the parameters that configs do not have.
+        """Returns requests with the parameters added that configs do not have.
 
         Args:
-          made: Requests of the config that `applied_to` returns.
-          vocabulary: Returns the tokenizer's vocabulary; only called for a grammar.
+          requests: Requests of the config that `applied_to` returns.
+          vocabulary: Function that returns the tokenizer's vocabulary, called only for a grammar.
         Raises:
-          InputError: The grammar is unusable.
+          InputError: The grammar cannot be compiled.
         """
         grammar = None
         if self.json_schema is not None:
@@ -111,7 +112,7 @@ class Sampling:
                 logprobs=self.logprobs,
                 grammar=grammar,
             )
-            for request in made
+            for request in requests
         ]
 
 

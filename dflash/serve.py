@@ -15,11 +15,13 @@ _REQUIRED = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
 def _define_flags(values: flags.FlagValues) -> None:
     where = {"flag_values": values}
-    flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 is all.", **where)
+    flags.DEFINE_string(
+        "host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.", **where
+    )
     flags.DEFINE_integer(
         "port",
         8000,
-        "Port to listen at; 0 is any that is free.",
+        "Port to listen on; 0 chooses a free one.",
         lower_bound=0,
         upper_bound=65535,
         **where,
@@ -29,9 +31,9 @@ def _define_flags(values: flags.FlagValues) -> None:
 SUBCOMMAND = cli.Subcommand(
     "serve",
     "Serves a target with a drafting strategy over HTTP: OpenAI's endpoints, SGLang's /generate, "
-    "vLLM's metrics, and a page at /. Many requests are decoded at a time, as they come. The URL "
-    "goes to stdout once requests are served. If DFLASH_API_KEY is set, clients have to show it. "
-    "Prompts of the config are ignored.",
+    "vLLM's metrics, and a page at /. Requests are batched continuously. The server prints its URL "
+    "to stdout once it serves requests. If DFLASH_API_KEY is set, clients must send it as a bearer "
+    "token. Prompts of the config are ignored.",
     examples=(
         "dflash serve configs/tiny_dflash.yml",
         "dflash serve configs/tiny_dflash.yml drafter.name=none --port 8001",

@@ -1,1 +1,1 @@
-"""An HTTP server over the scheduler: OpenAI's endpoints and others, streaming, metrics, a page."""
+"""HTTP server: endpoints of OpenAI, vLLM and SGLang, streaming, metrics, and a web page."""

@@ -84,7 +84,7 @@ class Endpoints:
     """One method per endpoint, over one service."""
 
     def __init__(self, service: Service):
-        """Serves the requests of all endpoints by `service`."""
+        """Creates the endpoints of a service."""
         self._service = service
 
     async def _body(self, http_request: Request) -> Mapping[str, Any]:
@@ -96,7 +96,7 @@ class Endpoints:
     # --- outputs --------------------------------------------------------------------------------
 
     async def completions(self, http_request: Request) -> Response:
-        """/v1/completions."""
+        """Serves OpenAI's /v1/completions."""
         body, model = await self._body(http_request), self._service.served()
         request = await _read(http_request, openai_requests.read_completion, body, model)
         head = responses.envelope("text_completion", f"cmpl-{_id(http_request)}", model)
@@ -104,7 +104,7 @@ class Endpoints:
         return await self._openai(http_request, request, model, (head, choice), (head, choice))
 
     async def chat_completions(self, http_request: Request) -> Response:
-        """/v1/chat/completions."""
+        """Serves OpenAI's /v1/chat/completions."""
         body, model = await self._body(http_request), self._service.served()
         request = await _read(http_request, openai_requests.read_chat, body, model)
         id = f"chatcmpl-{_id(http_request)}"
@@ -124,15 +124,15 @@ class Endpoints:
         *,
         roles: bool = False,
     ) -> Response:
-        """Decodes a request and answers in OpenAI's form.
+        """Decodes a request and responds in OpenAI's format.
 
         Args:
           http_request: HTTP request, whose body has been read.
           request: Validated request.
           model: Model that is served.
-          whole: Envelope, and the function that makes choices, of an answer in one piece.
-          parts: Envelope, and the function that makes choices, of a stream's chunks.
-          roles: Whether a stream names the role of each output first.
+          whole: Envelope and choice function of a response that is not streamed.
+          parts: Envelope and choice function of a stream's chunks.
+          roles: Send a first chunk with its role for each output.
         """
         group = self._service.admit(await _with_grammar(request, model))
         if request.options.stream:
@@ -149,7 +149,7 @@ class Endpoints:
         return JSONResponse({**head, "choices": choices, "usage": usage})
 
     async def generate(self, http_request: Request) -> Response:
-        """SGLang's /generate."""
+        """Serves SGLang's /generate."""
         started_at = time.perf_counter()
         body, model = await self._body(http_request), self._service.served()
         request, several = await _read(http_request, sglang_requests.read_generate, body, model)
@@ -193,7 +193,7 @@ class Endpoints:
         return page.response()
 
     async def health(self, http_request: Request) -> Response:
-        """Returns 200 while requests are served, otherwise 503; both name the state."""
+        """Returns the service's state; the status is 200 while requests are served, else 503."""
         state = self._service.state
         status = 200 if state is ServiceState.READY else 503
         return JSONResponse({"status": state.value}, status)

@@ -1,4 +1,4 @@
-"""From a checked job to what the server runs: an engine for each track, and the model's facts."""
+"""Engines behind the server, one per decoding mode, and the facts about the served model."""
 
 import dataclasses
 import functools
@@ -14,35 +14,37 @@ from dflash.serving.completion_request import NUM_STOP_IDS, ServedModel
 from dflash.serving.token_names import TokenNames
 from dflash.text.grammar import Vocabulary
 
-DRAFTED, PLAIN = "drafted", "plain"  # the tracks: with the drafter, and without
+DRAFTED, PLAIN = "drafted", "plain"  # Decoding modes: with the drafter and without.
 
 
 class Backend:
-    """What a server serves; nothing of it is loaded before `start`.
+    """Engines behind a server, and the facts about the model that they serve.
 
     Attributes:
-      config: of the server.
+      config: Config of the run.
     """
 
     def __init__(self, job: Job, config: ServeRun, display: Display, *, loaded: bool = False):
-        """Takes what was checked.
+        """Creates the backend without loading anything.
 
         Args:
-          job: has room for the longest request.
-          config: of the server.
-          display: shows what takes time.
-          loaded: whether the job's weights are in place.
+          job: Job with room for the longest request.
+          config: Config of the run.
+          display: Display of the progress of loading and compiling.
+          loaded: Whether the job's weights are loaded already.
         """
         self.config = config
         self._job, self._display, self._loaded = job, display, loaded
 
     def start(self, go_on: Callable[[], None]) -> Mapping[str, Engine]:
-        """Loads weights, and compiles all programs that any request may need.
+        """Loads the weights, and compiles all programs that any request may need.
 
         Args:
-          go_on: called between two programs; what it raises ends the start.
+          go_on: Function that is called after each program; an exception from it ends the start.
+        Returns:
+          Engine of each decoding mode.
         Raises:
-          CheckpointError: a checkpoint is damaged.
+          CheckpointError: A checkpoint is damaged.
         """
         job, config = self._job, self.config
         if not self._loaded:
@@ -68,14 +70,14 @@ class Backend:
         return engines
 
     def vocabulary(self) -> Vocabulary:
-        """What grammars need of the tokenizer.
+        """Returns the tokenizer's vocabulary, with which grammars are compiled.
 
         Raises:
-          InputError: its tokens' bytes are not known, the library for grammars is not there, or
-            this server does not take any.
+          InputError: The config disables grammars, llguidance is not installed, or the tokens'
+            bytes are unknown.
         """
         if not self.config.serve.grammars:
-            raise errors.InputError("not on this server, which has serve.grammars=false")
+            raise errors.InputError("not supported by this server: serve.grammars is false")
         return self._vocabulary
 
     @property
@@ -87,7 +89,7 @@ class Backend:
         return True
 
     def model(self, engines: Mapping[str, Engine]) -> ServedModel:
-        """The facts that requests need to know."""
+        """Returns the facts about the model that requests depend on."""
         job, config, engine = self._job, self.config, engines[DRAFTED]
         root = config.target.checkpoint or "random"
         return ServedModel(

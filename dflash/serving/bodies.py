@@ -1,8 +1,8 @@
 """JSON bodies of the endpoints, as pydantic models.
 
-Unknown fields are errors, and a field that is null counts as left out, as in OpenAI's API. Fields
-that clients send although they have no effect here are declared with the values that are accepted.
-Checks that need the tokenizer or the vocabulary follow in `completion_request`.
+Unknown fields are errors. A field that is null counts as absent, as in OpenAI's API. Fields that
+clients send although the server does not implement them accept `only` the values that leave the
+output unchanged. `completion_request` makes the checks that need the tokenizer.
 """
 
 import json
@@ -65,7 +65,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _constraint(kind: Kind, param: str) -> Any:
-    """Returns the type of a field that constrains the output, read as a `StructuredOutput`.
+    """Returns the type of a field whose value becomes a `StructuredOutput`.
 
     Args:
       kind: Language of the constraint. A JSON schema may be an object or its text.
@@ -100,7 +100,7 @@ class Body(pydantic.BaseModel):
         return values
 
     def constraints(self) -> list[StructuredOutput]:
-        """Returns the constraints on the output, of which a request may have one."""
+        """Returns all constraints on the output, those of nested objects included."""
         nested = [value.constraints() for value in dict(self).values() if isinstance(value, Body)]
         values = [value for value in dict(self).values() if isinstance(value, StructuredOutput)]
         return sum(nested, values)
@@ -110,9 +110,10 @@ class SamplingBody(Body):
     """Fields that the generation endpoints of all dialects share.
 
     Attributes:
-      LIMITS: Names of the fields that limit the output; their values must not differ.
-      MINIMUM: Name of the field for the least number of output tokens.
-      SEEDS: Names of the fields for the seed; their values must not differ.
+      LIMITS: Names of the fields for the maximum number of output tokens; all that are present
+        must be equal.
+      MINIMUM: Name of the field for the minimum number of output tokens.
+      SEEDS: Names of the fields for the seed; all that are present must be equal.
     """
 
     LIMITS: ClassVar[tuple[str, ...]]
@@ -172,7 +173,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's structured_outputs."""
+    """Field structured_outputs of vLLM."""
 
     json_: _constraint("json_schema", "structured_outputs.json") = Field(None, alias="json")
     regex: _constraint("regex", "structured_outputs.regex") = None

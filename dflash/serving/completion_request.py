@@ -1,4 +1,4 @@
-"""What a client requests, in any dialect: prompts, sampling, limits, and what answers contain."""
+"""Requests for outputs in any dialect: prompts, sampling, limits, and contents of the response."""
 
 import dataclasses
 import secrets
@@ -58,17 +58,18 @@ class ServedModel:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseOptions:
-    """What an answer contains besides the text.
+    """Format and contents of a response.
 
     Attributes:
-      stream: Whether the answer is streamed.
-      usage: Whether a stream ends with token counts.
-      running_usage: Whether every chunk of a stream has token counts.
-      echo: Whether the text begins with the prompt.
-      logprobs: Number of likeliest tokens to report at each position; None: no log-probabilities.
-      special_tokens: Whether the text spells special tokens.
-      stop: Whether the text includes the stop string that ended it.
-      drafts: Whether to report which tokens were drafted.
+      stream: Stream the response.
+      usage: End a stream with token counts.
+      running_usage: Add token counts to every chunk of a stream.
+      echo: Begin the text with the prompt.
+      logprobs: Number of likeliest tokens to report at each position; None reports no
+        log-probabilities.
+      special_tokens: Include special tokens in the text.
+      stop: Include the stop string that ended the output in the text.
+      drafts: Report which tokens were drafted.
     """
 
     stream: bool = False

@@ -1,9 +1,10 @@
-"""The thread that owns jax: commands come in, events go out, and nobody else touches a scheduler.
+"""Engine thread: the only thread that calls jax and the schedulers.
 
-    submit, cancel, flush, profile, stop      from any thread; carried out between two dispatches
+Other threads put commands (submit, cancel, flush, profile, stop) into a queue. The thread executes
+them between two dispatches, and reports events to a listener.
 
-Over several processes the first one's commands are everybody's: each process hears them before it
-enqueues the next programs, so all of them run the same ones.
+In a run of several processes, process 0 broadcasts its commands before each step, so that all
+processes enqueue the same programs.
 """
 
 import contextlib
@@ -23,13 +24,13 @@ from dflash.parallel import distributed
 from dflash.serving.backend import Backend
 from dflash.text.grammar import Grammar, Vocabulary
 
-# Other processes wait for a word of the first one; it speaks at least so often.
+# The other processes wait for the next broadcast of process 0, which sends one at least this often.
 _HEARTBEAT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Submit:
-    """Puts a request into a track's queue."""
+    """Queues a request with the scheduler of a decoding mode."""
 
     mode: str
     request: Request
@@ -37,7 +38,7 @@ class Submit:
 
 @dataclasses.dataclass(frozen=True)
 class Cancel:
-    """Drops a request, if it is still there."""
+    """Cancels a request if it has not finished."""
 
     id: int
 
@@ -49,7 +50,7 @@ class Flush:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Begins a profiler trace in a directory; None ends it."""
+    """Starts a profiler trace in a directory; None stops the trace."""
 
     directory: str | None
 
@@ -60,38 +61,47 @@ class Stop:
 
 
 Command = Submit | Cancel | Flush | Profile | Stop
-# Dataclasses that process 0 may send to the others.
+# Dataclasses that process 0 may broadcast.
 _MESSAGE_TYPES = (Submit, Cancel, Flush, Profile, Stop, Request, Sampling, Grammar)
 
 
 class _StoppedEarly(Exception):
-    """The server was asked to stop before it was ready."""
+    """Stop was requested before the engines were ready."""
 
 
 class Listener(Protocol):
-    """Hears of what happens, on the engine's thread: each call has to return at once."""
+    """Receiver of the engine thread's reports.
+
+    Its methods run on the engine thread, so they must not block.
+    """
 
     def ready(self, engines: Mapping[str, Engine]) -> None:
-        """Everything is compiled; requests are served from now on."""
+        """Reports that all programs are compiled and requests are served."""
 
     def stepped(
         self, events: Sequence[Event], stats: Mapping[str, SchedulerStats], seconds: float
     ) -> None:
-        """A step has taken `seconds` and brought events; the schedulers stand as `stats` say."""
+        """Reports a step.
+
+        Args:
+          events: Events that the step produced.
+          stats: Statistics of each mode's scheduler after the step.
+          seconds: Duration of the step; 0 if all schedulers were idle.
+        """
 
     def stopped(self, error: BaseException | None) -> None:
-        """The thread ends; `error`: it has failed, and answers nothing any more."""
+        """Reports that the thread ends, with the exception if it has failed."""
 
 
 class EngineThread(threading.Thread):
-    """Runs a scheduler for each track; the only thread that uses jax."""
+    """Thread that runs one scheduler per decoding mode."""
 
     def __init__(self, backend: Backend, listener: Listener):
-        """Starts nothing yet.
+        """Creates the thread without starting it.
 
         Args:
-          tracks: are started on the thread.
-          listener: hears of everything.
+          backend: Engines, which are loaded and compiled on the thread.
+          listener: Receiver of the thread's reports.
         """
         super().__init__(name="engine", daemon=True)
         self._backend, self._listener = backend, listener
@@ -102,7 +112,7 @@ class EngineThread(threading.Thread):
     # --- from any thread ------------------------------------------------------------------------
 
     def put(self, command: Command) -> None:
-        """Has a command carried out before the next step."""
+        """Queues a command, which is executed before the next step."""
         if isinstance(command, Stop):
             self._stopping.set()
         self._commands.put(command)
@@ -110,12 +120,12 @@ class EngineThread(threading.Thread):
     # --- on the thread --------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serves until it is asked to stop, or until it fails."""
+        """Serves requests until a `Stop` command or a failure."""
         try:
             engines = self._backend.start(self._go_on)
             self._schedulers = {name: Scheduler(engine) for name, engine in engines.items()}
             self._listener.ready(engines)
-            while self._obey(self._heard()):
+            while self._execute(self._next_commands()):
                 self._step()
             for scheduler in self._schedulers.values():
                 scheduler.close()
@@ -127,7 +137,10 @@ class EngineThread(threading.Thread):
             self._listener.stopped(None)
 
     def _go_on(self) -> None:
-        """Ends the start if it is no longer wanted; processes of a run all come to its end."""
+        """Raises _StoppedEarly if stop was requested.
+
+        Several processes complete the start first, since only process 0 knows of the request.
+        """
         if self._stopping.is_set() and jax.process_count() == 1:
             raise _StoppedEarly
 
@@ -139,29 +152,29 @@ class EngineThread(threading.Thread):
         stats = {name: scheduler.stats() for name, scheduler in self._schedulers.items()}
         self._listener.stepped(events, stats, seconds)
 
-    def _heard(self) -> list[Command]:
-        """The commands that all processes obey now; waits for one if there is nothing to do."""
+    def _next_commands(self) -> list[Command]:
+        """Returns the commands to execute now; waits for one if all schedulers are idle."""
         several = jax.process_count() > 1
-        heard: list[Command] = []
+        commands: list[Command] = []
         if jax.process_index() == 0:
             if all(scheduler.idle for scheduler in self._schedulers.values()):
                 with contextlib.suppress(queue.Empty):
-                    heard.append(self._commands.get(timeout=_HEARTBEAT_S if several else None))
+                    commands.append(self._commands.get(timeout=_HEARTBEAT_S if several else None))
             while not self._commands.empty():
-                heard.append(self._commands.get())
+                commands.append(self._commands.get())
         if not several:
-            return heard
-        commands = distributed.broadcast(list(map(_portable, heard)), _MESSAGE_TYPES)
-        return [self._at_home(command) for command in commands]
+            return commands
+        received = distributed.broadcast(list(map(_portable, commands)), _MESSAGE_TYPES)
+        return [self._restored(command) for command in received]
 
-    def _at_home(self, command: Command) -> Command:
-        """A command that was portable, with this process's vocabulary in its grammar."""
+    def _restored(self, command: Command) -> Command:
+        """Restores the vocabulary that `_portable` removed."""
         if not isinstance(command, Submit) or command.request.grammar is None:
             return command
         return _with_vocabulary(command, self._backend.vocabulary())
 
-    def _obey(self, commands: Sequence[Command]) -> bool:
-        """Carries commands out; returns whether to go on."""
+    def _execute(self, commands: Sequence[Command]) -> bool:
+        """Executes commands; returns False after a `Stop`."""
         for command in commands:
             match command:
                 case Submit(mode, request):
@@ -181,7 +194,7 @@ class EngineThread(threading.Thread):
 
 
 def _portable(command: Command) -> Command:
-    """A command without the vocabulary of its grammar, which every process has."""
+    """Removes the vocabulary from a command's grammar, since every process has its own copy."""
     if not isinstance(command, Submit) or command.request.grammar is None:
         return command
     return _with_vocabulary(command, None)

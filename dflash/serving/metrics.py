@@ -194,18 +194,18 @@ class Metrics:
         if seconds:
             self._observe("dflash:step_seconds", seconds)
         schedulers = list(stats.values())
-        pages = sum(one.pages_total for one in schedulers)
-        used = sum(one.pages_used for one in schedulers)
-        running = sum(one.running + one.prefilling for one in schedulers)
+        pages = sum(stats.pages_total for stats in schedulers)
+        used = sum(stats.pages_used for stats in schedulers)
+        running = sum(stats.running + stats.prefilling for stats in schedulers)
         self._metric("vllm:num_requests_running").set(running)
-        self._metric("vllm:num_requests_waiting").set(sum(one.waiting for one in schedulers))
+        self._metric("vllm:num_requests_waiting").set(sum(stats.waiting for stats in schedulers))
         self._metric("vllm:kv_cache_usage_perc").set(used / pages if pages else 0)
         for name, total in (
-            ("vllm:num_preemptions", sum(one.preemptions for one in schedulers)),
-            ("vllm:prefix_cache_queries", sum(one.prefix_queries_tokens for one in schedulers)),
-            ("vllm:prefix_cache_hits", sum(one.prefix_hits_tokens for one in schedulers)),
-            ("dflash:dispatches", sum(one.dispatches for one in schedulers)),
-            ("dflash:cycles", sum(one.cycles for one in schedulers)),
+            ("vllm:num_preemptions", sum(stats.preemptions for stats in schedulers)),
+            ("vllm:prefix_cache_queries", sum(stats.prefix_queries_tokens for stats in schedulers)),
+            ("vllm:prefix_cache_hits", sum(stats.prefix_hits_tokens for stats in schedulers)),
+            ("dflash:dispatches", sum(stats.dispatches for stats in schedulers)),
+            ("dflash:cycles", sum(stats.cycles for stats in schedulers)),
         ):
             self._metric(name).inc(total - self._reported.get(name, 0))
             self._reported[name] = total

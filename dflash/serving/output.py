@@ -1,4 +1,4 @@
-"""An output as its client sees it: text, ending, log-probabilities, and statistics."""
+"""Output of one request: text, finish reason, log-probabilities, and statistics."""
 
 import dataclasses
 import itertools
@@ -12,8 +12,8 @@ from dflash.text.tokenizer import IncrementalDecoder
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
-# Origin of a piece of text in the answer of `show_drafts`: an accepted draft, a token of the target
-# itself, or a rejected draft.
+# Origin of a piece of text, reported with show_drafts: "drafted" is an accepted draft, "own" a
+# token that the target itself supplied, and "refused" a rejected draft. Clients read these names.
 Origin = Literal["drafted", "own", "refused"]
 
 
@@ -36,12 +36,12 @@ class TokenText:
 
 @dataclasses.dataclass(frozen=True)
 class OutputDelta:
-    """Newest part of an output.
+    """Part of an output that has become final.
 
     Attributes:
-      text: Text that is now final.
+      text: Final text.
       tokens: Tokens with log-probabilities, if the request asks for them.
-      pieces: The same text by origin. Rejected drafts are among the pieces, but not in the text.
+      pieces: (text, origin) pairs of the same text, in which rejected drafts are included.
     """
 
     text: str = ""
@@ -49,7 +49,7 @@ class OutputDelta:
     pieces: tuple[tuple[str, Origin], ...] = ()
 
     def then(self, later: "OutputDelta") -> "OutputDelta":
-        """Returns this delta and a later one as one."""
+        """Returns the concatenation of this delta and a later one."""
         tokens, pieces = self.tokens + later.tokens, self.pieces + later.pieces
         return OutputDelta(self.text + later.text, tokens, pieces)
 
@@ -59,7 +59,7 @@ class OutputStatistics:
     """Counts of one output.
 
     Attributes:
-      cycles: Cycles that the target verified.
+      cycles: Decode cycles.
       drafted: Drafted tokens.
       accepted: Drafted tokens that were accepted.
       cached_tokens: Prompt tokens found in the prefix cache.
@@ -84,7 +84,7 @@ class Output:
       request: Request as the engine takes it.
       ids: Output tokens, up to the end of the output.
       text: Concatenated text of all deltas.
-      finish_reason: Why the output ended; None before it does.
+      finish_reason: Reason why the output ended; None until it ends.
       stop_reason: Stop string or token that ended the output; None otherwise.
       statistics: Counts so far.
     """
@@ -101,7 +101,7 @@ class Output:
         Args:
           index: Position among the outputs of its HTTP request.
           request: Request as the engine takes it.
-          completion_request: Request as the client made it.
+          completion_request: Request as the client sent it.
           model: Model that is served.
         """
         self.index, self.request = index, request
@@ -119,16 +119,16 @@ class Output:
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Text so far."""
         return "".join(self._texts)
 
     @property
     def ended(self) -> bool:
-        """Whether the output is complete."""
+        """True once the output is complete."""
         return self.finish_reason is not None
 
     def push(self, event: Tokens) -> OutputDelta:
-        """Appends newly committed tokens; a stop string among them ends the output."""
+        """Appends newly committed tokens; a stop string in their text ends the output."""
         texts, tokens = [], []
         logprobs = event.logprobs if self._has_logprobs else ()
         if not event.acceptance_lengths:
@@ -141,7 +141,7 @@ class Output:
             text = self._decoder.push((token,))
             if self._pieces is not None:
                 self._pieces.add(text, origin)
-            # Stop strings do not match text of the first `min_new_tokens` tokens.
+            # Do not search the text of the first `min_new_tokens` tokens for stop strings.
             exempt = len(self.ids) <= self._min_new_tokens
             texts.append(text if exempt else self._finder.push(text))
             if logprobs:
@@ -182,7 +182,7 @@ class Output:
 
 
 class _Pieces:
-    """Queue of text by origin, from which as much is taken as becomes final."""
+    """Queue of (text, origin) pairs whose text is not final yet."""
 
     def __init__(self):
         self._waiting: list[tuple[str, Origin]] = []
@@ -192,7 +192,7 @@ class _Pieces:
             self._waiting.append((text, origin))
 
     def take(self, size: int) -> Iterator[tuple[str, Origin]]:
-        """Yields the next `size` characters; neighbors of one origin are merged."""
+        """Removes `size` characters, and yields them with neighbors of one origin merged."""
         run: tuple[str, Origin] = "", "own"
         while size and self._waiting:
             text, origin = self._waiting.pop(0)
@@ -212,7 +212,7 @@ class _Pieces:
 def _with_origin(event: Tokens) -> Iterator[tuple[int, Origin, tuple[int, ...]]]:
     """Yields each token of an event, its origin, and the drafts that were rejected in its favor.
 
-    The last token of each cycle comes from the target itself.
+    The last token of each cycle is the one that the target itself supplied.
     """
     ids = iter(event.ids)
     lengths = event.acceptance_lengths or (len(event.ids),)

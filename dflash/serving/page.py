@@ -1,4 +1,4 @@
-"""The page at /: one file, with nothing from elsewhere."""
+"""Web page at /, a single file that loads no external resources."""
 
 import base64
 import functools
@@ -13,7 +13,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def response() -> Response:
-    """The page, under a policy that lets nothing run or load but what is in it."""
+    """Returns the page; its Content-Security-Policy allows only the page's own script and style."""
     content, policy = _content()
     headers = {
         "Content-Security-Policy": policy,

@@ -34,7 +34,7 @@ class ServedRequest:
     tokens: int = 0
 
     def count(self, num_tokens: int, now: float) -> None:
-        """Records that output tokens arrived at time `now`."""
+        """Counts output tokens that arrived at time `now`."""
         self.first_at = now if self.first_at is None else self.first_at
         self.last_at = now
         self.tokens += num_tokens
@@ -50,7 +50,7 @@ class RequestGroup:
         timeout_s: float,
         cancel: Callable[[int, CancelReason], None],
     ):
-        """Backend requests that were admitted.
+        """Creates the group of requests that were admitted together.
 
         Args:
           requests: Requests with unique ids.

@@ -1,4 +1,4 @@
-"""Runs the server: a socket, the event loop, signals, the log, and an exit status."""
+"""Server process: socket, event loop, signals, log, and exit status."""
 
 import asyncio
 import contextlib
@@ -20,20 +20,20 @@ from dflash.serving.engine_thread import EngineThread
 from dflash.serving.log import write_log
 from dflash.serving.service import Service
 
-KEY = "DFLASH_API_KEY"  # the environment variable
+KEY = "DFLASH_API_KEY"  # Environment variable.
 _FAILED, _INTERRUPTED = 1, 130
-_SIGNALS = {signal.SIGTERM: 0, signal.SIGINT: _INTERRUPTED}  # to stop, and the status then
-_LAST_ANSWERS_S = 0.2  # for those who wait when the engine fails
-_CLOSING_S = 3.0  # that connections have to end once nothing runs any more
+_SIGNALS = {signal.SIGTERM: 0, signal.SIGINT: _INTERRUPTED}  # Exit status by signal.
+_LAST_ANSWERS_S = 0.2  # Time to send error responses after the engine has failed.
+_CLOSING_S = 3.0  # Time in which connections must close after the service has stopped.
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anything expensive is done.
+    """Opens a listening socket; called first, so that a bad address fails before weights load.
 
     Raises:
-      ConfigError: the address cannot be used.
+      ConfigError: The address is invalid or in use.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -47,7 +47,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
-    """The URL of a socket."""
+    """Returns the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -62,28 +62,28 @@ def run(
     """Serves until SIGTERM or SIGINT, or until the engine fails.
 
     Args:
-      backend: what to serve.
-      listener: from `listen`.
-      on_ready: gets the URL once requests are served.
-      profile_dir: where profiles go; None: there are none.
+      backend: Engines to serve.
+      listener: Socket that `listen` has opened.
+      on_ready: Function that is called with the URL once requests are served.
+      profile_dir: Directory of profiler traces; None disables profiling.
     Returns:
-      The exit status: 0 after SIGTERM, 130 after SIGINT, 1 if the engine has failed.
+      Exit status: 0 after SIGTERM, 130 after SIGINT, 1 if the engine has failed.
     Raises:
-      UserError: the engine cannot start, or numbers are not finite.
+      UserError: The engine cannot start, or logits are not finite.
     """
     status, error = asyncio.run(_serve(backend, listener, on_ready, profile_dir))
     return status if error is None else _status_of(error)
 
 
 def follow(backend: Backend) -> int:
-    """Does what the first process's server does, on every other process of a run.
+    """Runs the engine on a process other than process 0, which has the HTTP server.
 
-    Signals to stop are the first process's to obey: it tells the others.
+    Signals are ignored here: process 0 handles them and broadcasts the command to stop.
 
     Returns:
-      The exit status.
+      Exit status: 1 if the engine has failed, otherwise 0.
     Raises:
-      UserError: see `run`.
+      UserError: The engine cannot start, or logits are not finite.
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -93,7 +93,7 @@ def follow(backend: Backend) -> int:
 
 
 def _status_of(error: BaseException) -> int:
-    """The exit status after an engine has failed; a UserError is raised instead."""
+    """Prints the traceback of a failed engine and returns the exit status; raises a UserError."""
     if isinstance(error, errors.UserError):
         raise error
     print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)
@@ -101,7 +101,7 @@ def _status_of(error: BaseException) -> int:
 
 
 class _Follower:
-    """Hears of everything, and keeps but the error."""
+    """Listener that keeps only the error."""
 
     error: BaseException | None = None
 
@@ -121,41 +121,41 @@ async def _serve(
     on_ready: Callable[[str], None],
     profile_dir: str | None,
 ) -> tuple[int, BaseException | None]:
-    """Serves until a signal asks to stop, or the engine fails; see `run`."""
+    """Serves until a signal or a failure of the engine; returns the exit status and the error."""
     service = Service(backend, profile_dir)
-    with _signals() as asked:
+    with _signals() as stop:
         logging = asyncio.create_task(write_log(service))
-        await serve(service, listener, asked, on_ready)
+        await serve(service, listener, stop, on_ready)
         logging.cancel()
-    return asked.status, service.error
+    return stop.status, service.error
 
 
 async def serve(
     service: Service,
     listener: socket.socket,
-    asked: asyncio.Event,
+    stop: asyncio.Event,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Runs a service until it is asked to stop, or its engine ends.
+    """Runs a service until stop is requested or its engine ends.
 
     Args:
-      service: not started yet.
-      listener: from `listen`.
-      asked: set by who wants it to stop.
-      on_ready: see `run`.
+      service: Service that has not been started.
+      listener: Socket that `listen` has opened.
+      stop: Event that requests the stop.
+      on_ready: Function that is called with the URL once requests are served.
     """
-    front = _front(application(service, key=os.environ.get(KEY) or None))
+    server = _uvicorn(application(service, key=os.environ.get(KEY) or None))
     service.start()
-    serving = asyncio.create_task(front.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(service, address(listener), on_ready))
-    waits = [asyncio.create_task(asked.wait()), asyncio.create_task(service.ended.wait())]
+    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(service.ended.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not service.ended.is_set():
         await service.drain()
         await service.stop()
     else:
         await asyncio.sleep(_LAST_ANSWERS_S)
-    front.should_exit = True
+    server.should_exit = True
     await serving
     for task in (announcing, *waits):
         task.cancel()
@@ -163,19 +163,19 @@ async def serve(
 
 @contextlib.contextmanager
 def in_background(backend: Backend) -> Iterator[str]:
-    """A server on a thread of its own, at a free port of this machine; yields its URL.
+    """Runs a server on a thread, at a free port of this machine, and yields its URL.
 
     Raises:
-      BaseException: what kept its engine from starting, or ended it.
+      BaseException: The exception with which the engine failed.
     """
     listener, ready = listen("127.0.0.1", 0), threading.Event()
-    held: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
 
     async def serving() -> None:
-        service, asked = Service(backend), asyncio.Event()
-        held.update(service=service, asked=asked, loop=asyncio.get_running_loop())
+        service, stop = Service(backend), asyncio.Event()
+        shared.update(service=service, stop=stop, loop=asyncio.get_running_loop())
         try:
-            await serve(service, listener, asked, lambda url: ready.set())
+            await serve(service, listener, stop, lambda url: ready.set())
         finally:
             ready.set()
 
@@ -183,14 +183,14 @@ def in_background(backend: Backend) -> Iterator[str]:
     thread.start()
     ready.wait()
     try:
-        if held["service"].error is None:
+        if shared["service"].error is None:
             yield address(listener)
     finally:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            held["loop"].call_soon_threadsafe(held["asked"].set)
+        with contextlib.suppress(RuntimeError):  # The loop has ended already.
+            shared["loop"].call_soon_threadsafe(shared["stop"].set)
         thread.join()
-    if held["service"].error is not None:
-        raise held["service"].error
+    if shared["service"].error is not None:
+        raise shared["service"].error
 
 
 async def _announce(service: Service, url: str, on_ready: Callable[[str], None]) -> None:
@@ -199,16 +199,16 @@ async def _announce(service: Service, url: str, on_ready: Callable[[str], None])
         on_ready(url)
 
 
-class _Front(uvicorn.Server):
-    """uvicorn, without its own way with signals."""
+class _Uvicorn(uvicorn.Server):
+    """Server of uvicorn that installs no signal handlers, since `_signals` does."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def _front(app) -> uvicorn.Server:
-    return _Front(
+def _uvicorn(app) -> uvicorn.Server:
+    return _Uvicorn(
         uvicorn.Config(
             app,
             lifespan="off",
@@ -223,27 +223,27 @@ def _front(app) -> uvicorn.Server:
     )
 
 
-class _Asked(asyncio.Event):
-    """Set by the first signal to stop; `status` is the exit status that it means."""
+class _StopEvent(asyncio.Event):
+    """Event that the first signal sets, with the exit status of that signal."""
 
     status = 0
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Asked]:
-    """Takes SIGTERM and SIGINT while the context lasts; a second signal ends at once."""
-    asked, loop = _Asked(), asyncio.get_running_loop()
+def _signals() -> Iterator[_StopEvent]:
+    """Handles SIGTERM and SIGINT within the context; a second signal exits at once."""
+    stop, loop = _StopEvent(), asyncio.get_running_loop()
 
-    def stop(status: int) -> None:
-        if asked.is_set():
+    def on_signal(status: int) -> None:
+        if stop.is_set():
             os._exit(_INTERRUPTED)
-        asked.status = status
-        asked.set()
+        stop.status = status
+        stop.set()
 
     for number, status in _SIGNALS.items():
-        loop.add_signal_handler(number, stop, status)
+        loop.add_signal_handler(number, on_signal, status)
     try:
-        yield asked
+        yield stop
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)

@@ -1,41 +1,41 @@
-"""Finds stop strings in a text that arrives in pieces, and lets no half of one out."""
+"""Search for stop strings in a text that arrives in pieces."""
 
 from collections.abc import Sequence
 
 
 class StopFinder:
-    """Passes a text on up to the first stop string in it.
+    """Truncates a text at its first stop string.
 
-    The end of the text so far is held back while it may be the beginning of a stop string, so what
-    `push` returned, joined, never has to be taken back.
+    While the end of the text may be the beginning of a stop string, `push` holds it back. So text
+    that `push` has returned is final.
 
     Attributes:
-      found: the stop string that the text came to; None: none so far.
+      found: Stop string that ended the text; None if there was none so far.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):
-        """Takes the stop strings.
+        """Creates a finder with an empty text.
 
         Args:
-          stops: none of them empty.
-          include: whether to pass on the stop string itself, too.
+          stops: Stop strings, none of them empty.
+          include: Return the stop string as part of the text.
         """
         self._stops, self._include = stops, include
         self._held = ""
         self.found: str | None = None
 
     def push(self, text: str, *, final: bool = False) -> str:
-        """Takes the next piece; returns the text that is certain now, nothing once one was found.
+        """Appends a piece of text and returns the text that is now final.
 
         Args:
-          text: the piece.
-          final: whether nothing follows, so that nothing is held back.
+          text: Next piece; ignored after a stop string.
+          final: Whether this is the last piece, so that nothing is held back.
         """
         if self.found is not None:
             return ""
         text = self._held + text
         self._held = ""
-        # The one that is complete first; of several that end together, the longest.
+        # Choose the stop string that ends first and, among those that end together, the longest.
         ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         if ends:
             end, length = min(ends)
@@ -47,7 +47,7 @@ class StopFinder:
         return text
 
     def _half_match(self, text: str) -> int:
-        """Characters at the end of a text that may be the beginning of a stop string."""
+        """Returns how many characters at the end of a text may begin a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
         return next((n for n in sizes if self._opens(text[len(text) - n :])), 0)

@@ -25,7 +25,7 @@ class StructuredOutput:
     param: str
 
     def compile(self, vocabulary: Vocabulary) -> Grammar:
-        """Compiles the constraint. This may take seconds, so do not call it on the event loop.
+        """Compiles the constraint, which may block for seconds.
 
         Raises:
           RequestError: The constraint cannot be used.
