@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from dflash.compiler import bundles, topology
 from dflash.kernels import flash_tpu, latent_attention, paged_attention, tuning
-from dflash.kernels.quantized import Quantised
+from dflash.kernels.quantized import Quantized
 
 QUERIES, KV_HEADS, GROUP, WIDTH, PAGE = 16, 8, 4, 128, 128
 CASES = [(batch, context) for context in (2048, 32768) for batch in (1, 32)]
@@ -88,11 +88,11 @@ def latent_arguments(rows: int, heads: int, kv_dtype):
     if kv_dtype == jnp.bfloat16:
         return functools.partial(latent_attention.latent_attention, **options), shapes
 
-    def quantised_call(queries, latents, values, table, start, scales):
-        stored = Quantised(values, scales)
+    def quantized_call(queries, latents, values, table, start, scales):
+        stored = Quantized(values, scales)
         return latent_attention.latent_attention(queries, latents, stored, table, start, **options)
 
-    return quantised_call, [*shapes, ((*pool[:2], 1, PAGE), jnp.float32)]
+    return quantized_call, [*shapes, ((*pool[:2], 1, PAGE), jnp.float32)]
 
 
 def trips(kernel: str, name: str, batch: int, context: int) -> int:

@@ -258,7 +258,7 @@ def _attend_group(
     together = online_softmax.merge(own, context)
     if sinks is not None:
         together = online_softmax.with_sinks(together, sinks)
-    attended = online_softmax.normalise(together, queries.dtype)
+    attended = online_softmax.normalize(together, queries.dtype)
     attended = online_softmax.ungroup(attended, blocks * block).reshape(queries.shape)
     return jnp.where(valid[:, :, None, None, None], attended, 0)
 

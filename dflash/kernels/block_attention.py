@@ -166,7 +166,7 @@ def _attend(
     partial = jax.lax.fori_loop(first_tile, end_tile, fold_in_tile, partial)
     if sinks is not None:
         partial = online_softmax.with_sinks(partial, sinks)
-    return online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), block)
+    return online_softmax.ungroup(online_softmax.normalize(partial, queries.dtype), block)
 
 
 def _check(

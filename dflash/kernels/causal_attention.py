@@ -132,7 +132,7 @@ def _attend_chunk(queries, query_segments, keys, values, key_segments, *, scale)
     """Attends from queries [B, C, N, H], the last C rows of the keys [B, S, K, H]."""
     rows = online_softmax.group_queries(queries, keys.shape[2])
     partial = attend_so_far(rows, keys, values, query_segments, key_segments, scale=scale)
-    whole = online_softmax.normalise(partial, queries.dtype)
+    whole = online_softmax.normalize(partial, queries.dtype)
     return online_softmax.ungroup(whole, queries.shape[1])
 
 

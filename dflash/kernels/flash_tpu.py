@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import quantized as quantized
-from dflash.kernels.quantized import Quantised, Rows
+from dflash.kernels import quantized
+from dflash.kernels.quantized import Quantized, Rows
 
 LANES = 128
 LOG2_E = math.log2(math.e)
@@ -263,9 +263,9 @@ def padded_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
 
 def _clear_past(rows: Rows, filled, axis: int = 0) -> Rows:
     """Replaces entries at and past `filled` along `axis` by zeros."""
-    if isinstance(rows, Quantised):
+    if isinstance(rows, Quantized):
         cleared = _clear_past(rows.values, filled), _clear_past(rows.scales, filled, axis=1)
-        return Quantised(*cleared)
+        return Quantized(*cleared)
     shape = tuple(length if i == axis else 1 for i, length in enumerate(rows.shape))
     present = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < filled
     return jnp.where(present, rows, jnp.zeros_like(rows))

@@ -6,10 +6,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import flash_tpu
+from dflash.kernels import flash_tpu, quantized
 from dflash.kernels import grouped_matmul_tpu as tpu
 from dflash.kernels import implementation as implementations
-from dflash.kernels import quantized as quantized
 
 IMPLEMENTATIONS = ("auto", "tiles", "ragged_dot", "pallas", "interpret")
 

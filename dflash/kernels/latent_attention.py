@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from dflash.kernels import implementation as implementations
 from dflash.kernels import latent_attention_tpu as tpu
-from dflash.kernels import online_softmax, tuning
-from dflash.kernels import quantized as quantized
+from dflash.kernels import online_softmax, quantized, tuning
 from dflash.kernels.paged_attention import fold_in_context, read_pages, row_index, write_rows
-from dflash.kernels.quantized import Quantised, Rows
+from dflash.kernels.quantized import Quantized, Rows
 
 
 def latent_attention(
@@ -38,7 +37,7 @@ def latent_attention(
       queries: [B, T, N, W]; every head sees the same keys.
       latents: [B, T, W]; cache rows of the new positions. A row is a key, and its first V elements
         are the value.
-      pages: [1, P, S, W]; plain, or `Quantised`.
+      pages: [1, P, S, W]; plain, or `Quantized`.
       page_table: int32 [B, M].
       start: int32 [B]; cached positions before this call.
       tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
@@ -93,7 +92,7 @@ def expanded_attention(
     Args:
       queries: [B, T, N, H].
       latents: [B, T, W]; cache rows of the new positions.
-      pages: [1, P, S, W]; plain, or `Quantised`.
+      pages: [1, P, S, W]; plain, or `Quantized`.
       page_table: int32 [B, M].
       start: int32 [B]; cached positions before this call.
       tree_mask: bool [B, T, T]; new rows that each new row sees. None is causal.
@@ -133,7 +132,7 @@ def _reference(queries, new, pages, page_table, start, tree_mask=None, *, expand
         start,
         pages.shape[2],
     )
-    outputs = online_softmax.normalise(partial, queries.dtype)
+    outputs = online_softmax.normalize(partial, queries.dtype)
     return online_softmax.ungroup(outputs, length), pages
 
 
@@ -148,7 +147,7 @@ def _check(queries, latents, pages, page_table, start, tree_mask):
     }
     if tree_mask is not None:
         expected["tree_mask"] = (tree_mask, (batch, length, length))
-    if isinstance(pages, Quantised):
+    if isinstance(pages, Quantized):
         expected["pages.scales"] = (pages.scales, (*pages.shape[:2], 1, pages.shape[2]))
     for name, (array, shape) in expected.items():
         if array.shape != shape:

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import flash_tpu
-from dflash.kernels import quantized as quantized
+from dflash.kernels import flash_tpu, quantized
 from dflash.kernels.flash_tpu import Softmax
 from dflash.kernels.paged_write_tpu import PageWriter, Windows
-from dflash.kernels.quantized import Quantised
+from dflash.kernels.quantized import Quantized
 from dflash.kernels.tile_stream_tpu import BUFFERS, TileScales, TileStream
 from dflash.kernels.tuning import LATENT_ATTENTION, LatentSizes
 
@@ -64,7 +63,7 @@ def latent_attention_tpu(
         interpret=interpret,
         name=f"{OP}_t{plan.length}",
     )(page_table.reshape(-1), start, *arrays, *pools)
-    return plan.join_queries(attended), Quantised(*pools) if plan.quantized else pools[0]
+    return plan.join_queries(attended), Quantized(*pools) if plan.quantized else pools[0]
 
 
 class Plan:
@@ -74,7 +73,7 @@ class Plan:
         self.batch, self.length, self.heads, self.width = queries.shape
         self.page_size, self.table_width = pages.shape[2], page_table.shape[1]
         self.dtype, self.pool_dtype = jnp.dtype(queries.dtype), jnp.dtype(pages.dtype)
-        self.quantized = isinstance(pages, Quantised)
+        self.quantized = isinstance(pages, Quantized)
         self.new_dtype = self.dtype if self.quantized else self.pool_dtype
         self.value_width = value_width
         self.has_tree = tree_mask is not None
@@ -236,7 +235,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
 
 def _attend_own(plan, queries_ref, new, tree_ref, softmax, score, scale):
     """Initializes every chunk with the attention to the new rows, causal or by the tree mask."""
-    keys = Quantised(new[0][0], new[1][0, :, : plan.length]) if plan.quantized else new[0][0]
+    keys = Quantized(new[0][0], new[1][0, :, : plan.length]) if plan.quantized else new[0][0]
     values = quantized.leading(keys, plan.value_width)
     if plan.length == 1:
         for chunk in range(plan.chunks):
@@ -263,6 +262,6 @@ def unsupported(queries, pages, value_width: int) -> str | None:
     if page_size % unit:
         dtype = jnp.dtype(pages.dtype).name
         return f"{OP}: pages of {page_size} rows, expected a multiple of {unit}, a tile of {dtype}"
-    if isinstance(pages, Quantised) and page_size % flash_tpu.LANES:
+    if isinstance(pages, Quantized) and page_size % flash_tpu.LANES:
         return f"{OP}: quantized pages of {page_size} rows, expected multiples of {flash_tpu.LANES}"
     return None

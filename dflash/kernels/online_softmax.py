@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dflash.kernels import quantized as quantized
+from dflash.kernels import quantized
 
 # Finite, so that a masked score vanishes in exp without ever computing inf - inf.
 MASKED = -1e30
@@ -110,6 +110,6 @@ def with_sinks(partial: Partial, sinks: jax.Array) -> Partial:
     return merge(partial, Partial(own, jnp.ones_like(own), jnp.zeros_like(partial.weighted)))
 
 
-def normalise(partial: Partial, dtype: jnp.dtype) -> jax.Array:
+def normalize(partial: Partial, dtype: jnp.dtype) -> jax.Array:
     """Returns attention outputs [K, B, R, H]; every row must have seen at least one key."""
     return (partial.weighted / partial.total).astype(dtype)

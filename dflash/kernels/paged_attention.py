@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from dflash.kernels import implementation as implementations
-from dflash.kernels import online_softmax, tuning
+from dflash.kernels import online_softmax, quantized, tuning
 from dflash.kernels import paged_attention_tpu as tpu
-from dflash.kernels import quantized as quantized
 from dflash.kernels.online_softmax import Partial
-from dflash.kernels.quantized import Quantised, Rows
+from dflash.kernels.quantized import Quantized, Rows
 
 # Keys per iteration of the loop over the context. Larger tiles amortize the loop's overhead, and
 # smaller ones waste less on short contexts. On a CPU, sizes from 128 to 512 differ within noise.
@@ -52,7 +51,7 @@ def paged_attention(
       queries: [B, T, N, H].
       keys: [B, T, K, H]; N is a multiple of K.
       values: [B, T, K, H].
-      key_pages: [K, P, S, H]; pages of S rows. Plain, or `Quantised` with scales [K, P, 1, S].
+      key_pages: [K, P, S, H]; pages of S rows. Plain, or `Quantized` with scales [K, P, 1, S].
       value_pages: [K, P, S, H], in the format of `key_pages`.
       page_table: int32 [B, M]; position p of sequence b is in page `page_table[b, p // S]`.
       start: int32 [B]; cached positions before this call. start + T must not exceed M · S.
@@ -114,7 +113,7 @@ def _reference(
         return attend(rows, read_pages(key_pages, pages), read_pages(value_pages, pages), visible)
 
     partial = fold_in_context(partial, attend_tile, page_table, start, page_size)
-    outputs = online_softmax.ungroup(online_softmax.normalise(partial, queries.dtype), length)
+    outputs = online_softmax.ungroup(online_softmax.normalize(partial, queries.dtype), length)
     return outputs, key_pages, value_pages
 
 
@@ -165,9 +164,9 @@ def row_index(page_table: jax.Array, positions: jax.Array, page_size: int) -> ja
 
 def read_pages(pages: Rows, index: jax.Array) -> Rows:
     """Returns the rows [K, B, N·S, H] of the pages with indices [B, N] of a pool [K, P, S, H]."""
-    if isinstance(pages, Quantised):
+    if isinstance(pages, Quantized):
         scales = read_pages(pages.scales.mT, index).mT
-        return Quantised(read_pages(pages.values, index), scales)
+        return Quantized(read_pages(pages.values, index), scales)
     picked = pages[:, index]
     return picked.reshape(*picked.shape[:2], -1, picked.shape[-1])
 
@@ -175,10 +174,10 @@ def read_pages(pages: Rows, index: jax.Array) -> Rows:
 def write_rows(pages: Rows, index: jax.Array, rows: Rows) -> Rows:
     """Writes rows [K, B, T, H] at flat indices [B, T] of a pool [K, P, S, H]."""
     places = _places(pages, index)
-    if isinstance(pages, Quantised):
+    if isinstance(pages, Quantized):
         scales = pages.scales.reshape(-1).at[places].set(rows.scales[:, :, 0])
         values = write_rows(pages.values, index, rows.values)
-        return Quantised(values, scales.reshape(pages.scales.shape))
+        return Quantized(values, scales.reshape(pages.scales.shape))
     flat = pages.reshape(-1, pages.shape[-1])
     return flat.at[places].set(rows.astype(pages.dtype)).reshape(pages.shape)
 
@@ -186,9 +185,9 @@ def write_rows(pages: Rows, index: jax.Array, rows: Rows) -> Rows:
 def read_rows(pages: Rows, index: jax.Array) -> Rows:
     """Returns the rows [K, B, T, H] at flat indices [B, T] of a pool [K, P, S, H]."""
     places = _places(pages, index)
-    if isinstance(pages, Quantised):
+    if isinstance(pages, Quantized):
         scales = pages.scales.reshape(-1)[places][:, :, None]
-        return Quantised(read_rows(pages.values, index), scales)
+        return Quantized(read_rows(pages.values, index), scales)
     return pages.reshape(-1, pages.shape[-1])[places]
 
 
@@ -220,7 +219,7 @@ def _check(queries, keys, values, key_pages, value_pages, page_table, start, tre
     if tree_mask is not None:
         expected["tree_mask"] = (tree_mask, (batch, length, length))
     for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
-        if isinstance(pages, Quantised):
+        if isinstance(pages, Quantized):
             scales = (*pages.shape[:2], 1, pages.shape[2])
             expected[f"{name}.scales"] = (pages.scales, scales)
     for name, (array, shape) in expected.items():

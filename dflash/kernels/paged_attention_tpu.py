@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dflash.kernels import flash_tpu
 from dflash.kernels.flash_tpu import Softmax
 from dflash.kernels.paged_write_tpu import PageWriter, Windows
-from dflash.kernels.quantized import Quantised
+from dflash.kernels.quantized import Quantized
 from dflash.kernels.tile_stream_tpu import BUFFERS, TileScales, TileStream
 from dflash.kernels.tuning import BlockSizes
 
@@ -68,13 +68,13 @@ def paged_attention_tpu(
         name=f"{OP}_t{length}",
     )(page_table.reshape(-1), start, *arrays, *pools)
     if plan.quantized:
-        pools = [Quantised(pools[kind], pools[2 + kind]) for kind in range(2)]
+        pools = [Quantized(pools[kind], pools[2 + kind]) for kind in range(2)]
     return plan.join_queries(outputs), *pools
 
 
 def _parts(keys, values) -> list:
     """Returns keys and values, followed by key scales and value scales if quantized."""
-    if isinstance(keys, Quantised):
+    if isinstance(keys, Quantized):
         return [keys.values, values.values, keys.scales, values.scales]
     return [keys, values]
 
@@ -86,7 +86,7 @@ class Plan:
         self.batch, self.length, self.heads, self.width = queries.shape
         self.kv_heads, _, self.page_size, _ = pages.shape
         self.dtype, self.pool_dtype = jnp.dtype(queries.dtype), jnp.dtype(pages.dtype)
-        self.quantized = isinstance(pages, Quantised)
+        self.quantized = isinstance(pages, Quantized)
         self.new_dtype = self.dtype if self.quantized else self.pool_dtype
         self.table_width = page_table.shape[1]
         self.has_tree = tree_mask is not None
@@ -257,7 +257,7 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
 
         def own(kind, head):
             rows = new[kind][head, place]
-            return Quantised(rows, new[2 + kind][head, :, place]) if plan.quantized else rows
+            return Quantized(rows, new[2 + kind][head, :, place]) if plan.quantized else rows
 
         def visit(head):
             if plan.query_tile == 1:
@@ -329,6 +329,6 @@ def unsupported(queries, key_pages) -> str | None:
     if page_size % unit:
         dtype = jnp.dtype(key_pages.dtype).name
         return f"{OP}: pages of {page_size} rows, expected a multiple of {unit}, a tile of {dtype}"
-    if isinstance(key_pages, Quantised) and page_size % flash_tpu.LANES:
+    if isinstance(key_pages, Quantized) and page_size % flash_tpu.LANES:
         return f"{OP}: quantized pages of {page_size} rows, expected multiples of {flash_tpu.LANES}"
     return None

@@ -21,7 +21,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """Rows in eight bits, with a scale per row.
 
     Attributes:
@@ -44,28 +44,28 @@ class Quantised:
 
 
 # Plain or quantized rows.
-Rows = jax.Array | Quantised
+Rows = jax.Array | Quantized
 
 
 def encode(rows: jax.Array, like: Rows) -> Rows:
     """Converts rows [..., S, H] to the storage format of `like`: casts, or quantizes to nearest.
 
     Raises:
-      ValueError: `like` is `Quantised` with a dtype that is not in `LARGEST`.
+      ValueError: `like` is `Quantized` with a dtype that is not in `LARGEST`.
     """
-    if not isinstance(like, Quantised):
+    if not isinstance(like, Quantized):
         return rows.astype(like.dtype)
     name = jnp.dtype(like.dtype).name
     if name not in LARGEST:
         raise ValueError(f"quantized rows must be {' or '.join(LARGEST)}, not {name}")
     values, scales = _in_eight_bits(rows, name, axis=-1)
-    return Quantised(values, scales.mT)
+    return Quantized(values, scales.mT)
 
 
 def leading(rows: Rows, width: int) -> Rows:
     """Returns the first `width` elements of each row [..., S, H]; a row keeps its scale."""
-    if isinstance(rows, Quantised):
-        return Quantised(rows.values[..., :width], rows.scales)
+    if isinstance(rows, Quantized):
+        return Quantized(rows.values[..., :width], rows.scales)
     return rows[..., :width]
 
 
@@ -76,7 +76,7 @@ def split(rows: Rows, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
       rows: Plain rows, which are returned unchanged with None for their scales, or quantized rows.
       dtype: Dtype of the values of quantized rows; bfloat16 and float32 hold them exactly.
     """
-    if isinstance(rows, Quantised):
+    if isinstance(rows, Quantized):
         return rows.values.astype(dtype), rows.scales
     return rows, None
 

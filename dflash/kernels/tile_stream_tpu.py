@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash.kernels import flash_tpu
-from dflash.kernels import quantized as quantized
-from dflash.kernels.quantized import Quantised, Rows
+from dflash.kernels import flash_tpu, quantized
+from dflash.kernels.quantized import Quantized, Rows
 
 BUFFERS = 3  # Two for complete tiles, one for the last tile.
 LAST = 2  # Index of the last tile's buffer.
@@ -90,7 +89,7 @@ class TileStream:
         values = self.buffers[kind][half, head]
         if self.scales is None:
             return values
-        return Quantised(values.astype(self.scales.dtype), self.scales.buffers[kind][half, head])
+        return Quantized(values.astype(self.scales.dtype), self.scales.buffers[kind][half, head])
 
     def open(self, sequence) -> None:
         """Starts the copy for the first sequence; `run` starts those for all later sequences."""

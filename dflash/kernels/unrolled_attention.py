@@ -65,7 +65,7 @@ def _attend_chunk(
         ),
         _attend_own(rows, keys, values, scale),
     )
-    whole = online_softmax.normalise(partial, queries.dtype)
+    whole = online_softmax.normalize(partial, queries.dtype)
     return online_softmax.ungroup(whole, queries.shape[1])
 
 

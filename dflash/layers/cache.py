@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash.kernels import paged_attention as paged
-from dflash.kernels.quantized import Quantised, Rows
+from dflash.kernels.quantized import Quantized, Rows
 from dflash.parallel.sharding import Sharding
 
 # Largest number of rows in a tile; accelerators copy whole tiles.
@@ -44,7 +44,7 @@ class PagedCache:
 
     Attributes:
       layers: One pytree per layer: its attention's `cache_spec`, with each `CacheArray` replaced by
-        a pool of pages [heads, P, S, width], a plain array or `Quantised`.
+        a pool of pages [heads, P, S, width], a plain array or `Quantized`.
       page_table: int32 [B, M].
       axes: Logical axis of the heads of each pool, in the order of `pools`.
     """
@@ -130,7 +130,7 @@ def paged_cache(
         if not quantized:
             return rows
         scales = (spec.heads, num_pages, 1, page_size)
-        return Quantised(rows, sharding.abstract(scales, names, jnp.float32))
+        return Quantized(rows, sharding.abstract(scales, names, jnp.float32))
 
     table = sharding.abstract((batch, pages_per_sequence), (batch_name, None), jnp.int32)
     axes = tuple(spec.axis for spec in jax.tree.leaves(tuple(specs)))
@@ -139,7 +139,7 @@ def paged_cache(
 
 def _is_pool(node: Any) -> bool:
     """Returns whether a node of `PagedCache.layers` is a pool that is itself a pytree."""
-    return isinstance(node, Quantised)
+    return isinstance(node, Quantized)
 
 
 @jax.tree_util.register_dataclass

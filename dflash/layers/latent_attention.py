@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash.kernels import implementation
-from dflash.kernels import quantized as quantized
+from dflash.kernels import implementation, quantized
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.latent_attention import expanded_attention, latent_attention
 from dflash.kernels.quantized import Rows

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash.kernels import quantized as quantized
+from dflash.kernels import quantized
 from dflash.kernels.split_heads import rms_norm
 from dflash.layers.weight_format import WeightFormat
 from dflash.parallel import parameters

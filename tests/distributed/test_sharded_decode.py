@@ -40,7 +40,7 @@ def test_a_mesh_decodes_as_one_device(name, mesh):
     assert jax.tree.all(jax.tree.map(lambda x: len(x.sharding.device_set) == 8, state))
 
 
-def test_a_mesh_splits_quantised_pages_and_their_scales():
+def test_a_mesh_splits_quantized_pages_and_their_scales():
     prompts, limits = random_prompts([9, 16, 13, 31]), [20, 7, 12, 16]
     wanted = decode(engine(batch_size=4, kv_dtype="int8"), prompts, limits)
     model = drafter("dflash", mesh=ALL_AXES, tree=True)

@@ -12,7 +12,7 @@ from dflash.kernels.anchored_attention import anchored_attention
 from dflash.kernels.block_attention import block_attention
 from dflash.kernels.causal_attention import causal_attention
 from dflash.kernels.paged_attention import move_rows, paged_attention, row_index
-from dflash.kernels.quantized import Quantised
+from dflash.kernels.quantized import Quantized
 from dflash.kernels.split_heads import Part, split_heads
 
 pytestmark = needs_compiler
@@ -71,7 +71,7 @@ def test_a_tree_s_rows_move_within_their_pool(kv_dtype):
     pool, _ = shapes[3]
     pages = jax.ShapeDtypeStruct(pool, kv_dtype)
     if kv_dtype == jnp.int8:
-        pages = Quantised(pages, jax.ShapeDtypeStruct((*pool[:2], 1, pool[2]), F32))
+        pages = Quantized(pages, jax.ShapeDtypeStruct((*pool[:2], 1, pool[2]), F32))
     pools, form = jax.tree.flatten((pages, pages))
 
     def call(*arrays):
@@ -94,7 +94,7 @@ def test_a_tree_s_rows_move_within_their_pool(kv_dtype):
     assert memory.temp_size_in_bytes < math.prod(pool) // 2
 
 
-def compile_quantised(chip, kv_dtype, length, *args, **options):
+def compile_quantized(chip, kv_dtype, length, *args, **options):
     shapes = paged_shapes(length, *args, **options)
     (kv_heads, num_pages, page, width), _ = shapes[3]
     shapes[3:5] = [((kv_heads, num_pages, page, width), kv_dtype)] * 2
@@ -102,7 +102,7 @@ def compile_quantised(chip, kv_dtype, length, *args, **options):
 
     def call(*arrays):
         *plain, key_scales, value_scales = arrays
-        plain[3:5] = Quantised(plain[3], key_scales), Quantised(plain[4], value_scales)
+        plain[3:5] = Quantized(plain[3], key_scales), Quantized(plain[4], value_scales)
         return paged_attention(*plain, scale=0.1)
 
     compile_for(chip, call, shapes)
@@ -110,8 +110,8 @@ def compile_quantised(chip, kv_dtype, length, *args, **options):
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("kv_dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_quantised_paged_attention(chip, kv_dtype):
-    compile_quantised(chip, kv_dtype, 16, 8, 4, 128, BF16)
+def test_quantized_paged_attention(chip, kv_dtype):
+    compile_quantized(chip, kv_dtype, 16, 8, 4, 128, BF16)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_quantised_paged_attention(chip, kv_dtype):
         (jnp.int8, 512, 128, BF16, False),
     ],
 )
-def test_shapes_of_quantised_paged_attention(kv_dtype, length, width, dtype, tree):
-    compile_quantised(V5P, kv_dtype, length, 2, 2, width, dtype, tree=tree)
+def test_shapes_of_quantized_paged_attention(kv_dtype, length, width, dtype, tree):
+    compile_quantized(V5P, kv_dtype, length, 2, 2, width, dtype, tree=tree)
 
 
 def block_shapes(rows, kv_heads, group, width, dtype, batch=2, capacity=1024):

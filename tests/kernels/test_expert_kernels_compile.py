@@ -8,7 +8,7 @@ from support.tpu_compiler import CHIPS, compile_for, needs_compiler
 
 from dflash.kernels.grouped_matmul import grouped_matmul
 from dflash.kernels.latent_attention import latent_attention
-from dflash.kernels.quantized import Quantised
+from dflash.kernels.quantized import Quantized
 
 pytestmark = needs_compiler
 
@@ -32,7 +32,7 @@ def compile_latent(chip, length, heads, kv_dtype=BF16, tree=False, batch=2, page
     def call(*arrays):
         arrays = list(arrays)
         if kv_dtype != BF16:
-            arrays[2] = Quantised(arrays[2], arrays.pop())
+            arrays[2] = Quantized(arrays[2], arrays.pop())
         return latent_attention(*arrays, value_width=LATENT, scale=0.1)
 
     compile_for(chip, call, shapes)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.interpreter import interpret
 
-from dflash.kernels import grouped_matmul_tpu
-from dflash.kernels import quantized as quantized
+from dflash.kernels import grouped_matmul_tpu, quantized
 from dflash.kernels.grouped_matmul import grouped_matmul
 
 TILES = jax.jit(lambda *arrays: grouped_matmul(*arrays, implementation="tiles"))

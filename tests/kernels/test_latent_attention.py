@@ -119,7 +119,7 @@ def test_trees():
         (17, [130, 0, 111], F32, "int8"),
     ],
 )
-def test_quantised_pages(length, starts, dtype, kv_dtype):
+def test_quantized_pages(length, starts, dtype, kv_dtype):
     case = latent_case(
         starts, length, heads=4, width=192, page_size=128, table_pages=4, dtype=dtype,
         kv_dtype=kv_dtype,
@@ -127,7 +127,7 @@ def test_quantised_pages(length, starts, dtype, kv_dtype):
     check_kernel(case, LatentSizes(256, 2 * length, length))
 
 
-def test_trees_over_quantised_pages():
+def test_trees_over_quantized_pages():
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
     case = latent_case(
         [126, 0], 6, heads=2, width=192, page_size=128, tree_mask=trees, kv_dtype="int8"

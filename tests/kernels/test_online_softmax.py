@@ -34,7 +34,7 @@ def test_two_pieces_make_a_whole(split):
     right = attend(queries, keys[:, :, split:], values[:, :, split:], visible[..., split:])
     expected = dense(queries, keys, values, visible)
     for a, b in ((left, right), (right, left)):
-        merged = online_softmax.normalise(online_softmax.merge(a, b), jnp.float32)
+        merged = online_softmax.normalize(online_softmax.merge(a, b), jnp.float32)
         np.testing.assert_allclose(merged, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -53,7 +53,7 @@ def test_large_scores_do_not_overflow():
     partial = attend(1e3 * queries, 1e3 * keys, values, visible)
     expected = dense(1e3 * queries, 1e3 * keys, values, visible)
     np.testing.assert_allclose(
-        online_softmax.normalise(partial, jnp.float32), expected, rtol=1e-4, atol=1e-4
+        online_softmax.normalize(partial, jnp.float32), expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -76,4 +76,4 @@ def test_accumulates_in_float32():
     assert {partial.peak.dtype, partial.total.dtype, partial.weighted.dtype} == {
         jnp.dtype("float32")
     }
-    assert online_softmax.normalise(partial, jnp.bfloat16).dtype == jnp.bfloat16
+    assert online_softmax.normalize(partial, jnp.bfloat16).dtype == jnp.bfloat16

@@ -64,7 +64,7 @@ def test_tree_mask_differs_by_sequence():
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(("length", "group", "kv_heads"), [(1, 4, 1), (16, 2, 2), (17, 1, 3)])
-def test_quantised_pages(length, group, kv_heads, kv_dtype):
+def test_quantized_pages(length, group, kv_heads, kv_dtype):
     """As exact as plain ones, given what their eight bits stand for; new rows are rounded too."""
     case = make_case(
         [0, 1, 3, 4, 8, 9, 16, 23], length, group=group, kv_heads=kv_heads, kv_dtype=kv_dtype
@@ -73,7 +73,7 @@ def test_quantised_pages(length, group, kv_heads, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_trees_over_quantised_pages(kv_dtype):
+def test_trees_over_quantized_pages(kv_dtype):
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0, 1, 2, 3, 4]), ancestry([0] * 5)])
     case = make_case([0, 9, 4], 6, tree_mask=trees, kv_dtype=kv_dtype)
     case.check(run(case), 1e-5)

@@ -91,7 +91,7 @@ def test_a_sequence_without_context_starts_no_copy():
         (37, [250, 0], 1, 1, F32, "int8", 16),
     ],
 )
-def test_quantised_pages(length, starts, kv_heads, group, dtype, kv_dtype, queries):
+def test_quantized_pages(length, starts, kv_heads, group, dtype, kv_dtype, queries):
     case = make_case(
         starts, length, kv_heads=kv_heads, group=group, width=64, page_size=128, table_pages=4,
         dtype=dtype, kv_dtype=kv_dtype,
@@ -99,7 +99,7 @@ def test_quantised_pages(length, starts, kv_heads, group, dtype, kv_dtype, queri
     check(case, keys=256, queries=queries)
 
 
-def test_trees_over_quantised_pages():
+def test_trees_over_quantized_pages():
     trees = np.stack([ancestry([0, 0, 1, 1, 2]), ancestry([0] * 5)])
     case = make_case(
         [126, 0], 6, kv_heads=1, width=64, page_size=128, tree_mask=trees,

@@ -16,7 +16,7 @@ from dflash import errors
 from dflash.checkpoints import checkpoint
 from dflash.config import registry
 from dflash.config.schema import TargetConfig
-from dflash.kernels import quantized as quantized
+from dflash.kernels import quantized
 from dflash.layers.transformer import join_projections
 from dflash.loading import models, weights
 from dflash.loading import quantization as narrowing

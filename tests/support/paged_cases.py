@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash.kernels import quantized as quantized
-from dflash.kernels.quantized import Quantised
+from dflash.kernels import quantized
+from dflash.kernels.quantized import Quantized
 from support.dense import dense_attention
 
 SCALE = 0.3
@@ -52,11 +52,11 @@ class Case:
             read[row[positions // self.page_size], positions % self.page_size] = True
         for name in ("key_pages", "value_pages"):
             pool = self.arguments[name]
-            if isinstance(pool, Quantised):
+            if isinstance(pool, Quantized):
                 values, scales = pool.values, jnp.where(read[:, None], pool.scales, jnp.nan)
                 if values.dtype != jnp.int8:  # which has no NaN
                     values = jnp.where(read[:, :, None], values, jnp.nan).astype(values.dtype)
-                self.arguments[name] = Quantised(values, scales)
+                self.arguments[name] = Quantized(values, scales)
             else:
                 pool = jnp.where(read[:, :, None], pool, jnp.nan).astype(pool.dtype)
                 self.arguments[name] = pool
@@ -108,7 +108,7 @@ def make_case(
         for rows in (keys, values)
     ]
     like = jnp.zeros(0, kv_dtype or dtype)
-    like = like if kv_dtype is None else Quantised(like, jnp.zeros(0))
+    like = like if kv_dtype is None else Quantized(like, jnp.zeros(0))
     stored = [quantized.encode(jnp.asarray(rows, dtype), like) for rows in (keys, values)]
     keys, values = (np.prod(np.broadcast_arrays(*row_parts(rows)), axis=0) for rows in stored)
     key_pages, value_pages = (
@@ -140,7 +140,7 @@ def make_case(
 
 def row_parts(rows):
     """The numbers of rows [..., S, ·], and their scales if they have any."""
-    parts = (rows.values, rows.scales.mT) if isinstance(rows, Quantised) else (rows,)
+    parts = (rows.values, rows.scales.mT) if isinstance(rows, Quantized) else (rows,)
     # NumPy's comparisons do not know NaN in bfloat16.
     return [np.asarray(part, np.float32) for part in parts]
 
@@ -150,14 +150,14 @@ def _lay_out(rows, starts, table, num_pages, page_size):
     parts = []
     for part in row_parts(rows):
         # What eight bits can hold is stale enough, times a stale scale.
-        stale = 100 if isinstance(rows, Quantised) and part.shape[-1] > 1 else STALE
+        stale = 100 if isinstance(rows, Quantized) and part.shape[-1] > 1 else STALE
         pages = np.full((part.shape[2], num_pages, page_size, part.shape[3]), stale, np.float32)
         for b, start in enumerate(starts):
             for position in range(start):
                 page = table[b, position // page_size]
                 pages[:, page, position % page_size] = part[b, position]
         parts.append(jnp.asarray(pages, rows.dtype if len(parts) == 0 else jnp.float32))
-    return Quantised(parts[0], parts[1].mT) if len(parts) > 1 else parts[0]
+    return Quantized(parts[0], parts[1].mT) if len(parts) > 1 else parts[0]
 
 
 def ancestry(parents):

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash.kernels import quantized as quantized
-from dflash.kernels.quantized import Quantised
+from dflash.kernels import quantized
+from dflash.kernels.quantized import Quantized
 
 KV_DTYPES = ["int8", "float8_e4m3fn"]
 
 
 def encode(rows, kv_dtype):
-    return quantized.encode(jnp.asarray(rows), Quantised(jnp.zeros(0, kv_dtype), jnp.zeros(0)))
+    return quantized.encode(jnp.asarray(rows), Quantized(jnp.zeros(0, kv_dtype), jnp.zeros(0)))
 
 
 def decode(rows):
