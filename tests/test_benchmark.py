@@ -221,7 +221,7 @@ def test_a_sweep_has_the_figures_of_every_cell_and_runs_each_point_once(swept):
     before = (swept / "w/sweep.csv").read_text()
     status, out, err = command([*SWEPT, "--workdir=w"], swept, sweep, "s.yml")
     assert (status, out) == (0, "")
-    assert "2 of 2 points were finished before" in err
+    assert "2 of 2 points are already finished" in err
     assert (swept / "w/sweep.csv").read_text() == before
 
 

@@ -387,7 +387,7 @@ def test_shards_decode_what_one_run_does(run, tmp_path):
         (("--shard=0/3", "decode.seed=4"), "error: w: belongs to a run of another config (decode."),
         (
             ("--shard=0/2", *sampled),
-            "error: w: holds shards of 3, not of 2: go on with",
+            "error: w: is divided into 3 shards, not 2: continue with",
         ),
         (("--shard=3/3", *sampled), "error: --shard=3/3: shard 3 of 3 is out of range"),
     ):
@@ -395,7 +395,7 @@ def test_shards_decode_what_one_run_does(run, tmp_path):
         assert status in (1, 2)
         assert err.startswith(message)
     status, _, err = run("--workdir=whole", "--shard=0/3", *sampled)
-    assert err.startswith("error: whole/outputs.jsonl: of a run without --shard: go on without")
+    assert err.startswith("error: whole/outputs.jsonl: belongs to a run without --shard: continue")
     for shard in ("0/3", "1/3"):
         assert run("--workdir=w", f"--shard={shard}", *sampled)[0] == 0
 

@@ -72,7 +72,7 @@ def test_a_race_of_recipes_is_a_sweep_on_the_same_answers(config, whole, capsys)
         with pytest.raises(SystemExit) as caught:
             sweep.main([*command, "--workdir", str(workdir)])
         assert caught.value.code == 0, capsys.readouterr().err
-    assert "1 of 1 points were finished before" in capsys.readouterr().err
+    assert "1 of 1 points are already finished" in capsys.readouterr().err
     (point,) = (workdir / "points").iterdir()
     assert not (point / "answers").exists()
     assert (point / stages.ANSWERS).read_bytes() == (whole / stages.ANSWERS).read_bytes()

@@ -82,7 +82,7 @@ def test_a_sweep_from_end_to_end(run):
 
     status, err = run("--workdir=w")
     assert status == 0
-    assert "4 of 4 points were finished before" in err
+    assert "4 of 4 points are already finished" in err
     assert "loading" not in err
     assert table() == rows
 

@@ -22,18 +22,18 @@ Layout = Literal["hf", "orbax"]
 
 HUB_PREFIX = "hf:"
 _HUB_REFERENCE = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-# No pickles (*.bin, *.pt), no code, no second copy of the weights in a folder.
+# Download neither pickles (*.bin, *.pt) nor code nor a second copy of the weights in a folder.
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "NOTICE*")
 _HUB_UNWANTED = ("*/*", "consolidated*")
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def resolve(reference: str) -> pathlib.Path:
-    """Returns the local directory of a checkpoint, downloaded to the hub's cache if need be.
+    """Returns the local directory of a checkpoint, and downloads it to the hub's cache if needed.
 
     Args:
-      reference: A directory, as given or of this package (assets/tiny_target), or hf:org/name or
-        hf:org/name@revision.
+      reference: Path of a directory, also relative to this package (assets/tiny_target); or
+        hf:org/name or hf:org/name@revision.
     Raises:
       CheckpointError: The directory does not exist, or the download from the hub fails.
     """
@@ -46,7 +46,7 @@ def resolve(reference: str) -> pathlib.Path:
             if candidate.is_dir():
                 return candidate
         is_file = directory.exists()
-    except (OSError, ValueError) as error:  # a name that no directory can have
+    except (OSError, ValueError) as error:  # No directory can have this name.
         reason = getattr(error, "strerror", None) or error
         raise errors.CheckpointError(f"{reference}: {reason}") from error
     if is_file:
@@ -58,7 +58,7 @@ def resolve(reference: str) -> pathlib.Path:
 
 
 def check_reference(reference: str) -> None:
-    """Finds what is wrong with a reference as far as that needs no network.
+    """Checks a reference as far as possible without network access.
 
     Raises:
       CheckpointError: The reference is unusable; see `resolve`.
@@ -70,11 +70,11 @@ def check_reference(reference: str) -> None:
 
 
 def check(reference: str, *, weights: bool) -> None:
-    """Finds what is wrong with a checkpoint as far as that needs neither network nor jax.
+    """Checks a checkpoint as far as possible without network access and jax.
 
     Args:
-      reference: See `resolve`; or `random`, which is always right.
-      weights: Whether weights must be there and whole, and not config.json alone.
+      reference: Reference as for `resolve`, or `random`, which passes.
+      weights: Require complete weights, not only a config.json.
     Raises:
       CheckpointError: The reference, config.json or the layout is unusable.
     """
@@ -85,9 +85,8 @@ def check(reference: str, *, weights: bool) -> None:
         directory = resolve(reference)
         read_config(directory)
         if weights and layout(directory) == "hf":
-            from dflash.checkpoints import (
-                safetensors_header,
-            )  # a library that --help can do without
+            # Imported late, since --help does not need safetensors.
+            from dflash.checkpoints import safetensors_header
 
             safetensors_header.read_headers(directory)
 
@@ -142,10 +141,10 @@ def eos_token_ids(directory: pathlib.Path) -> tuple[int, ...]:
 def load(module: "nnx.Module", directory: pathlib.Path) -> None:
     """Fills the abstract parameters of `module` from either layout.
 
-    Every parameter is created directly sharded, as its declaration says, and cast to its dtype.
+    Every parameter is created with its declared sharding and dtype.
 
     Raises:
-      CheckpointError: The checkpoint is missing, damaged, or of another model.
+      CheckpointError: The checkpoint is missing, damaged, or belongs to another model.
     """
     _io(layout(directory)).load(module, directory)
 
@@ -159,19 +158,20 @@ def save_hf(
     max_shard_bytes: int = 5 * 2**30,
     companions: pathlib.Path | None = None,
 ) -> int:
-    """Writes a directory in the Hugging Face layout; it appears whole or not at all.
+    """Writes a checkpoint directory in the Hugging Face layout, atomically.
 
     Args:
       module: Module whose parameters hold arrays.
       directory: New or empty directory.
       config: Content of config.json; its dtype field is set to the stored dtype.
       dtype: Dtype of the stored tensors; None keeps each parameter's own.
-      max_shard_bytes: Larger models are split into several files and an index.
-      companions: Directory whose tokenizer, generation and licence files are copied along.
+      max_shard_bytes: Size limit of a file; larger models are split into several, with an index.
+      companions: Directory whose tokenizer, generation and licence files are copied, too.
     Returns:
       Number of tensors written.
     Raises:
-      CheckpointError: `directory` is taken or cannot be written.
+      CheckpointError: `directory` exists and is not empty.
+      WorkdirError: `directory` cannot be written.
     """
     from dflash.checkpoints import safetensors_io
 
@@ -188,7 +188,7 @@ def save_orbax(
     *,
     companions: pathlib.Path | None = None,
 ) -> int:
-    """Writes the native layout; it appears whole or not at all. See `save_hf`."""
+    """Writes a checkpoint directory in the native layout, atomically; see `save_hf`."""
     from dflash.checkpoints import orbax_io
 
     def write(staged):
@@ -267,21 +267,21 @@ def _download(reference: str) -> pathlib.Path:
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
         reason = "not in the local cache and the hub cannot be reached; download it while online"
         raise errors.CheckpointError(f"{reference}: {reason}, or give a directory") from error
-    except Exception as error:  # of several HTTP libraries, depending on the version
+    except Exception as error:  # Raised by one of several HTTP libraries.
         reason = str(error).partition("\n")[0]
         raise errors.CheckpointError(f"{reference}: cannot be downloaded: {reason}") from error
     return pathlib.Path(path)
 
 
 def _check_hub(reference: str) -> None:
-    """Checks the form of a reference to the hub, and for the library that downloads it."""
+    """Checks the form of a reference to the hub, and that huggingface_hub is installed."""
     if not _HUB_REFERENCE.fullmatch(reference.removeprefix(HUB_PREFIX)):
         raise errors.CheckpointError(
             f"{reference}: expected {HUB_PREFIX}org/name or {HUB_PREFIX}org/name@revision"
         )
     try:
         missing = importlib.util.find_spec("huggingface_hub") is None
-    except ValueError:  # what a module that is set to None in sys.modules leads to
+    except ValueError:  # The module is set to None in sys.modules.
         missing = True
     if missing:
         raise errors.CheckpointError(

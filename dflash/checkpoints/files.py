@@ -1,4 +1,4 @@
-"""Files of both checkpoint layouts: JSON, directories that appear whole, progress."""
+"""Helpers for both checkpoint layouts: JSON, atomic directories, progress."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ from dflash.config import encoding
 from dflash.storage.files import copy_file, publish, remove_tree, sync
 
 CONFIG = "config.json"
-# Copied unchanged along with the weights. Python files are the code that `auto_map` in config.json
-# names for other programs; nothing here runs them.
+# Files that are copied with the weights, unchanged. Python files are code for other programs, to
+# which `auto_map` in config.json refers; dflash never runs them.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -55,7 +55,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raise errors.CheckpointError(f"{path}: {error}") from error
     except RecursionError as error:
         raise errors.CheckpointError(f"{path}: not valid JSON (nested too deeply)") from error
-    except ValueError as error:  # Python limits the digits of an integer
+    except ValueError as error:  # Python limits the number of digits of an integer.
         raise errors.CheckpointError(f"{path}: not valid JSON (a number is too long)") from error
     if not isinstance(content, dict):
         raise errors.CheckpointError(f"{path}: expected a JSON object")
@@ -63,12 +63,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a JSON object the way Hugging Face lays it out."""
+    """Writes a JSON object in the format of Hugging Face's files."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: pathlib.Path, directory: pathlib.Path) -> None:
-    """Copies tokenizer, generation and licence files, where `source` has them."""
+    """Copies the tokenizer, generation and licence files of `source`."""
     for pattern in COMPANIONS:
         for path in source.glob(pattern):
             if path.is_file():
@@ -93,7 +93,7 @@ def staged(destination: pathlib.Path, marker: str = CONFIG) -> Iterator[pathlib.
     try:
         if first:
             destination.parent.mkdir(parents=True, exist_ok=True)
-            remove_tree(partial)  # what an earlier, killed run left
+            remove_tree(partial)  # Remove what a killed run left.
             partial.mkdir()
         _barrier(f"{partial} made")
         yield partial
@@ -115,7 +115,7 @@ def staged(destination: pathlib.Path, marker: str = CONFIG) -> Iterator[pathlib.
 
 
 def check_vacant(destination: pathlib.Path) -> None:
-    """Checks that nothing would be overwritten.
+    """Raises if writing to `destination` would overwrite anything.
 
     Raises:
       CheckpointError: `destination` is a file or a directory that is not empty.
@@ -135,7 +135,7 @@ def check_vacant(destination: pathlib.Path) -> None:
 
 
 def track(items: Iterable[tuple[Item, int]], total_bytes: int, title: str) -> Iterator[Item]:
-    """Yields the items, of (item, bytes) pairs; on a terminal, slow work gets a progress bar."""
+    """Yields the items of (item, bytes) pairs, and shows slow work on a terminal as a bar."""
     started, done, bar, task = time.monotonic(), 0, None, None
     try:
         for item, num_bytes in items:
@@ -160,7 +160,7 @@ def quote_some(names: Iterable[str], limit: int = 3) -> str:
 
 
 def _make_bar():
-    # Imported here: most checkpoints of tests and of small models never need it.
+    # Imported late, since small checkpoints never show a bar.
     from rich import console, progress
 
     return progress.Progress(
@@ -175,7 +175,7 @@ def _make_bar():
 
 
 def _sync_tree(directory: pathlib.Path) -> None:
-    """Flushes a tree to disk, so that a crash cannot leave it partly written under its name."""
+    """Flushes a tree to disk, so that a crash cannot leave it incomplete under its final name."""
     for parent, _, names in os.walk(directory):
         for name in names:
             sync(pathlib.Path(parent, name))
@@ -183,12 +183,12 @@ def _sync_tree(directory: pathlib.Path) -> None:
 
 
 def _process_index() -> int:
-    import jax  # only writing needs it, and this module also serves readers of config.json
+    import jax  # Imported late, since readers of config.json do without jax.
 
     return jax.process_index()
 
 
 def _barrier(name: str) -> None:
-    from dflash.parallel import agreement  # imports jax
+    from dflash.parallel import agreement  # Imported late because it imports jax.
 
     agreement.barrier(name)

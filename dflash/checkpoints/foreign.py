@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _SUPPORTED = "model.safetensors (or shards with an index) beside config.json, or params/ of Orbax"
-# File patterns of other formats, the first that matches: (pattern, what it is, what to do).
+# Other formats, in order of precedence: (file patterns, description, advice).
 _FORMATS = (
     ("adapter_config.json", "a LoRA adapter", "merge it into its model (merge_and_unload of peft)"),
     ("*.gguf", "GGUF weights of llama.cpp", "take the model's original checkpoint"),

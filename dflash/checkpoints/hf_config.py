@@ -1,4 +1,4 @@
-"""Hugging Face's config.json <-> our architecture dataclasses; drafters carry the same fields."""
+"""Conversion between Hugging Face's config.json and the architecture dataclasses."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ Fields = TypeVar("Fields")
 
 
 class _ScalingFields(NamedTuple):
-    """What files state of a kind of rotary scaling; the rest has a default or follows."""
+    """Fields of config.json for a type of rotary scaling."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ _SCALING_FIELDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StatedArchitecture(TargetArchitecture):
-    """An architecture as a file states it; None for what then follows from other fields."""
+    """Architecture as in config.json; fields that default to a function of others are None."""
 
     num_key_value_heads: int | None = option_like(TargetArchitecture, "num_key_value_heads", None)
     head_dim: int | None = option_like(TargetArchitecture, "head_dim", None)
@@ -58,12 +58,12 @@ class _Classes:
 def read_fields(
     config: Mapping[str, Any], schema: type[Fields], *, group: str = "", file: str = FILE
 ) -> Fields:
-    """Reads the fields of a dataclass from a foreign file, checked as keys of our configs are.
+    """Reads the fields of a dataclass from a JSON file, with the checks of config keys.
 
     Args:
       config: Content of a JSON file, or a mapping in it. Fields that `schema` does not have are
-        ignored; null means left out.
-      schema: A dataclass as in config/schema.py: types, and bounds that `option` declares.
+        ignored; null counts as missing.
+      schema: Dataclass as in config/schema.py, with types and the bounds of `option`.
       group: Name of the mapping in the file; empty for the file itself.
       file: Name of the file in messages.
     Raises:
@@ -80,7 +80,7 @@ def read_fields(
 
 
 def read_group(config: Mapping[str, Any], name: str, *, file: str = FILE) -> Mapping[str, Any]:
-    """Returns the mapping `config[name]`; empty if it is left out or null.
+    """Returns the mapping `config[name]`, or an empty one if it is missing or null.
 
     Raises:
       CheckpointError: The value is not a mapping.
@@ -110,10 +110,10 @@ def check_only(config: Mapping[str, Any], name: str, supported: Any) -> None:
 
 
 def read_architecture(config: Mapping[str, Any]) -> TargetArchitecture:
-    """Reads the decoder shape that config.json states.
+    """Reads a decoder's shape from config.json.
 
     Raises:
-      CheckpointError: A field is missing or unusable, or asks for what the layers do not do.
+      CheckpointError: A field is missing or invalid, or has a value that is not supported.
     """
     check_only(config, "hidden_act", "silu")
     theta, scaling = _read_rope(config)
@@ -157,7 +157,7 @@ def write_architecture(arch: TargetArchitecture) -> dict[str, Any]:
 
 
 def read_eos_token_ids(config: Mapping[str, Any], *, file: str = FILE) -> tuple[int, ...] | None:
-    """Returns the end-of-sequence ids of a JSON config; None if not stated.
+    """Returns the end-of-sequence ids of a JSON config; None if it has none.
 
     Raises:
       CheckpointError: The field is neither an id nor a list of ids.
@@ -176,7 +176,10 @@ def read_classes(config: Mapping[str, Any], *, file: str = FILE) -> tuple[str, .
 
 
 def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling. Newer files hold everything about rotary embedding in one mapping."""
+    """Returns the base and the scaling of the rotary embedding.
+
+    Newer files hold both in one mapping.
+    """
     name = _OLD_ROPE if config.get(_NEW_ROPE) in (None, {}) else _NEW_ROPE
     rope = read_group(config, name)
     theta = read_fields(config, _RopeTheta).rope_theta
@@ -194,18 +197,18 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             f"{FILE}: rope type {_show(kind)} is not supported, only 'default', 'llama3' and 'yarn'"
         )
     missing = [field for field in _SCALING_FIELDS[kind].required if rope.get(field) is None]
-    if missing:  # files always state these: the defaults are for our own configs
+    if missing:  # The schema's defaults are for configs; a checkpoint must have these fields.
         raise errors.CheckpointError(f"{FILE}: rope scaling lacks {', '.join(missing)}")
     return theta, read_fields({**rope, "rope_type": kind}, RopeScaling, group=name)
 
 
 def _listed(config: Mapping[str, Any]) -> Any:
-    """Returns `eos_token_id` as a list; files may state a single id instead."""
+    """Returns `eos_token_id` as a list; files may have a single id instead."""
     ids = config.get("eos_token_id")
     return ids if ids is None or isinstance(ids, list) else [ids]
 
 
 def _show(value: Any) -> str:
-    """Returns a JSON value as quoted in messages."""
+    """Returns a JSON value in the form in which messages quote it."""
     text = repr(value) if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= build.LONGEST_QUOTED else f"{text[: build.LONGEST_QUOTED]}…"

@@ -1,4 +1,4 @@
-"""The native layout: config.json beside `params/`, an Orbax checkpoint of the parameter tree."""
+"""Native checkpoint layout: config.json beside `params/`, an Orbax tree of parameters."""
 
 import contextlib
 import dataclasses
@@ -25,16 +25,16 @@ from dflash.parallel import parameters
 
 PARAMS = "params"
 
-# Orbax restores all requested arrays at once, each through a host copy; requesting this much at a
-# time bounds the copies.
+# Orbax restores all requested arrays at once, each through a host copy. Request only this many
+# bytes at a time to limit the copies.
 _GROUP_BYTES = 64 * 2**20
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
-    """Fills the abstract arrays of `module`, each directly sharded and in its own dtype.
+    """Fills the abstract arrays of `module`, each with its declared sharding and dtype.
 
     Raises:
-      CheckpointError: Files are missing or damaged, or the tensors are not those of the module.
+      CheckpointError: Files are missing or damaged, or the tensors do not fit the module.
     """
     leaves = dict(parameters.named_arrays(module))
     wanted = parameters.readable(module)
@@ -64,10 +64,10 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
 
 
 def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every stored parameter, by dotted path, without reading any.
+    """Returns shape and dtype of every stored parameter, by dotted path, without reading any.
 
     Raises:
-      CheckpointError: The description is missing or damaged.
+      CheckpointError: The metadata of the checkpoint is missing or damaged.
     """
     params = (directory / PARAMS).absolute()
     try:
@@ -77,29 +77,31 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for path, leaf in _flatten(tree).items()
         }
-    except Exception as error:  # from json to tensorstore, whatever the damage leads to
+    except Exception as error:  # Damage leads to many types, from json's to TensorStore's.
         raise errors.CheckpointError(
             f"{params}: not a readable Orbax checkpoint; copy or convert the checkpoint again"
         ) from error
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Dtypes among the stored weights; buffers do not count.
+    """Returns the dtypes of the stored weights, without those of buffers.
 
     Raises:
-      CheckpointError: The description is missing or damaged.
+      CheckpointError: The metadata of the checkpoint is missing or damaged.
     """
     found = {np.dtype(leaf.dtype) for leaf in read_shapes(directory).values()}
     return {dtype for dtype in found if jnp.issubdtype(dtype, jnp.floating)}
 
 
 def save(module: nnx.Module, directory: pathlib.Path) -> int:
-    """Writes every parameter and buffer of `module` to `directory`/params; all processes call this.
+    """Writes all parameters and buffers of `module` to params/ in `directory`.
+
+    All processes must call this.
 
     Returns:
       Number of arrays written.
     Raises:
-      OSError: They cannot be written.
+      OSError: The arrays cannot be written.
     """
     values = {path: leaf.get_value() for path, leaf in parameters.named_arrays(module)}
     largest = max(value.nbytes for value in values.values())
@@ -108,14 +110,14 @@ def save(module: nnx.Module, directory: pathlib.Path) -> int:
     with ocp.Checkpointer(handler) as checkpointer, _quiet():
         try:
             checkpointer.save(params, args=ocp.args.PyTreeSave(_nest(values)))
-        except ValueError as error:  # tensorstore's, of a disk or of a bucket
+        except ValueError as error:  # TensorStore raises it for disks and buckets.
             reason = " ".join(str(error).split())
             raise OSError(errno.EIO, errors.shorten(reason, 200), str(params)) from error
     return len(values)
 
 
 def _check(stored, wanted, directory) -> None:
-    """Compares what is stored with what the module declares.
+    """Checks the stored tensors against the module's parameters.
 
     Raises:
       CheckpointError: Tensors are missing, unexpected, or of another shape.
@@ -142,7 +144,7 @@ def _check(stored, wanted, directory) -> None:
 
 
 def _group(wanted: dict[str, jax.ShapeDtypeStruct]) -> list[tuple[list[str], int]]:
-    """Splits the paths, in order, into groups of about `_GROUP_BYTES`, with their sizes."""
+    """Splits the paths, in order, into groups of about `_GROUP_BYTES`; returns (paths, bytes)."""
     groups: list[tuple[list[str], int]] = []
     for path, abstract in wanted.items():
         size = abstract.size * np.dtype(abstract.dtype).itemsize
@@ -175,10 +177,10 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _restore(checkpointer: ocp.Checkpointer, params: pathlib.Path, args: Any) -> Any:
-    """What Orbax reads; None if it fails, for which tensorstore has several types of errors.
+    """Returns the arrays that Orbax restores, or None if it fails with any error.
 
-    Arrays are read concurrently. When one fails, asyncio complains about the others as soon as they
-    are freed: that happens here, while it is quiet, and not later, while an error propagates.
+    Arrays are read concurrently. When one fails, asyncio logs errors of the others as soon as they
+    are freed. Free them here, while asyncio is silenced, and not later, while an error propagates.
     """
     try:
         return checkpointer.restore(params, args=args)
@@ -189,11 +191,10 @@ def _restore(checkpointer: ocp.Checkpointer, params: pathlib.Path, args: Any) ->
 
 
 def hide_abandoned() -> None:
-    """Hides, from here on, reads and writes that fail along with the one that is reported.
+    """Hides, from now on, failed reads and writes other than the one that is reported.
 
-    Of several, Orbax raises the first error and closes its event loop; each of the others then
-    surfaces at any later time, from a thread of tensorstore or an abandoned coroutine. So this is
-    never undone.
+    Orbax raises the first error and closes its event loop. Further errors may surface at any later
+    time, from a thread of TensorStore or an abandoned coroutine, so the hook is never removed.
     """
     if not isinstance(sys.unraisablehook, _Filter):
         sys.unraisablehook = _Filter(sys.unraisablehook)
@@ -201,7 +202,7 @@ def hide_abandoned() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Orbax's own error logs off stderr: the user gets our one line."""
+    """Silences Orbax's error logs, since the user gets our one-line message."""
     verbosity, loop = logging.get_verbosity(), std_logging.getLogger("asyncio")
     logging.set_verbosity(logging.FATAL)
     was_disabled, loop.disabled = loop.disabled, True
@@ -215,7 +216,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Filter:
-    """An unraisablehook that drops what `hide_abandoned` hides."""
+    """Hook for `sys.unraisablehook` that drops the errors of `hide_abandoned`."""
 
     hook: Callable[[Any], None]
 

@@ -25,10 +25,10 @@ class StoredTensor:
 
     file: pathlib.Path
     name: str
-    code: str  # dtype in safetensors notation: "BF16"
+    code: str  # Dtype in the notation of safetensors, such as "BF16".
     shape: tuple[int, ...]
-    begin: int  # offset of the first byte in the file
-    end: int  # offset after the last byte
+    begin: int  # Offset of the first byte in the file.
+    end: int  # Offset after the last byte.
 
 
 def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
@@ -71,7 +71,7 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
 def _read_header(file: pathlib.Path) -> list[StoredTensor]:
     """Reads the header of one file and checks that the file is complete.
 
-    The safetensors library finds the same faults, but does not name the damaged tensor.
+    The safetensors library detects the same damage, but does not name the tensor.
     """
     again = "copy or download the file again"
     try:
@@ -106,7 +106,7 @@ def _read_header(file: pathlib.Path) -> list[StoredTensor]:
 
 @contextlib.contextmanager
 def _local(file: pathlib.Path, head: bytes, size: int) -> Iterator[pathlib.Path]:
-    """Yields a local file with the same header; for one in a bucket, the data is a sparse hole."""
+    """Yields a local file with the same header; for a bucket, one with a sparse hole as data."""
     if not paths.in_bucket(file):
         yield file
         return
@@ -131,5 +131,5 @@ def _stored_tensor(
 def _is_file(path: pathlib.Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # No file can have this name.
         return False

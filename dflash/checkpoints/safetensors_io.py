@@ -1,7 +1,7 @@
-"""The Hugging Face layout: model.safetensors, or shards of it listed in an index.
+"""Hugging Face checkpoint layout: model.safetensors, or several files with an index.
 
-Reading goes tensor by tensor and, within a tensor, piece by piece into a buffer that is laid out as
-the device wants it, so that the host never holds more than one such buffer beside the weights.
+Tensors are read one after another, each in pieces into a buffer with the layout of the device, so
+that the host never holds more than one such buffer beside the weights.
 """
 
 import contextlib
@@ -26,32 +26,33 @@ from dflash.parallel import parameters
 from dflash.storage import files as run_files
 
 MAX_SHARD_BYTES = 5 * 2**30
-# Computed from the config here, but stored as a buffer by some older checkpoints.
+# Tensors that some older checkpoints store, and that are computed from the config here.
 IGNORED = ("*.rotary_emb.inv_freq", "rotary_emb.inv_freq", "*.weight_shape")
 
 _PIECE_BYTES = 8 * 2**20
-_ALIGNMENT_BYTES = 64  # what lets a CPU device use a host buffer as it is
-_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # of weights
-_PER_WORD = 8  # values of four bits in an int32; source: compressed-tensors, pack-quantized
-_NARROW_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # of weights that have scales
+_ALIGNMENT_BYTES = 64  # Alignment at which a CPU device adopts a host buffer without a copy.
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # Dtypes of plain weights.
+_PER_WORD = 8  # 4-bit values per int32. Source: compressed-tensors, pack-quantized.
+_NARROW_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # Dtypes of weights with scales.
 _BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 _STORED = _DTYPES | _BUFFER_DTYPES | {"I8": np.int8, "F8_E4M3": jnp.float8_e4m3fn}
 _CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _BUFFER_DTYPES).items()}
 
 
 def load(module: nnx.Module, directory: pathlib.Path) -> None:
-    """Fills the abstract parameters of `module`, each directly sharded and in its own dtype.
+    """Fills the abstract parameters of `module`, each with its declared sharding and dtype.
 
-    Peak host memory stays within one tensor (its local shards, in the module's dtype) of what ends
-    up resident; on a CPU device, whose arrays take over the buffers, within `_PIECE_BYTES` or so.
+    Peak host memory exceeds the memory after loading by at most one tensor (its local shards, in
+    the module's dtype). On a CPU device, whose arrays adopt the buffers, it exceeds it by about
+    `_PIECE_BYTES`.
 
     Args:
-      module: Offers `checkpoint_name(path)`, a name or what tensor_map.py has, and optionally
-        `ignored_checkpoint_names` and `ignored_checkpoint_suffixes`. Parameters at a path that ends
-        in ".kernel" are stored transposed. Buffers are filled too.
-      directory: Holds model.safetensors or an index with its shards.
+      module: Module with `checkpoint_name(path)`, which returns a `tensor_map.Source`, and
+        optionally `ignored_checkpoint_names` and `ignored_checkpoint_suffixes`. Parameters whose
+        path ends in ".kernel" are stored transposed. Buffers are filled, too.
+      directory: Directory with model.safetensors, or with several files and an index.
     Raises:
-      CheckpointError: A file is missing or damaged, or the tensors are not those of the module.
+      CheckpointError: A file is missing or damaged, or the tensors do not fit the module.
     """
     tensors = read_headers(directory)
     leaves = dict(parameters.named_arrays(module))
@@ -74,7 +75,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     values = {}
     for path in files.track(sized, total, f"reading {directory.name}"):
         transposed = tensor_map.is_transposed(path)
-        # Named nowhere: what is read must be gone when the next one is.
+        # Do not bind the tensor to a name, so that it can be freed before the next one is read.
         values |= parameters.made(
             leaves[path], path, _read(parts[path], wanted[path], transposed=transposed)
         )
@@ -82,10 +83,10 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
 
 
 def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
-    """Dtypes among the stored weights; buffers do not count.
+    """Returns the dtypes of the stored weights, without those of buffers.
 
     Raises:
-      CheckpointError: The checkpoint cannot be read, or a tensor is not of these floating points.
+      CheckpointError: The checkpoint cannot be read, or a weight is not floating-point.
     """
     tensors = read_headers(directory).values()
     weights = [
@@ -103,13 +104,13 @@ def save(
 ) -> int:
     """Writes the weights of `module` under their checkpoint names, one tensor in memory at a time.
 
-    All processes of a multi-host run call this; process 0 writes.
+    All processes of a multi-host run must call this; process 0 writes.
 
     Args:
-      module: Offers `checkpoint_name(path)`; its parameters and buffers hold arrays.
-      directory: Exists already.
-      dtype: Of the stored weights; None keeps each parameter's own.
-      max_shard_bytes: A larger model is split into several files and an index.
+      module: Module with `checkpoint_name(path)`, whose parameters and buffers hold arrays.
+      directory: Existing directory.
+      dtype: Dtype of the stored weights; None keeps each parameter's own.
+      max_shard_bytes: Size limit of a file; larger models are split into several, with an index.
     Returns:
       Number of tensors written.
     """
@@ -135,7 +136,7 @@ def save(
 
 
 def _check(tensors, wanted, module, directory) -> None:
-    """Compares what is stored with what the module declares.
+    """Checks the stored tensors against the module's parameters.
 
     Raises:
       CheckpointError: Tensors are missing, unexpected, or of another shape or dtype.
@@ -171,12 +172,12 @@ def _check(tensors, wanted, module, directory) -> None:
 
 
 def _is_packed(tensor: StoredTensor) -> bool:
-    """Whether a tensor holds eight values of four bits in each int32."""
+    """Returns whether a tensor holds eight 4-bit values per int32."""
     return tensor.name.endswith("." + tensor_map.PACKED) and tensor.code == "I32"
 
 
 def _codes_for(dtype: np.dtype) -> Mapping[str, Any]:
-    """Stored dtypes that an array of this dtype may be read from."""
+    """Returns the stored dtypes from which an array of this dtype may be read."""
     if dtype.name in _NARROW_DTYPES:
         return {_NARROW_DTYPES[dtype.name]: dtype}
     return _DTYPES if jnp.issubdtype(dtype, jnp.floating) else _BUFFER_DTYPES
@@ -184,7 +185,7 @@ def _codes_for(dtype: np.dtype) -> Mapping[str, Any]:
 
 def _check_code(tensor: StoredTensor, known: Mapping[str, Any]) -> None:
     if tensor.code not in known:
-        hint = "; its config.json says nothing of quantized weights" if known is _DTYPES else ""
+        hint = "; its config.json declares no quantized weights" if known is _DTYPES else ""
         raise errors.CheckpointError(
             f"{tensor.file}: tensor {tensor.name!r} is {tensor.code}, expected one of "
             f"{', '.join(known)}{hint}"
@@ -204,26 +205,26 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _read(
     parts: Sequence[tuple[StoredTensor, Piece]], abstract: jax.ShapeDtypeStruct, *, transposed: bool
 ) -> jax.Array:
-    """Reads one parameter into its place on the devices of this process."""
+    """Reads a parameter onto the devices of this process."""
     buffers = {}
 
     def read_shard(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(
             part.indices(length)[:2] for part, length in zip(index, abstract.shape, strict=True)
         )
-        if bounds not in buffers:  # devices that hold copies share one reading
+        if bounds not in buffers:  # Read once for all devices that hold copies of a shard.
             buffers[bounds] = _read_box(parts, bounds, abstract.dtype, transposed)
         return buffers[bounds]
 
     array = jax.make_array_from_callback(
         abstract.shape, abstract.sharding, read_shard, dtype=abstract.dtype
     )
-    # Transfers to an accelerator are asynchronous; without waiting, host buffers would pile up.
+    # Wait for the transfer, since it is asynchronous and host buffers would pile up otherwise.
     return array.block_until_ready()
 
 
 def _read_box(parts, bounds, dtype, transposed: bool) -> np.ndarray:
-    """Reads what lies within `bounds` (of the parameter's axes), cast and transposed."""
+    """Reads the part of a parameter within `bounds` of its axes, cast and transposed."""
     out = _aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
     as_stored, box = out, list(bounds)
     if transposed:
@@ -233,7 +234,10 @@ def _read_box(parts, bounds, dtype, transposed: bool) -> np.ndarray:
 
 
 def _readings(parts, as_stored: np.ndarray, box) -> Iterator[Callable[[], None]]:
-    """Calls that together fill an array, oriented as files do, with what lies within `box`."""
+    """Yields calls that together fill `as_stored` with the values in `box`.
+
+    Array and box have the orientation of the files.
+    """
     for tensor, piece in parts:
         lead = list(zip(piece.lead, box, strict=False))
         if not all(start <= i < stop for i, (start, stop) in lead):
@@ -256,14 +260,14 @@ def _fill(out: np.ndarray, tensor: StoredTensor, index: tuple[slice, ...]) -> No
 
 
 def _steps(tensor: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Splits rows first … last - 1 into runs that are read in one go."""
+    """Splits rows first … last - 1 into ranges of about `_PIECE_BYTES`."""
     step = max(1, _PIECE_BYTES // _row_bytes(tensor))
     for start in range(first, last, step):
         yield start, min(start + step, last)
 
 
 def _unpacked(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """The values at `index`; () for a tensor without dimensions."""
+    """Returns the unpacked values at `index`, which is () for a tensor without dimensions."""
     if not _is_packed(tensor):
         return _stored(tensor, index)
     rows, columns = index
@@ -276,10 +280,10 @@ def _unpacked(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _stored(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """The values at `index` as they are stored: of whole rows, however few columns are wanted.
+    """Returns the stored values at `index`; it reads whole rows, however few columns are needed.
 
-    A file is mapped for this reading alone: pages that were touched count as this process's memory
-    for as long as they are mapped.
+    The file is memory-mapped only for this call, since touched pages count as memory of this
+    process for as long as they are mapped.
     """
     rows, columns = index[:1], index[1:]
     first, last = (rows[0].start, rows[0].stop) if rows else (0, 1)
@@ -290,12 +294,12 @@ def _stored(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _row_bytes(tensor: StoredTensor) -> int:
-    """Bytes of a row; of all of a tensor without dimensions."""
+    """Returns the bytes per row of a tensor, or of the whole tensor without dimensions."""
     return max(1, (tensor.end - tensor.begin) // max(1, math.prod(tensor.shape[:1])))
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An uninitialised array that a CPU device adopts instead of copying it."""
+    """Returns an uninitialized array that a CPU device adopts instead of copying it."""
     dtype = np.dtype(dtype)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
@@ -304,7 +308,7 @@ def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
 
 
 class _Outgoing:
-    """A tensor on its way into a file: known by name, shape and dtype, fetched when written."""
+    """Tensor to be written, whose values are fetched from the devices only when needed."""
 
     def __init__(self, name: str, parts: list[tuple[str, nnx.Variable, Piece]], dtype):
         _, leaf, piece = parts[0]
@@ -317,7 +321,7 @@ class _Outgoing:
         self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
 
     def fetch(self) -> np.ndarray:
-        """The values as the file wants them, on this host."""
+        """Returns the values on this host, in the dtype and orientation of the file."""
         if len(self._parts) == 1 and self._parts[0][2].is_whole:
             return self._fetch(*self._parts[0])
         values = np.empty(self.shape, self.dtype)
@@ -326,10 +330,10 @@ class _Outgoing:
         return values
 
     def _fetch(self, path: str, leaf: nnx.Variable, piece: Piece) -> np.ndarray:
-        """The rows of one piece."""
+        """Returns the rows of one piece."""
         value = leaf.get_value()
-        # A fresh array: a jax array that is turned into numpy keeps that host copy for its life.
-        # jax has no int64 here: buffers are widened on the host.
+        # Convert a fresh array: a jax array keeps the host copy of its NumPy conversion while it
+        # lives. Widen buffers on the host, since jax has no int64 here.
         weight = jnp.issubdtype(self.dtype, jnp.floating)
         fresh = _prepare(
             value,
@@ -348,7 +352,7 @@ class _Outgoing:
 
 @functools.partial(jax.jit, static_argnames=("count", "transposed", "dtype"))
 def _prepare(value, lead, at, *, count, transposed, dtype):
-    """Rows at … at + count - 1 of value[lead], oriented as files do; all of it without a count."""
+    """Returns rows at … at + count - 1 of value[lead], or all, in the orientation of the files."""
     for i in range(lead.shape[0]):
         value = jax.lax.dynamic_index_in_dim(value, lead[i], keepdims=False)
     value = value.mT if transposed else value
@@ -358,7 +362,7 @@ def _prepare(value, lead, at, *, count, transposed, dtype):
 
 
 def _pack(tensors: Iterable[_Outgoing], max_bytes: int) -> list[list[_Outgoing]]:
-    """Splits tensors, in order, into groups of at most `max_bytes` (or one larger tensor)."""
+    """Splits tensors, in order, into groups of at most `max_bytes`, or of one larger tensor."""
     shards, filled = [[]], 0
     for tensor in tensors:
         if shards[-1] and filled + tensor.num_bytes > max_bytes:
@@ -370,7 +374,7 @@ def _pack(tensors: Iterable[_Outgoing], max_bytes: int) -> list[list[_Outgoing]]
 
 
 def _write(file: pathlib.Path, tensors: list[_Outgoing]) -> None:
-    """Writes one file, tensor by tensor; the library would need all of them in memory.
+    """Writes a file tensor by tensor, since the library needs all of them in memory.
 
     Source: https://huggingface.co/docs/safetensors, "Format".
     """
@@ -384,7 +388,7 @@ def _write(file: pathlib.Path, tensors: list[_Outgoing]) -> None:
         }
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # readers map the data and want it aligned
+    encoded += b" " * (-len(encoded) % 8)  # Align the data for readers that map it.
     first = jax.process_index() == 0
     with file.open("wb") if first else contextlib.nullcontext() as stream:
         if first:

@@ -1,4 +1,4 @@
-"""Mapping of parameters to stored tensors, where these are not one to one.
+"""Mapping between parameters and stored tensors, which need not be one to one.
 
 A module's `checkpoint_name(path)` returns the name of the stored tensor of a parameter, `Rows` of a
 tensor that holds several parameters, or a `Stack` of tensors that form one parameter. Reading and
@@ -16,8 +16,8 @@ from flax import nnx
 class Rows:
     """Rows of a stored tensor, such as one of several fused projections.
 
-    The tensor's rows are `groups` runs of `of` rows each, such as one for each head; the parameter
-    has rows begin … end - 1 of every run, one run after another.
+    The tensor's rows form `groups` runs of `of` rows each, such as one run per head. The parameter
+    consists of rows begin … end - 1 of every run, one run after another.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Stack:
 Source = str | Rows | Stack
 
 _SCALES = ".kernel_scale"
-PACKED = "weight_packed"  # in place of "weight"; see `StoredFormat`
+PACKED = "weight_packed"  # Replaces "weight" in names of packed tensors; see `StoredFormat`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Rows of a stored tensor that are contiguous in a parameter too.
+    """Rows of a stored tensor that are contiguous in a parameter, too.
 
     Attributes:
       name: Name of the tensor.
@@ -79,7 +79,7 @@ def pieces(source: Source, shape: tuple[int, ...]) -> list[Piece]:
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a parameter as stored in files, where kernels are transposed."""
+    """Returns the shape that a parameter has in files, where kernels are transposed."""
     return (*shape[:-2], shape[-1], shape[-2]) if is_transposed(path) else tuple(shape)
 
 

@@ -53,7 +53,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
     Raises:
       CheckpointError: The format is not supported, or a field is missing or unusable.
     """
-    text = config.get("text_config")  # holds the language model of a multimodal model
+    text = config.get("text_config")  # Multimodal models have their language model in here.
     stated = foreign.quantization(config)
     if stated is None and isinstance(text, Mapping):
         stated = foreign.quantization(text)

@@ -4,9 +4,8 @@
         jit_generate-4f0c….-cache                       a program, as jax writes it
 
 A program that was compiled for one kind of CPU may crash on another, and home directories are
-shared between machines, so each kind has a directory of its own. All of them are bounded together,
-at the start of a run; jax itself bounds a single directory, and only with a lock that a read-only
-one does not have.
+shared between machines, so each kind has a directory of its own. Their total size is limited at the
+start of a run. jax itself limits a single directory only, with a lock that needs write access.
 """
 
 import contextlib
@@ -23,11 +22,11 @@ from collections.abc import Iterator
 from dflash.storage import paths
 
 OFF = "off"
-MAX_BYTES = 2 * 2**30  # of all programs that are kept
-_PROGRAMS = "*/*-cache"  # below the root; jax appends the suffix
+MAX_BYTES = 2 * 2**30  # Limit for all programs together.
+_PROGRAMS = "*/*-cache"  # Programs below the root; jax appends the suffix.
 _TROUBLE = "Error (reading|writing) persistent compilation cache entry"
-_CHECKED = 0o400  # file mode of a program that was verified to be complete
-_SETTLED_S = 60.0  # age at which no process is writing a program any more
+_CHECKED = 0o400  # File mode of a program that was verified to be complete.
+_SETTLED_S = 60.0  # Age of a file at which no process is writing it any more.
 
 
 def default_root() -> pathlib.Path:
@@ -61,19 +60,19 @@ def enable(where: str | None = None) -> pathlib.Path | None:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError:
             return None
-        if not paths.in_bucket(root):  # there, nothing is deleted
+        if not paths.in_bucket(root):  # Never delete objects in a bucket.
             trim(root)
         given = str(directory)
         jax.config.update("jax_compilation_cache_dir", given)
     # Most programs of a run compile in less than jax's default of a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # A program that cannot be read is compiled, one that cannot be written is compiled again.
+    # A program that cannot be read or written is simply compiled again, so hide jax's warning.
     warnings.filterwarnings("ignore", message=_TROUBLE)
     return paths.to_path(given)
 
 
 def machine() -> str:
-    """Returns a name for what compiled programs depend on: jaxlib version and CPU features."""
+    """Returns the name of the machine's directory, from jaxlib's version and the CPU's features."""
     jaxlib = importlib.metadata.version("jaxlib")
     return f"{jaxlib}-{hashlib.sha256(_cpu().encode()).hexdigest()[:12]}"
 
@@ -98,7 +97,7 @@ def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
     """
     kept = []
     for path in root.glob(_PROGRAMS):
-        with contextlib.suppress(OSError):  # another process has deleted it
+        with contextlib.suppress(OSError):  # Another process may have deleted it.
             status = path.stat()
             if _is_damaged(path, status):
                 path.unlink()
@@ -115,23 +114,24 @@ def trim(root: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
 
 
 def _is_damaged(path: pathlib.Path, status: os.stat_result) -> bool:
-    """Returns whether a program is incomplete; marks complete ones, to read each only once."""
+    """Returns whether a program is incomplete; marks complete ones, to check each only once."""
     if status.st_mode & 0o777 == _CHECKED or time.time() - status.st_mtime < _SETTLED_S:
         return False
     content = path.read_bytes()
     try:
         zlib.decompress(content)
     except zlib.error:
-        # With the package zstandard, jax compresses otherwise, and checks as it reads.
+        # With the zstandard package, jax uses another format, and verifies it on reading.
         return not content.startswith(b"\x28\xb5\x2f\xfd")
     path.chmod(_CHECKED)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # the check must not count as a use
+    # Restore the times, since this check must not count as a use.
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     return False
 
 
 @contextlib.contextmanager
 def count_hits() -> Iterator[list[str]]:
-    """Yields a list that grows by one entry with every program that comes from the cache."""
+    """Yields a list that gets one entry for every program that is read from the cache."""
     import jax
 
     found: list[str] = []

@@ -46,8 +46,8 @@ def _read(path: pathlib.Path) -> datetime.date | None:
     try:
         return datetime.date.fromisoformat(path.read_text(encoding="utf-8").strip())
     except (FileNotFoundError, NotADirectoryError):
-        return None  # `RunDirectory` reports any problem of the directory itself
+        return None  # `RunDirectory` reports any problem with the directory itself.
     except (OSError, ValueError) as error:
         raise errors.WorkdirError(
-            f"{path}: not a date such as 2026-01-31: mend it, or delete it for today's"
+            f"{path}: not a date such as 2026-01-31: correct it, or delete it to use today's"
         ) from error

@@ -1,9 +1,9 @@
-"""The work directory of a run: one run at a time, one config, whole files, clear failures.
+"""Work directory of a run, locked by one run at a time and bound to one config.
 
-config.yml      the resolved config of the latest run
-.lock           held while a run has the directory, unless it is in a bucket
+    config.yml      resolved config of the latest run
+    .lock           locked while a run uses the directory, unless it is in a bucket
 
-Everything else belongs to the command: records of prompts, checkpoints, tables.
+All other files belong to the command: records of prompts, checkpoints, tables.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from dflash.storage import files, paths
 CONFIG = "config.yml"
 _LOCK = ".lock"
 _MAX_KEYS_SHOWN = 5
-# The kernel may release the lock of a run that was killed a moment after its process is gone.
+# The kernel may release the lock of a killed run a moment after its process has disappeared.
 _PATIENCE_S = 2.0
 
 
 class RunDirectory:
-    """A work directory that this run holds alone until it is closed; without a path, nothing.
+    """Work directory that is locked until it is closed; does nothing without a path.
 
     Attributes:
-      path: The directory; None for a run that leaves nothing.
+      path: Path of the directory; None for a run that writes no files.
       config_hash: `loader.config_hash` of the run's config.
     """
 
@@ -44,21 +44,21 @@ class RunDirectory:
         take: bool = True,
         shard: Shard | None = None,
     ):
-        """Takes a directory for a run and makes it if it is missing.
+        """Creates the directory if it is missing, locks it, and checks and writes its config.
 
-        A directory that is used continues only with the same config; any other one gets this
-        run's.
+        A directory with results accepts only the config that they belong to.
 
         Args:
-          path: Where; `~` is the home directory.
-          config: The run's resolved config, kept as config.yml.
-          is_used: Whether a directory holds results that belong to the config beside them.
-          may_change: Whether a continued run may have another value of a dotted key.
-          take: False for processes that only read: the first process of a run holds the directory.
-          shard: Of several runs that share the directory, which one; each holds its own part.
+          path: Path of the directory; `~` is the home directory.
+          config: The run's resolved config, stored as config.yml.
+          is_used: Returns whether a directory holds results that belong to its config.yml.
+          may_change: Returns whether a resumed run may have another value of a dotted key.
+          take: Lock and write the directory. False for processes other than the first, which only
+            read.
+          shard: Shard of the run, which has a lock of its own; None for a run without shards.
         Raises:
-          WorkdirError: It cannot be written, is in use by another run, or belongs to another
-            config.
+          WorkdirError: The directory cannot be written, is in use by another run, or belongs to
+            another config.
         """
         self.path = None if path is None else paths.to_path(path)
         self.config_hash = loader.config_hash(config)
@@ -78,20 +78,20 @@ class RunDirectory:
                 raise
 
     def write(self, name: str, content: str | bytes) -> None:
-        """Writes a file whole.
+        """Writes a file atomically.
 
         Raises:
-          WorkdirError: It cannot be written.
+          WorkdirError: The file cannot be written.
         """
         if self.path is not None:
             with files.explained(self.path / name):
                 files.write_whole(self.path / name, content)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Writes values as JSON.
+        """Writes values as a JSON file, atomically.
 
         Raises:
-          WorkdirError: They cannot be written.
+          WorkdirError: The file cannot be written.
         """
         self.write(name, files.to_json(values))
 
@@ -109,18 +109,18 @@ class RunDirectory:
 def check_config(
     directory: pathlib.Path, config: Any, may_change: Callable[[str], bool] = lambda key: False
 ) -> bool:
-    """Refuses a directory whose config.yml is another config; returns whether it has one.
+    """Raises if a directory's config.yml differs from `config`; returns whether there is one.
 
-    The stored config is read with today's schema: a key that it was written without has today's
-    default.
+    The stored config is read with the current schema, so that keys missing in it have the current
+    defaults.
 
     Args:
-      directory: Where config.yml is looked for.
+      directory: Directory that may hold a config.yml.
       config: The run's resolved config.
-      may_change: Whether the value of a dotted key may differ.
+      may_change: Returns whether the value of a dotted key may differ.
     Raises:
-      WorkdirError: The two differ, in keys that the message names; or config.yml is not a config
-        of this kind of run.
+      WorkdirError: The configs differ, in keys that the message names; or config.yml is not a
+        config of this kind of run.
     """
     path = directory / CONFIG
     if not path.exists():
@@ -142,7 +142,7 @@ def check_config(
 
 
 def another_config(directory: pathlib.Path, differences: str = "") -> errors.WorkdirError:
-    """The error for a directory that belongs to another run."""
+    """Returns the error for a directory that belongs to a run with another config."""
     return errors.WorkdirError(
         f"{directory}: belongs to a run of another config{differences}: "
         "use another --workdir, or delete this one"
@@ -153,35 +153,35 @@ def _check(
     directory: pathlib.Path, config: Any, used: bool, may_change: Callable[[str], bool]
 ) -> None:
     if not used and _is_resolved(directory / CONFIG, type(config)):
-        return  # of a run that left nothing else
+        return  # An earlier run wrote its config but no results.
     if not check_config(directory, config, may_change) and used:
         raise errors.WorkdirError(
-            f"{directory / CONFIG}: missing, so the config of the results here is unknown: "
-            "use another --workdir"
+            f"{directory / CONFIG}: missing, so the config of the results is unknown: use another "
+            "--workdir"
         )
 
 
 def _read_config(path: pathlib.Path, schema: type) -> Any:
-    """Reads the config of an earlier run, perhaps by an earlier version.
+    """Reads the config of an earlier run, possibly of an earlier version of dflash.
 
     Raises:
-      WorkdirError: It does not fit today's schema, or is no config at all.
+      WorkdirError: The file does not fit the current schema, or is not a config.
     """
     try:
         return loader.load(path, schema=schema)
     except errors.ConfigError as error:
         more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
         raise errors.WorkdirError(
-            f"{error.problems[0]}{more}; the config of a run of another kind or version: "
+            f"{error.problems[0]}{more}; another command or version has written this config: "
             "use another --workdir, or the version that wrote it"
         ) from error
 
 
 def _is_resolved(path: pathlib.Path, schema: type) -> bool:
-    """Whether a run wrote a config.yml: every group stands there, unlike in a person's file."""
+    """Returns whether a run has written a config.yml, which then has every group."""
     if not path.exists():
         return False
-    _read_config(path, schema)  # raises if another program wrote it
+    _read_config(path, schema)  # Raise if the file is not a config of this kind of run.
     node, _ = strict_yaml.parse(path.read_text(encoding="utf-8"), CONFIG)
     return {field.name for field in dataclasses.fields(schema)} <= set(node.value)
 
@@ -192,10 +192,10 @@ def _show(values: Mapping[str, Any], key: str) -> str:
 
 @contextlib.contextmanager
 def _locked(directory: pathlib.Path, name: str) -> Iterator[None]:
-    """Keeps other runs out of a directory by a file of it.
+    """Locks a directory by the file `name` in it.
 
     Raises:
-      WorkdirError: Another run has the directory.
+      WorkdirError: Another run has locked the directory.
     """
     try:
         descriptor = files.lock(directory / name, _PATIENCE_S)
@@ -207,4 +207,4 @@ def _locked(directory: pathlib.Path, name: str) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            os.close(descriptor)  # releases the lock too
+            os.close(descriptor)  # Closing the file releases the lock.

@@ -1,6 +1,6 @@
-"""What a run shows: generated text on stdout as it is accepted, everything else on stderr.
+"""Terminal output of a run: generated text on stdout as it is accepted, all else on stderr.
 
-So piping or redirecting stdout leaves clean text, and a terminal shows both.
+Redirecting stdout therefore yields clean text, while a terminal shows both.
 """
 
 import collections
@@ -21,15 +21,15 @@ from rich.segment import ControlType
 
 from dflash.runs import compilation_cache, outputs
 
-HISTOGRAM_WIDTH = 40  # characters of the longest bar
-BAR_WIDTH = 24  # characters of a progress bar
-QUIET_S = 30.0  # the least time between lines of progress where there is no terminal
-EXCERPT_WIDTH = 24  # characters of a prompt in a table
-PROMPT_LINES = 6  # of a prompt before its answer
-PROMPT_CHARACTERS = 400  # likewise
-EMPTY_ROWS = 2  # so many rows of a histogram without a cycle become one
+HISTOGRAM_WIDTH = 40  # Characters of the longest bar.
+BAR_WIDTH = 24  # Characters of a progress bar.
+QUIET_S = 30.0  # Minimum time between lines of progress without a terminal.
+EXCERPT_WIDTH = 24  # Characters of a prompt in a table.
+PROMPT_LINES = 6  # Lines of a prompt that are quoted before its answer.
+PROMPT_CHARACTERS = 400  # Characters of a prompt that are quoted before its answer.
+EMPTY_ROWS = 2  # Number of adjacent histogram rows without a cycle that are merged to one.
 
-# A model's text may hold control characters, which could move the cursor or worse. Terminals get
+# Generated text may hold control characters, which could move the cursor or worse. Terminals get
 # Unicode's pictures of them; files and pipes get the text unchanged.
 _CONTROL_PICTURES = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
@@ -39,9 +39,9 @@ _CONTROL_PICTURES = {
 
 
 class Display:
-    """Shows the prompts of a run in order of their indices, whatever order they run in.
+    """Display of a run, which shows prompts in order of their indices, not of their completion.
 
-    The text of the first unfinished prompt streams; that of later prompts is held back.
+    The text of the first unfinished prompt streams; the text of later prompts is held back.
     """
 
     def __init__(
@@ -51,7 +51,13 @@ class Display:
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ):
-        """Without `stream`, shows no text, only one line per finished prompt."""
+        """Opens the display.
+
+        Args:
+          stream: Show generated text; otherwise show only one line per finished prompt.
+          stdout: Stream for generated text; None is `sys.stdout`.
+          stderr: Stream for everything else; None is `sys.stderr`.
+        """
         self._stream = stream
         self._stdout = _tolerant(stdout or sys.stdout)
         stderr = _tolerant(stderr or sys.stderr)
@@ -60,16 +66,16 @@ class Display:
         self._prompt_tokens: dict[int, int] = {}
         self._prompts: dict[int, str] = {}
         self._order: collections.deque[int] = collections.deque()
-        self._begun = False  # the header of the first of `_order` has been shown
+        self._begun = False  # The header of the first prompt in `_order` has been shown.
         self._held: dict[int, list[str]] = collections.defaultdict(list)
         self._summaries: dict[int, str] = {}
-        self._mid_line = False  # on stdout
+        self._mid_line = False  # Stdout is in the middle of a line.
         self._status_open = False
 
     @classmethod
     def silent(cls) -> "Display":
-        """Returns a display that shows nothing: for all processes of a run but the first."""
-        nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, as long as the run
+        """Returns a display that shows nothing, for all processes of a run except the first."""
+        nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, stays open with the run
         return cls(stream=False, stdout=nowhere, stderr=nowhere)
 
     def expect(
@@ -78,22 +84,22 @@ class Display:
         """Announces the prompts to come.
 
         Args:
-          prompt_tokens: Length of each in tokens, by index.
-          prompts: Text of each, shown before its answer; those without one are only counted.
+          prompt_tokens: Length of each prompt in tokens, by index.
+          prompts: Text of prompts, by index, to show before their answers.
         """
         self._prompt_tokens.update(prompt_tokens)
         self._prompts.update(prompts or {})
         self._order.extend(sorted(prompt_tokens))
 
     def token(self, index: int, text: str) -> None:
-        """Takes the next piece of a prompt's text."""
+        """Shows or holds back the next piece of a prompt's output."""
         if not self._stream:
             return
         self._held[index].append(text)
         self._flush()
 
     def finish(self, index: int, summary: str) -> None:
-        """Marks a prompt as finished, with one line about it (see `summary_line`)."""
+        """Marks a prompt as finished, and shows its `summary_line`."""
         if not self._stream:
             self.note(f"{self._title(index)} · {summary}")
             return
@@ -107,24 +113,24 @@ class Display:
 
     @contextlib.contextmanager
     def status(self, message: str) -> Iterator[None]:
-        """Shows `message …` on stderr, then how long the block took."""
+        """Shows `message …` on stderr, and then the time that the block took."""
         self._fresh_line()
         self._say(f"{message} … ")
         self._status_open = True
         start = time.perf_counter()
         yield
         elapsed = f"{time.perf_counter() - start:.1f} s\n"
-        # Repeats the message if something else was shown meanwhile.
+        # Repeat the message if something else was shown in between.
         self._say(elapsed if self._status_open else f"{message} … {elapsed}")
         self._status_open = False
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[Callable[[int, int], None]]:
-        """Shows on stderr how many programs are compiled, and how many came from the cache.
+        """Shows on stderr the number of compiled programs, and how many came from the cache.
 
         Yields:
-          A call that takes how many programs are ready, and how many there are; nothing is shown
-          before the first one.
+          Function of the number of finished programs and their total. Nothing is shown before its
+          first call.
         """
         start, total = time.perf_counter(), 0
 
@@ -150,15 +156,15 @@ class Display:
     def progress(
         self, message: str, *, every_s: float | None = None
     ) -> Iterator[Callable[[str, float], None]]:
-        """Shows on stderr how far something is and what runs; ends with how long it took.
+        """Shows on stderr the progress of a task and its current step, and then its total time.
 
-        On a terminal that is a bar; elsewhere a line now and then, so that a log is not silent.
+        A terminal shows a bar. Otherwise a line now and then shows in a log that the run is alive.
 
         Args:
-          message: What it is.
-          every_s: The least seconds between such lines; None: `QUIET_S`.
+          message: Name of the task.
+          every_s: Minimum seconds between lines without a terminal; None is `QUIET_S`.
         Yields:
-          A call to be made before each step, with its name and the share that is done, 0 to 1.
+          Function to call before each step, with its name and the completed fraction, 0 to 1.
         """
         self._fresh_line()
         start = said = time.perf_counter()
@@ -167,7 +173,7 @@ class Display:
             rich.progress.BarColumn(bar_width=BAR_WIDTH),
             rich.progress.TaskProgressColumn(),
             rich.progress.TimeElapsedColumn(),
-            # Last, and cut, so that nothing moves when it changes.
+            # Put the step last and truncate it, so that nothing else moves when it changes.
             rich.progress.TextColumn(
                 "{task.fields[what]}",
                 markup=False,
@@ -212,7 +218,7 @@ class Display:
         summary: outputs.Summary,
         comparison: outputs.Comparison,
     ) -> None:
-        """Shows a run and its baseline as a table on stderr: a row per prompt, and one for all."""
+        """Shows a run and its baseline as a table on stderr, with a row per prompt and a total."""
         table = rich.table.Table(box=None, pad_edge=False)
         for title in ("prompt", "τ", "tokens/s", "plain tokens/s", "speed-up", "identical"):
             table.add_column(title, justify="left" if title == "prompt" else "right")
@@ -227,7 +233,7 @@ class Display:
         self._console.print(table)
 
     def block_sizes(self, cycle_ms: Mapping[str, float], chosen: Mapping[str, int]) -> None:
-        """Shows a table on stderr: the cycle time of each block size, and how often it was chosen.
+        """Shows the cycle time of each block size, and how often it was chosen, on stderr.
 
         Args:
           cycle_ms: Cycle time by block size, in ms.
@@ -246,7 +252,7 @@ class Display:
         self._fresh_line()
 
     def _flush(self) -> None:
-        """Shows the text so far of the first unfinished prompt, and the prompts finished before."""
+        """Shows finished prompts in order, and the text so far of the first unfinished one."""
         while self._order:
             index = self._order[0]
             if index not in self._held and index not in self._summaries:
@@ -260,7 +266,7 @@ class Display:
             if index not in self._summaries:
                 return
             if self._mid_line:
-                self._write("\n")  # piped text ends with a newline too
+                self._write("\n")  # Text in a pipe ends with a newline, too.
             self._say(f"── {self._summaries.pop(index)}\n", style="dim")
             self._order.popleft()
             self._begun = False
@@ -290,14 +296,14 @@ class Display:
 
 
 def from_cache(hits: int, total: int) -> str:
-    """Returns how many of the programs came from the compilation cache, to go after a time."""
+    """Returns ", n from the cache" for programs from the compilation cache, or nothing for 0."""
     if not hits:
         return ""
     return f", {'all' if hits >= total else hits} from the cache"
 
 
 def quoted(prompt: str) -> list[str]:
-    """A prompt as quoted lines, which differ from those of its answer; a long one is cut."""
+    """Returns a prompt as lines that begin with ">"; a long prompt is truncated."""
     text = prompt.strip()[:PROMPT_CHARACTERS].translate(_CONTROL_PICTURES)
     lines = text.splitlines()[:PROMPT_LINES]
     left = len(prompt.strip()) - len("\n".join(lines))
@@ -334,7 +340,7 @@ def comparison_rows(
     summary: outputs.Summary,
     comparison: outputs.Comparison,
 ) -> list[tuple[str, ...]]:
-    """Returns the rows that compare a run with its baseline: one per prompt, the last for all."""
+    """Returns table rows that compare a run with its baseline: one per prompt, and a total."""
 
     def row(title, tau, fast, plain, identical):
         ratio = fast / plain if fast and plain else None
@@ -355,9 +361,9 @@ def comparison_rows(
 
 
 def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
-    """Returns a bar chart of acceptance lengths, with shares in percent.
+    """Returns a bar chart of acceptance lengths, with percentages, as lines of text.
 
-    A line each; neighbours without a cycle share one.
+    Adjacent lengths without any cycle share one line.
     """
     total = sum(histogram.values())
     most = max(histogram.values())
@@ -374,14 +380,14 @@ def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """A prompt as its reader asked it: of a conversation the last message; "" for token ids."""
+    """Returns the text of a prompt, or of a conversation's last message; "" for token ids."""
     if prompt is None or isinstance(prompt, str):
         return prompt or ""
     return str(prompt[-1].get("content"))
 
 
 def _excerpt(record: outputs.Record) -> str:
-    """The first line of a prompt (of its last message), cut to fit a table."""
+    """Returns the first line of a prompt's text, truncated to fit a table."""
     if record.prompt is None:
         return f"prompt {record.index}"
     line = next(iter(prompt_text(record.prompt).strip().splitlines()), "")
@@ -397,12 +403,12 @@ def _tokens(count: int) -> str:
 
 
 def _tolerant(stream: TextIO) -> TextIO:
-    """Escapes characters that the stream's encoding lacks, rather than failing."""
+    """Makes a stream escape characters that its encoding lacks, and returns the stream."""
     if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
     return stream
 
 
 def visible(text: str) -> str:
-    """A model's text for a terminal: pictures in place of control characters."""
+    """Returns text for a terminal, with pictures in place of control characters."""
     return text.translate(_CONTROL_PICTURES)

@@ -10,25 +10,25 @@ from dflash.config.sweep_points import Sweep, label
 from dflash.storage import files
 
 MAX_PANELS = 16
-MAX_LABEL = 30  # characters of a step
+MAX_LABEL = 30  # Limit of characters of a step's label.
 _CELL_INCHES = 0.9
 
 
 def draw(
     sweep: Sweep, metric: str, rows: Mapping[str, Mapping[str, Any]], path: pathlib.Path
 ) -> bool:
-    """Draws a metric over the two axes with most steps, in a panel per combination of the others.
+    """Draws a metric over the two longest axes, with a panel per combination of the others.
 
     Cells of unfinished points stay blank.
 
     Args:
       sweep: Sweep with all points.
-      metric: Key of a number in each row; None leaves a cell blank.
+      metric: Key of a number in each row; a value of None leaves the cell blank.
       rows: Figures of finished points, by name.
       path: PNG file, replaced atomically.
     Returns:
-      Whether a file was written. False if there is nothing to draw, or the map would be illegible:
-      too many panels, or labels that are too long.
+      True if a file was written; False if there is nothing to draw, or if the map would be
+      illegible, with too many panels or too long labels.
     Raises:
       OSError: The file cannot be written.
     """
@@ -40,7 +40,7 @@ def draw(
     longest = max(len(_label(step)) for step in (*downs, *acrosses))
     if not filled or len(panels) > MAX_PANELS or longest > MAX_LABEL:
         return False
-    # Not pyplot, which keeps figures alive and looks for a window system.
+    # Do not use pyplot, which keeps figures alive and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -61,7 +61,7 @@ def draw(
         axes.set_ylabel(", ".join(down))
         for (y, line), x in itertools.product(enumerate(panel), range(len(acrosses))):
             if line[x] is not None:
-                dark = line[x] <= (low + high) / 2  # equal values take the lowest color
+                dark = line[x] <= (low + high) / 2  # If all are equal, the color is the lowest.
                 color = "white" if dark else "black"
                 axes.text(x, y, f"{line[x]:.3g}", ha="center", va="center", color=color)
     figure.colorbar(image, ax=list(all_axes))

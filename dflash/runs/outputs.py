@@ -1,4 +1,4 @@
-"""Results of a decode run: a record per prompt, and their summary."""
+"""Results of a decode run: one record per prompt, and their summary."""
 
 import collections
 import dataclasses
@@ -17,70 +17,70 @@ from dflash.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A finished prompt: one line of outputs.jsonl.
+    """Finished prompt, one line of outputs.jsonl.
 
     Prompts of a batch overlap in time, so their `decode_ms` cannot be added up. Throughput comes
-    from `decode_clock_s`, the engine's clock; each record has it, so that a resumed run knows how
-    long the earlier ones took.
+    from `decode_clock_s`, the engine's clock. Each record stores it, so that a resumed run knows
+    the time that earlier runs took.
     """
 
     index: int
-    prompt: str | tuple[Mapping[str, Any], ...] | None  # text, messages, or None for token ids
+    prompt: str | tuple[Mapping[str, Any], ...] | None  # Text, messages, or None for token ids.
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     text: str
     finish_reason: Literal["stop", "length"]
-    acceptance_lengths: tuple[int, ...]  # tokens committed in each cycle, bonus included
-    prefill_ms: float  # from the start of the prefill to the first token
-    decode_ms: float  # from the first token to the last
-    decode_clock_s: float  # time that the run had spent in decoding, over all prompts, by then
-    block_sizes: tuple[int, ...] = ()  # rows verified in each cycle
+    acceptance_lengths: tuple[int, ...]  # Tokens committed in each cycle, bonus included.
+    prefill_ms: float  # Time from the start of the prefill to the first token.
+    decode_ms: float  # Time from the first token to the last.
+    decode_clock_s: float  # Total decoding time of the run, over all prompts, at this moment.
+    block_sizes: tuple[int, ...] = ()  # Rows verified in each cycle.
 
     @property
     def tau(self) -> float | None:
-        """Mean acceptance length; None when the first token was also the last."""
+        """Mean acceptance length (τ); None for an output of one token."""
         return _mean(self.acceptance_lengths)
 
     @property
     def tpot_ms(self) -> float | None:
-        """Time per output token after the first; None when there is no second."""
+        """Milliseconds per output token after the first; None for an output of one token."""
         later_tokens = len(self.output_ids) - 1
         return self.decode_ms / later_tokens if later_tokens > 0 else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens after the first per second; None when there is no second."""
+        """Output tokens after the first, per second; None for an output of one token."""
         return 1e3 / self.tpot_ms if self.tpot_ms else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Figures of all records of a run; None where no record has the figure."""
+    """Figures over all records of a run; a figure that no record has is None."""
 
-    tau: float | None  # mean over all cycles of all prompts
-    tokens_per_second: float | None  # over all slots, without prefill and first tokens
-    ttft_ms: float | None  # median over prompts
-    tpot_ms: float | None  # median over prompts
-    acceptance_histogram: Mapping[str, int]  # cycles by acceptance length, from "1"
+    tau: float | None  # Mean acceptance length over all cycles of all prompts.
+    tokens_per_second: float | None  # Over all slots, without prefill and first tokens.
+    ttft_ms: float | None  # Median time to first token over prompts.
+    tpot_ms: float | None  # Median time per output token over prompts.
+    acceptance_histogram: Mapping[str, int]  # Number of cycles by acceptance length, from "1".
     cycles: int
     prompts: int
     output_tokens: int
     decode_seconds: float
-    block_size_histogram: Mapping[str, int] = dataclasses.field(default_factory=dict)  # cycles
+    # Number of cycles by block size.
+    block_size_histogram: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
     """Summarizes finished prompts.
 
-    Throughput is (output tokens − first tokens) ÷ time spent in decoding. After a kill, time spent
-    on prompts that were in flight still counts, so throughput can only be too low.
+    Throughput is (output tokens − first tokens) ÷ decoding time. The time that a killed run spent
+    on unfinished prompts counts, too, so the throughput of a resumed run may be underestimated.
 
     Args:
       records: Finished prompts, in any order.
       block_size: Longest possible acceptance length.
-
     Raises:
-      ValueError: An acceptance length outside 1 … block_size.
+      ValueError: An acceptance length is outside 1 … block_size.
     """
     records = list(records)
     lengths = [length for record in records for length in record.acceptance_lengths]
@@ -109,21 +109,21 @@ def summarize(records: Iterable[Record], *, block_size: int) -> Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A run compared with its baseline: the same prompts, decoded without drafting."""
+    """Comparison of a run with its baseline, the same prompts decoded without drafting."""
 
-    tokens_per_second: float | None  # the baseline's; see `Summary`
-    speed_up: float | None  # throughput over the baseline's
-    identical: int  # prompts whose output ids are the baseline's
+    tokens_per_second: float | None  # Throughput of the baseline; see `Summary`.
+    speed_up: float | None  # Throughput of the run over that of the baseline.
+    identical: int  # Number of prompts with the baseline's output ids.
     prompts: int
 
 
 def compare(
     records: Mapping[int, Record], baseline: Mapping[int, Record], *, block_size: int
 ) -> Comparison:
-    """Compares the finished prompts of a run, by index, with the baseline's.
+    """Compares the finished prompts of a run, by index, with those of the baseline.
 
     Raises:
-      ValueError: The prompts differ, or `summarize` raises it.
+      ValueError: The prompts differ, or an acceptance length is outside 1 … block_size.
     """
     if records.keys() != baseline.keys():
         raise ValueError("run and baseline have finished different prompts")
@@ -138,7 +138,7 @@ def compare(
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that reported numbers depend on."""
+    """Returns the versions of the packages on which reported numbers depend."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
     return {"dflash": __version__, "python": platform.python_version(), **packages}
 
@@ -146,19 +146,20 @@ def versions() -> dict[str, str]:
 def encode(record: Record) -> bytes:
     """Returns a record as a line of outputs.jsonl."""
     fields = {**dataclasses.asdict(record), "tau": record.tau}
-    # `item` converts numpy's numbers to Python's.
+    # `item` converts NumPy's numbers to Python's.
     text = json.dumps(
         fields, ensure_ascii=False, allow_nan=False, default=operator.methodcaller("item")
     )
-    # Tokens can spell half a surrogate pair, which UTF-8 cannot encode, but a JSON escape can.
+    # Tokens can spell half a surrogate pair, which a JSON escape can encode, but UTF-8 cannot.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def decode(line: bytes) -> Record:
-    """Reads back a line of outputs.jsonl.
+    """Parses a line of outputs.jsonl.
 
     Raises:
-      ValueError: The line is not a record, or its fields are inconsistent; names the field.
+      ValueError: The line is not a record, or its fields are inconsistent; the message names the
+        field.
     """
     try:
         fields = json.loads(line.decode("utf-8"))
@@ -166,7 +167,7 @@ def decode(line: bytes) -> Record:
         raise ValueError("nested too deeply") from error
     if not isinstance(fields, dict):
         raise ValueError("not an object")
-    # Lines written before cycles had block sizes lack the field.
+    # Lines of earlier versions lack this field.
     fields.setdefault("block_sizes", [])
     missing = [f.name for f in dataclasses.fields(Record) if f.name not in fields]
     if missing:
@@ -179,7 +180,8 @@ def decode(line: bytes) -> Record:
 
 
 _TIMES = ("prefill_ms", "decode_ms", "decode_clock_s")
-_INTEGERS = {"prompt_ids": 0, "output_ids": 0, "acceptance_lengths": 1, "block_sizes": 1}  # minima
+# Lists of integers, with the minimum of an item.
+_INTEGERS = {"prompt_ids": 0, "output_ids": 0, "acceptance_lengths": 1, "block_sizes": 1}
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -215,7 +217,7 @@ def _cycle_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields inconsistent counts of tokens, cycles and rows, each with its field."""
     lengths, sizes = values["acceptance_lengths"], values["block_sizes"]
     if sizes and len(sizes) != len(lengths):
-        yield "block_sizes", f"{len(sizes)} of them, but {len(lengths)} acceptance_lengths"
+        yield "block_sizes", f"{len(sizes)} items, but {len(lengths)} acceptance_lengths"
     elif any(length > size for length, size in zip(lengths, sizes, strict=False)):
         yield "acceptance_lengths", "more tokens than rows in a cycle (see block_sizes)"
     later = len(values["output_ids"]) - 1

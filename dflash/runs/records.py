@@ -1,8 +1,8 @@
-"""The finished prompts of a decode run: in memory, or in a file of its directory.
+"""Finished prompts of a decode run, in memory or in a file of its work directory.
 
-outputs.jsonl (and baseline.jsonl beside it) grows by one line as each prompt finishes, so a killed
-run loses only the prompts that it was working on, and in a bucket those of the last seconds; the
-next run on the directory does the rest.
+outputs.jsonl (and baseline.jsonl beside it) grows by one line with each finished prompt. A killed
+run loses only its unfinished prompts, and in a bucket the prompts of the last seconds; the next run
+on the directory decodes them.
 """
 
 import dataclasses
@@ -18,35 +18,36 @@ from dflash.storage import files, growing
 from dflash.text import prompts as prompts_lib
 
 OUTPUTS = "outputs.jsonl"
-BASELINE = "baseline.jsonl"  # the same, decoded without drafting (decode.baseline)
+BASELINE = "baseline.jsonl"  # The same prompts decoded without drafting (decode.baseline).
 RESULTS = "results.json"
 
 
 def has_outputs(directory: pathlib.Path) -> bool:
-    """Whether a decode run left finished prompts in a directory, or shards have begun there."""
+    """Returns whether a directory holds finished prompts, or files of shards."""
     found = (directory / name for name in (OUTPUTS, BASELINE))
     whole = any(path.exists() and path.stat().st_size for path in found)
     return whole or bool(shards.shards_in(directory, OUTPUTS))
 
 
 def check_division(path: pathlib.Path, shard: shards.Shard) -> None:
-    """Refuses a directory whose prompts are divided in another way, or not at all.
+    """Raises if the prompts in a directory are divided differently, or not at all.
 
     Raises:
-      WorkdirError: It is such a directory.
+      WorkdirError: The directory belongs to a run without shards, or with another number of them.
     """
     shards.check_count(path, OUTPUTS, shard)
     whole = path / OUTPUTS
     if whole.exists() and whole.stat().st_size:
         raise errors.WorkdirError(
-            f"{whole}: of a run without --shard: go on without, or use another --workdir"
+            f"{whole}: belongs to a run without --shard: continue without --shard, or use another "
+            "--workdir"
         )
 
 
 class Records:
-    """Finished prompts, in memory only: for runs without a work directory.
+    """Finished prompts in memory, for runs without a work directory.
 
-    Of several processes only the first one writes, so the others use this too.
+    Only the first process of a run writes files, so the others use this class, too.
     """
 
     def __init__(self, records: Iterable[outputs.Record] = ()):
@@ -55,11 +56,11 @@ class Records:
         self._clock_s = max((r.decode_clock_s for r in self._records.values()), default=0.0)
 
     def completed(self) -> dict[int, outputs.Record]:
-        """Returns every finished prompt, those of earlier runs included, in order of index."""
+        """Returns all finished prompts by index, in order, including those of earlier runs."""
         return {index: self._records[index] for index in sorted(self._records)}
 
     def pending(self, prompts: Sequence[prompts_lib.Prompt]) -> list[prompts_lib.Prompt]:
-        """Returns the prompts of which at least one turn is still to do.
+        """Returns the prompts with at least one unfinished turn.
 
         Raises:
           WorkdirError: Earlier records belong to other prompts.
@@ -72,20 +73,22 @@ class Records:
                     f"{self._name()} holds prompt {index}, but now there are only "
                     f"{len(turns)} prompts: use the same prompts, or another --workdir"
                 )
-            # A later turn follows from its first turn, which is compared here.
+            # Comparing first turns is enough, since later turns follow from them.
             prompt = first_turns.get(index)
             if prompt is not None and record.prompt_ids != tuple(prompt.ids):
                 raise errors.WorkdirError(
-                    f"{self._name()} holds another prompt {index} than {prompt.source} "
-                    "is now: use the same prompts, or another --workdir"
+                    f"{self._name()}: its prompt {index} differs from {prompt.source}: use the "
+                    "same prompts, or another --workdir"
                 )
         return [prompt for prompt in prompts if not self._records.keys() >= {*prompt.indices}]
 
     def append(self, record: outputs.Record) -> outputs.Record:
-        """Adds a finished prompt, the time of earlier runs added to its clock; returns that.
+        """Adds a finished prompt, with the time of earlier runs added to its clock.
 
+        Returns:
+          The record as stored.
         Raises:
-          WorkdirError: It cannot be written.
+          WorkdirError: The record cannot be written.
         """
         record = dataclasses.replace(record, decode_clock_s=self._clock_s + record.decode_clock_s)
         self._write(record)
@@ -93,10 +96,10 @@ class Records:
         return record
 
     def write_results(self, summary: outputs.Summary, **facts: Any) -> None:
-        """Writes the summary and further `facts` (devices, versions) as results.json, whole.
+        """Writes the summary and further `facts` (devices, versions) as results.json, atomically.
 
         Raises:
-          WorkdirError: It cannot be written.
+          WorkdirError: The file cannot be written.
         """
 
     def close(self) -> None:
@@ -116,14 +119,15 @@ class Records:
 
 
 def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS) -> Records:
-    """The records of a run's directory, those of earlier runs included; in memory without a path.
+    """Opens the records of a run's directory, including those of earlier runs.
 
-    A line that a kill cut short is dropped.
+    Without a path, the records are in memory only. An incomplete last line of a killed run is
+    dropped.
 
     Args:
-      directory: Held by this run.
-      name: Of the file of records.
-      results: Of the file of their summary.
+      directory: Directory that this run has locked.
+      name: Name of the file of records.
+      results: Name of the file of their summary.
     Raises:
       WorkdirError: The file cannot be written, or holds damaged records.
     """
@@ -131,12 +135,12 @@ def open_in(directory: RunDirectory, name: str = OUTPUTS, results: str = RESULTS
 
 
 def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Records:
-    """The records of all shards of a run as one: their clocks follow one another.
+    """Joins the records of all shards of a run, with their clocks added up.
 
     Args:
-      directory: The work directory of the shards.
-      config_hash: For the summary.
-      name: Of the file of records of a run without shards.
+      directory: Work directory of the shards.
+      config_hash: Config hash for the summary.
+      name: Name that the file of records has in a run without shards.
       count: Number of shards.
     Raises:
       WorkdirError: A file cannot be read, or holds damaged records.
@@ -158,7 +162,7 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
 
 
 class _StoredRecords(Records):
-    """Finished prompts in a file, where the next run finds them."""
+    """Finished prompts in a file, which the next run reads."""
 
     def __init__(self, directory: RunDirectory, name: str, results: str):
         self._directory, self._results = directory, results
@@ -209,13 +213,11 @@ class _JoinedRecords(Records):
 
 
 def read(path: pathlib.Path) -> list[outputs.Record]:
-    """The finished prompts in a file, in the order of the prompts.
-
-    Prompts finish in another order, which depends on kills.
+    """Returns the finished prompts in a file, by index; the file is in order of completion.
 
     Raises:
       FileNotFoundError: There is no such file.
-      WorkdirError: It is damaged.
+      WorkdirError: The file is damaged.
     """
     with path.open("rb") as lines:
         found, _ = _read_records(path, lines)
@@ -223,16 +225,16 @@ def read(path: pathlib.Path) -> list[outputs.Record]:
 
 
 def _read_records(path: pathlib.Path, lines: Iterable[bytes]) -> tuple[list[outputs.Record], int]:
-    """Reads every complete line; returns the records, and how many bytes they take.
+    """Reads all complete lines; returns the records, and their size in bytes.
 
     Raises:
-      WorkdirError: A complete line is damaged, or a prompt stands there twice.
+      WorkdirError: A complete line is damaged, or a prompt occurs twice.
     """
     records: dict[int, outputs.Record] = {}
     complete_bytes = 0
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
-            break  # cut short by a kill
+            break  # A killed run left an incomplete last line.
         try:
             record = outputs.decode(line)
         except ValueError as error:
@@ -242,8 +244,8 @@ def _read_records(path: pathlib.Path, lines: Iterable[bytes]) -> tuple[list[outp
             ) from error
         if record.index in records:
             raise errors.WorkdirError(
-                f"{path}:{number}: prompt {record.index} for the second time: delete one of the "
-                "two lines, or use another --workdir"
+                f"{path}:{number}: prompt {record.index} occurs twice: delete one of the two "
+                "lines, or use another --workdir"
             )
         records[record.index] = record
         complete_bytes += len(line)

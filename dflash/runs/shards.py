@@ -1,7 +1,7 @@
-"""Shards: runs that divide a list of work among themselves and share a work directory.
+"""Shards of a run, which divide a list of work items and share a work directory.
 
-Shard i of n processes items i, i + n, … independently of the others. Its files carry its name, such
-as outputs.2-of-8.jsonl; the file that marks it as finished is written last.
+Shard i of n processes items i, i + n, … independently of the others. Its files have its number in
+their names, such as outputs.2-of-8.jsonl; the file that marks it as finished is written last.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One of several runs that divide a list.
+    """One of several runs that divide a list of items.
 
     Attributes:
       index: Index of the shard, from 0.
@@ -36,7 +36,7 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def file(self, name: str) -> str:
-        """Returns the shard's name of a file: outputs.jsonl becomes outputs.2-of-8.jsonl."""
+        """Returns a file name with the shard's number, such as outputs.2-of-8.jsonl."""
         stem, dot, suffix = name.rpartition(".")
         return f"{stem}.{self.index}-of-{self.count}{dot}{suffix}"
 
@@ -53,7 +53,7 @@ WHOLE = Shard(0, 1)
 
 
 def parse(text: str | None, environment: Mapping[str, str]) -> Shard | None:
-    """Reads the flag --shard.
+    """Parses the flag --shard.
 
     Args:
       text: "i/n"; "auto" to read the index of a Kubernetes Job or Slurm array; None for no shard.
@@ -83,15 +83,15 @@ def shards_in(directory: pathlib.Path, name: str) -> list[Shard]:
 
 
 def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
-    """Checks that a directory is not divided into another number of shards.
+    """Raises if a directory is divided into another number of shards.
 
     Raises:
-      WorkdirError: The directory holds files of another division.
+      WorkdirError: The directory holds files of shards with another count.
     """
     others = {one.count for one in shards_in(directory, name)} - {shard.count}
     if others:
         raise errors.WorkdirError(
-            f"{directory}: holds shards of {min(others)}, not of {shard.count}: go on with "
+            f"{directory}: is divided into {min(others)} shards, not {shard.count}: continue with "
             f"--shard=i/{min(others)}, or use another --workdir"
         )
 
@@ -108,10 +108,10 @@ def missing(directory: pathlib.Path, name: str, count: int) -> list[Shard]:
 
 
 def check_finished(directory: pathlib.Path, unfinished: Sequence[Shard]) -> None:
-    """Checks that all shards of a directory have finished.
+    """Raises if any shards of a directory are unfinished.
 
     Raises:
-      WorkdirError: Shards are unfinished; the message names them.
+      WorkdirError: Shards are unfinished; the message lists them.
     """
     if unfinished:
         raise errors.WorkdirError(

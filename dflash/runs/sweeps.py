@@ -1,11 +1,11 @@
-"""Runs the points of a sweep, each in a directory of its own, and keeps one table of them.
+"""Execution of a sweep's points, each in a directory of its own, with a table of the results.
 
-WORKDIR/points/NAME/             the work directory of a point's run
-WORKDIR/points/NAME/point.json   the figures of a finished point
-WORKDIR/sweep.csv                a line per finished point
+    WORKDIR/points/NAME/             work directory of a point's run
+    WORKDIR/points/NAME/point.json   figures of a finished point
+    WORKDIR/sweep.csv                one line per finished point
 
-Finished points are skipped, so the same command continues where an earlier one ended, and a sweep
-with more values runs only the new points. Several hosts may share a work directory.
+Finished points are skipped, so that the same command continues where an earlier one ended, and a
+sweep with more values runs only the new points. Several hosts may share a work directory.
 """
 
 import abc
@@ -30,14 +30,14 @@ POINTS, POINT, TABLE = "points", "point.json", "sweep.csv"
 
 
 class Runner(abc.ABC):
-    """A kind of run that points can be; registered in `registry.RUNS`.
+    """Command that runs the points of a sweep; `registry.RUNS` lists the subclasses.
 
-    A run with several cells of the same figures puts the cell's name in front of each, such as
-    math.dflash.tau.
+    A command that measures several cells, such as the tasks and strategies of a benchmark, prefixes
+    each figure with the cell's name: math.dflash.tau.
 
     Attributes:
       metrics: Names of the figures of every point.
-      shown: Names of the figures in the table on screen; each gets a heat map too.
+      shown: Names of the figures that are shown in the table and drawn as heat maps.
     """
 
     metrics: ClassVar[tuple[str, ...]]
@@ -49,21 +49,25 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def check(self, config: Any) -> None:
-        """Raises UserError for any problem of a config that can be found without running it."""
+        """Raises UserError for problems of a config that can be found without running it."""
 
     @abc.abstractmethod
     def affinity(self, config: Any) -> str:
-        """A key of what is expensive to set up: points with equal keys run one after another."""
+        """Returns a key of the expensive setup; points with equal keys run one after another."""
 
     @abc.abstractmethod
     def run(self, config: Any, directory: pathlib.Path) -> Mapping[str, Any]:
-        """Runs a config, or continues it, in its work directory; returns its metrics."""
+        """Runs or resumes a config in its work directory, and returns its metrics."""
 
     def draw(
         self, sweep: Sweep, rows: Mapping[str, Mapping[str, Any]], directory: pathlib.Path
     ) -> None:
-        """Draws the finished points, by name, into files of a directory: a heat map a figure.
+        """Draws a heat map of every shown figure.
 
+        Args:
+          sweep: Sweep with all points.
+          rows: Figures of finished points, by name.
+          directory: Directory for the PNG files.
         Raises:
           OSError: A file cannot be written.
         """
@@ -73,11 +77,11 @@ class Runner(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The state of a sweep.
+    """State of a sweep.
 
     Attributes:
-      rows: Finished points by name: values of the axes' keys, and metrics.
-      failed: Messages of failed points by name.
+      rows: Values of the axes' keys and metrics of finished points, by name.
+      failed: Error messages of failed points, by name.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
@@ -96,16 +100,16 @@ def run(
     """Runs the unfinished points of a sweep; if one fails, the others still run.
 
     Args:
-      sweep: All points.
-      runner: Runs a point.
-      directory: The work directory; made if missing.
-      display: Shows a line per point.
-      index: Number of the only point to run, from 0; None for all.
-      shard: Which part of the points to run.
+      sweep: Sweep with all points.
+      runner: Command that runs a point.
+      directory: Work directory; created if missing.
+      display: Display for one line per point.
+      index: Index of the only point to run, from 0; None runs all.
+      shard: Shard of the points to run.
     Returns:
-      Every finished point, those of earlier runs included.
+      Finished points, including those of earlier runs, and failed points.
     Raises:
-      ConfigError: No such index, or a point cannot run; nothing has run then.
+      ConfigError: The index is out of range, or a point is invalid; no point has run.
       WorkdirError: The directory cannot be used, or belongs to other configs.
     """
     chosen = shard.of(_chosen(sweep, index))
@@ -117,13 +121,14 @@ def run(
         add_rows(directory / TABLE, rows)
     skipped = len(chosen) - len(pending)
     if skipped:
-        display.note(f"{skipped} of {len(chosen)} points were finished before")
+        display.note(f"{skipped} of {len(chosen)} points are already finished")
     failed = {}
     for number, point in enumerate(_in_order(runner, pending), start=1):
         title = f"[{skipped + number}/{len(chosen)}] {point.name}"
         try:
             metrics = runner.run(point.config, _directory(directory, point))
-        except (errors.UserError, RuntimeError, MemoryError) as error:  # jax's are RuntimeErrors
+        # jax's errors, such as one for too little device memory, are RuntimeErrors.
+        except (errors.UserError, RuntimeError, MemoryError) as error:
             failed[point.name] = str(error).partition("\n")[0] or type(error).__name__
             display.note(f"{title}: failed: {failed[point.name]}")
             continue
@@ -134,10 +139,10 @@ def run(
 
 
 def _complete_table(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Writes the points of all runs on the directory into its table; returns this sweep's.
+    """Writes the finished points of all hosts to the table; returns those of this sweep.
 
-    Where files cannot be locked, a run may have written a table without another one's point. So
-    each looks again after it has written: the last one has seen all points.
+    Where files cannot be locked, another host may write a table without this one's points. So each
+    host reads the points again after it has written, and the last one writes them all.
     """
     rows = None
     while rows != (rows := finished(sweep, directory)):
@@ -147,10 +152,10 @@ def _complete_table(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str
 
 
 def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The rows of all finished points, by name.
+    """Returns the rows of all finished points, by name.
 
     Raises:
-      WorkdirError: A point of this name was finished with another config, or is damaged.
+      WorkdirError: A finished point has another config, or is damaged.
     """
     rows = {}
     for point in sweep.points.values():
@@ -162,7 +167,7 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
             continue
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise errors.WorkdirError(f"{path}: damaged: delete it to run it again") from error
-        # Another hash may be an earlier version's; then the config itself decides.
+        # An earlier version may have computed another hash, so compare the configs themselves.
         same = found == loader.config_hash(point.config)
         if not same and not check_config(path.parent, point.config):
             raise another_config(path.parent)
@@ -171,13 +176,13 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
 
 
 def add_rows(path: pathlib.Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Adds points to a table, or replaces them; readers see the old table or the new one.
+    """Adds or replaces points in a table, atomically.
 
     Args:
-      path: The CSV file; made if missing.
+      path: CSV file; created if missing.
       rows: Figures of each point, by its name; missing columns are added.
     Raises:
-      OSError: It cannot be written.
+      OSError: The file cannot be written.
     """
     with files.waiting_lock(path.with_name(f".{path.name}.lock")):
         table = {line["name"]: line for line in read_rows(path)}
@@ -195,7 +200,7 @@ def add_rows(path: pathlib.Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """The rows of a table; none if there is no file."""
+    """Returns the rows of a table, or an empty list if there is no file."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as lines:
@@ -203,19 +208,19 @@ def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
 
 
 def columns(runner: Runner, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Keys of the figures to show that any of the rows has."""
+    """Returns the keys of the shown figures that occur in any row."""
     return list(dict.fromkeys(key for row in rows for key in _named(runner.shown, row)))
 
 
 def _named(names: Sequence[str], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures with these names, in the order of the names, of all cells."""
+    """Returns the figures with the given names, over all cells, in the order of the names."""
     return {
         key: figures[key] for name in names for key in figures if key.rpartition(".")[2] == name
     }
 
 
 def shown(value: Any) -> str:
-    """A figure as text: four digits, – for None."""
+    """Returns a figure as text with four digits, or – for None."""
     if value is None:
         return "–"
     return f"{value:.4g}" if isinstance(value, float) else label(value)
@@ -249,7 +254,7 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) ->
 
 
 def _in_order(runner: Runner, points: Sequence[Point]) -> Iterator[Point]:
-    """The points, those with equal affinity one after another."""
+    """Yields the points, grouped by equal affinity."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(runner.affinity(point.config), []).append(point)
@@ -258,7 +263,7 @@ def _in_order(runner: Runner, points: Sequence[Point]) -> Iterator[Point]:
 
 
 def _record(directory: pathlib.Path, point: Point, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Marks a point as finished; returns its row."""
+    """Marks a point as finished, adds it to the table, and returns its row."""
     config_hash = loader.config_hash(point.config)
     content = {"config_hash": config_hash, "values": point.values, "metrics": metrics}
     row = {**point.values, **metrics, "config_hash": config_hash}
@@ -278,7 +283,7 @@ def _cell(value: Any) -> Any:
 
 
 def table(sweep: Sweep, columns: Iterable[str], rows: Mapping[str, Mapping[str, Any]]):
-    """The finished points as a rich table: values of the axes, then `columns`."""
+    """Returns the finished points as a rich table: values of the axes, then `columns`."""
     import rich.table
 
     keys = [key for axis in sweep.axes for key in axis]

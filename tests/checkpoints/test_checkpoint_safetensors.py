@@ -192,7 +192,7 @@ def test_wrong_dtype(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     assert failure(tmp_path) == (
         f"{tmp_path}/model.safetensors: tensor '{UP}' is I8, expected one of F32, F16, BF16; "
-        "its config.json says nothing of quantized weights"
+        "its config.json declares no quantized weights"
     )
 
 

@@ -167,7 +167,7 @@ def test_a_key_that_is_gone_is_one_clear_line(tmp_path):
     message = refusal(tmp_path)
     assert message.startswith(f"{path}:{line}: decode.speculate: unknown key; expected one of ")
     assert message.endswith(
-        " (and 1 more); the config of a run of another kind or version: use another --workdir, "
+        " (and 1 more); another command or version has written this config: use another --workdir, "
         "or the version that wrote it"
     )
 
@@ -175,7 +175,7 @@ def test_a_key_that_is_gone_is_one_clear_line(tmp_path):
 def test_results_without_config(tmp_path):
     (tmp_path / "results").write_text("precious")
     assert refusal(tmp_path) == (
-        f"{tmp_path / 'config.yml'}: missing, so the config of the results here is unknown: "
+        f"{tmp_path / 'config.yml'}: missing, so the config of the results is unknown: "
         "use another --workdir"
     )
 

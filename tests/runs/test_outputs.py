@@ -143,7 +143,7 @@ def test_not_a_number_is_a_defect():
             "acceptance_lengths: sum to 99, not to len",
         ),
         (lambda fields: fields | {"block_sizes": [4, 0]}, "block_sizes: expected integers >= 1"),
-        (lambda fields: fields | {"block_sizes": [4]}, "block_sizes: 1 of them, but 2 acceptance"),
+        (lambda fields: fields | {"block_sizes": [4]}, "block_sizes: 1 items, but 2 acceptance"),
         (lambda fields: fields | {"block_sizes": [2, 4]}, "acceptance_lengths: more tokens than"),
         (lambda fields: fields | {"decode_ms": float("nan")}, "decode_ms: expected a finite num"),
         (lambda fields: fields | {"prefill_ms": -1}, "prefill_ms: expected a finite number >= 0"),

@@ -145,7 +145,7 @@ def test_a_kill_at_any_byte_loses_no_complete_record(tmp_path_factory, texts, da
             ":2: damaged line (acceptance_lengths: sum to 99, not to len(output_ids) - 1 = 2): "
             "delete it to decode its prompt again, or use another --workdir",
         ),
-        (outputs.encode(make_record(0)), ":2: prompt 0 for the second time"),
+        (outputs.encode(make_record(0)), ":2: prompt 0 occurs twice"),
     ],
 )
 def test_damage_before_the_end(tmp_path, damage, message):
@@ -181,7 +181,7 @@ def test_changed_prompts(tmp_path):
         with pytest.raises(errors.WorkdirError, match="holds prompt 2, but now there are only 2"):
             work.pending(make_prompts(2))
         changed = [prompts.Prompt(0, (0, 8), source="p:0"), *make_prompts(3)[1:]]
-        with pytest.raises(errors.WorkdirError, match="another prompt 0 than p:0 is now"):
+        with pytest.raises(errors.WorkdirError, match="its prompt 0 differs from p:0"):
             work.pending(changed)
 
 

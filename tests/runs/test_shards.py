@@ -79,5 +79,5 @@ def test_files_tell_their_shard(tmp_path):
     assert shards.listed(shards.missing(tmp_path, "outputs.jsonl", 8), limit=2) == (
         "1/8, 3/8 and 4 more"
     )
-    with pytest.raises(errors.WorkdirError, match="holds shards of 12, not of 8"):
+    with pytest.raises(errors.WorkdirError, match="is divided into 12 shards, not 8"):
         shards.check_count(tmp_path, "outputs.jsonl", Shard(0, 8))
