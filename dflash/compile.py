@@ -1,4 +1,4 @@
-"""Compiles a run for TPUs, without a TPU: dflash compile CONFIG tpu.topology=…"""
+"""Compiles a run for TPUs, without a TPU: dflash compile CONFIG [key=value ...] [--flags]."""
 
 import os
 import sys

@@ -143,7 +143,7 @@ def test_a_forecast_without_the_compiler_is_one_line(monkeypatch):
         (None, "tpu.topology: required, such as v5p:2x2x1"),
         ("v5z:2x2", "tpu.topology: v5z:2x2: unknown chip 'v5z'; did you mean"),
         ("v5e", "tpu.topology: v5e: expected chip:AxB or AxBxC"),
-        ("v5p:3x5x1", "tpu.topology: v5p:3x5x1: no such machine"),
+        ("v5p:3x5x1", "tpu.topology: v5p:3x5x1: no such topology"),
     ],
 )
 def test_machines_that_are_not(name, message):

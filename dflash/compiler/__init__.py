@@ -1,1 +1,1 @@
-"""Cost estimates of a run, read from the output of the TPU compiler. No TPU is needed."""
+"""Cost estimates of a run from the output of the TPU compiler, which needs no TPU."""

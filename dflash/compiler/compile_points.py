@@ -1,12 +1,13 @@
-"""Costs of a cycle for `--forecast`: few compilations, each small, and none made twice.
+"""Costs of a cycle for `--forecast`, from one small compilation per strategy and batch size.
 
-Three savings, each exact or nearly so; docs/results/forecast.md compares them with whole programs.
-  * Layers: where all are alike, two are compiled, of the target and of a drafter whose shape is the
-    config's, and attention and mlp are multiplied up.
-  * Context: the attention kernels state the cost of a context that fills their caches, and that is
-    linear in it; so one program stands for every context.
-  * Branches: how sequences draw is a constant of the program, and one cycle is compiled instead of
-    a loop over cycles, so what no sequence takes is not compiled.
+Three simplifications keep a compilation small. Each is exact or nearly so:
+docs/results/forecast.md compares them with whole programs.
+  * Layers: if all layers are alike, only two layers of the target and of a randomly initialized
+    drafter are compiled, and the costs of attention and MLP are multiplied.
+  * Context: the attention kernels state the cost of full caches, which is linear in the context, so
+    one program covers every context.
+  * Branches: the sampling parameters are constants of the program, and a single cycle is compiled
+    instead of a loop over cycles, so XLA drops the branches that no sequence takes.
 """
 
 import dataclasses
@@ -39,23 +40,23 @@ from dflash.parallel.chips import Chip
 from dflash.parallel.sharding import Sharding
 from dflash.storage import files
 
-# Tokens that the caches of a compiled program have room for; any will do, so they are few.
+# Capacity of the caches in tokens. Costs are linear in it, so any small value works.
 _CAPACITY = 1024
 _LAYERS = 2
-# Kernels whose cost is that of the context; see the `cost` of each.
+# Name prefixes of the kernels whose cost is proportional to the context.
 _ATTENTION_KERNELS = ("paged_attention", "block_attention", "latent_attention")
-_IN_LAYERS = "attention", "mlp"  # scopes of a layer's parts
+_LAYER_SCOPES = "attention", "mlp"
 _FOLDER = "points"
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuMachine:
-    """What a forecast compiles for.
+    """TPU topology that a forecast compiles for.
 
     Attributes:
-      topology: the chips.
-      sharding: over them.
-      rates: of the compiler's roofline.
+      topology: Topology.
+      sharding: Sharding over the devices of the topology.
+      rates: Rates of the compiler's roofline.
     """
 
     topology: Topology
@@ -65,23 +66,28 @@ class TpuMachine:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRepeats:
-    """How often the compiled layers are repeated in a whole cycle: the target's, the drafter's."""
+    """Ratios of the layers of a whole model to the layers that are compiled.
+
+    Attributes:
+      target: Ratio of the target.
+      drafter: Ratio of the drafter.
+    """
 
     target: float = 1.0
     drafter: float = 1.0
 
     def of(self, scope: str) -> float:
-        """Of an operation of these jax scopes."""
+        """Returns the factor by which an operation with these jax scopes is multiplied."""
         part = components.component_of(scope)
         if part in (ATTENTION, MLP):
             return self.target
-        layer = part == DRAFTER and any(components.has_word(scope, word) for word in _IN_LAYERS)
+        layer = part == DRAFTER and any(components.has_word(scope, word) for word in _LAYER_SCOPES)
         return self.drafter if layer else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class PointSpec:
-    """One point to be compiled: a strategy with so many sequences."""
+    """Strategy and batch size of a point to compile."""
 
     config: CompileDecode
     strategy: str
@@ -90,7 +96,7 @@ class PointSpec:
 
     @property
     def key(self) -> str:
-        """A hash of all that its figures depend on."""
+        """Returns a hash of everything that the figures of the point depend on."""
         tpu = self.config.tpu
         run = dataclasses.replace(self.config, drafter=self.drafter, strategies={})
         facts = dataclasses.asdict(run)
@@ -106,10 +112,10 @@ Compile = Callable[[PointSpec, TpuMachine], StrategyPoint]
 
 
 def point_specs(config: CompileDecode) -> list[PointSpec]:
-    """What a forecast compiles: plain decoding and every strategy, at every batch.
+    """Returns the points of a forecast: plain decoding and every strategy, at every batch size.
 
     Raises:
-      ConfigError: a name or a list is unusable.
+      ConfigError: A list is empty, or a strategy has the reserved name of plain decoding.
     """
     for key in ("batches", "contexts"):
         if not getattr(config.forecast, key):
@@ -119,91 +125,97 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
         strategies = {config.drafter.name: config.drafter}
     if PLAIN in strategies:
         raise errors.ConfigError(
-            f"strategies.{PLAIN}: the name of decoding without drafts; choose another"
+            f"strategies.{PLAIN}: this name is reserved for decoding without drafts; choose another"
         )
-    everything = {PLAIN: DrafterConfig(), **strategies}
+    drafters = {PLAIN: DrafterConfig(), **strategies}
     batches = sorted(set(config.forecast.batches))
     return [
-        PointSpec(config, name, drafter, batch) for name, drafter in everything.items()
+        PointSpec(config, name, drafter, batch)
+        for name, drafter in drafters.items()
         for batch in batches
-    ]  # fmt: skip
+    ]
 
 
 def find_machine(config: CompileDecode) -> TpuMachine:
-    """The machine of a run; asks the compiler for its rates."""
-    found = topology.find(config.tpu.topology, config.tpu.slices)
+    """Returns the topology of a run, with its sharding and the compiler's rates."""
+    chips = topology.find(config.tpu.topology, config.tpu.slices)
     mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(found, mesh, config.sharding_rules)
-    return TpuMachine(found, sharding, topology.compiler_rates(found))
+    sharding = topology.make_sharding(chips, mesh, config.sharding_rules)
+    return TpuMachine(chips, sharding, topology.compiler_rates(chips))
 
 
 def compile_points(
-    wanted: Sequence[PointSpec],
+    specs: Sequence[PointSpec],
     machine: TpuMachine,
     workdir: pathlib.Path | None,
-    progress: Callable[[str, float], None] = lambda what, done: None,
+    progress: Callable[[str, float], None] = lambda title, fraction: None,
     compile_one: Compile | None = None,
 ) -> dict[tuple[str, int], StrategyPoint]:
-    """Compiles points, those that the work directory holds apart.
+    """Compiles points, and reuses those that an earlier run wrote to the work directory.
 
     Args:
-      wanted: points.
-      machine: to compile for.
-      workdir: where every point is written when it is done; None: nowhere.
-      progress: called before each point, with words and the share that is done.
-      compile_one: compiles a point; None: `compile_point`.
+      specs: Points to compile.
+      machine: Topology to compile for.
+      workdir: Directory to which each point is written once it is compiled, or None.
+      progress: Called before each compilation with its title and the fraction that is done.
+      compile_one: Compiles a point; None is `compile_point`.
+    Returns:
+      Points by strategy and batch size.
     """
     compile_one = compile_one or compile_point
-    found = {}
-    for number, spec in enumerate(wanted):
+    points = {}
+    for index, spec in enumerate(specs):
         path = workdir and workdir / _FOLDER / f"{spec.strategy}-{spec.batch}-{spec.key}.json"
         point = path and _read(path)
         if point is None:
-            progress(f"{spec.strategy}, batch {spec.batch}", number / len(wanted))
+            progress(f"{spec.strategy}, batch {spec.batch}", index / len(specs))
             point = compile_one(spec, machine)
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.write_whole(path, json.dumps(dataclasses.asdict(point), indent=1))
-        # The same program may go by another name than when it was compiled.
-        found[spec.strategy, spec.batch] = dataclasses.replace(point, strategy=spec.strategy)
-    return found
+        # The strategy may have had another name when the point was compiled.
+        points[spec.strategy, spec.batch] = dataclasses.replace(point, strategy=spec.strategy)
+    return points
 
 
 def _read(path: pathlib.Path) -> StrategyPoint | None:
-    """A point of an earlier run; None if there is none, or none that can be used."""
+    """Reads a point of an earlier run; None if there is no file or it is unusable."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        costs = {name: CycleCost(**value.pop(name)) for name in ("fixed", "per_token")}
-        moved = {kind: tuple(sums) for kind, sums in value["collectives"].items()}
-        rest = {"memory": DeviceMemory(**value["memory"]), "collectives": moved}
-        return StrategyPoint(**value | costs | rest)
+        fields = {
+            "fixed": CycleCost(**value["fixed"]),
+            "per_token": CycleCost(**value["per_token"]),
+            "memory": DeviceMemory(**value["memory"]),
+            "collectives": {kind: tuple(sums) for kind, sums in value["collectives"].items()},
+        }
+        return StrategyPoint(**value | fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
-    """Compiles one cycle, few layers deep, and reads what a whole one costs in any context.
+    """Compiles a cycle with few layers and extrapolates to all layers and any context.
 
     Raises:
-      ConfigError: models that do not fit each other, or the mesh.
+      ConfigError: The models do not fit each other or the mesh.
     """
     target, drafter = programs.decoding_models(spec.config, spec.drafter, machine.sharding)
     memory = _memory(target, drafter, spec)
     depth, (shallow, draft_repeats) = len(target.layers), _shallow(spec.drafter)
     target, drafter = programs.decoding_models(spec.config, shallow, machine.sharding)
-    _cut(target, drafter)
+    _truncate(target, drafter)
     engine = _engine(target, drafter, spec)
     compiled = _compile_cycle(engine)
     repeats = LayerRepeats(depth / len(target.layers), draft_repeats)
     module = hlo.parse(compiled.as_text())
     chip, rates = machine.topology.chip, machine.rates
 
-    def cost(share: float) -> tuple[CycleCost, list[ScheduledOperation]]:
-        assumptions = RunAssumptions.of(round(share * _CAPACITY), engine.config)
-        found = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
-        return cost_of(found, rates, chip, share=share, repeats=repeats), found
+    def cost(fill: float) -> tuple[CycleCost, list[ScheduledOperation]]:
+        assumptions = RunAssumptions.of(round(fill * _CAPACITY), engine.config)
+        operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
+        return cost_of(operations, rates, chip, fill=fill, repeats=repeats), operations
 
-    (empty, found), (full, _) = cost(0.0), cost(1.0)
+    (empty, operations), (full, _) = cost(0.0), cost(1.0)
     per_token = CycleCost({}, 0.0).plus(full.plus(empty, -1), 1 / _CAPACITY)
     analysis = compiled.memory_analysis()
     extra = analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
@@ -214,7 +226,7 @@ def compile_point(spec: PointSpec, machine: TpuMachine) -> StrategyPoint:
         fixed=empty,
         per_token=per_token,
         memory=DeviceMemory(memory.fixed + extra, memory.per_token),
-        collectives=_collectives(found, repeats),
+        collectives=_collectives(operations, repeats),
     )
 
 
@@ -223,60 +235,65 @@ def cost_of(
     rates: RooflineRates,
     chip: Chip,
     *,
-    share: float,
+    fill: float,
     repeats: LayerRepeats,
 ) -> CycleCost:
-    """Adds up operations by what limits them.
+    """Sums the operations of a cycle by bottleneck.
 
     Args:
-      operations: of one cycle.
-      rates: of the compiler's roofline.
-      chip: whose clock turns cycles into time.
-      share: of the context for which attention kernels state their cost.
-      repeats: of layers.
+      operations: Operations of one cycle.
+      rates: Rates of the compiler's roofline.
+      chip: Chip with the clock rate that converts cycles to time.
+      fill: Filled fraction of the caches, for which the cost of attention kernels is scaled.
+      repeats: Ratios by which the costs of layers are multiplied.
     """
     limits, cycles_ms = dict.fromkeys(forecast.LIMITS, 0.0), 0.0
-    for one in operations:
-        part = components.component_of(one.scope)
-        times = one.times * repeats.of(one.scope) * (share if _reads_context(one) else 1)
-        took_ms = times * components.roofline_ms(one, rates)
-        limits[_limit(one, part, rates)] += took_ms
-        if one.cycles and chip.clock_ghz:
-            cycles_ms += times * one.cycles / (chip.clock_ghz * 1e6)
-        elif one.instruction.opcode == "custom-call" and chip.clock_ghz:
-            cycles_ms += took_ms
+    for operation in operations:
+        scale = repeats.of(operation.scope) * (fill if _reads_context(operation) else 1)
+        times = operation.times * scale
+        roofline_ms = times * components.roofline_ms(operation, rates)
+        limits[_limit(operation, rates)] += roofline_ms
+        if operation.cycles and chip.clock_ghz:
+            cycles_ms += times * operation.cycles / (chip.clock_ghz * 1e6)
+        elif operation.instruction.opcode == "custom-call" and chip.clock_ghz:
+            cycles_ms += roofline_ms
     return CycleCost(limits, cycles_ms)
 
 
-def _limit(one: ScheduledOperation, part: str, rates: RooflineRates) -> str:
-    if one.flops / rates.flops_per_s > one.hbm_bytes / rates.bytes_per_s:
+def _limit(operation: ScheduledOperation, rates: RooflineRates) -> str:
+    if operation.flops / rates.flops_per_s > operation.hbm_bytes / rates.bytes_per_s:
         return forecast.ARITHMETIC
-    if _reads_context(one):
+    if _reads_context(operation):
         return forecast.CONTEXT
-    if part == UNEMBED:
+    component = components.component_of(operation.scope)
+    if component == UNEMBED:
         return forecast.HEAD
-    return forecast.WEIGHTS if part in (ATTENTION, MLP, DRAFTER) else forecast.REST
+    return forecast.WEIGHTS if component in (ATTENTION, MLP, DRAFTER) else forecast.REST
 
 
-def _reads_context(one: ScheduledOperation) -> bool:
-    instruction = one.instruction
+def _reads_context(operation: ScheduledOperation) -> bool:
+    instruction = operation.instruction
     return instruction.opcode == "custom-call" and instruction.name.startswith(_ATTENTION_KERNELS)
 
 
 def _collectives(
-    found: Iterable[ScheduledOperation], repeats: LayerRepeats
+    operations: Iterable[ScheduledOperation], repeats: LayerRepeats
 ) -> dict[str, tuple[float, float]]:
-    """By kind, how many a whole cycle runs, and their bytes."""
+    """Returns the number of collectives in a whole cycle and their bytes, by kind."""
     sums: dict[str, tuple[float, float]] = {}
-    for one in found:
-        for kind, (count, size) in components.collectives([one]).items():
-            times, (so_far, bytes_so_far) = repeats.of(one.scope), sums.get(kind, (0, 0))
-            sums[kind] = so_far + times * count, bytes_so_far + times * size
+    for operation in operations:
+        times = repeats.of(operation.scope)
+        for kind, (count, size) in components.collectives([operation]).items():
+            total_count, total_size = sums.get(kind, (0, 0))
+            sums[kind] = total_count + times * count, total_size + times * size
     return sums
 
 
 def _shallow(config: DrafterConfig) -> tuple[DrafterConfig, float]:
-    """The drafter with fewer layers, and how often they are repeated; itself if it has no more."""
+    """Returns a drafter config with `_LAYERS` layers, and the ratio of its layers to those.
+
+    A drafter with a checkpoint or with few layers is returned as it is, with ratio 1.
+    """
     shape = getattr(config, "architecture", None)
     depth = getattr(shape, "num_hidden_layers", None) or 0
     if depth <= _LAYERS or getattr(config, "checkpoint", None) != models.RANDOM:
@@ -285,8 +302,8 @@ def _shallow(config: DrafterConfig) -> tuple[DrafterConfig, float]:
     return dataclasses.replace(config, architecture=shape), depth / _LAYERS
 
 
-def _cut(target: Decoder, drafter: Any) -> None:
-    """Leaves few layers of a target, in place; all where they are not alike."""
+def _truncate(target: Decoder, drafter: Any) -> None:
+    """Truncates the target to `_LAYERS` layers in place, unless its layers differ."""
     kinds = [nnx.split(layer)[0] for layer in target.layers]
     if len(kinds) <= _LAYERS or any(kind != kinds[0] for kind in kinds):
         return
@@ -312,23 +329,23 @@ def _compile_cycle(engine: Engine) -> jax.stages.Compiled:
 
 
 def _as_configured(state, engine: Engine):
-    """The state of sequences that draw as the config says, which become constants."""
+    """Replaces the sampling parameters and controls in a state by constants of the config."""
     config = engine.config
     request = Request(0, (), 1, Sampling.from_config(config), min_new_tokens=config.min_new_tokens)
-    asked = controls.of_request(request, (), engine.layout.max_length)
+    of_request = controls.of_request(request, (), engine.layout.max_length)
 
-    def every(one: jax.Array, value: Any) -> jax.Array:
-        return jnp.broadcast_to(jnp.asarray(value, one.dtype), one.shape)
+    def broadcast(array: jax.Array, value: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
 
-    asked = dataclasses.replace(
-        jax.tree.map(every, state.controls, asked), text=state.controls.text
+    of_batch = dataclasses.replace(
+        jax.tree.map(broadcast, state.controls, of_request), text=state.controls.text
     )
     sampling = state.sampling.filled(config)
-    return dataclasses.replace(state, sampling=sampling, controls=asked)
+    return dataclasses.replace(state, sampling=sampling, controls=of_batch)
 
 
 def _memory(target: Decoder, drafter: Any, spec: PointSpec) -> DeviceMemory:
-    """Of weights and caches at full depth; caches are linear in their room."""
+    """Returns the memory of weights and caches at full depth, from caches of two capacities."""
 
     def caches(capacity: int) -> tuple[int, int]:
         engine = _engine(target, drafter, spec, capacity)
@@ -337,14 +354,14 @@ def _memory(target: Decoder, drafter: Any, spec: PointSpec) -> DeviceMemory:
             (state.cache, state.drafter)
         ).device_bytes
 
-    (room, small), (more_room, large) = caches(_CAPACITY), caches(2 * _CAPACITY)
-    per_token = (large - small) / (more_room - room)
-    held = sum(
-        decode_plan.measure(nnx.state(one, nnx.Param)).device_bytes for one in (target, drafter)
+    (capacity, size), (larger_capacity, larger_size) = caches(_CAPACITY), caches(2 * _CAPACITY)
+    per_token = (larger_size - size) / (larger_capacity - capacity)
+    weights = sum(
+        decode_plan.measure(nnx.state(model, nnx.Param)).device_bytes for model in (target, drafter)
     )
-    return DeviceMemory(held + small - room * per_token, per_token)
+    return DeviceMemory(weights + size - capacity * per_token, per_token)
 
 
 def to_json(points: Mapping[tuple[str, int], StrategyPoint]) -> list[dict[str, Any]]:
-    """The points as plain numbers."""
+    """Returns the points as JSON values."""
     return [dataclasses.asdict(point) for point in points.values()]

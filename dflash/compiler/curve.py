@@ -1,6 +1,6 @@
-"""The cost of verifying R rows at once: flat while weights stream, rising past the ridge.
+"""Cost of a target forward by number of rows: flat while memory-bound, rising past the ridge.
 
-Two layers of the target are compiled with its head, and scaled to the target's depth.
+Only two layers and the output head are compiled; the layers' cost is scaled to the target's depth.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from dflash.loading import models, weights
 from dflash.parallel.chips import Chip
 
 _LAYERS = 2
-# Cost over that of a single row from which on the curve is no longer flat.
+# The curve counts as flat up to this multiple of the cost of the first point.
 _FLAT = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
 class CurvePoint:
-    """One forward of the target over `rows` rows of a sequence, per device."""
+    """Cost of one target forward over `rows` rows of a sequence, per device."""
 
     rows: int
     cost: Component
@@ -39,26 +39,26 @@ def compile_curve(
     rows: Sequence[int],
     machine: Topology,
     rates: RooflineRates,
-    progress: Callable[[str, float], None] = lambda what, done: None,
+    progress: Callable[[str, float], None] = lambda title, fraction: None,
     keep: Callable[[Sequence[CurvePoint]], None] = lambda points: None,
 ) -> list[CurvePoint]:
-    """Compiles a forward for each number of rows.
+    """Compiles a target forward for each number of rows.
 
     Args:
-      config: of the run.
-      rows: numbers of rows, all of one sequence.
-      machine: to compile for.
-      rates: of its compiler's roofline.
-      progress: called before each number of rows, with words and the share that is done.
-      keep: called after each with the points so far.
+      config: Config of the run.
+      rows: Numbers of rows, each for a batch of one sequence.
+      machine: Topology to compile for.
+      rates: Rates of the compiler's roofline.
+      progress: Called before each compilation with its title and the fraction that is done.
+      keep: Called after each compilation with the points so far.
     Raises:
-      ConfigError: the target's shape is not in the config.
+      ConfigError: The config does not contain the target's architecture.
     """
     if not rows:
         return []
     shape = config.target.architecture
     if shape is None:
-        raise errors.ConfigError("--rows: target.architecture must be given")
+        raise errors.ConfigError("--rows: requires target.architecture in the config")
     mesh = dataclasses.asdict(config.mesh)
     sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
     shallow = dataclasses.replace(shape, num_hidden_layers=_LAYERS)
@@ -101,13 +101,13 @@ def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component
         compiled = jitted.lower(params, tokens, tokens, cache).compile()
     assumptions = RunAssumptions(context)
     module = hlo.parse(compiled.as_text())
-    found = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
+    operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
     ideals = programs.target_ideals(target, rows, context, cache)
-    return at_depth(components.summarize(found, ideals, chip, rates), depth)
+    return at_depth(components.summarize(operations, ideals, chip, rates), depth)
 
 
 def at_depth(parts: Mapping[str, Component], depth: int) -> Component:
-    """The sum of a target's components at `depth` layers, given those of one with `_LAYERS`."""
+    """Scales the components of a target with `_LAYERS` layers to `depth` layers and sums them."""
     repeats = {ATTENTION: depth / _LAYERS, MLP: depth / _LAYERS}
     return components.total(
         components.scaled(part, repeats.get(name, 1)) for name, part in parts.items()
@@ -115,13 +115,13 @@ def at_depth(parts: Mapping[str, Component], depth: int) -> Component:
 
 
 def lines(points: Sequence[CurvePoint], chip: Chip) -> list[str]:
-    """The curve as text; empty without points."""
+    """Formats the curve as lines of text; empty without points."""
     if not points:
         return []
     first = points[0].cost
     text = [
         "",
-        f"one forward over so many rows; the ridge is at {chip.ridge_rows:.0f}",
+        f"one target forward by number of rows; the ridge is at {chip.ridge_rows:.0f}",
         f"  {'rows':>6}{'ideal ms':>11}{'roofline':>11}{'cycles':>11}{'× first, by cycles':>22}",
     ]
     for point in points:
@@ -135,5 +135,5 @@ def lines(points: Sequence[CurvePoint], chip: Chip) -> list[str]:
 
 
 def to_json(points: Sequence[CurvePoint]) -> list[dict[str, Any]]:
-    """The curve as plain numbers."""
+    """Returns the curve as JSON values."""
     return [{"rows": point.rows, **dataclasses.asdict(point.cost)} for point in points]

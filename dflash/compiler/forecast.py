@@ -1,31 +1,32 @@
-"""Expected speed-ups: the compiler's costs of a cycle, joined with acceptance that is known.
+"""Expected speed-ups, from the compiler's cost of a cycle and known acceptance.
 
-Plain arithmetic. Of a strategy with B sequences and a context of c tokens,
+For a strategy with batch size B and a context of c tokens,
 
     speed-up = τ · T_plain(B, c) / T_cycle(B, c),
 
-where τ is the tokens that a cycle commits of a sequence, and both times are of the same B and c.
-Nothing here was measured on a chip, and the host is left out: its loop runs on the device.
+where the mean acceptance length τ is the mean number of tokens that a cycle commits per sequence.
+Nothing was measured on a chip. Host time is neglected, because the loop over cycles runs on the
+device.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-# What limits an operation by the roofline: reading weights, reading the output head and writing its
-# logits, reading the context, arithmetic, and reading or writing anything else.
+# Bottlenecks of an operation in the roofline model: reading weights, reading the output head and
+# writing logits, reading the context, arithmetic, and any other memory traffic.
 WEIGHTS, HEAD, CONTEXT, ARITHMETIC, REST = LIMITS = (
     "weights", "output head", "context", "arithmetic", "rest",
 )  # fmt: skip
-PLAIN = "plain"  # the name of decoding without drafts
+PLAIN = "plain"  # Name of decoding without drafts.
 
 
 @dataclasses.dataclass(frozen=True)
 class CycleCost:
-    """Time of one cycle of all sequences, per device.
+    """Time of one cycle of the whole batch, per device.
 
     Attributes:
-      limits: milliseconds by roofline, of operations by what limits each; see `LIMITS`.
-      cycles_ms: by the compiler's cycles; kernels, which have none, at the roofline.
+      limits: Roofline time in ms, summed over operations by their bottleneck; see `LIMITS`.
+      cycles_ms: Time by the compiler's cycles in ms. Kernels, which have none, count by roofline.
     """
 
     limits: Mapping[str, float]
@@ -33,17 +34,17 @@ class CycleCost:
 
     @property
     def roofline_ms(self) -> float:
-        """Every operation one after the other, at the rates of the compiler's roofline."""
+        """Returns the time of all operations in sequence by the compiler's roofline, in ms."""
         return sum(self.limits.values())
 
     @property
     def largest(self) -> tuple[str, float]:
-        """What limits most of the time, and its share."""
+        """Returns the dominant bottleneck and its fraction of the roofline time."""
         name = max(self.limits, key=self.limits.get)
         return name, self.limits[name] / self.roofline_ms
 
     def plus(self, other: "CycleCost", times: float) -> "CycleCost":
-        """This cost and `times` another."""
+        """Returns `self + times * other`."""
         names = {**self.limits, **other.limits}
         return CycleCost(
             {
@@ -56,33 +57,33 @@ class CycleCost:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on each device.
+    """Memory use of each device, linear in the context length.
 
     Attributes:
-      fixed: weights, temporaries, programs, and what is kept of a sequence of any length.
-      per_token: caches of all sequences, for each token of context.
+      fixed: Bytes of weights, temporaries, programs and state that do not depend on the context.
+      per_token: Bytes that each token of context adds to the caches of all sequences together.
     """
 
     fixed: float
     per_token: float
 
     def at(self, context: int) -> float:
-        """With so many tokens in each sequence."""
+        """Returns the bytes with `context` tokens in each sequence."""
         return self.fixed + context * self.per_token
 
 
 @dataclasses.dataclass(frozen=True)
 class StrategyPoint:
-    """One strategy with one number of sequences, as compiled. Costs are linear in the context.
+    """Compiled cost of one strategy at one batch size, linear in the context length.
 
     Attributes:
-      strategy: its name.
-      batch: sequences.
-      rows: that the target verifies of each sequence.
-      fixed: cost without any context.
-      per_token: what each token of context adds.
-      memory: on each device.
-      collectives: by kind, how many a cycle runs and the bytes of their results.
+      strategy: Name of the strategy.
+      batch: Number of sequences.
+      rows: Rows per sequence that the target verifies.
+      fixed: Cost of a cycle with an empty context.
+      per_token: Cost that each token of context adds.
+      memory: Memory use of each device.
+      collectives: Number of collectives per cycle and total bytes of their results, by kind.
     """
 
     strategy: str
@@ -94,20 +95,20 @@ class StrategyPoint:
     collectives: Mapping[str, tuple[float, float]]
 
     def cost(self, context: int) -> CycleCost:
-        """Of a cycle after `context` tokens of each sequence."""
+        """Returns the cost of a cycle with `context` tokens in each sequence."""
         return self.fixed.plus(self.per_token, context)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedSpeedup:
-    """A strategy at one batch and context, for one task.
+    """Expected speed-up of a strategy at one batch size and context, on one task.
 
     Attributes:
-      strategy: its name.
-      tokens: τ.
-      speedup: over plain decoding, by roofline.
-      by_cycles: the same by the compiler's cycles; None where the chip's clock is unknown.
-      tokens_per_s: of all sequences together, by roofline.
+      strategy: Name of the strategy.
+      tokens: Mean acceptance length (τ).
+      speedup: Speed-up over plain decoding, by roofline.
+      by_cycles: Speed-up by the compiler's cycles; None if the chip's clock rate is unknown.
+      tokens_per_s: Tokens per second of the whole batch, by roofline.
     """
 
     strategy: str
@@ -119,12 +120,13 @@ class ExpectedSpeedup:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """All points, and what is expected to be accepted.
+    """Costs and acceptance of several strategies.
 
     Attributes:
-      points: plain decoding and every strategy, by name and batch.
-      tokens: τ by strategy and task; strategies of which nothing is known are missing.
-      capacity_bytes: memory of a device.
+      points: Costs of plain decoding and of every strategy, by name and batch size.
+      tokens: Mean acceptance length (τ) by strategy and task. Strategies of unknown acceptance are
+        missing.
+      capacity_bytes: Memory of a device in bytes.
     """
 
     points: Mapping[tuple[str, int], StrategyPoint]
@@ -133,29 +135,29 @@ class Forecast:
 
     @property
     def strategies(self) -> list[str]:
-        """Names: plain decoding, then by rows."""
+        """Returns the names of the strategies: plain decoding first, the others by rows."""
         rows = {name: point.rows for (name, _), point in self.points.items()}
         return sorted(rows, key=lambda name: (name != PLAIN, rows[name], name))
 
     @property
     def tasks(self) -> list[str]:
-        """Those that some strategy's acceptance is known for."""
-        return list(dict.fromkeys(task for one in self.tokens.values() for task in one))
+        """Returns the tasks for which the acceptance of a strategy is known."""
+        return list(dict.fromkeys(task for by_task in self.tokens.values() for task in by_task))
 
     @property
     def batches(self) -> list[int]:
-        """Ascending."""
+        """Returns the batch sizes, ascending."""
         return sorted({batch for _, batch in self.points})
 
     def fits(self, strategy: str, batch: int, context: int) -> bool:
-        """Whether a device has the memory."""
+        """Returns whether a strategy fits in device memory."""
         point = self.points[strategy, batch]
         return point.memory.at(context + point.rows) <= self.capacity_bytes
 
     def expected(
         self, strategy: str, task: str, batch: int, context: int
     ) -> ExpectedSpeedup | None:
-        """What a strategy brings; None where its acceptance is unknown or it does not fit."""
+        """Returns a strategy's speed-up; None if its acceptance is unknown or it does not fit."""
         tokens = 1.0 if strategy == PLAIN else self.tokens.get(strategy, {}).get(task)
         if tokens is None or not self.fits(strategy, batch, context):
             return None
@@ -170,27 +172,27 @@ class Forecast:
         )
 
     def best(self, task: str, batch: int, context: int) -> ExpectedSpeedup | None:
-        """The strategy of most tokens a second, plain decoding among them; None: nothing fits."""
-        found = [self.expected(name, task, batch, context) for name in self.strategies]
-        return max((one for one in found if one), key=lambda one: one.speedup, default=None)
+        """Returns the fastest strategy, which may be plain decoding; None if nothing fits."""
+        choices = [self.expected(name, task, batch, context) for name in self.strategies]
+        return max(filter(None, choices), key=lambda choice: choice.speedup, default=None)
 
     def mean(self, strategy: str, batch: int, context: int) -> float | None:
-        """Mean speed-up of a strategy over the tasks, by roofline; None where one is unknown."""
-        found = [self.expected(strategy, task, batch, context) for task in self.tasks]
-        return _mean(one and one.speedup for one in found)
+        """Returns the mean speed-up over all tasks, by roofline; None if one of them is unknown."""
+        choices = [self.expected(strategy, task, batch, context) for task in self.tasks]
+        return _mean(choice and choice.speedup for choice in choices)
 
     def best_on_average(self, batch: int, context: int) -> tuple[str, float] | None:
-        """The strategy with the largest mean over the tasks, and that mean; None: nothing fits."""
-        found = [(name, self.mean(name, batch, context)) for name in self.strategies]
-        known = [(name, mean) for name, mean in found if mean is not None]
-        return max(known, key=lambda one: one[1], default=None)
+        """Returns the strategy with the largest mean speed-up and that mean; None if none fits."""
+        means = [(name, self.mean(name, batch, context)) for name in self.strategies]
+        known = [(name, mean) for name, mean in means if mean is not None]
+        return max(known, key=lambda pair: pair[1], default=None)
 
     def needed_tokens(self, strategy: str, batch: int, context: int, speedup: float = 1.0) -> float:
-        """τ at which a strategy reaches a speed-up over plain decoding, by roofline."""
+        """Returns the mean acceptance length (τ) that a speed-up requires, by roofline."""
         own = self.points[strategy, batch].cost(context)
         return speedup * own.roofline_ms / self.points[PLAIN, batch].cost(context).roofline_ms
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    found = list(values)
-    return None if not found or None in found else sum(found) / len(found)
+    numbers = list(values)
+    return None if not numbers or None in numbers else sum(numbers) / len(numbers)

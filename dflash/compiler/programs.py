@@ -1,4 +1,4 @@
-"""The programs of a run, compiled for a topology, and the least that each reads."""
+"""Programs of a run, compiled for a topology, and lower bounds on the bytes that each reads."""
 
 import dataclasses
 import time
@@ -30,17 +30,17 @@ CYCLE, PREFILL, TRAIN = "cycle", "prefill", "train step"
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """One program of a run.
+    """Program of a run, compiled for a topology.
 
     Attributes:
-      name: one of those above.
-      title: what one run of it does, in words.
-      compiled: for the topology.
-      seconds: that compiling it took.
-      context: tokens per sequence that its attention reads.
-      ideals: by component, per device. Those of unembed are of one read of the head.
-      arguments: bytes on each device by kind, of what it is given.
-      turns: of its outermost loop in one dispatch; 1 for a program without one.
+      name: `CYCLE`, `PREFILL` or `TRAIN`.
+      title: Description of what one execution does.
+      compiled: Compiled program.
+      seconds: Compile time in seconds.
+      context: Tokens per sequence that attention reads.
+      ideals: Lower bounds by component, per device; for unembed, of one read of the head.
+      arguments: Bytes of the arguments on each device, by kind.
+      turns: Maximum iterations of the outermost loop per dispatch; 1 for a program without a loop.
     """
 
     name: str
@@ -54,26 +54,26 @@ class CompiledProgram:
 
     @property
     def is_loop(self) -> bool:
-        """Whether it is one loop, so that figures are those of one turn."""
+        """Returns whether it is one loop, whose figures are reported per iteration."""
         return self.name == CYCLE
 
 
-# Called with the title of each program before it is compiled.
+# Called with the title of a program before it is compiled.
 OnStart = Callable[[str], None]
 
 
 def count(config: DecodeRun | CompileTrain, tpu: TpuConfig) -> int:
-    """How many programs a run compiles."""
-    decoding = [CYCLE, PREFILL]
+    """Returns the number of programs that a run compiles."""
+    names = [CYCLE, PREFILL]
     if isinstance(config, CompileTrain):
-        decoding = [TRAIN, *(decoding if config.evaluation.prompts else ())]
-    return sum(_is_selected(name, tpu) for name in decoding)
+        names = [TRAIN, *(names if config.evaluation.prompts else ())]
+    return sum(_is_selected(name, tpu) for name in names)
 
 
 def compile_decoding(
     config: DecodeRun, tpu: TpuConfig, sharding: Sharding, on_start: OnStart
 ) -> Iterator[CompiledProgram]:
-    """The cycle and the largest prefill of a decoding run, each compiled on demand."""
+    """Yields the cycle and the largest prefill of a decoding run, each compiled on demand."""
     target, drafter = decoding_models(config, config.drafter, sharding)
     adaptive = config.drafter.adaptive
     yield from _compile_decoding(target, drafter, config.decode, tpu, on_start, adaptive=adaptive)
@@ -82,12 +82,12 @@ def compile_decoding(
 def decoding_models(
     config: DecodeRun, drafting: DrafterConfig, sharding: Sharding
 ) -> tuple[Decoder, Drafter]:
-    """A run's target and a drafter for it, abstract, with weights arranged as decoding has them."""
+    """Builds a run's target and drafter without weights, arranged as for decoding."""
     build = {"dtype": config.dtype, "sharding": sharding}
     source = models.find_target(config.target, download=False)
     target = models.build_target(config.target, source, **build)
-    found = models.find_drafter(drafting, download=False)
-    drafter = models.build_drafter(drafting, found, target.arch, **build)
+    source = models.find_drafter(drafting, download=False)
+    drafter = models.build_drafter(drafting, source, target.arch, **build)
     for model in (target, drafter):
         weights.arrange(model, sharding)
     return target, drafter
@@ -96,7 +96,7 @@ def decoding_models(
 def compile_training(
     config: CompileTrain, sharding: Sharding, on_start: OnStart
 ) -> Iterator[CompiledProgram]:
-    """The step of a training run; for a drafter, the cycle and prefill that judge it too."""
+    """Yields the train step, and for a drafter also the cycle and prefill of its evaluation."""
     task = tasks.make_task(config, sharding, download=False)
     if _is_selected(TRAIN, config.tpu):
         yield _train_step(task, sharding, on_start)
@@ -120,8 +120,8 @@ def _compile_decoding(
 ) -> Iterator[CompiledProgram]:
     max_length = config.max_length or config.prefill_chunk + config.max_new_tokens
     engine = Engine(target, drafter, config, max_length=max_length, adaptive_blocks=adaptive)
-    most = max_length - drafter.block_size
-    context = min(tpu.context or most, most)
+    max_context = max_length - drafter.block_size
+    context = min(tpu.context or max_context, max_context)
     state = engine.abstract_state()
     arguments = {
         "target weights": decode_plan.measure(nnx.state(target, nnx.Param)).device_bytes,
@@ -130,7 +130,10 @@ def _compile_decoding(
         "draft KV": decode_plan.measure(state.drafter).device_bytes,
     }
     if _is_selected(CYCLE, tpu):
-        title = f"cycle: batch {config.batch_size}, {drafter.block_size} rows each, after {context}"
+        title = (
+            f"cycle: batch {config.batch_size}, {drafter.block_size} rows per sequence, "
+            f"context {context}"
+        )
         on_start(title)
         compiled, seconds = _compile_timed(engine, "generate")
         rows, capacity = drafter.block_size, engine.layout.capacity
@@ -140,7 +143,7 @@ def _compile_decoding(
     if _is_selected(PREFILL, tpu):
         chunk = engine.layout.chunk(context)
         before = max(context - chunk, 0)
-        title = f"prefill: {chunk} tokens after {before}"
+        title = f"prefill: {chunk} tokens, context {before}"
         on_start(title)
         compiled, seconds = _compile_timed(engine, "prefill", chunk)
         capacity = engine.layout.capacity
@@ -161,30 +164,33 @@ def cycle_ideals(
     cache: PagedCache,
     capacity: int,
 ) -> dict[str, Ideal]:
-    """The target's, and the drafter's: its weights, and of its context as much as is in use.
+    """Returns lower bounds on the bytes that a cycle reads, by component and per device.
+
+    The drafter reads its weights and the part of its context cache that is in use.
 
     Args:
-      target: may be abstract.
-      arguments: bytes on each device by kind.
-      rows: new rows of every sequence.
-      context: tokens of every sequence.
-      cache: of the sequences.
-      capacity: tokens that a sequence has room for.
+      target: Target, which may be abstract.
+      arguments: Bytes of the arguments on each device, by kind.
+      rows: New rows per sequence.
+      context: Tokens per sequence.
+      cache: Cache of the sequences.
+      capacity: Maximum number of tokens per sequence.
     """
     drafter = arguments["drafter weights"] + context / capacity * arguments["draft KV"]
     return {**target_ideals(target, rows, context, cache), DRAFTER: Ideal(drafter)}
 
 
 def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -> dict[str, Ideal]:
-    """The least that one forward of a target reads on each device.
+    """Returns lower bounds on the bytes that a forward of the target reads, by component.
 
-    Experts count as far as a device's rows are expected to touch them; see `Experts.share_read`.
+    They are per device. Experts count in proportion to the expected share that a device's rows
+    activate; see `moe.shares`.
 
     Args:
-      target: may be abstract.
-      rows: new rows of every sequence.
-      context: tokens of every sequence that attention looks at.
-      cache: of the sequences; it gives their number, and where they live.
+      target: Target, which may be abstract.
+      rows: New rows per sequence.
+      context: Tokens per sequence that attention reads.
+      cache: Cache of the sequences, with their number and their sharding.
     """
     sizes = dict.fromkeys((ATTENTION, MLP, UNEMBED, REST), 0.0)
     sequences = -(-cache.page_table.shape[0] // target.sharding.size("batch"))
@@ -200,7 +206,7 @@ def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -
 
 
 def _component_of_weight(path: str, target: Decoder) -> str | None:
-    """None for a table that is only looked up: it gives but a few rows of itself."""
+    """Returns the component of a weight; None for an embedding table that is only looked up."""
     if ".self_attn." in path or path.endswith("input_layernorm.scale"):
         return ATTENTION
     if ".mlp." in path or path.endswith("post_attention_layernorm.scale"):
@@ -245,7 +251,7 @@ def _train_step(task: tasks.Task, sharding: Sharding, on_start: OnStart) -> Comp
     learner = DRAFTER if task.drafts else MLP
     tokens = config.train.batch_size * config.data.length
     sizes = {name: ideal.num_bytes for name, ideal in _frozen_ideals(task, tokens).items()}
-    # Weights and moments are read and written.
+    # The optimizer reads and writes the weights and the moments.
     sizes[learner] = sizes.get(learner, 0) + 2 * (
         arguments["learning weights"] + arguments["optimizer"]
     )

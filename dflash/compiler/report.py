@@ -1,6 +1,6 @@
-"""The compile report: the compiler's figures for a run's programs, as data and as JSON.
+"""Compile report of a run: the compiler's figures for its programs, as dataclasses and as JSON.
 
-All of it is the compiler's estimate. Nothing here has run on a chip.
+All figures are estimates of the compiler. Nothing was measured on a chip.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ LABEL = "compiler estimates: nothing here was measured on a chip"
 
 @dataclasses.dataclass(frozen=True)
 class RunAssumptions:
-    """What a program's loops and branches depend on.
+    """Assumptions about a run, which determine trip counts and branches.
 
     Attributes:
-      context: tokens per sequence that attention reads.
-      sampled: some sequence samples, so noise is drawn.
-      filtered: by top-k, top-p or min-p too.
-      shaped: penalties, biases or a least length change logits.
+      context: Tokens per sequence that attention reads.
+      sampled: At least one sequence is sampled rather than decoded greedily.
+      filtered: Sampling uses top-k, top-p or min-p.
+      shaped: Penalties, biases or a minimum length change the logits.
     """
 
     context: int
@@ -42,22 +42,22 @@ class RunAssumptions:
 
     @classmethod
     def of(cls, context: int, decode: DecodeConfig) -> "RunAssumptions":
-        """That of a run which decodes as its config says."""
+        """Derives the assumptions from a decoding config."""
         filtered = decode.top_k > 0 or decode.top_p < 1 or decode.min_p > 0
         penalties = decode.presence_penalty, decode.frequency_penalty, decode.min_new_tokens
         shaped = any(penalties) or decode.repetition_penalty != 1
         return cls(context, decode.temperature > 0, filtered, shaped)
 
     def trips(self, loop: hlo.Instruction) -> int | None:
-        """Turns of a loop that the compiler cannot count: those of attention over its context."""
+        """Returns the trip count of a loop of attention over the context; None for others."""
         if components.has_word(loop.op_name, "attention"):
             return max(1, -(-self.context // TILE_TOKENS))
         return None
 
     def branch(self, conditional: hlo.Instruction) -> int | None:
-        """Which branch the run takes, where a condition of the config decides."""
+        """Returns the index of the branch that runs; None if the config does not determine it."""
         if components.has_word(conditional.op_name, "if_tied"):
-            return 0  # logits rarely tie where top-k and top-p end
+            return 0  # Ties at the cutoff of top-k or top-p are rare.
         if components.has_word(conditional.op_name, "if_filtered"):
             return int(self.filtered)
         if components.has_word(conditional.op_name, "if_sampled"):
@@ -71,20 +71,20 @@ class RunAssumptions:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """Figures of one program, for one device.
+    """Figures of one program, per device.
 
     Attributes:
-      title: what one run of it does.
-      compile_s: compile time in seconds.
-      components: of one run; of a loop, of one turn.
-      once: outside of the loop, once per dispatch of up to `turns` turns.
-      turns: see there.
-      collectives: by kind, how many and the bytes of their results.
-      copies: those of a MiB and more inside the loop: name, times, bytes, milliseconds by cycles.
-      kernels: custom calls by name, and how often each runs; the compiler gives them no cycles.
-      temporary_bytes: beside arguments and results.
-      code_bytes: of the program itself.
-      compiler: its own totals, loops and branches counted once each.
+      title: Description of what one execution does.
+      compile_s: Compile time in seconds.
+      components: Figures by component, of one execution or of one iteration of its outermost loop.
+      once: Figures outside the outermost loop, once per dispatch of up to `turns` iterations.
+      turns: Maximum number of iterations of the outermost loop per dispatch.
+      collectives: Number of collectives and total bytes of their results, by kind.
+      copies: Copies of at least 1 MiB inside the loop: (name, executions, bytes, ms by cycles).
+      kernels: Number of executions of each Pallas kernel, for which the compiler has no cycles.
+      temporary_bytes: Memory for temporaries, without arguments and results.
+      code_bytes: Size of the compiled program.
+      compiler: The compiler's own totals, which count the body of a loop and each branch once.
     """
 
     title: str
@@ -101,22 +101,22 @@ class ProgramReport:
 
     @property
     def total(self) -> Component:
-        """Of all components."""
+        """Returns the sum of all components."""
         return components.total(self.components.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """A run on a topology.
+    """Report of a run on a topology.
 
     Attributes:
-      topology: the machine.
-      mesh: devices by mesh axis.
-      rates: of the compiler's roofline.
-      memory: bytes on each device by kind.
-      capacity_bytes: of each device.
-      refused: the compiler's message about a program that does not fit, or None.
-      programs: by name.
+      topology: Topology that the run was compiled for.
+      mesh: Number of devices by mesh axis.
+      rates: Rates of the compiler's roofline.
+      memory: Bytes used on each device, by kind.
+      capacity_bytes: Memory of each device in bytes.
+      refused: The compiler's message about a program that does not fit, or None.
+      programs: Reports of the programs by name.
     """
 
     topology: Topology
@@ -129,27 +129,25 @@ class CompileReport:
 
     @property
     def used_bytes(self) -> int:
-        """On each device."""
+        """Returns the bytes used on each device."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the run does, by what the compiler asks for."""
+        """Returns whether the compiler estimates that the run fits in device memory."""
         return self.refused is None and self.used_bytes <= self.capacity_bytes
 
     def exceeded_budgets(self, tpu: TpuConfig) -> list[str]:
-        """A line for each limit that is passed."""
+        """Returns one line for each limit that the run exceeds."""
         chip = self.topology.chip
         lines = []
         if not self.fits:
-            reason = (
-                self.refused
-                or f"{self.used_bytes / 1e9:.2f} GB of {self.capacity_bytes / 1e9:.2f} GB a device"
-            )
-            lines.append(f"does not fit into the memory of {self.topology.name}: {reason}")
+            used, capacity = self.used_bytes / 1e9, self.capacity_bytes / 1e9
+            reason = self.refused or f"{used:.2f} GB of {capacity:.2f} GB per device"
+            lines.append(f"does not fit in the memory of {self.topology.name}: {reason}")
         used_gb = self.used_bytes * chip.devices / 1e9
         if tpu.max_hbm_gb is not None and used_gb > tpu.max_hbm_gb:
-            lines.append(f"tpu.max_hbm_gb: {used_gb:.2f} GB a chip, over {tpu.max_hbm_gb}")
+            lines.append(f"tpu.max_hbm_gb: {used_gb:.2f} GB per chip, over {tpu.max_hbm_gb}")
         cycle = self.programs.get(CYCLE)
         if tpu.max_cycle_ms is not None and cycle is not None:
             took = cycle.total.cycles_ms
@@ -161,19 +159,19 @@ class CompileReport:
 def examine(
     program: CompiledProgram, assumptions: RunAssumptions, chip: Chip, rates: RooflineRates
 ) -> ProgramReport:
-    """Reads a compiled program.
+    """Reads the figures of a compiled program.
 
     Args:
-      program: compiled for a TPU.
-      assumptions: what its loops and branches depend on.
-      chip: that it was compiled for.
-      rates: of the compiler's roofline.
+      program: Program that was compiled for a TPU.
+      assumptions: Assumptions that determine its trip counts and branches.
+      chip: Chip that it was compiled for.
+      rates: Rates of the compiler's roofline.
     """
     module = hlo.parse(program.compiled.as_text())
-    found = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
-    # Of a program that is a loop, a turn of the loop is what counts.
-    inside = [one for one in found if one.loops or not program.is_loop]
-    around = [one for one in found if not one.loops and program.is_loop]
+    operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
+    # The figures of a program that is a loop are those of one iteration.
+    inside = [operation for operation in operations if operation.loops or not program.is_loop]
+    around = [operation for operation in operations if not operation.loops and program.is_loop]
     memory, analysis = program.compiled.memory_analysis(), program.compiled.cost_analysis()
     return ProgramReport(
         title=program.title,
@@ -182,7 +180,7 @@ def examine(
         once=components.total(components.summarize(around, {}, chip, rates).values()),
         turns=program.turns,
         collectives=components.collectives(inside),
-        copies=[_copy(one, chip) for one in components.big_copies(inside)],
+        copies=[_copy(operation, chip) for operation in components.big_copies(inside)],
         kernels=_kernels(inside),
         temporary_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
@@ -195,7 +193,7 @@ def examine(
 
 
 def to_json(report: CompileReport) -> dict[str, Any]:
-    """The report as plain dicts, lists and numbers; times in ms, sizes in bytes, per device."""
+    """Returns the report as JSON values: times in ms and sizes in bytes, per device."""
     chip = report.topology.chip
     return {
         "label": LABEL,
@@ -212,36 +210,40 @@ def to_json(report: CompileReport) -> dict[str, Any]:
         "fits": report.fits,
         "refused": report.refused,
         "programs": {
-            name: dataclasses.asdict(one) | {"total": dataclasses.asdict(one.total)}
-            for name, one in report.programs.items()
+            name: dataclasses.asdict(program) | {"total": dataclasses.asdict(program.total)}
+            for name, program in report.programs.items()
         },
     }
 
 
 def _ideals(program: CompiledProgram, operations: Sequence[ScheduledOperation]) -> dict[str, Ideal]:
-    """The program's, with the output head counted as often as it is read."""
+    """Returns the program's lower bounds, with the output head counted once per read."""
     head = program.ideals.get(UNEMBED, Ideal(0)).num_bytes
     reads = sum(
-        one.times
-        for one in operations
-        if head and one.read_bytes > head / 2 and components.component_of(one.scope) == UNEMBED
+        operation.times
+        for operation in operations
+        if head
+        and operation.read_bytes > head / 2
+        and components.component_of(operation.scope) == UNEMBED
     )
     return {**program.ideals, UNEMBED: Ideal(head * max(reads, 1))}
 
 
-def _copy(one: ScheduledOperation, chip: Chip) -> tuple[str, int, int, float]:
-    took = one.cycles / (chip.clock_ghz * 1e6) if chip.clock_ghz else 0.0
-    return one.instruction.name, one.times, one.instruction.num_bytes, took
+def _copy(operation: ScheduledOperation, chip: Chip) -> tuple[str, int, int, float]:
+    milliseconds = operation.cycles / (chip.clock_ghz * 1e6) if chip.clock_ghz else 0.0
+    instruction = operation.instruction
+    return instruction.name, operation.times, instruction.num_bytes, milliseconds
 
 
 def _kernels(operations: Sequence[ScheduledOperation]) -> dict[str, int]:
-    """Pallas kernels by the name of their call, numbers cut off."""
-    found: dict[str, int] = {}
-    for one in operations:
-        if one.instruction.opcode == "custom-call" and _is_kernel(one.instruction):
-            name = re.sub(r"(\.\d+)+$", "", one.instruction.name)
-            found[name] = found.get(name, 0) + one.times
-    return found
+    """Counts executions of Pallas kernels by name, without the compiler's numeric suffixes."""
+    counts: dict[str, int] = {}
+    for operation in operations:
+        instruction = operation.instruction
+        if instruction.opcode == "custom-call" and _is_kernel(instruction):
+            name = re.sub(r"(\.\d+)+$", "", instruction.name)
+            counts[name] = counts.get(name, 0) + operation.times
+    return counts
 
 
 def _is_kernel(instruction: hlo.Instruction) -> bool:

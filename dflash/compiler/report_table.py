@@ -1,4 +1,4 @@
-"""The compile report as text."""
+"""Text form of the compile report."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from dflash.compiler.report import LABEL, CompileReport, ProgramReport
 
 
 def lines(report: CompileReport) -> list[str]:
-    """The whole report, a line each."""
+    """Returns the report as lines of text."""
     topology, chip = report.topology, report.topology.chip
     mesh = " × ".join(f"{axis} {size}" for axis, size in report.mesh.items())
     slices = f"{topology.slices} × " if topology.slices > 1 else ""
@@ -19,7 +19,7 @@ def lines(report: CompileReport) -> list[str]:
         LABEL,
         "",
         *_memory(report),
-        *(line for one in report.programs.values() for line in ("", *_program(one))),
+        *(line for program in report.programs.values() for line in ("", *_program(program))),
     ]
 
 
@@ -28,7 +28,7 @@ def _memory(report: CompileReport) -> list[str]:
     rows = [f"  {kind:<24}{size * devices / 1e9:>10.3f} GB" for kind, size in report.memory.items()]
     used, capacity = report.used_bytes * devices / 1e9, report.capacity_bytes * devices / 1e9
     verdict = "fits" if report.fits else "does NOT fit"
-    refused = [f"  the compiler refused: {report.refused}"] if report.refused else []
+    refused = [f"  compiler error: {report.refused}"] if report.refused else []
     return [
         "memory per chip",
         *rows,
@@ -37,30 +37,27 @@ def _memory(report: CompileReport) -> list[str]:
     ]
 
 
-def _program(one: ProgramReport) -> list[str]:
+def _program(program: ProgramReport) -> list[str]:
     head = f"{'':<20}{'ideal':>10}{'roofline':>10}{'cycles':>10}{'prefetch':>10}"
-    whole = one.total
-    once = one.once
+    whole, once = program.total, program.once
     text = [
-        f"{one.title} (compiled in {one.compile_s:.0f} s)",
+        f"{program.title} (compiled in {program.compile_s:.0f} s)",
         f"  {head}{'GFLOP':>10}{'MB':>10}",
-        *(_row(name, part) for name, part in one.components.items()),
+        *(_row(name, part) for name, part in program.components.items()),
         _row("all", whole),
     ]
     if whole.ideal_ms:
-        by_roofline, by_cycles = (
-            whole.roofline_ms / whole.ideal_ms,
-            whole.cycles_ms / whole.ideal_ms,
-        )
+        by_roofline = whole.roofline_ms / whole.ideal_ms
+        by_cycles = whole.cycles_ms / whole.ideal_ms
         text.append(f"  × ideal: {by_roofline:.2f} by roofline, {by_cycles:.2f} by cycles")
     if once.cycles_ms or once.hbm_bytes:
         text.append(
-            f"  around the loop, once in {one.turns} turns: {once.cycles_ms:.3f} ms by cycles, "
-            f"{once.hbm_bytes / 1e6:.0f} MB"
+            f"  outside the loop, once per {program.turns} iterations: "
+            f"{once.cycles_ms:.3f} ms by cycles, {once.hbm_bytes / 1e6:.0f} MB"
         )
-    text += [_collectives(one), _copies(one)]
-    if one.kernels:
-        text.append(f"  kernels, not among the cycles: {_counts(one.kernels.items())}")
+    text += [_collectives(program), _copies(program)]
+    if program.kernels:
+        text.append(f"  kernels, not included in cycles: {_counts(program.kernels.items())}")
     return text
 
 
@@ -71,25 +68,27 @@ def _row(name: str, part: Component) -> str:
     )
 
 
-def _collectives(one: ProgramReport) -> str:
-    if not one.collectives:
+def _collectives(program: ProgramReport) -> str:
+    if not program.collectives:
         return "  collectives: none"
     kinds = ", ".join(
-        f"{count} × {kind} of {size / 1e6:.3f} MB in all"
-        for kind, (count, size) in one.collectives.items()
+        f"{count} × {kind} of {size / 1e6:.3f} MB in total"
+        for kind, (count, size) in program.collectives.items()
     )
     return f"  collectives: {kinds}"
 
 
-def _copies(one: ProgramReport) -> str:
-    if not one.copies:
-        return "  copies and changes of layout of 1 MiB or more: none"
-    times = sum(times for _, times, _, _ in one.copies)
-    size = sum(times * size for _, times, size, _ in one.copies) / 1e6
-    took = sum(times * took for _, times, _, took in one.copies)
-    largest = max(one.copies, key=lambda copy: copy[2])
+def _copies(program: ProgramReport) -> str:
+    copies = program.copies
+    if not copies:
+        return "  copies and layout changes of 1 MiB or more: none"
+    times = sum(times for _, times, _, _ in copies)
+    size = sum(times * size for _, times, size, _ in copies) / 1e6
+    milliseconds = sum(times * each for _, times, _, each in copies)
+    largest = max(copies, key=lambda copy: copy[2])
     return (
-        f"  copies and changes of layout of 1 MiB or more: {times}, {size:.1f} MB, {took:.3f} ms; "
+        f"  copies and layout changes of 1 MiB or more: {times}, {size:.1f} MB, "
+        f"{milliseconds:.3f} ms; "
         f"the largest is {largest[0]} of {largest[2] / 1e6:.1f} MB"
     )
 

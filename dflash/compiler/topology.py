@@ -1,4 +1,4 @@
-"""TPU topologies as the compiler knows them, and the mesh of a run over one of them."""
+"""TPU topologies of the compiler, and the mesh of a run over a topology."""
 
 import dataclasses
 import importlib.util
@@ -14,11 +14,11 @@ from dflash import errors
 from dflash.parallel import chips, host, sharding
 from dflash.parallel.sharding import Sharding
 
-# Only the last of the hundred stages of every operation.
+# The compiler has about a hundred passes per operation; dump the output of the last one only.
 _DUMP = ("--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=.*final_.*bundle.*")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    # No chip is acquired, so several compilers may run at once.
+    # No chip is acquired, so several compilers may run at the same time.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
     **host.ENVIRONMENT,
 }
@@ -30,10 +30,10 @@ class Topology:
     """Chips that a program can be compiled for.
 
     Attributes:
-      name: as given, such as "v5p:2x2x1".
-      chip: what one of them can do; its `devices` are those that this topology shows for a chip.
-      slices: copies of it, joined by the data center network.
-      devices: of all slices.
+      name: Name, such as "v5p:2x2x1".
+      chip: Peak rates of one chip, with the number of devices per chip in this topology.
+      slices: Number of slices, connected by the data center network.
+      devices: Devices of all slices.
     """
 
     name: str
@@ -43,17 +43,19 @@ class Topology:
 
     @property
     def num_chips(self) -> int:
-        """Of all slices."""
+        """Returns the number of chips in all slices."""
         return len(self.devices) // self.chip.devices
 
 
 def prepare_environment(schedules: str | None = None) -> None:
-    """Sets the variables that the TPU compiler needs on a host without TPUs, before it is loaded.
+    """Sets the environment variables that the TPU compiler needs on a host without TPUs.
+
+    Call it before jax loads the compiler.
 
     Args:
-      schedules: directory that it is to write the final schedule of everything to, or None.
+      schedules: Directory to which the compiler dumps the final schedules, or None.
     Raises:
-      UserError: the compiler is not installed.
+      UserError: The compiler is not installed.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise errors.ConfigError(
@@ -68,13 +70,13 @@ def prepare_environment(schedules: str | None = None) -> None:
 
 
 def find(name: str | None, slices: int = 1) -> Topology:
-    """Describes a topology.
+    """Returns the topology of this name.
 
     Args:
-      name: chip and shape, such as "v5p:2x2x1".
-      slices: how many of them.
+      name: Chip and shape, such as "v5p:2x2x1".
+      slices: Number of slices.
     Raises:
-      ConfigError: no such chip, or no such shape of it.
+      ConfigError: The chip is unknown, or the compiler has no such shape.
     """
     if name is None:
         raise errors.ConfigError(f"tpu.topology: required, such as {EXAMPLES}")
@@ -86,16 +88,16 @@ def find(name: str | None, slices: int = 1) -> Topology:
         reason = error if isinstance(error, errors.ConfigError) else "expected chip:AxB or AxBxC"
         raise errors.ConfigError(f"tpu.topology: {name}: {reason}, such as {EXAMPLES}") from None
     count = math.prod(dims)
-    # A host of such a machine has four chips unless told otherwise; a single chip has to be told.
+    # By default the compiler assumes hosts of four chips, so a single chip needs its bounds.
     options = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
     if slices > 1:
         options["num_slices"] = slices
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        description = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise errors.ConfigError(f"tpu.topology: {name}: no such machine: {reason}") from None
-    devices = tuple(found.devices)
+        raise errors.ConfigError(f"tpu.topology: {name}: no such topology: {reason}") from None
+    devices = tuple(description.devices)
     chip = dataclasses.replace(chip, devices=len(devices) // (count * slices))
     return Topology(name, chip, slices, devices)
 
@@ -103,44 +105,44 @@ def find(name: str | None, slices: int = 1) -> Topology:
 def make_sharding(
     topology: Topology, axis_sizes: Mapping[str, int], rules: Mapping[str, Sequence[str]]
 ) -> Sharding:
-    """The mesh of a run over a topology.
+    """Returns the sharding of a run whose mesh covers a topology.
 
     Args:
-      topology: all of its devices are used.
-      axis_sizes: devices along each mesh axis.
-      rules: logical axis -> mesh axes.
+      topology: Topology, all of whose devices are used.
+      axis_sizes: Number of devices along each mesh axis.
+      rules: Mesh axes by logical axis.
     Raises:
-      ConfigError: the mesh has another number of devices, or does not split over the slices.
+      ConfigError: The mesh has a different number of devices, or does not divide over the slices.
     """
-    described = sharding.make_sharding(axis_sizes, rules, abstract=True)
+    abstract = sharding.make_sharding(axis_sizes, rules, abstract=True)
     shape = tuple(axis_sizes.get(axis, 1) for axis in sharding.MESH_AXES)
-    wanted, present = math.prod(shape), len(topology.devices)
-    if wanted != present:
+    mesh_size, num_devices = math.prod(shape), len(topology.devices)
+    if mesh_size != num_devices:
         axes = " × ".join(
             f"{axis} {size}" for axis, size in zip(sharding.MESH_AXES, shape, strict=True)
         )
         raise errors.ConfigError(
-            f"mesh: {axes} = {wanted} devices, but {topology.slices} × {topology.name} "
-            f"has {present}; set the axes of the mesh to use them all"
+            f"mesh: {axes} = {mesh_size} devices, but {topology.slices} × {topology.name} "
+            f"has {num_devices}; set the mesh axes so that their product is {num_devices}"
         )
     mesh = Mesh(
         sharding.arrange(topology.devices, shape),
         sharding.MESH_AXES,
         axis_types=(AxisType.Auto,) * len(sharding.MESH_AXES),
     )
-    return dataclasses.replace(described, mesh=mesh)
+    return dataclasses.replace(abstract, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class RooflineRates:
-    """Peak rates of a device as the compiler's own roofline has them."""
+    """Peak rates of a device in the compiler's own roofline model."""
 
     flops_per_s: float
     bytes_per_s: float
 
 
 def compiler_rates(topology: Topology) -> RooflineRates:
-    """Asks the compiler by two products, one limited by arithmetic and one by memory."""
+    """Derives the compiler's rates from two matmuls, one compute-bound and one memory-bound."""
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
     def cost(rows: int, inner: int, columns: int):

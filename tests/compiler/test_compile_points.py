@@ -93,7 +93,10 @@ def test_what_changes_a_program_changes_its_file(specs):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["strategies.plain.block_size=4"], "strategies.plain: the name of decoding without"),
+        (
+            ["strategies.plain.block_size=4"],
+            "strategies.plain: this name is reserved for decoding without",
+        ),
         (["forecast.contexts=[]"], "forecast.contexts: expected at least one number"),
     ],
 )
@@ -127,7 +130,7 @@ def test_operations_are_added_up_by_what_limits_them():
         operation("unembed", size=4 * million, cycles=million),
         operation("", name="copy.1", opcode="copy", size=7 * million),
     ]  # fmt: skip
-    cost = compile_points.cost_of(found, RATES, CHIP, share=0.5, repeats=LayerRepeats(3, 2))
+    cost = compile_points.cost_of(found, RATES, CHIP, fill=0.5, repeats=LayerRepeats(3, 2))
     # Layers of the target three times, of the drafter twice; context by half.
     assert cost.limits == pytest.approx(
         {
@@ -163,10 +166,10 @@ class Taps:
 def test_layers_that_are_alike_are_compiled_once():
     target = make_target(num_hidden_layers=9)
     drafter = Taps(1, 4, 8)
-    compile_points._cut(target, drafter)
+    compile_points._truncate(target, drafter)
     assert (len(target.layers), drafter.feature_layers) == (2, (0, 1, 0))
     target = make_target(num_hidden_layers=9)
-    compile_points._cut(target, Taps())
+    compile_points._truncate(target, Taps())
     assert len(target.layers) == 2
 
 
@@ -174,5 +177,5 @@ def test_layers_that_differ_are_all_compiled():
     target = make_target(num_hidden_layers=3)
     target.layers[1].mlp = make_target(intermediate_size=96).layers[0].mlp
     drafter = Taps(2)
-    compile_points._cut(target, drafter)
+    compile_points._truncate(target, drafter)
     assert (len(target.layers), drafter.feature_layers) == (3, (2,))

@@ -87,10 +87,10 @@ def test_the_head_counts_as_often_as_it_is_read():
     [
         ({}, {}, None),
         ({"max_hbm_gb": 42.5, "max_cycle_ms": 10.0}, {}, None),
-        ({"max_hbm_gb": 41.0}, {}, "tpu.max_hbm_gb: 42.00 GB a chip, over 41"),
+        ({"max_hbm_gb": 41.0}, {}, "tpu.max_hbm_gb: 42.00 GB per chip, over 41"),
         ({"max_cycle_ms": 0.01}, {}, "tpu.max_cycle_ms: 0.214 ms by cycles, over 0.01"),
         ({}, {"capacity_bytes": 42e9}, None),
-        ({}, {"capacity_bytes": 40e9}, "does not fit into the memory of v5p:2x2x1: 42.00 GB of 40"),
+        ({}, {"capacity_bytes": 40e9}, "does not fit in the memory of v5p:2x2x1: 42.00 GB of 40"),
         ({}, {"refused": "Ran out of memory"}, "v5p:2x2x1: Ran out of memory"),
     ],
 )
@@ -105,7 +105,7 @@ def test_two_devices_share_a_chip():
     halves = dataclasses.replace(CHIP, devices=2)
     found = make_report(topology=Topology("tpu7x:1x1x1", halves, 1, (None,) * 2))
     assert found.exceeded_budgets(TpuConfig(max_hbm_gb=80.0)) == [
-        "tpu.max_hbm_gb: 84.00 GB a chip, over 80.0"
+        "tpu.max_hbm_gb: 84.00 GB per chip, over 80.0"
     ]
 
 
@@ -113,12 +113,12 @@ def test_the_table_says_what_it_is():
     text = "\n".join(report_table.lines(make_report()))
     assert "compiler estimates: nothing here was measured on a chip" in text
     assert "42.000 GB of 95 GB: fits" in text
-    assert "3 × all-reduce of 0.246 MB in all" in text
+    assert "3 × all-reduce of 0.246 MB in total" in text
     assert "3, 149.4 MB, 0.109 ms; the largest is copy.9 of 49.8 MB" in text
-    assert "around the loop, once in 8 turns: 0.010 ms by cycles" in text
+    assert "outside the loop, once per 8 iterations: 0.010 ms by cycles" in text
     refused = "\n".join(report_table.lines(make_report(refused="Ran out of memory")))
     assert "does NOT fit" in refused
-    assert "the compiler refused: Ran out of memory" in refused
+    assert "compiler error: Ran out of memory" in refused
 
 
 def test_rows_against_the_ridge():
