@@ -17,13 +17,13 @@ from dflash.parallel.sharding import zeros
 _STEP = 4  # Ratio of consecutive batch buckets.
 
 
-def widths(slots_per_replica: int) -> tuple[int, ...]:
+def bucket_sizes(slots_per_replica: int) -> tuple[int, ...]:
     """Returns the batch buckets: slots per replica that a dispatch may cover, ascending."""
-    found = {1, slots_per_replica}
-    width = slots_per_replica
-    while width := width // _STEP:
-        found.add(width)
-    return tuple(sorted(found))
+    sizes = {1, slots_per_replica}
+    bucket = slots_per_replica
+    while bucket := bucket // _STEP:
+        sizes.add(bucket)
+    return tuple(sorted(sizes))
 
 
 def over_first_slots(function: Callable, shapes: Any, num_replicas: int) -> Callable:

@@ -23,7 +23,7 @@ def generate(
     ready: Mapping[int, tuple[Request, Matcher]],
     *,
     others: bool,
-    width: int | None = None,
+    bucket: int | None = None,
 ) -> tuple[DecodeState, list[Report]]:
     """Runs one dispatch; consumes `state`.
 
@@ -33,7 +33,7 @@ def generate(
       ready: Constrained sequences by slot, with matchers that have consumed all of their output.
         Other constrained sequences wait.
       others: Whether there are unconstrained sequences.
-      width: Batch bucket that holds all sequences; see `Engine.generate`.
+      bucket: Batch bucket that holds all sequences; see `Engine.generate`.
     Returns:
       The new state, and the reports of the parts of the dispatch.
     """
@@ -42,7 +42,7 @@ def generate(
         state, report = _masked_cycle(engine, state, ready)
         reports.append(report)
     if others:
-        state, report = engine.generate(state, width)
+        state, report = engine.generate(state, bucket)
         reports.append(report)
     return state, reports
 

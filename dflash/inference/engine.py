@@ -251,16 +251,16 @@ class Engine:
             np.int32(request.limit), stop_ids, asked, SamplingParams.of(request.sampling),
         )  # fmt: skip
 
-    def generate(self, state: DecodeState, width: int | None = None) -> tuple[DecodeState, Report]:
+    def generate(self, state: DecodeState, bucket: int | None = None) -> tuple[DecodeState, Report]:
         """Runs up to sync_every cycles; consumes `state` (its buffers are donated).
 
         Args:
           state: the batch.
-          width: one of the layout's widths: of each share only so many slots are computed, and the
-            others must be empty. None: all of them.
+          bucket: Number of slots to compute per replica, one of `layout.bucket_sizes`; all other
+            slots must be empty. None for all slots.
         """
-        whole = width in (None, self.layout.slots_per_replica)
-        run = self.program("generate", *(() if whole else (width,)))
+        whole = bucket in (None, self.layout.slots_per_replica)
+        run = self.program("generate", *(() if whole else (bucket,)))
         return run(self.target_params, self.drafter_params, state)
 
     def draft(self, state: DecodeState) -> tuple[DecodeState, Proposal]:
@@ -410,29 +410,29 @@ class Engine:
         return self.shapes.state()
 
     def _measured(self) -> np.ndarray:
-        """Seconds of a cycle of each block size by width, float32 [W, S]; 1 for a single size.
+        """Returns the seconds of a cycle by batch bucket and block size, float32 [W, S].
 
-        Measured at the first call.
+        They are measured at the first call. With a single block size, all are 1.
         """
         if self.cycle_seconds is None and len(self.block_sizes) > 1:
-            *partial, self.cycle_seconds = map(self._measure, self.layout.widths)
+            *partial, self.cycle_seconds = map(self._measure, self.layout.bucket_sizes)
             self._partial_seconds = tuple(partial)
         whole = self.cycle_seconds or (1.0,)
-        missing = len(self.layout.widths) - 1 - len(self._partial_seconds)
+        missing = len(self.layout.bucket_sizes) - 1 - len(self._partial_seconds)
         return np.array([*self._partial_seconds, *[whole] * (1 + missing)], np.float32)
 
-    def _measure(self, width: int) -> tuple[float, ...]:
-        """Seconds of a cycle of each block size, over so many slots of each share."""
+    def _measure(self, bucket: int) -> tuple[float, ...]:
+        """Returns the seconds of a cycle of each block size, over `bucket` slots per replica."""
 
         def table(seconds: np.ndarray) -> np.ndarray:
-            return np.tile(seconds, (len(self.layout.widths), 1))
+            return np.tile(seconds, (len(self.layout.bucket_sizes), 1))
 
         state = self.program("new_state")(table(adaptive.only(0, self.block_sizes)))
         return timing.cycle_seconds(
             self.block_sizes,
             state,
             lambda state, seconds: self.program("occupied")(state, table(seconds)),
-            functools.partial(self.generate, width=width),
+            functools.partial(self.generate, bucket=bucket),
         )
 
 

@@ -191,15 +191,15 @@ class Layout:
         return self.batch_size // self.num_replicas
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Slots of each share that a dispatch may cover, ascending."""
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """Batch buckets: numbers of slots per replica that a dispatch may cover, ascending."""
         whole = self.slots_per_replica
-        return batch_buckets.widths(whole) if self.partial else (whole,)
+        return batch_buckets.bucket_sizes(whole) if self.partial else (whole,)
 
-    def width(self, slots: Iterable[int]) -> int:
-        """Slots of each share that a dispatch has to cover for the sequences in these slots."""
+    def bucket_for(self, slots: Iterable[int]) -> int:
+        """Returns the smallest batch bucket that covers these slots."""
         needed = max((slot % self.slots_per_replica + 1 for slot in slots), default=1)
-        return next(width for width in self.widths if width >= needed)
+        return next(size for size in self.bucket_sizes if size >= needed)
 
     @property
     def pages_per_replica(self) -> int:

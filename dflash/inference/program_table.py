@@ -98,7 +98,7 @@ def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = Fal
     needed: list[Name] = [("new_state",), ("new_lanes",), *(("prefill", rows) for rows in chunks)]
     needed += [("plain", lanes) for lanes in sorted({1, shapes.num_lanes})]
     needed += [("insert",), ("generate",), ("release",)]
-    needed += [("generate", width) for width in layout.widths[:-1]]
+    needed += [("generate", bucket) for bucket in layout.bucket_sizes[:-1]]
     if grammars:
         needed += [("draft",), ("conclude",)]
     if layout.overcommits:
@@ -231,7 +231,7 @@ TABLE: dict[str, Program] = {
         donated=(0,),
     ),
     "generate": Program(
-        lambda shapes, *width: shapes.over_models(programs.generate(shapes, *width)),
+        lambda shapes, *bucket: shapes.over_models(programs.generate(shapes, *bucket)),
         lambda shapes, *_: (*shapes.weights, shapes.state()),
         _state_and_report,
         donated=(2,),

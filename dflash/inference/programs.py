@@ -121,9 +121,9 @@ def set_pages(state: DecodeState, table: jax.Array) -> DecodeState:
     return dataclasses.replace(state, cache=cache)
 
 
-def generate(shapes: Shapes, width: int | None = None) -> Callable:
-    """Returns a dispatch over the first `width` slots of each replica; None for all slots."""
-    entry = shapes.layout.widths.index(width or shapes.layout.slots_per_replica)
+def generate(shapes: Shapes, bucket: int | None = None) -> Callable:
+    """Returns a dispatch over the first `bucket` slots of each replica; None for all slots."""
+    entry = shapes.layout.bucket_sizes.index(bucket or shapes.layout.slots_per_replica)
 
     def run(target: Decoder, drafter: Drafter, state: DecodeState):
         if state.adaptive is not None:
@@ -132,9 +132,9 @@ def generate(shapes: Shapes, width: int | None = None) -> Callable:
             target, drafter, state, max_cycles=shapes.config.sync_every, rules=shapes.rules
         )
 
-    if width is None:
+    if bucket is None:
         return run
-    return batch_buckets.over_first_slots(run, shapes.state(width), shapes.layout.num_replicas)
+    return batch_buckets.over_first_slots(run, shapes.state(bucket), shapes.layout.num_replicas)
 
 
 def occupied(shapes: Shapes) -> Callable:

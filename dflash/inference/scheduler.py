@@ -189,7 +189,7 @@ class Scheduler:
                 self._state,
                 ready,
                 others=others,
-                width=self._layout.width(self._running),
+                bucket=self._layout.bucket_for(self._running),
             )
             self._given.append(GivenCycles(begin, reports, queued=bool(self._queue)))
 

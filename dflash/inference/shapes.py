@@ -97,18 +97,18 @@ class Shapes:
 
     def seconds(self) -> jax.ShapeDtypeStruct:
         """Returns seconds of a cycle by batch bucket and block size, float32 [W, S]."""
-        return self.whole((len(self.layout.widths), len(self.block_sizes)), jnp.float32)
+        return self.whole((len(self.layout.bucket_sizes), len(self.block_sizes)), jnp.float32)
 
     # --- the batch ------------------------------------------------------------------------------
 
-    def state(self, width: int | None = None) -> DecodeState:
+    def state(self, bucket: int | None = None) -> DecodeState:
         """Returns the state of the batch.
 
         Args:
-          width: Slots of each data replica; None for all. The pool of pages stays whole.
+          bucket: Slots of each data replica; None for all. The pool of pages stays whole.
         """
         layout, target, drafter = self.layout, self.target, self.drafter
-        batch = (width or layout.slots_per_replica) * layout.num_replicas
+        batch = (bucket or layout.slots_per_replica) * layout.num_replicas
         ints = self.sharding.abstract((batch,), ("batch",), jnp.int32)
         return DecodeState(
             length=ints,
@@ -132,7 +132,7 @@ class Shapes:
                 len(drafter.feature_layers) * target.arch.hidden_size,
                 target.dtype,
                 self.sharding,
-                len(layout.widths),
+                len(layout.bucket_sizes),
             ),
             nonfinite_at=ints,
             concluded=self.scalar(),

@@ -19,22 +19,22 @@ LIMITS = [12, 3, 8, 5, 7, 4]
 
 
 class Watch:
-    """An engine that notes the width of every dispatch."""
+    """An engine that notes the bucket of every dispatch."""
 
     def __init__(self, inner):
         self._inner = inner
-        self.widths = []
+        self.buckets = []
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def generate(self, state, width=None):
-        self.widths.append(width)
-        return self._inner.generate(state, width)
+    def generate(self, state, bucket=None):
+        self.buckets.append(bucket)
+        return self._inner.generate(state, bucket)
 
 
 def check(run, **how) -> list[int]:
-    """One request alone, four more, then another one; returns the widths of the dispatches."""
+    """One request alone, four more, then another one; returns the buckets of the dispatches."""
     watch = Watch(run)
     one = Scheduler(watch)
     requests = make_requests(PROMPTS, LIMITS, **how)
@@ -47,7 +47,7 @@ def check(run, **how) -> list[int]:
     done = {event.id: event for event in events if isinstance(event, Completion)}
     found = [(done[i].output_ids, done[i].finish_reason) for i in range(len(PROMPTS))]
     assert found == expected(PROMPTS, LIMITS, **how)
-    return watch.widths
+    return watch.buckets
 
 
 # State in pages, in arrays, in both with rows that depend on the next token, and of refused rows.
@@ -64,7 +64,7 @@ def test_every_kind_of_state_is_cut_and_put_back(name):
 def test_each_replica_computes_its_own_first_slots(name):
     model = drafter(name, mesh=(2, 1, 1), block_size=3)
     run = engine(model, mesh=(2, 1, 1), batch_size=8, sync_every=2, partial_dispatches=True)
-    assert run.layout.widths == (1, 4)
+    assert run.layout.bucket_sizes == (1, 4)
     assert set(check(run, temperature=0.0)) == {1, 4}
 
 
@@ -74,7 +74,7 @@ def adaptive_engine():
     return engine(drafter("dflash", block_size=2), adaptive_blocks=True, **options)
 
 
-def test_the_block_size_is_chosen_by_the_times_of_the_width():
+def test_the_block_size_is_chosen_by_the_times_of_the_bucket():
     """Drafting pays where few slots are computed and not where all are, or so it is told."""
     run = adaptive_engine()
     sizes = run.block_sizes
@@ -94,7 +94,7 @@ def test_the_block_size_is_chosen_by_the_times_of_the_width():
     assert together[0].block_sizes[-1] == 1
 
 
-def test_cycles_are_timed_at_every_width():
+def test_cycles_are_timed_for_every_bucket():
     run = adaptive_engine()
     run.cycle_seconds = None
     measured = run._measured()
@@ -104,8 +104,8 @@ def test_cycles_are_timed_at_every_width():
 
 
 @given(slots=st.integers(1, 300))
-def test_few_widths_reach_from_one_slot_to_all(slots):
-    found = batch_buckets.widths(slots)
+def test_few_buckets_reach_from_one_slot_to_all(slots):
+    found = batch_buckets.bucket_sizes(slots)
     assert found[0] == 1
     assert found[-1] == slots
     assert list(found) == sorted(set(found))

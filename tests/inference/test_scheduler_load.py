@@ -38,9 +38,9 @@ class Spy:
         self.given.append(sum(len(piece.tokens) for piece in pieces.values()))
         return self._inner.prefill(state, lanes, pieces)
 
-    def generate(self, state, *width):
+    def generate(self, state, *bucket):
         self.given.append("cycles")
-        return self._inner.generate(state, *width)
+        return self._inner.generate(state, *bucket)
 
 
 def drain(one: Scheduler) -> list:
