@@ -87,9 +87,9 @@ def _completion(command: cli.Command) -> None:
     if command.flags["line"] is None:
         print(_SCRIPTS[shell], end="")
         return
-    found = candidates(*split(command.flags["line"]))
+    completions = candidates(*split(command.flags["line"]))
     # fish adds the space after a candidate.
-    print("\n".join(one.rstrip() if shell == "fish" else one for one in found))
+    print("\n".join(text.rstrip() if shell == "fish" else text for text in completions))
 
 
 def split(line: str) -> tuple[list[str], str]:
@@ -110,12 +110,12 @@ def candidates(words: Sequence[str], word: str) -> list[str]:
       word: Beginning of the word; may be empty.
     """
     if not words:
-        found = [f"{name} " for name in (*COMMANDS, "--help", "--version")]
+        options = [f"{name} " for name in (*COMMANDS, "--help", "--version")]
     elif words[0] in COMMANDS:
-        found = _of_subcommand(_subcommand(words[0]), words[1:], word)
+        options = _of_subcommand(_subcommand(words[0]), words[1:], word)
     else:
-        found = []
-    return sorted({one for one in found if one.startswith(word)})
+        options = []
+    return sorted({option for option in options if option.startswith(word)})
 
 
 def _subcommand(name: str) -> cli.Subcommand:
@@ -130,15 +130,14 @@ def _of_subcommand(subcommand: cli.Subcommand, words: Sequence[str], word: str) 
     name, equals, begun = word.partition("=")
     if word.startswith("-"):
         if equals and name.lstrip("-") in values:
-            found = _of_flag(values[name.lstrip("-")], begun)
-            return [f"{name}={value}" for value in found]
+            return [f"{name}={value}" for value in _of_flag(values[name.lstrip("-")], begun)]
         return _flag_names(values)
-    given = [one for one in words if not one.startswith("-")]
+    arguments = [argument for argument in words if not argument.startswith("-")]
     if not subcommand.takes_config:
         return paths(word)
-    if not given or "=" in given[0]:
+    if not arguments or "=" in arguments[0]:
         return [*shipped(subcommand.name), *paths(word, (".yml", ".yaml"))]
-    return overrides(known(subcommand, given), word, swept=subcommand.name == "sweep")
+    return overrides(known(subcommand, arguments), word, swept=subcommand.name == "sweep")
 
 
 def _flag_names(values: flags.FlagValues) -> Iterator[str]:
@@ -157,19 +156,19 @@ def _of_flag(flag: flags.Flag, begun: str) -> Iterable[str]:
     return paths(begun) if isinstance(flag.value, str | None) else []
 
 
-def known(subcommand: cli.Subcommand, given: Sequence[str]) -> list[keys.Key]:
+def known(subcommand: cli.Subcommand, arguments: Sequence[str]) -> list[keys.Key]:
     """Returns the keys of the config of a subcommand, given its file and overrides.
 
     Args:
       subcommand: Subcommand that takes a config.
-      given: Path of the config and the overrides so far; invalid ones are ignored.
+      arguments: Path of the config and the overrides so far; invalid ones are ignored.
     """
     problems: list[str] = []
-    files, origin = merging.read(given[0], problems)
+    files, origin = merging.read(arguments[0], problems)
     readable = [loader.without_sweep(file) for file in files if file is not None]
     schemas = subcommand.schema if isinstance(subcommand.schema, tuple) else (subcommand.schema,)
     run = loader.fitting(schemas, readable)
-    line = [loader.without_sweep(node) for node in merging.parse_overrides(given[1:], problems)]
+    line = [loader.without_sweep(node) for node in merging.parse_overrides(arguments[1:], problems)]
     layered = [*([file] for file in readable), line]
     tree = merging.merge(layered, build.named_groups(run), origin)
     for mapping, group in build.overriding_groups(run):
@@ -177,76 +176,76 @@ def known(subcommand: cli.Subcommand, given: Sequence[str]) -> list[keys.Key]:
     return list(keys.known_keys(run, tree.content))
 
 
-def overrides(found: Sequence[keys.Key], word: str, *, swept: bool = False) -> list[str]:
+def overrides(config_keys: Sequence[keys.Key], word: str, *, swept: bool = False) -> list[str]:
     """Returns the candidates for key=value: the next part of the key, or the value.
 
     Args:
-      found: Keys of the config.
+      config_keys: Keys of the config.
       word: Beginning of key=value.
       swept: Whether keys may have the prefix of a sweep.
     """
-    prefix = next((one for one in _SWEPT if swept and word.startswith(one)), "")
+    prefix = next((text for text in _SWEPT if swept and word.startswith(text)), "")
     key, equals, begun = word.removeprefix(prefix).partition("=")
     if not equals:
-        names = _parts(found, key)
+        names = _parts(config_keys, key)
         blocks = ["sweep.run=", *_SWEPT] if swept and not prefix else []
         return [*(f"{prefix}{name}" for name in names), *blocks]
     if swept and key == "sweep.run":
         return [f"{word[: -len(begun)] if begun else word}{name} " for name in registry.RUNS]
-    for one in found:
-        if ".".join(one.path) == key:
-            return [f"{prefix}{key}={value}" for value in _values(one, begun)]
+    for config_key in config_keys:
+        if ".".join(config_key.path) == key:
+            return [f"{prefix}{key}={value}" for value in _values(config_key, begun)]
     return []
 
 
-def _parts(found: Iterable[keys.Key], begun: str) -> Iterator[str]:
+def _parts(config_keys: Iterable[keys.Key], begun: str) -> Iterator[str]:
     """Yields the keys that begin with `begun`, up to their next dot."""
-    for key in found:
+    for key in config_keys:
         name = ".".join(key.path)
         if not name.startswith(begun):
             continue
-        rest = name[len(begun) :]
-        if "." in rest:
-            yield begun + rest[: rest.index(".") + 1]
+        untyped = name[len(begun) :]
+        if "." in untyped:
+            yield begun + untyped[: untyped.index(".") + 1]
         elif not key.is_group or key.values:
             yield f"{name}="
 
 
 def _values(key: keys.Key, begun: str) -> list[str]:
-    found = [f"{value} " for value in key.values]
+    values = [f"{value} " for value in key.values]
     if key.place == "checkpoint":
-        found.append(f"{schema.RANDOM} ")
+        values.append(f"{schema.RANDOM} ")
     if key.place in ("checkpoint", "tokenizer"):
         assets = pathlib.Path(__file__).parent / "assets"
-        found += [f"assets/{one.name} " for one in sorted(assets.iterdir()) if one.is_dir()]
-    return [*found, *paths(begun)] if key.place is not None else found
+        values += [f"assets/{path.name} " for path in sorted(assets.iterdir()) if path.is_dir()]
+    return [*values, *paths(begun)] if key.place is not None else values
 
 
 def shipped(command: str) -> list[str]:
     """Returns the shipped configs of a command, in the form that the command accepts."""
     directory = merging.package_configs()
     folders = (directory / folder for folder in _FOLDERS.get(command, ("",)))
-    found = (path.relative_to(directory) for folder in folders for path in folder.glob("*.yml"))
-    return [f"configs/{path} " for path in found]
+    configs = [path.relative_to(directory) for folder in folders for path in folder.glob("*.yml")]
+    return [f"configs/{path} " for path in configs]
 
 
 def paths(begun: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
     """Returns the files and directories that complete a path; keeps `~` unexpanded."""
     name = begun.rpartition("/")[2]
     shown = begun[: len(begun) - len(name)]
-    found = []
+    matches = []
     try:
         with os.scandir(pathlib.Path(shown or ".").expanduser()) as entries:
             for entry in entries:
                 if entry.name.startswith(".") and not name.startswith("."):
                     continue
                 if entry.is_dir():
-                    found.append(f"{shown}{entry.name}/")
+                    matches.append(f"{shown}{entry.name}/")
                 elif entry.name.endswith(suffixes):
-                    found.append(f"{shown}{entry.name} ")
+                    matches.append(f"{shown}{entry.name} ")
     except (OSError, RuntimeError, ValueError):  # the directory or the user does not exist
         return []
-    return found
+    return matches
 
 
 if __name__ == "__main__":

@@ -48,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _train_tokenizer(command: cli.Command) -> None:
-    given = dict(command.flags)
-    names, (destination,) = given.pop("datasets"), command.arguments
+    options = dict(command.flags)
+    names, (destination,) = options.pop("datasets"), command.arguments
     preflight.check_bucket(destination)
     check_vacant(paths.to_path(destination))
     preflight.check_writable(destination)
-    for file in given["files"]:
+    for file in options["files"]:
         preflight.check_file(file)
-    print(train_tokenizer(paths.to_path(destination), names=names, **given))
+    print(train_tokenizer(paths.to_path(destination), names=names, **options))
 
 
 def train_tokenizer(
@@ -83,11 +83,11 @@ def train_tokenizer(
     check_vacant(destination)
     names = list(dict.fromkeys([*names, *(["jsonl"] if files else [])]))
     config = DataConfig(mixture=dict.fromkeys(names, 1.0), files=tuple(files))
-    found = [datasets.find(name, config) for name in names]
+    sources = [datasets.find(name, config) for name in names]
     limit = int(megabytes * 1e6)
     sentences = [
         text
-        for dataset in found
+        for dataset in sources
         for text in tokenizer_training.texts(dataset.examples("train"), limit)
     ]
     if not sentences:

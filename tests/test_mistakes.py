@@ -237,9 +237,9 @@ MISTAKES = {
         "prompts.file: q.jsonl: cannot be read: No such file or directory; did you mean 'p.jsonl'?",
     ),
     "directory of prompts": Mistake("decode c.yml prompts.file=.", ".: cannot be read: Is a direc"),
-    "no prompts": Mistake("decode c.yml", "p.jsonl: no prompts in it", 2, put("p.jsonl", "")),
+    "no prompts": Mistake("decode c.yml", "p.jsonl: no prompts found", 2, put("p.jsonl", "")),
     "empty stdin": Mistake(
-        "decode c.yml prompts.file=null", "stdin: no prompts in it", 2, stdin_of("")
+        "decode c.yml prompts.file=null", "stdin: no prompts found", 2, stdin_of("")
     ),
     "JSON": Mistake("decode c.yml", "p.jsonl:2: not JSON", 2, put("p.jsonl", PROMPT + "{")),
     "one JSON list": Mistake(

@@ -61,11 +61,11 @@ def agree(text: str, reference: str, *, finished: bool = True) -> bool | None:
       reference: Worked solution.
       finished: False if the text was cut off at a limit; see `find`.
     """
-    wanted = find(reference)
-    if not wanted:
+    expected = find(reference)
+    if not expected:
         return None
-    found = find(text, finished=finished)
-    return bool(found) and same(found, wanted)
+    answer = find(text, finished=finished)
+    return bool(answer) and same(answer, expected)
 
 
 def marked(text: str) -> str | None:
@@ -105,26 +105,26 @@ def simplified(answer: str) -> str:
     return _SPACE.sub(lambda kept: f"{kept[1]} " if kept[1] else "", text)
 
 
-def _same(one: str, other: str) -> bool:
+def _same(answer: str, reference: str) -> bool:
     """Implements `same` for simplified answers."""
-    if one == other:
+    if answer == reference:
         return True
-    (bracket, items), (other_bracket, others) = _items(one), _items(other)
+    (bracket, items), (other_bracket, others) = _items(answer), _items(reference)
     if bracket == other_bracket and 1 < len(items) == len(others) <= MAX_ITEMS:
         if bracket in ("", "\\{"):
             return _same_in_any_order(items, others)
         return all(map(_same, items, others))
-    values = latex_values.evaluate(one)
-    return values is not None and latex_values.equal(values, latex_values.evaluate(other))
+    values = latex_values.evaluate(answer)
+    return values is not None and latex_values.equal(values, latex_values.evaluate(reference))
 
 
 def _same_in_any_order(items: Sequence[str], others: Sequence[str]) -> bool:
-    rest = list(others)
+    unmatched = list(others)
     for item in items:
-        place = next((place for place, other in enumerate(rest) if _same(item, other)), None)
+        place = next((place for place, other in enumerate(unmatched) if _same(item, other)), None)
         if place is None:
             return False
-        del rest[place]
+        del unmatched[place]
     return True
 
 

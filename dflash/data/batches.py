@@ -84,7 +84,7 @@ class Batches:
             )
         if state.get("data") != self._data:
             raise errors.InputError(
-                "the data, their shares, length, batch size or seed are not those of the "
+                "the data or their shares, length, batch size or seed differ from those of the "
                 "checkpoint, so it cannot be resumed"
             )
         self._counts = list(state["rows"])

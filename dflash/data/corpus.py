@@ -77,13 +77,13 @@ class Corpus:
           InputError: The file cannot be read, or its content differs from what was written.
         """
         try:
-            found = self.tokens[self.offsets[index] : self.offsets[index + 1]]
+            document = self.tokens[self.offsets[index] : self.offsets[index + 1]]
         except OSError as error:
             path = self.directory / _TOKENS
             raise errors.InputError(f"{path}: cannot be read: {error.strerror}") from error
-        if self.crc32 is not None and zlib.crc32(found) != self.crc32[index]:
+        if self.crc32 is not None and zlib.crc32(document) != self.crc32[index]:
             raise _damaged(self.directory / _TOKENS)
-        return found
+        return document
 
 
 def join(name: str, documents: Sequence[np.ndarray]) -> Corpus:

@@ -137,6 +137,6 @@ def _unmark_first(document: np.ndarray) -> np.ndarray:
     return document
 
 
-def _common_start(one: str, other: str) -> str:
-    pairs = zip(one, other, strict=False)
-    return one[: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))]
+def _common_start(left: str, right: str) -> str:
+    pairs = zip(left, right, strict=False)
+    return left[: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))]

@@ -48,8 +48,8 @@ class Example:
     @property
     def later_turns(self) -> tuple[str, ...]:
         """The user's later messages, each after an answer."""
-        rest = self.messages[len(self.opening) :]
-        return tuple(message["content"] for message in rest if message["role"] == "user")
+        later = self.messages[len(self.opening) :]
+        return tuple(message["content"] for message in later if message["role"] == "user")
 
     @property
     def response(self) -> str:

@@ -48,7 +48,7 @@ def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Ite
         if problems:
             raise errors.InputError(jsonl.summarize(file, problems, "lines"))
         if empty:
-            raise errors.InputError(f"{file}: empty: no conversations in it")
+            raise errors.InputError(f"{file}: contains no conversations")
 
 
 def content_hash(file: str) -> bytes:
@@ -73,13 +73,13 @@ def _example(fields: Mapping[str, Any]) -> Example:
     if "output_ids" in fields:
         prompt = jsonl.check_ids(fields.get("prompt_ids"))
         output = jsonl.check_ids(fields["output_ids"], "output_ids")
-        negative = [token for token in (*prompt, *output) if not 0 <= token < 2**31]
-        if negative:
-            raise errors.InputError(f"token id {negative[0]} is out of every vocabulary")
+        invalid = [token for token in (*prompt, *output) if not 0 <= token < 2**31]
+        if invalid:
+            raise errors.InputError(f"token id {invalid[0]} is not in the range 0 to 2**31 - 1")
         return Example(TASK, _source(prompt), prompt_ids=prompt, output_ids=output)
     if "messages" in fields:
-        given = jsonl.check_messages(fields["messages"])
-        messages = tuple({key: message[key] for key in ("role", "content")} for message in given)
+        checked = jsonl.check_messages(fields["messages"])
+        messages = tuple({key: message[key] for key in ("role", "content")} for message in checked)
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise errors.InputError("messages: expected a question, and an answer at the end")
         if not messages[-1]["content"]:
@@ -89,8 +89,8 @@ def _example(fields: Mapping[str, Any]) -> Example:
         prompt = jsonl.check_text(fields["prompt"])
         response = jsonl.check_text(fields["response"], "response")
         return pair(TASK, _source([{"role": "user", "content": prompt}]), prompt, response)
-    found = ", ".join(map(repr, list(fields)[:5])) or "nothing"
-    raise errors.InputError(f"expected {_KINDS}; found {found}")
+    keys = ", ".join(map(repr, list(fields)[:5])) or "nothing"
+    raise errors.InputError(f"expected {_KINDS}; found {keys}")
 
 
 def _source(question: Any) -> str:

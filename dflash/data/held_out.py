@@ -36,16 +36,17 @@ def mixed_prompts(
       InputError: A data set has no examples in this split, or the chat template cannot render its
         messages.
     """
-    found = {}
+    prompts = {}
     for place, (name, dataset) in enumerate(sets.items()):
         share = limit // len(sets) + (place < limit % len(sets))
         sample = _sample(dataset, split, share, directory) if share else []
         if share and not sample:
             raise dataset.empty(split)
-        found[name] = [
-            tuple(one.get("prompt_ids") or tokenizer.encode_chat(one["messages"])) for one in sample
+        prompts[name] = [
+            tuple(prompt.get("prompt_ids") or tokenizer.encode_chat(prompt["messages"]))
+            for prompt in sample
         ]
-    return found
+    return prompts
 
 
 def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Prompt]:
@@ -56,11 +57,11 @@ def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path)
     path = directory / "prompts" / name
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
-    found = _find_sample(dataset, split, count)
+    sample = _find_sample(dataset, split, count)
     with contextlib.suppress(OSError):  # the directory may be read-only
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, json.dumps(found))
-    return found
+        files.write_whole(path, json.dumps(sample))
+    return sample
 
 
 def _find_sample(dataset: Dataset, split: Split, count: int) -> list[Prompt]:

@@ -37,17 +37,17 @@ def evaluate(text: str) -> tuple[Value, ...] | None:
         return None
 
 
-def equal(one: tuple[Value, ...] | None, other: tuple[Value, ...] | None) -> bool:
+def equal(left: tuple[Value, ...] | None, right: tuple[Value, ...] | None) -> bool:
     """Returns whether both expressions have values and these are equal."""
-    if one is None or other is None:
+    if left is None or right is None:
         return False
-    return all(map(_equal, one, other))
+    return all(map(_equal, left, right))
 
 
-def _equal(one: Value, other: Value) -> bool:
-    if isinstance(one, float) or isinstance(other, float):
-        return math.isclose(one, other, rel_tol=_TOLERANCE)
-    return one == other
+def _equal(left: Value, right: Value) -> bool:
+    if isinstance(left, float) or isinstance(right, float):
+        return math.isclose(left, right, rel_tol=_TOLERANCE)
+    return left == right
 
 
 class _Parser:
@@ -69,9 +69,9 @@ class _Parser:
     def _peek(self) -> str:
         return self._tokens[self._place] if self._place < len(self._tokens) else ""
 
-    def _take(self, *wanted: str) -> str:
+    def _take(self, *expected: str) -> str:
         token = self._peek()
-        if not token or (wanted and token not in wanted):
+        if not token or (expected and token not in expected):
             raise _NoValue
         self._place += 1
         return token
@@ -148,7 +148,7 @@ class _Parser:
         part = _FRACTION.match("".join(self._tokens[self._place :]))
         if not part:
             return number
-        above, below = (int(one) for one in part.groups() if one)
+        above, below = (int(digits) for digits in part.groups() if digits)
         if not token.isdigit() or above >= below:
             raise _NoValue  # 2\frac{3}{2} may be a product or a mistake
         return _checked(number + self._atom())

@@ -107,7 +107,7 @@ def _open_rows(
     rows = Rows(corpus, packing.open_packing(corpus, config.length, config.seed))
     if not len(rows):
         raise errors.InputError(
-            f"{corpus.name}: nothing to learn within {config.length} tokens of any of its "
-            f"{len(corpus)} documents"
+            f"{corpus.name}: none of its {len(corpus)} documents has a supervised token within "
+            f"data.length={config.length} tokens: raise data.length"
         )
     return rows

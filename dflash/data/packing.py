@@ -116,17 +116,17 @@ def _best_fit(counts: np.ndarray) -> np.ndarray:
             fitting = rooms >> size
             room = size + (fitting & -fitting).bit_length() - 1 if fitting else length
             per_row = room // size
-            wanted = -(-left // per_row)
+            needed = -(-left // per_row)
             if fitting:
-                rows = take(wanted, room)
+                rows = take(needed, room)
             else:
-                rows = np.arange(num_rows, num_rows + wanted, dtype=np.int32)
-                num_rows += wanted
+                rows = np.arange(num_rows, num_rows + needed, dtype=np.int32)
+                num_rows += needed
             count = min(left, len(rows) * per_row)
             placed[done : done + count] = np.repeat(rows, per_row)[:count]
-            full, rest = divmod(count, per_row)
+            full, remaining = divmod(count, per_row)
             put(rows[:full], room - per_row * size)
-            put(rows[full:], room - rest * size)
+            put(rows[full:], room - remaining * size)
             done, left = done + count, left - count
     return placed
 

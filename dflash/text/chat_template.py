@@ -69,9 +69,9 @@ class ChatTemplate:
         path = self._directory / "tokenizer_config.json"
         template = tokenizer_config(self._directory).get("chat_template")
         if isinstance(template, list):  # named templates
-            named = [one for one in template if isinstance(one, dict)]
-            found = (one.get("template") for one in named if one.get("name") == "default")
-            template = next(found, None)
+            named = [entry for entry in template if isinstance(entry, dict)]
+            sources = (entry.get("template") for entry in named if entry.get("name") == "default")
+            template = next(sources, None)
         if not isinstance(template, str):
             raise errors.InputError(
                 f"{self._directory}: no chat template (chat_template.jinja, or chat_template in "

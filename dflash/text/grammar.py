@@ -13,39 +13,15 @@ the grammar and the output so far, so all processes of a run compute the same ma
 import dataclasses
 import functools
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from dflash import errors
+from dflash.text import grammar_compiler
+from dflash.text.grammar_compiler import Kind
 from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import Tokenizer
-
-Kind = Literal["json_object", "json_schema", "regex", "lark"]
-
-MAX_SOURCE_BYTES = 2**16
-COMPILE_SECONDS = 3  # processor time
-_MOST_PATIENCE = 10  # ratio of wall-clock time to processor time at which a process is stuck
-_COMPILE_BYTES = 2**30
-# Real schemas stay far below these limits; grammars that exceed them are rejected.
-_LIMITS = {
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 200_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 50_000,
-    "verbose_errors": False,
-}
-
-_JSON = {
-    # Reject unsupported keywords, even if the schema asks for lenient treatment.
-    "lenient": False,
-    # A space, or a line break with indentation. Some models never stop writing unlimited space.
-    "whitespace_pattern": r"( |\n[ \t]{0,32})?",
-}
 
 
 class Vocabulary:
@@ -72,8 +48,8 @@ class Vocabulary:
     @functools.cached_property
     def index(self) -> Any:
         """Tokenizer object of llguidance."""
-        library = _import_llguidance()
-        return library.LLTokenizer(library.TokenizerWrapper(_Wrapped(self)))
+        library = grammar_compiler.import_llguidance()
+        return library.LLTokenizer(library.TokenizerWrapper(_TokenizerAdapter(self)))
 
     @functools.cached_property
     def not_first(self) -> np.ndarray:
@@ -84,7 +60,7 @@ class Vocabulary:
         return _pack(np.array([*dropped, False]))
 
 
-class _Wrapped:
+class _TokenizerAdapter:
     """Tokenizer interface that llguidance requires.
 
     Tokens without text have no bytes and never match. llguidance splits literal text of a grammar
@@ -99,18 +75,18 @@ class _Wrapped:
         self.tokens = [text or b"" for text in texts]
         self.special_token_ids = [i for i, text in enumerate(texts) if not text]
         self.eos_token_id = vocabulary.end
-        self._number_of = {text: i for i, text in reversed(list(enumerate(texts))) if text}
-        self._longest = max(map(len, self._number_of))
+        self._id_of = {text: i for i, text in reversed(list(enumerate(texts))) if text}
+        self._longest = max(map(len, self._id_of))
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Splits a text into tokens by greedy longest match."""
-        rest, found = text.encode() if isinstance(text, str) else text, []
-        while rest:
-            sizes = range(min(self._longest, len(rest)), 0, -1)
-            size = next(size for size in sizes if rest[:size] in self._number_of)
-            found.append(self._number_of[rest[:size]])
-            rest = rest[size:]
-        return found
+        remaining, token_ids = text.encode() if isinstance(text, str) else text, []
+        while remaining:
+            sizes = range(min(self._longest, len(remaining)), 0, -1)
+            size = next(size for size in sizes if remaining[:size] in self._id_of)
+            token_ids.append(self._id_of[remaining[:size]])
+            remaining = remaining[size:]
+        return token_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,28 +111,28 @@ class Grammar:
         """
         return Matcher(self)
 
-    def begin(self, *, anew: bool = False) -> Any:
+    def begin(self, *, recompile: bool = False) -> Any:
         """Returns a matcher of llguidance at the beginning of an output.
 
         Args:
-          anew: Whether to compile the grammar again. Copies of a compiled matcher share its lexer
-            states, and therefore also the limit on their number.
+          recompile: Whether to compile the grammar again. Copies of a compiled matcher share its
+            lexer states, and therefore also the limit on their number.
         """
-        if anew:
+        if recompile:
             self.__dict__.pop("_compiled", None)
         return self._compiled.deep_copy()
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        library = _import_llguidance()
+        library = grammar_compiler.import_llguidance()
         compiled = library.LLMatcher(
             self.vocabulary.index,
-            _serialized(self.kind, self.source),
+            grammar_compiler.serialize(self.kind, self.source),
             log_level=0,
-            limits=library.LLParserLimits(**_LIMITS),
+            limits=library.LLParserLimits(**grammar_compiler.LIMITS),
         )
         if compiled.is_error():
-            raise _unusable(self.kind, compiled.get_error())
+            raise grammar_compiler.unusable(self.kind, compiled.get_error())
         return compiled
 
 
@@ -171,7 +147,7 @@ def json_schema(schema: Mapping[str, Any] | str, vocabulary: Vocabulary) -> Gram
         try:
             schema = json.dumps(schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _unusable("json_schema", str(error)) from error
+            raise grammar_compiler.unusable("json_schema", str(error)) from error
     return _checked(Grammar("json_schema", schema, vocabulary))
 
 
@@ -200,7 +176,7 @@ class Matcher:
         """Starts an empty output."""
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._state = grammar.begin()
-        self._said: list[int] = []
+        self._output_ids: list[int] = []
 
     @property
     def may_end(self) -> bool:
@@ -209,7 +185,7 @@ class Matcher:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the output; the masks must allow them, and none may be an end token."""
-        self._said += tokens
+        self._output_ids += tokens
         self._state.consume_tokens(list(tokens))
 
     def fill(
@@ -241,29 +217,29 @@ class Matcher:
             if token not in ends:
                 parent = draft if parents is None else parents[draft]
                 children.setdefault(parent, []).append(draft)
-        self._fill_row(masks[0], len(self._said), ends, first_end)
+        self._fill_row(masks[0], len(self._output_ids), ends, first_end)
         if self._state.is_error():  # other outputs may have used up the shared limits
-            self._begin_anew()
-            self._fill_row(masks[0], len(self._said), ends, first_end)
-        followed = not self._state.is_error()
+            self._restart()
+            self._fill_row(masks[0], len(self._output_ids), ends, first_end)
+        is_valid = not self._state.is_error()
         path = [(0, iter(children.get(0, ())))]
         while path and not self._state.is_error():
-            row, rest = path[-1]
-            draft = next(rest, None)
+            row, siblings = path[-1]
+            draft = next(siblings, None)
             if draft is None:
                 path.pop()
                 if path:
                     self._state.rollback(1)
             elif _allows(masks[row], tokens[draft]):
                 self._state.consume_token(tokens[draft])
-                self._fill_row(masks[draft + 1], len(self._said) + len(path), ends, first_end)
+                self._fill_row(masks[draft + 1], len(self._output_ids) + len(path), ends, first_end)
                 path.append((draft + 1, iter(children.get(draft + 1, ()))))
-        if followed and self._state.is_error():  # at a draft, which may not become output
-            self._begin_anew()
+        if is_valid and self._state.is_error():  # at a draft, which may not become output
+            self._restart()
 
-    def _begin_anew(self) -> None:
-        self._state = self._grammar.begin(anew=True)
-        self._state.consume_tokens(self._said)
+    def _restart(self) -> None:
+        self._state = self._grammar.begin(recompile=True)
+        self._state.consume_tokens(self._output_ids)
 
     def _fill_row(self, row: np.ndarray, length: int, ends: Sequence[int], first_end: int) -> None:
         """Computes the mask of the tokens that may follow an output of `length` tokens."""
@@ -309,120 +285,13 @@ def _pack(bits: np.ndarray) -> np.ndarray:
     return np.packbits(padded, bitorder="little").view(np.int32)
 
 
-# --- checking ------------------------------------------------------------------------------------
-
-
 def _checked(grammar: Grammar) -> Grammar:
     """Returns the grammar after compiling it; raises like `regex`."""
-    _import_llguidance()
-    try:
-        size = len(grammar.source.encode())
-    except UnicodeEncodeError as error:
-        raise _unusable(grammar.kind, "holds half a character (a lone surrogate)") from error
-    if size > MAX_SOURCE_BYTES:
-        raise _unusable(grammar.kind, f"{size} bytes, expected at most {MAX_SOURCE_BYTES}")
-    problem = _compiles_alone(grammar.kind, grammar.source)
-    if problem:
-        raise _unusable(grammar.kind, problem)
+    grammar_compiler.check(grammar.kind, grammar.source)
     masks = np.zeros((1, len(grammar.vocabulary.not_first)), np.int32)
     matcher = grammar.matcher()
     matcher.fill(masks, ends=(grammar.vocabulary.end,))
     if not matcher.may_end and _allows(masks[0], grammar.vocabulary.end):
-        raise _unusable(grammar.kind, "no token of the target can begin what it matches")
+        problem = "no token of the target can begin what it matches"
+        raise grammar_compiler.unusable(grammar.kind, problem)
     return grammar
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiles_alone(kind: Kind, source: str) -> str:
-    """Compiles a grammar in a separate process; returns a description of the problem, or "".
-
-    The process can be stopped. The limits of the library do not cover everything, and some short
-    schemas take minutes.
-    """
-    too_long = f"takes more than {COMPILE_SECONDS} s to compile; make it simpler"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", _ALONE],
-            input=json.dumps([_serialized(kind, source), _LIMITS, COMPILE_SECONDS, _COMPILE_BYTES]),
-            capture_output=True,
-            text=True,
-            timeout=_MOST_PATIENCE * COMPILE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return too_long
-    if done.returncode == _SPENT:
-        return too_long
-    if done.returncode:
-        return f"takes more than {_COMPILE_BYTES >> 20} MiB to compile; make it simpler"
-    return done.stdout
-
-
-# Exit status of a process that exceeds its processor time; None on systems without such a limit.
-_SPENT = -signal.SIGXCPU if hasattr(signal, "SIGXCPU") else None
-# The program also matches the first tokens of an output, because large automata are built then. Its
-# limit is on processor time, since wall-clock time depends on the load of the machine.
-_ALONE = """
-import json, math, sys, time
-import llguidance
-
-class Bytes:
-    tokens = [bytes([byte]) for byte in range(256)] + [b""]
-    eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
-    def __call__(self, text):
-        return list(text)
-
-grammar, limits, seconds, most_bytes = json.load(sys.stdin)
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    end = math.ceil(time.process_time()) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 1))
-except ImportError:  # only Unix has it
-    pass
-matcher = llguidance.LLMatcher(
-    llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes())),
-    grammar, log_level=0, limits=llguidance.LLParserLimits(**limits),
-)
-for _ in range(8):
-    mask = int.from_bytes(matcher.compute_bitmask(), "little")
-    allowed = [byte for byte in range(256) if mask >> byte & 1]
-    if matcher.is_error() or not allowed:
-        break
-    matcher.consume_token(allowed[len(allowed) // 2])
-print(matcher.get_error(), end="")
-"""
-
-
-def _serialized(kind: Kind, source: str) -> str:
-    """Converts a grammar to the format of llguidance."""
-    matcher = _import_llguidance().LLMatcher
-    if kind == "regex":
-        return matcher.grammar_from_regex(source)
-    if kind == "lark":
-        return matcher.grammar_from_lark(source)
-    try:
-        return matcher.grammar_from_json_schema(
-            source if kind == "json_schema" else '{"type": "object"}', overrides=_JSON
-        )
-    except ValueError as error:
-        raise _unusable(kind, str(error)) from error
-
-
-def _unusable(kind: Kind, problem: str) -> errors.InputError:
-    return errors.InputError(f"{kind}: {_first_line(problem)}")
-
-
-def _first_line(problem: str) -> str:
-    """Shortens an error message of the library to one line of at most 200 characters."""
-    line = " ".join(problem.split("<state>")[0].split())
-    return line if len(line) <= 200 else f"{line[:199]}…"
-
-
-def _import_llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise errors.InputError(
-            "structured output needs llguidance; pip install 'dflash[grammar]'"
-        ) from error
-    return llguidance

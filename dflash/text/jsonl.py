@@ -50,8 +50,8 @@ def placed_lines(lines: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
             return
         if len(line) > MAX_LINE_BYTES:
             raise errors.InputError(
-                f"{name}:{number}: longer than {MAX_LINE_BYTES:,} bytes; is it JSON with one "
-                "object a line?"
+                f"{name}:{number}: longer than {MAX_LINE_BYTES:,} bytes; expected JSON with one "
+                "object per line"
             )
         if number == 1:
             try:
@@ -79,10 +79,10 @@ def parse_json(line: str) -> Mapping[str, Any]:
       InputError: The line is not a JSON object, is nested too deep, or has non-finite numbers.
     """
     try:
-        fields = json.loads(line, parse_constant=_refuse, parse_float=_finite)
+        fields = json.loads(line, parse_constant=_reject_constant, parse_float=_finite)
     except _NotFinite as error:
         raise errors.InputError(
-            f"{_place_of_not_finite(line)}: {error} is no number in JSON"
+            f"{_place_of_not_finite(line)}: {error} is not a valid JSON number"
         ) from error
     except json.JSONDecodeError as error:
         raise errors.InputError(f"not JSON: {error.msg} at column {error.colno}") from error
@@ -101,7 +101,7 @@ class _NotFinite(Exception):
     """Non-finite number such as NaN, which only Python accepts in JSON."""
 
 
-def _refuse(constant: str) -> float:
+def _reject_constant(constant: str) -> float:
     raise _NotFinite(constant)
 
 
@@ -113,12 +113,12 @@ def _finite(digits: str) -> float:
 
 
 def _place_of_not_finite(line: str) -> str:
-    found = (
+    places = (
         place
         for place, _, value in _walk(json.loads(line))
         if isinstance(value, float) and not math.isfinite(value)
     )
-    return next(found)
+    return next(places)
 
 
 def _walk(value: Any) -> Iterator[tuple[str, int, Any]]:
@@ -128,12 +128,12 @@ def _walk(value: Any) -> Iterator[tuple[str, int, Any]]:
         place, depth, value = waiting.pop()
         yield place, depth, value
         if isinstance(value, dict):
-            inner = [(f"{place}.{key}" if place else key, one) for key, one in value.items()]
+            inner = [(f"{place}.{key}" if place else key, item) for key, item in value.items()]
         elif isinstance(value, list):
-            inner = [(f"{place}[{index}]", one) for index, one in enumerate(value)]
+            inner = [(f"{place}[{index}]", item) for index, item in enumerate(value)]
         else:
             continue
-        waiting += [(where, depth + 1, one) for where, one in reversed(inner)]
+        waiting += [(where, depth + 1, item) for where, item in reversed(inner)]
 
 
 def check_text(value: Any, what: str = "prompt") -> str:
@@ -151,7 +151,7 @@ def check_unicode(text: str, where: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = f"\\u{ord(text[error.start]):04x}"
-        raise errors.InputError(f"{where}: {code} is half a character") from error
+        raise errors.InputError(f"{where}: {code} is an unpaired surrogate") from error
     return text
 
 

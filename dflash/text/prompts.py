@@ -140,7 +140,7 @@ def _collect(
     if problems:
         raise errors.InputError(jsonl.summarize(name, problems))
     if not prompts:
-        raise errors.InputError(f"{name}: no prompts in it")
+        raise errors.InputError(f"{name}: no prompts found")
     return prompts
 
 
@@ -170,14 +170,14 @@ def continued(
     """
     # Decoded tokens may contain lone surrogates, which no tokenizer accepts.
     answer = answer.encode("utf-8", "replace").decode("utf-8")
-    said = {"role": "assistant", "content": answer}
-    messages = (*so_far, said, {"role": "user", "content": prompt.later_turns[turn - 1]})
+    reply = {"role": "assistant", "content": answer}
+    messages = (*so_far, reply, {"role": "user", "content": prompt.later_turns[turn - 1]})
     source = f"{prompt.source}, turn {turn + 1}"
     try:
-        found = _make_prompt({"messages": list(messages)}, tokenizer, vocab_size=vocab_size)
+        later = _make_prompt({"messages": list(messages)}, tokenizer, vocab_size=vocab_size)
     except errors.InputError as error:
         raise errors.InputError(f"{source}: {error}") from error
-    return dataclasses.replace(found, index=prompt.index + turn, source=source)
+    return dataclasses.replace(later, index=prompt.index + turn, source=source)
 
 
 def _value_entries(values: Iterable[Value]) -> _Entries:
@@ -191,7 +191,7 @@ def _fields(value: Value) -> Mapping[str, Any]:
         return {"prompt": value}
     items = [value] if isinstance(value, Mapping) else list(value)
     if items and isinstance(items[0], Mapping):
-        return {"messages": [dict(one) if isinstance(one, Mapping) else one for one in items]}
+        return {"messages": [dict(item) if isinstance(item, Mapping) else item for item in items]}
     # Integers of arrays have other types than int.
     return {"prompt_ids": [int(id) if isinstance(id, numbers.Integral) else id for id in items]}
 
@@ -212,7 +212,7 @@ def _conversation_entries(
 
 def _stdin_entries(stdin: TextIO) -> _Entries:
     if stdin.isatty():
-        print("reading prompts, one a line; Ctrl-D ends them", file=sys.stderr)
+        print("reading prompts, one per line; press Ctrl-D to finish", file=sys.stderr)
     # Read bytes if possible, because an error of decoding by line can name the line.
     lines = getattr(stdin, "buffer", None) or io.BytesIO(stdin.read().encode("utf-8"))
     for place, line in jsonl.placed_lines(lines, "stdin"):
@@ -234,8 +234,8 @@ def _make_prompt(
     """
     kinds = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:
-        found = " and ".join(kinds) if kinds else "none of them"
-        raise errors.InputError(f"expected exactly one of {', '.join(KINDS)}; found {found}")
+        present = " and ".join(kinds) if kinds else "none of them"
+        raise errors.InputError(f"expected exactly one of {', '.join(KINDS)}; found {present}")
     value = fields[kinds[0]]
     if "prompt_ids" in fields:
         ids = jsonl.check_ids(value)

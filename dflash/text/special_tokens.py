@@ -29,10 +29,10 @@ class SpecialTokens:
         self._ids = {spelling: token for spelling, token in ids.items() if spelling}
         spellings = sorted(self._ids, key=len, reverse=True)  # the longest match wins
         self._longest = max(map(len, spellings), default=0)
-        self._beginnings = {one[:size] for one in spellings for size in range(1, len(one))}
+        self._beginnings = {text[:size] for text in spellings for size in range(1, len(text))}
         plain = "|".join(map(re.escape, spellings)) or "(?!)"
         self._spelled = re.compile(f"{plain}|{MARK}")
-        parts = (_pattern(one, *(strips or {}).get(one, (False, False))) for one in spellings)
+        parts = (_pattern(text, *(strips or {}).get(text, (False, False))) for text in spellings)
         # A mark consumes the character after it, so that no special token is found there.
         self._found = re.compile(f"{MARK}.|({'|'.join(parts) or '(?!)'})", re.DOTALL)
 

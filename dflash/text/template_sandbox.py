@@ -29,30 +29,30 @@ MAX_EXPONENT = 100
 
 _LEFT = "left of the budget"  # no template can use this name, as it has spaces
 # These produce long texts from short ones or differ between calls, and chats do not need them.
-_REFUSED_FILTERS = "batch filesizeformat pprint random slice urlize wordwrap xmlattr".split()
-_REFUSED_METHODS = frozenset({"expandtabs", "format_map", "translate"})
+_FORBIDDEN_FILTERS = "batch filesizeformat pprint random slice urlize wordwrap xmlattr".split()
+_FORBIDDEN_METHODS = frozenset({"expandtabs", "format_map", "translate"})
 _LONG_FORMAT = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # %9999d, or a width that is an argument
 
 
-def environment(date: datetime.date) -> jinja2.Environment:
+def make_environment(date: datetime.date) -> jinja2.Environment:
     """Builds the environment that chat templates on the Hugging Face hub expect.
 
     Args:
       date: Date that `strftime_now` formats, at midnight.
     Source: transformers, `utils/chat_template_utils.py`.
     """
-    made = _Environment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
         optimized=False,  # constant folding would not be metered
-        finalize=_written,
+        finalize=_finalize,
     )
     moment = datetime.datetime.combine(date, datetime.time())
-    for name in _REFUSED_FILTERS:
-        del made.filters[name]
-    del made.globals["lipsum"]
-    made.filters |= {
+    for name in _FORBIDDEN_FILTERS:
+        del environment.filters[name]
+    del environment.globals["lipsum"]
+    environment.filters |= {
         "center": _center,
         "format": _format,
         "indent": _indent,
@@ -61,23 +61,23 @@ def environment(date: datetime.date) -> jinja2.Environment:
         "round": _round,
         "tojson": _to_json,
     }
-    made.globals |= {"raise_exception": _raise_exception, "strftime_now": moment.strftime}
-    return made
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": moment.strftime}
+    return environment
 
 
 def compile_source(source: str, date: datetime.date) -> jinja2.Template:
-    """Compiles a template in an `environment`.
+    """Compiles a template in the environment of `make_environment`.
 
     Raises:
       TemplateError: The source is not a valid template, or too long.
     """
     if len(source) > MAX_SOURCE:
         raise jinja2.TemplateError(f"longer than {MAX_SOURCE:,} characters")
-    return environment(date).from_string(source)
+    return make_environment(date).from_string(source)
 
 
 def render(template: jinja2.Template, **variables: Any) -> str:
-    """Renders a template of `environment`.
+    """Renders a template of `make_environment`.
 
     Raises:
       TemplateError: The template raises it or exceeds its budget. Templates may raise other errors.
@@ -89,7 +89,7 @@ def _pay(context: Context, amount: int) -> None:
     left = context.resolve(_LEFT)
     left[0] -= amount
     if left[0] < 0:
-        raise jinja2.TemplateError(f"makes more than {BUDGET:,} characters or steps")
+        raise jinja2.TemplateError(f"exceeds the budget of {BUDGET:,} characters and steps")
 
 
 def _pay_for(context: Context, value: Any) -> Any:
@@ -105,14 +105,14 @@ def _size(value: Any) -> int:
 
 
 @jinja2.pass_context
-def _written(context: Context, value: Any) -> str:
+def _finalize(context: Context, value: Any) -> str:
     return _pay_for(context, str(value))
 
 
-def _affordable(size: int) -> None:
+def _check_affordable(size: int) -> None:
     """Raises TemplateError if a result of this size exceeds any budget."""
     if size > BUDGET:
-        raise jinja2.TemplateError(f"makes more than {BUDGET:,} characters or steps")
+        raise jinja2.TemplateError(f"exceeds the budget of {BUDGET:,} characters and steps")
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -135,7 +135,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "*":
             count, many = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(count, int) and not isinstance(many, int | float):
-                _affordable(count * _size(many))
+                _check_affordable(count * _size(many))
         elif operator == "**" and isinstance(right, int | float) and right > MAX_EXPONENT:
             raise jinja2.TemplateError(f"exponent {right} is above {MAX_EXPONENT}")
         elif operator == "%":
@@ -148,8 +148,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         name = getattr(__obj, "__name__", "")
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
-            if name in _REFUSED_METHODS:
-                raise jinja2.TemplateError(f"calls {name}()")
+            if name in _FORBIDDEN_METHODS:
+                raise jinja2.TemplateError(f"{name}() is not allowed")
             if name == "replace":
                 return _pay_for(__context, _replace(owner, *args, **kwargs))
             if name == "join":
@@ -157,7 +157,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if name == "format":
                 _check_format(owner)
             for width in args:  # width of ljust and similar methods
-                _affordable(width if isinstance(width, int) else 0)
+                _check_affordable(width if isinstance(width, int) else 0)
         return _pay_for(__context, super().call(__context, __obj, *args, **kwargs))
 
 
@@ -167,29 +167,31 @@ class _Metering(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         parts = nodes.List(node.nodes, lineno=node.lineno)
-        return self._paid(nodes.Filter(parts, "join", [], [], None, None, lineno=node.lineno))
+        return self._wrap_pay_for(
+            nodes.Filter(parts, "join", [], [], None, None, lineno=node.lineno)
+        )
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
         self.generic_visit(node)
-        return self._paid(node) if node.node is not None else node  # None for filter blocks
+        return self._wrap_pay_for(node) if node.node is not None else node  # None for filter blocks
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._stepping(node)
+        return self._prepend_pay(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._stepping(node)
+        return self._prepend_pay(node)
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._stepping(node)
+        return self._prepend_pay(node)
 
-    def _stepping(self, node: Any) -> nodes.Node:
+    def _prepend_pay(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         cost = STEP_COST + sum(len(text.data) for text in node.find_all(nodes.TemplateData))
         pay = self._call("pay", nodes.Const(cost), node.lineno)
         node.body.insert(0, nodes.ExprStmt(pay, lineno=node.lineno))
         return node
 
-    def _paid(self, value: nodes.Expr) -> nodes.Node:
+    def _wrap_pay_for(self, value: nodes.Expr) -> nodes.Node:
         return self._call("pay_for", value, value.lineno)
 
     def _call(self, name: str, argument: nodes.Expr, lineno: int) -> nodes.Call:
@@ -215,7 +217,7 @@ def _raise_exception(message):
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     # jinja2's own filter escapes <, > and & for HTML.
     if isinstance(indent, int):
-        _affordable(indent * MAX_EXPONENT)
+        _check_affordable(indent * MAX_EXPONENT)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -227,7 +229,7 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 def _replace(text: Any, old: str, new: str, count: int | None = -1) -> str:
     text = str(text)
-    _affordable((len(text) + 1) * len(str(new)))
+    _check_affordable((len(text) + 1) * len(str(new)))
     return text.replace(str(old), str(new), -1 if count is None else count)
 
 
@@ -237,12 +239,12 @@ def _join(items: Iterable[Any], separator: str = "", attribute: str | int | None
         path = [int(part) if part.isdigit() else part for part in str(attribute).split(".")]
         items = [functools.reduce(operator.getitem, path, item) for item in items]
     texts, separator = list(map(str, items)), str(separator)
-    _affordable(len(texts) * len(separator) + sum(map(len, texts)))
+    _check_affordable(len(texts) * len(separator) + sum(map(len, texts)))
     return separator.join(texts)
 
 
 def _center(text: str, width: int = 80) -> str:
-    _affordable(width)
+    _check_affordable(width)
     return str(text).center(width)
 
 
@@ -253,14 +255,14 @@ def _format(text: str, *args: Any, **kwargs: Any) -> str:
 
 def _check_format(text: Any) -> None:
     if isinstance(text, str) and _LONG_FORMAT.search(text):
-        raise jinja2.TemplateError(f"refuses the format {text[:60]!r}")
+        raise jinja2.TemplateError(f"format {text[:60]!r} is not allowed")
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    _affordable(len(str(text)) * (width if isinstance(width, int) else len(width)))
+    _check_affordable(len(str(text)) * (width if isinstance(width, int) else len(width)))
     return jinja2.filters.do_indent(str(text), width, first, blank)
 
 
 def _round(value: float, precision: int = 0, method: str = "common") -> float:
-    _affordable(abs(precision) * BUDGET // MAX_EXPONENT)
+    _check_affordable(abs(precision) * BUDGET // MAX_EXPONENT)
     return jinja2.filters.do_round(value, precision, method)

@@ -57,8 +57,8 @@ class TiktokenTokenizer(TemplateTokenizer):
         kind = config.get("tokenizer_class", _CLASS)
         if kind != _CLASS:
             raise errors.InputError(
-                f"{directory / 'tokenizer_config.json'}: tokenizer_class: {kind!r} cuts texts in a "
-                f"way of its own; of {TIKTOKEN_MODEL} only {_CLASS!r} is supported"
+                f"{directory / 'tokenizer_config.json'}: tokenizer_class: {kind!r} is not "
+                f"supported with {TIKTOKEN_MODEL}; expected {_CLASS!r}"
             )
         ranks = _read_ranks(file)
         added = _added_tokens(directory, config)
@@ -68,11 +68,11 @@ class TiktokenTokenizer(TemplateTokenizer):
             for number in range(len(ranks), self.vocab_size)
         }
         self._special_tokens = SpecialTokens(
-            {one: number for number, (one, _) in spellings.items()}
+            {spelling: number for number, (spelling, _) in spellings.items()}
         )
         self._hidden = {number for number, (_, special) in spellings.items() if special}
         plain = sorted(ranks, key=ranks.get)
-        self._spelled = (*plain, *(one.encode() for one, _ in spellings.values()))
+        self._spelled = (*plain, *(spelling.encode() for spelling, _ in spellings.values()))
         self._encoding = tiktoken.Encoding(
             TIKTOKEN_MODEL, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
@@ -94,15 +94,15 @@ class TiktokenTokenizer(TemplateTokenizer):
 
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
         shown = (
-            self._spelled[one]
-            for one in ids
-            if 0 <= one < self.vocab_size and (special_tokens or one not in self._hidden)
+            self._spelled[token]
+            for token in ids
+            if 0 <= token < self.vocab_size and (special_tokens or token not in self._hidden)
         )
         return b"".join(shown).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> TokenBytes:
-        written = (None if one in self._hidden else text for one, text in enumerate(self._spelled))
-        return TokenBytes(tuple(written))
+        spellings = enumerate(self._spelled)
+        return TokenBytes(tuple(None if id in self._hidden else text for id, text in spellings))
 
     def _encode_text(self, text: str) -> list[int]:
         pieces = _cut_runs(text, _LONGEST_RUN)
@@ -120,8 +120,8 @@ def _added_tokens(
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise errors.InputError(
-            f"{directory / 'tokenizer_config.json'}: added_tokens_decoder: expected ids, each with "
-            "a token's content"
+            f"{directory / 'tokenizer_config.json'}: added_tokens_decoder: expected token ids, "
+            "each with a content"
         ) from error
 
 

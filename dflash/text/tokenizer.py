@@ -96,8 +96,7 @@ class Tokenizer(abc.ABC):
           InputError: They are unknown for this kind of tokenizer.
         """
         raise errors.InputError(
-            "this checkpoint's tokenizer does not say which bytes its tokens write, which "
-            "structured output needs"
+            "structured output needs the bytes of each token, which are unknown for this tokenizer"
         )
 
 
@@ -187,9 +186,9 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """Returns the text that was held back, and resets the decoder."""
-        rest = self._decode(self._ids)[len(self._shown) :]
+        remaining = self._decode(self._ids)[len(self._shown) :]
         self._reset()
-        return rest
+        return remaining
 
     def _reset(self) -> None:
         # The window holds the ids whose text can still change, after some ids of context. Context

@@ -63,7 +63,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         special = {token.content: (number, token) for number, token in added if token.special}
         self._special_tokens = SpecialTokens(
             {spelling: number for spelling, (number, _) in special.items()},
-            strips={one: (token.lstrip, token.rstrip) for one, (_, token) in special.items()},
+            strips={text: (token.lstrip, token.rstrip) for text, (_, token) in special.items()},
         )
 
     def encode(
@@ -92,15 +92,16 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
 
     def token_bytes(self) -> TokenBytes:
-        found = token_bytes.of_tokenizer_json(json.loads(self._tokenizer.to_str()), self.vocab_size)
-        return found or super().token_bytes()
+        content = json.loads(self._tokenizer.to_str())
+        known = token_bytes.of_tokenizer_json(content, self.vocab_size)
+        return known or super().token_bytes()
 
     @functools.cached_property
     def _prefix(self) -> str:
         """Texts that get a leading space: "" (none), "first", or "each" (after special tokens)."""
-        parts = json.loads(self._tokenizer.to_str())
-        found = {_prefix_of(part) for part in _parts(parts)}
-        return "each" if "each" in found else "first" if "first" in found else ""
+        content = json.loads(self._tokenizer.to_str())
+        prefixes = {_prefix_of(part) for part in _parts(content)}
+        return "each" if "each" in prefixes else "first" if "first" in prefixes else ""
 
     @functools.cached_property
     def _literal(self) -> Any:
@@ -140,9 +141,9 @@ def _prefix_of(part: Mapping[str, Any]) -> str:
 def _without_special_tokens(content: Mapping[str, Any]) -> Any:
     import tokenizers
 
-    made = tokenizers.Tokenizer.from_str(json.dumps(content))
-    made.encode_special_tokens = True
-    return made
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 class SentencePieceTokenizer(TemplateTokenizer):
@@ -158,18 +159,18 @@ class SentencePieceTokenizer(TemplateTokenizer):
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
             self.vocab_size = self._model.vocab_size()
-            pieces = [self._model.id_to_piece(one) for one in range(self.vocab_size)]
+            pieces = [self._model.id_to_piece(token) for token in range(self.vocab_size)]
         except (OSError, RuntimeError, UnicodeDecodeError) as error:
             raise errors.InputError(f"{file}: not a sentencepiece model, or damaged") from error
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
-        named = {name: pieces[one] for name, one in ends.items() if one >= 0}
+        named = {name: pieces[token] for name, token in ends.items() if token >= 0}
         named |= chat_template.special_tokens(directory)
         self._template = ChatTemplate(directory, named | variables, date)
         self.fingerprint = fingerprint_of(directory, variables, date)
         self._add_bos = bool(chat_template.tokenizer_config(directory).get("add_bos_token", False))
         # sentencepiece encodes the spellings of control pieces, such as </s>, as plain text.
         control = filter(self._is_control, range(self.vocab_size))
-        self._special_tokens = SpecialTokens({pieces[one]: one for one in control})
+        self._special_tokens = SpecialTokens({pieces[token]: token for token in control})
         # sentencepiece would encode its space symbol as a space, so it is encoded as bytes instead.
         sign = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SIGN.encode()]
         self._sign = sign if all(map(self._model.is_byte, sign)) else None
@@ -193,9 +194,9 @@ class SentencePieceTokenizer(TemplateTokenizer):
         return ids
 
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
-        known = [one for one in ids if 0 <= one < self.vocab_size]
+        known = [token for token in ids if 0 <= token < self.vocab_size]
         if not special_tokens:
-            return self._model.decode([one for one in known if not self._is_control(one)])
+            return self._model.decode([token for token in known if not self._is_control(token)])
         # sentencepiece does not decode control pieces, so they are inserted between the texts.
         parts = itertools.groupby(known, self._is_control)
         return "".join(

@@ -254,7 +254,7 @@ def test_the_seed_changes_the_order():
 def test_a_state_of_other_data_is_refused(change):
     values = {"corpora": [SMALL], "shares": [1.0]}
     state = open_batches(**values).state()
-    with pytest.raises(errors.InputError, match="not those of the checkpoint"):
+    with pytest.raises(errors.InputError, match="differ from those of the checkpoint"):
         open_batches(**(values | change), state=state)
 
 
@@ -311,5 +311,6 @@ def test_nothing_to_learn_is_one_line(tmp_path):
     with pytest.raises(errors.InputError) as caught:
         open_line({"prompt_ids": [1] * 16, "output_ids": [2]}, tmp_path, length=16)
     assert str(caught.value) == (
-        "jsonl/train: nothing to learn within 16 tokens of any of its 1 documents"
+        "jsonl/train: none of its 1 documents has a supervised token within data.length=16 "
+        "tokens: raise data.length"
     )

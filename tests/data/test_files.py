@@ -59,8 +59,8 @@ def test_kinds(write):
         ({"prompt_ids": [1], "output_ids": []}, "empty output: no output_ids"),
         ({"prompt_ids": [1], "output_ids": ["a"]},
          'output_ids[0]: expected an integer, not "a"'),
-        ({"prompt_ids": [1], "output_ids": [-1]}, "token id -1 is out of every vocabulary"),
-        ({"prompt": "a", "response": "\ud800"}, "response: \\ud800 is half a character"),
+        ({"prompt_ids": [1], "output_ids": [-1]}, "token id -1 is not in the range 0 to 2**31 - 1"),
+        ({"prompt": "a", "response": "\ud800"}, "response: \\ud800 is an unpaired surrogate"),
     ],
 )  # fmt: skip
 def test_malformed(write, line, message):
@@ -77,7 +77,7 @@ def test_many_problems_are_counted(write):
 
 def test_empty(write, tmp_path):
     path = write("", " ")
-    assert failure(path) == f"{path}: empty: no conversations in it"
+    assert failure(path) == f"{path}: contains no conversations"
     absent = str(tmp_path / "none.jsonl")
     assert failure(absent) == f"{absent}: cannot be read: No such file or directory"
 

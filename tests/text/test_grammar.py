@@ -8,7 +8,7 @@ import pytest
 from support.trained_tokenizers import failure
 
 from dflash import errors
-from dflash.text import grammar
+from dflash.text import grammar, grammar_compiler
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.token_bytes import TokenBytes
 
@@ -159,7 +159,7 @@ def test_grammars_are_compared_by_what_they_say():
     [
         (grammar.regex, "(a", "regex: "),
         (grammar.regex, "a(?=b)", "look-around, including look-ahead and look-behind, is not"),
-        (grammar.regex, "\ud800", "regex: holds half a character"),
+        (grammar.regex, "\ud800", "regex: contains an unpaired surrogate"),
         (grammar.regex, "a" * 70_000, "regex: 70000 bytes, expected at most 65536"),
         (grammar.json_schema, "{", "json_schema: EOF while parsing"),
         (grammar.json_schema, "[]", "json_schema: "),
@@ -212,10 +212,10 @@ def test_the_library_may_be_absent(monkeypatch):
 
 def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch):
     """On a busy machine a small grammar takes long by the clock."""
-    begin, _, rest = grammar._ALONE.partition("matcher =")
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 1)
-    monkeypatch.setattr(grammar, "_ALONE", f"{begin}time.sleep(2.5)\nmatcher ={rest}")
+    begin, _, rest = grammar_compiler._PROGRAM.partition("matcher =")
+    monkeypatch.setattr(grammar_compiler, "COMPILE_SECONDS", 1)
+    monkeypatch.setattr(grammar_compiler, "_PROGRAM", f"{begin}time.sleep(2.5)\nmatcher ={rest}")
     assert grammar.regex("1{2,7}", VOCABULARY).source == "1{2,7}"
-    monkeypatch.setattr(grammar, "_ALONE", f"{begin}\nwhile True: pass")
+    monkeypatch.setattr(grammar_compiler, "_PROGRAM", f"{begin}\nwhile True: pass")
     with pytest.raises(errors.InputError, match="regex: takes more than 1 s to compile"):
         grammar.regex("1{2,9}", VOCABULARY)

@@ -144,7 +144,7 @@ def test_hint_on_a_terminal_only(capsys):
     assert capsys.readouterr().err == ""
     read(stdin=Terminal("a\n"))
     captured = capsys.readouterr()
-    assert captured.err == "reading prompts, one a line; Ctrl-D ends them\n"
+    assert captured.err == "reading prompts, one per line; press Ctrl-D to finish\n"
     assert captured.out == ""
 
 
@@ -175,7 +175,7 @@ KEYS = "prompt, messages, turns, prompt_ids"
         ({"prompt": 3}, "prompt: expected a string, not 3"),
         ({"prompt": None}, "prompt: expected a string, not null"),
         ({"prompt": ""}, "empty prompt"),
-        (b'{"prompt": "a\\ud800"}', "prompt: \\ud800 is half a character"),
+        (b'{"prompt": "a\\ud800"}', "prompt: \\ud800 is an unpaired surrogate"),
         ({"messages": "hi"}, 'messages: expected a list, not "hi"'),
         ({"messages": []}, "empty prompt: no messages"),
         ({"messages": ["hi"]}, 'messages[0]: expected an object, not "hi"'),
@@ -218,7 +218,7 @@ def test_numbers_that_are_not_finite_are_named(jsonl, number, place):
     """Python's JSON takes them; the files that a run writes would not."""
     user = b'{"role": "user", "content": "a", "score": 1.5}'
     line = b'{"messages": [%b, %b]}' % (user, user.replace(b"1.5", number))
-    message = f"prompts.jsonl:2: {place}: {number.decode()} is no number in JSON"
+    message = f"prompts.jsonl:2: {place}: {number.decode()} is not a valid JSON number"
     assert failure(file=jsonl({"prompt": "NaN"}, line)) == message
 
 
@@ -276,9 +276,9 @@ def test_tokenizer_errors_name_the_line(jsonl):
 
 
 def test_nothing_to_read(jsonl, tmp_path):
-    assert failure(file=jsonl()) == "prompts.jsonl: no prompts in it"
-    assert failure(file=jsonl(b"", b"  ")) == "prompts.jsonl: no prompts in it"
-    assert failure(stdin="") == "stdin: no prompts in it"
+    assert failure(file=jsonl()) == "prompts.jsonl: no prompts found"
+    assert failure(file=jsonl(b"", b"  ")) == "prompts.jsonl: no prompts found"
+    assert failure(stdin="") == "stdin: no prompts found"
     assert failure(file="absent.jsonl") == (
         "absent.jsonl: cannot be read: No such file or directory"
     )

@@ -8,7 +8,7 @@ import pytest
 from dflash.text import template_sandbox
 
 DATE = datetime.date(2024, 2, 29)
-OVER = "makes more than 20,000,000 characters or steps"
+OVER = "exceeds the budget of 20,000,000 characters and steps"
 
 
 def render(source, **variables):
@@ -68,15 +68,15 @@ def test_operations_give_what_jinja_gives(source, text):
         ("{{ y|indent(10**9) }}", OVER),
         ("{{ {'a': 1}|tojson(indent=10**9) }}", OVER),
         ("{{ 1|round(10**9) }}", OVER),
-        ("{{ '%9999999999d' % 1 }}", "refuses the format '%9999999999d'"),
-        ("{{ '%*d' % (10**10, 1) }}", "refuses the format '%*d'"),
-        ("{{ '%9999999999d'|format(1) }}", "refuses the format '%9999999999d'"),
-        ("{{ '{:9999999999}'.format(1) }}", "refuses the format '{:9999999999}'"),
-        ("{{ '{:{}}'.format(1, 10**10) }}", "refuses the format '{:{}}'"),
+        ("{{ '%9999999999d' % 1 }}", "format '%9999999999d' is not allowed"),
+        ("{{ '%*d' % (10**10, 1) }}", "format '%*d' is not allowed"),
+        ("{{ '%9999999999d'|format(1) }}", "format '%9999999999d' is not allowed"),
+        ("{{ '{:9999999999}'.format(1) }}", "format '{:9999999999}' is not allowed"),
+        ("{{ '{:{}}'.format(1, 10**10) }}", "format '{:{}}' is not allowed"),
         ("{{ 'x'.ljust(10**10) }}", OVER),
         ("{{ 'x'|attr('center')(10**10) }}", OVER),
         ("{{ 'x'|center(10**10) }}", OVER),
-        ("{{ '\t'.expandtabs(10**10) }}", "calls expandtabs()"),
+        ("{{ '\t'.expandtabs(10**10) }}", "expandtabs() is not allowed"),
         ("{{ [1]|random }}", "No filter named 'random'."),
     ],
 )  # fmt: skip
@@ -89,7 +89,7 @@ def test_limits(source, reason):
 def test_each_rendering_has_a_budget_of_its_own():
     template = template_sandbox.compile_source("{{ 'x' * 15000000 }}", DATE)
     for _ in range(3):
-        with pytest.raises(jinja2.TemplateError, match="more than"):
+        with pytest.raises(jinja2.TemplateError, match="exceeds the budget"):
             template_sandbox.render(template)  # made, and written
     template = template_sandbox.compile_source("{{ y * 5000000 }}", DATE)
     assert all(len(template_sandbox.render(template, y="y")) == 5_000_000 for _ in range(3))

@@ -40,8 +40,8 @@ def _factors(rng: random.Random) -> tuple[int, int]:
 
 
 def _product(rng: random.Random) -> tuple[str, int]:
-    one, other = _factors(rng)
-    return f"{one} * {other}", one * other
+    left, right = _factors(rng)
+    return f"{left} * {right}", left * right
 
 
 def _quotient(rng: random.Random) -> tuple[str, int]:

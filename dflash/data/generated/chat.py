@@ -88,10 +88,10 @@ def _choosing(module: str, choices: Sequence[tuple[str, str]]) -> tuple[str, str
     """Asks which of several definitions fits a description."""
     name, does = choices[stable_hash(repr(choices)) % len(choices)]
     listed = "\n".join(f"- `{name}`: {does}" for name, does in choices)
-    wanted = does.rstrip(".")
+    description = does.rstrip(".")
     return (
         f"These are parts of the module `{module}`:\n\n{listed}\n\n"
-        f"Which of them fits this description? {wanted}",
+        f"Which of them fits this description? {description}",
         f"It is `{name}` of the module `{module}`: {does}",
     )
 
@@ -158,8 +158,8 @@ def _arguments(definition: stdlib.Definition) -> str:
     """Returns the argument list as a caller sees it, without `self`."""
     text = ast.unparse(definition.node.args)
     if _is_bound(definition):
-        first, _, rest = text.partition(", ")
-        return rest.removeprefix("/, ") if first in ("self", "cls") else text
+        first, _, others = text.partition(", ")
+        return others.removeprefix("/, ") if first in ("self", "cls") else text
     return text
 
 
@@ -170,23 +170,23 @@ def _is_bound(definition: stdlib.Definition) -> bool:
 
 def _argument_lines(definition: stdlib.Definition) -> list[str]:
     """Describes the arguments that a caller may pass, with their defaults."""
-    given = definition.node.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
+    arguments = definition.node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
     lines = [
         f"`{argument.arg}`{_default(default)}"
         for argument, default in zip(positional, defaults, strict=True)
     ]
     if _is_bound(definition) and positional and positional[0].arg in ("self", "cls"):
         lines = lines[1:]
-    if given.vararg:
-        lines.append(f"`*{given.vararg.arg}`, any number of further ones")
+    if arguments.vararg:
+        lines.append(f"`*{arguments.vararg.arg}`, any number of further ones")
     lines += [
         f"`{argument.arg}`, by keyword only{_default(default)}"
-        for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
-    if given.kwarg:
-        lines.append(f"`**{given.kwarg.arg}`, any further keywords")
+    if arguments.kwarg:
+        lines.append(f"`**{arguments.kwarg.arg}`, any further keywords")
     return lines
 
 

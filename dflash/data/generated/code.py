@@ -110,7 +110,7 @@ def _head(definition: stdlib.Definition) -> str:
 
 def _is_simple(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Returns whether a function contains no other function, class or lambda."""
-    scopes = sum(isinstance(found, _SCOPES) for found in ast.walk(node))
+    scopes = sum(isinstance(child, _SCOPES) for child in ast.walk(node))
     return isinstance(node, ast.FunctionDef) and scopes == 1
 
 
@@ -125,8 +125,8 @@ def _parse(text: str) -> ast.stmt | None:
 
 def _class_tasks(head: str) -> Iterator[Task]:
     name, _, fields = head.removeprefix("class ").removesuffix(")").partition("(")
-    given = ast.parse(f"def f({fields}): ...").body[0].args.args
-    lines = [f"{_INDENT * 2}self.{one.arg} = {one.arg}" for one in given]
+    arguments = ast.parse(f"def f({fields}): ...").body[0].args.args
+    lines = [f"{_INDENT * 2}self.{each.arg} = {each.arg}" for each in arguments]
     listed = ", ".join(f"`{field}`" for field in fields.split(", "))
     question = _phrase(
         head,
@@ -140,7 +140,7 @@ def _function_tasks(text: str) -> Iterator[Task]:
     node = _parse(text)
     if node is None:
         return  # a multi-line string in it is indented less
-    answers = (
+    tasks = (
         _renamed_argument(node, text),
         _renamed_function(node, text),
         _without_docstring(node, text),
@@ -148,9 +148,9 @@ def _function_tasks(text: str) -> Iterator[Task]:
         _with_argument(node, text),
         _as_method(node, text),
     )
-    for found in answers:
-        if found is not None:
-            question, shown, answer = found
+    for task in tasks:
+        if task is not None:
+            question, shown, answer = task
             if _parse(answer) is not None:
                 yield f"{question}\n\n{shown}", answer
 
@@ -209,7 +209,7 @@ def _with_docstring(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | 
 
 
 def _with_argument(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
-    fit = [one for one in NEW_ARGUMENTS if not _mentions(text, one.partition("=")[0])]
+    fit = [new for new in NEW_ARGUMENTS if not _mentions(text, new.partition("=")[0])]
     lines = text.splitlines()
     header = lines[node.lineno - 1]
     if not _has_plain_arguments(node) or not header.isascii() or not header.endswith("):"):
@@ -230,8 +230,8 @@ def _as_method(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
     if node.decorator_list or not text.startswith(header) or {"self", "cls"} & {*names}:
         return None
     owner = NEW_NAMES[stable_hash(text) % len(NEW_NAMES)].title()
-    rest = text.removeprefix(header)
-    bound = f"{header}self{', ' if not rest.startswith(')') else ''}{rest}"
+    tail = text.removeprefix(header)
+    bound = f"{header}self{', ' if not tail.startswith(')') else ''}{tail}"
     question = _phrase(
         text,
         f"Make this function a method of the class `{owner}`.",
@@ -247,24 +247,30 @@ def _bare(node: ast.FunctionDef, text: str) -> str | None:
     docstring, lines = node.body[0], text.splitlines()
     if docstring.lineno == node.lineno or node.body[1].lineno == docstring.end_lineno:
         return None
-    rest = lines[docstring.end_lineno :]
-    while not rest[0].strip():
-        rest = rest[1:]
-    return "\n".join([*lines[: docstring.lineno - 1], *rest])
+    body = lines[docstring.end_lineno :]
+    while not body[0].strip():
+        body = body[1:]
+    return "\n".join([*lines[: docstring.lineno - 1], *body])
 
 
 def _has_plain_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    given = node.args
-    annotated = node.returns or any(argument.annotation for argument in given.args)
-    return not (given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs or annotated)
+    arguments = node.args
+    annotated = node.returns or any(argument.annotation for argument in arguments.args)
+    return not (
+        arguments.vararg
+        or arguments.kwarg
+        or arguments.kwonlyargs
+        or arguments.posonlyargs
+        or annotated
+    )
 
 
 def _uses(node: ast.FunctionDef, name: str) -> int:
     """Counts the uses of a name as a variable or an argument."""
     return sum(
-        (isinstance(found, ast.Name) and found.id == name)
-        or (isinstance(found, ast.arg) and found.arg == name)
-        for found in ast.walk(node)
+        (isinstance(child, ast.Name) and child.id == name)
+        or (isinstance(child, ast.arg) and child.arg == name)
+        for child in ast.walk(node)
     )
 
 

@@ -264,12 +264,12 @@ def _draw(world: World, split: Split, rng: random.Random) -> tuple[Facts, Pair]:
         for kind in kinds:
             free = set(world.kinds[kind].values) - set(subjects)
             for subject in subjects:
-                wanted = split if (subject, kind) == asked else "train"
-                fit = [value for value in sorted(free) if _split_of(subject, value) == wanted]
+                fact_split = split if (subject, kind) == asked else "train"
+                fit = [value for value in sorted(free) if _split_of(subject, value) == fact_split]
                 if fit:
                     facts[subject][kind] = rng.choice(fit)
                     free.discard(facts[subject][kind])
-        if all(len(found) == len(kinds) for found in facts.values()):
+        if all(len(known) == len(kinds) for known in facts.values()):
             return facts, asked
 
 
@@ -306,8 +306,8 @@ def _several(facts: Facts, asked: Pair, rng: random.Random) -> list[Pair]:
     """Draws one to three other pairs, and returns them with `asked` in random order."""
     others = [(subject, kind) for subject in facts for kind in facts[subject]]
     others.remove(asked)
-    found = [asked, *rng.sample(others, rng.choice((1, 2, 3)))]
-    return rng.sample(found, len(found))
+    pairs = [asked, *rng.sample(others, rng.choice((1, 2, 3)))]
+    return rng.sample(pairs, len(pairs))
 
 
 def _ask_values(world: World, facts: Facts, asked: Pair, rng: random.Random) -> tuple[str, str]:

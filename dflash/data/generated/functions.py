@@ -262,7 +262,7 @@ _ASKS = ("Write", "Please write", "I need")
 def draw(rng: random.Random) -> tuple[str, str]:
     """Draws a description and the function that it describes."""
     things = rng.choice((_NUMBERS, _TEXTS))
-    operation = rng.choice([one for one in _OPERATIONS if things.type in one.of])
+    operation = rng.choice([each for each in _OPERATIONS if things.type in each.of])
     names = rng.choice(things.names)
     wording, expression = rng.choice(list(things.conditions.items()))
     limited = rng.random() < _LIMITED
@@ -276,15 +276,15 @@ def draw(rng: random.Random) -> tuple[str, str]:
     arguments = {names: f"list[{things.type}]"}
     if limited and "{n}" in wording:
         arguments[number] = "int"
-    given = rng.choice(_NAMES) if rng.random() < _NAMED else ""
+    prescribed = rng.choice(_NAMES) if rng.random() < _NAMED else ""
     typed = rng.random() < _TYPED
     short = operation.statement != "" and rng.random() < _SHORT
     returned = fill(operation.type, words) if typed else None
-    head = _head(given or fill(operation.name, words), arguments, returned)
+    head = _head(prescribed or fill(operation.name, words), arguments, returned)
     body = operation.statement if short else textwrap.dedent(operation.body)
     text = f'"""{does[0].upper()}{does[1:]}."""\n{fill(body, words)}'
 
-    called = f" `{given}`" if given else ""
+    called = f" `{prescribed}`" if prescribed else ""
     wishes = ["type hints"] * typed + ["a single statement"] * short
     with_these = f", with {' and '.join(wishes)}" if wishes else ""
     question = f"{rng.choice(_ASKS)} a function{called} that {does}{with_these}."

@@ -227,10 +227,10 @@ _ASKS = ("Write {name} from {from} to {to}.", "{from} needs {name} for {to}. Ple
 def draw(rng: random.Random) -> tuple[str, str]:
     """Draws a question and the letter that answers it."""
     kind = rng.choice(_KINDS)
-    found = {name: rng.choice(values) for name, values in _WORDS.items()}
-    found["from"], found["to"], found["other"] = rng.sample(words.NAMES, 3)
-    found["day"], found["later"] = rng.sample(DAYS, 2)
-    found["name"] = kind.name
+    details = {name: rng.choice(values) for name, values in _WORDS.items()}
+    details["from"], details["to"], details["other"] = rng.sample(words.NAMES, 3)
+    details["day"], details["later"] = rng.sample(DAYS, 2)
+    details["name"] = kind.name
     question = " ".join((rng.choice(_ASKS), *kind.details))
     letter = f"Dear {{to}},\n\n{kind.text}\n\n{kind.end},\n{{from}}"
-    return fill(question, found), fill(letter, found)
+    return fill(question, details), fill(letter, details)

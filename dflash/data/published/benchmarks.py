@@ -69,17 +69,17 @@ class Benchmark(Dataset):
             try:
                 turns, references = self.conversation(row)
             except KeyError as error:
-                found = ", ".join(map(repr, row))
+                columns = ", ".join(map(repr, row))
                 raise errors.InputError(
-                    f"{place}: no {error.args[0]!r}, only {found}: not the file of "
+                    f"{place}: no {error.args[0]!r}, only {columns}; expected the file of "
                     f"{self.raw_file.url}"
                 ) from error
             check_turns(place, turns)
-            found = _example(self.name, place.rpartition("/")[2], turns, references)
+            example = _example(self.name, place.rpartition("/")[2], turns, references)
             yield dataclasses.replace(
-                found,
+                example,
                 category=str(row.get("category", "")),
-                question=str(row.get("question_id", found.source)),
+                question=str(row.get("question_id", example.source)),
             )
 
     def sample(self, split: Split, limit: int | None = None) -> list[Example]:
@@ -252,8 +252,8 @@ class Alpaca(Benchmark):
     )
 
     def conversation(self, row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
-        instruction, given = row["instruction"], row["input"]
-        prompt = WITH_INPUT.format(instruction, given) if given else instruction
+        instruction, context = row["instruction"], row["input"]
+        prompt = WITH_INPUT.format(instruction, context) if context else instruction
         return [prompt], [row["output"]]
 
 

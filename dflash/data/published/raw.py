@@ -80,7 +80,7 @@ def rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """
     readers = [read for ending, read in _READERS.items() if path.name.endswith(ending)]
     if not readers:
-        raise errors.InputError(f"{path}: of no known format, only {', '.join(_READERS)}")
+        raise errors.InputError(f"{path}: unknown format; expected {', '.join(_READERS)}")
     empty = True
     try:
         for place, row in readers[0](path):
@@ -91,7 +91,7 @@ def rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except OSError as error:
         raise errors.InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     if empty:
-        raise errors.InputError(f"{path}: empty: no rows in it; delete it to download it again")
+        raise errors.InputError(f"{path}: contains no rows; delete it to download it again")
 
 
 def _download(url: str, path: pathlib.Path) -> None:
@@ -99,8 +99,8 @@ def _download(url: str, path: pathlib.Path) -> None:
     part = path.with_name(f".{path.name}.part")
     request = urllib.request.Request(url, headers={"User-Agent": "dflash"})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer, part.open("wb") as out:
-            shutil.copyfileobj(answer, out)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, part.open("wb") as out:
+            shutil.copyfileobj(response, out)
             out.flush()
             os.fsync(out.fileno())
         part.replace(path)
@@ -128,7 +128,9 @@ def _jsonl_gz(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         with gzip.open(path, "rb") as lines:
             yield from _lines(path, lines)
     except (EOFError, gzip.BadGzipFile) as error:
-        raise errors.InputError(f"{path}: damaged: {error}; delete it to load it again") from error
+        raise errors.InputError(
+            f"{path}: damaged: {error}; delete it to download it again"
+        ) from error
 
 
 def _json(path: pathlib.Path) -> Iterator[tuple[str, Any]]:

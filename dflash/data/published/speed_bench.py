@@ -56,7 +56,7 @@ class SpeedBench(Benchmark):
         for index, example in enumerate(everything):
             by_category.setdefault(example.category, []).append(index)
         rounds = itertools.zip_longest(*by_category.values())
-        order = [index for one in rounds for index in one if index is not None]
+        order = [index for indices in rounds for index in indices if index is not None]
         return [everything[index] for index in sorted(order[:limit])]
 
     @functools.cached_property

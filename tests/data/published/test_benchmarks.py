@@ -206,7 +206,7 @@ def test_a_row_of_another_file_is_named(raw_dir):
     path = raw_dir / "gsm8k" / "test.jsonl"
     write(path, [ROWS["gsm8k"][0], {"problem": "x", "answer": "y"}])
     assert failure("gsm8k", raw_dir) == (
-        f"{path}:2: no 'question', only 'problem', 'answer': not the file of "
+        f"{path}:2: no 'question', only 'problem', 'answer'; expected the file of "
         f"{benchmarks.Gsm8k.raw_file.url}"
     )
     path = raw_dir / "mt_bench" / "question.jsonl"
@@ -217,7 +217,7 @@ def test_a_row_of_another_file_is_named(raw_dir):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("gsm8k", b"", "empty: no rows in it"),
+        ("gsm8k", b"", "contains no rows"),
         ("gsm8k", b"{\n", "1: not JSON"),
         ("gsm8k", b"[1]\n", "1: expected a JSON object"),
         ("humaneval", b"plain", "damaged: Not a gzipped file"),

@@ -42,13 +42,13 @@ Sequences = Mapping[int, Sequence[tuple[Scene, Sequence[tuple[Piece, ...]]]]]
 @functools.cache
 def sequences(split: Split) -> Sequences:
     """Returns the event sequences of a split, by number of equations and then by scene."""
-    found: dict[int, dict[Scene, list]] = collections.defaultdict(dict)
+    by_steps: dict[int, dict[Scene, list]] = collections.defaultdict(dict)
     for scene in SCENES:
         for pieces in scene.sequences():
             if split_of(scenes.name_of(scene, pieces)) == split:
                 steps = sum(piece.num_equations for piece in pieces)
-                found[steps].setdefault(scene, []).append(pieces)
-    return {steps: tuple(by_scene.items()) for steps, by_scene in sorted(found.items())}
+                by_steps[steps].setdefault(scene, []).append(pieces)
+    return {steps: tuple(by_scene.items()) for steps, by_scene in sorted(by_steps.items())}
 
 
 def examples(split: Split, count: int, seed: int = 0) -> Iterator[Example]:
@@ -72,8 +72,8 @@ def example(split: Split, index: int, seed: int = 0) -> Example:
     numbers = split if known else "train"
     while True:
         (steps,) = rng.choices(list(STEP_WEIGHTS), list(STEP_WEIGHTS.values()))
-        scene, some = rng.choice(templates[steps])
-        template = scenes.compose(scene, rng.choice(some))
+        scene, candidates = rng.choice(templates[steps])
+        template = scenes.compose(scene, rng.choice(candidates))
         values = template.draw(rng)
         if split_of(f"{template.name} {sorted(values.items())}") == numbers:
             break

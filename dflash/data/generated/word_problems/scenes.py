@@ -96,10 +96,10 @@ def compose(scene: Scene, pieces: tuple[Piece, ...]) -> Template:
     sentences: list[tuple[str, ...]] = []
     steps: list[str] = []
     for place, piece in enumerate(pieces):
-        one = _Placed(place, piece)
-        clauses += one.clauses()
-        sentences.append(tuple(map(one.worded, piece.phrasings)))
-        steps += map(one.step, piece.steps)
+        placed = _Placed(place, piece)
+        clauses += placed.clauses()
+        sentences.append(tuple(map(placed.worded, piece.phrasings)))
+        steps += map(placed.step, piece.steps)
     return Template(name_of(scene, pieces), "; ".join(clauses), tuple(sentences), tuple(steps))
 
 
@@ -113,11 +113,11 @@ class _Placed:
     def clauses(self) -> list[str]:
         """Returns the clauses of the numbers and of the results of the piece."""
         drawn = [self._renamed(clause) for clause in self.piece.numbers.split("; ") if clause]
-        found = [bracket for step in self.piece.steps for bracket in _BRACKET.findall(step)]
-        names = [name for name, _ in found[:-1]] + ["x"]  # one more than brackets if there are none
+        brackets = [bracket for step in self.piece.steps for bracket in _BRACKET.findall(step)]
+        names = [name for name, _ in brackets[:-1]] + ["x"]  # without brackets, one name
         results = [
             f"{name}{self.place} = {self._renamed(expression)}"
-            for name, (_, expression) in zip(names, found, strict=False)
+            for name, (_, expression) in zip(names, brackets, strict=False)
         ]
         return [*drawn, *results]
 
