@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
+import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from dflash import errors
 from dflash.config import build, checks
-from dflash.config.schema import RopeScaling, TargetArchitecture, option_like
+from dflash.config.schema import HF_ALIASES, RopeScaling, TargetArchitecture, option_like
 
 FILE = "config.json"
 _NEW_ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
 
 Fields = TypeVar("Fields")
+Architecture = TypeVar("Architecture", bound=TargetArchitecture)
 
 
 class _ScalingFields(NamedTuple):
@@ -61,9 +63,9 @@ def read_fields(
     """Reads the fields of a dataclass from a JSON file, with the checks of config keys.
 
     Args:
-      config: Content of a JSON file, or a mapping in it. Fields that `schema` does not have are
-        ignored; null counts as missing.
-      schema: Dataclass as in config/schema.py, with types and the bounds of `option`.
+      config: Contents of a JSON file, or of a mapping in it. Fields that `schema` does not have are
+        ignored, and a null field counts as missing. An alias is read if the field itself is absent.
+      schema: Dataclass whose fields have types, and bounds and aliases that `option` declares.
       group: Name of the mapping in the file; empty for the file itself.
       file: Name of the file in messages.
     Raises:
@@ -71,6 +73,10 @@ def read_fields(
         of bounds; one line for each.
     """
     place = f"{file}: {group}" if group else file
+    for field in dataclasses.fields(schema):
+        for alias in field.metadata.get(HF_ALIASES, ()):
+            if alias in config and field.name not in config:
+                config = {**config, field.name: config[alias]}
     built, missing, problems = build.build_from_json(config, schema, place)
     if missing:
         raise errors.CheckpointError(f"{place}: missing {', '.join(missing)}")
@@ -109,12 +115,38 @@ def check_only(config: Mapping[str, Any], name: str, supported: Any) -> None:
     )
 
 
-def read_architecture(config: Mapping[str, Any]) -> TargetArchitecture:
-    """Reads a decoder's shape from config.json.
+def read_architecture(
+    config: Mapping[str, Any], schema: type[Architecture] = TargetArchitecture
+) -> Architecture:
+    """Reads an architecture from config.json.
 
+    Args:
+      config: Contents of config.json.
+      schema: Dataclass of the architecture: `TargetArchitecture`, or the subclass of a family.
     Raises:
-      CheckpointError: A field is missing or invalid, or has a value that is not supported.
+      CheckpointError: A field is missing or invalid, or selects an unsupported option.
     """
+    for name, supported in schema.HF_FIXED:
+        check_only(config, name, supported)
+    own = vars(read_fields(config, _added_fields(schema)))
+    decoder = _read_decoder({**config, **schema.hf_overrides(own)})
+    return schema(**vars(decoder), **own)
+
+
+def _added_fields(schema: type[TargetArchitecture]) -> type:
+    """Returns a dataclass of the fields that a family adds to `TargetArchitecture`."""
+    kinds = typing.get_type_hints(schema)
+    inherited = {field.name for field in dataclasses.fields(TargetArchitecture)}
+    added = [
+        (field.name, kinds[field.name], option_like(schema, field.name, field.default))
+        for field in dataclasses.fields(schema)
+        if field.name not in inherited
+    ]
+    return dataclasses.make_dataclass(schema.__name__, added, frozen=True, kw_only=True)
+
+
+def _read_decoder(config: Mapping[str, Any]) -> TargetArchitecture:
+    """Reads the fields of `TargetArchitecture` from config.json."""
     check_only(config, "hidden_act", "silu")
     theta, scaling = _read_rope(config)
     flat = {key: value for key, value in config.items() if key != _OLD_ROPE}

@@ -123,13 +123,14 @@ TARGETS: Mapping[str, Entry] = Entries(
     {
         "qwen3": Entry("dflash.models.qwen3:Qwen3", "dflash.config.schema:TargetConfig"),
         "qwen3_moe": Entry(
-            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.config.schema:Qwen3MoeConfig"
+            "dflash.models.qwen3_moe:Qwen3Moe", "dflash.models.qwen3_moe_config:Qwen3MoeConfig"
         ),
         "deepseek_v3": Entry(
-            "dflash.models.deepseek_v3:DeepseekV3", "dflash.config.schema:DeepseekV3Config"
+            "dflash.models.deepseek_v3:DeepseekV3",
+            "dflash.models.deepseek_v3_config:DeepseekV3Config",
         ),
         "kimi_k25": Entry(
-            "dflash.models.kimi_k25:KimiK25", "dflash.config.schema:DeepseekV3Config"
+            "dflash.models.kimi_k25:KimiK25", "dflash.models.deepseek_v3_config:DeepseekV3Config"
         ),
         "llama3": Entry("dflash.models.llama3:Llama3", "dflash.config.schema:TargetConfig"),
     },

@@ -23,15 +23,28 @@ DType = Literal["float32", "bfloat16"]
 # directory on a file system, not in a bucket; or a checkpoint's or tokenizer's directory, as
 # `checkpoint.resolve` accepts it.
 Place = Literal["file", "directory", "disk", "checkpoint", "tokenizer"]
-PLACE = "place"  # Key of a field's metadata.
+PLACE, HF_ALIASES = "place", "hf_aliases"  # Keys of a field's metadata.
 
 
-def option(default: Any = dataclasses.MISSING, *, minimum: Any = None, maximum: Any = None) -> Any:
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    minimum: Any = None,
+    maximum: Any = None,
+    hf_aliases: tuple[str, ...] = (),
+) -> Any:
     """Returns a dataclass field with inclusive bounds, which apply to each item of a list.
 
     A field without a default is required. An integer without a maximum is at most `INT32_MAX`.
+
+    Args:
+      default: Default value.
+      minimum: Lower bound; None for none.
+      maximum: Upper bound; None for none.
+      hf_aliases: Other names of the field in JSON files of Hugging Face; see
+        `checkpoints.hf_config.read_fields`.
     """
-    metadata = {"minimum": minimum, "maximum": maximum}
+    metadata = {"minimum": minimum, "maximum": maximum, HF_ALIASES: hf_aliases}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -80,7 +93,14 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class TargetArchitecture:
-    """Shape of a decoder-only target, read from config.json or given for random weights."""
+    """Shape of a decoder-only target, read from config.json or given for random weights.
+
+    A family with fields of its own subclasses it in `models/<family>_config.py`, and states there
+    what `checkpoints.hf_config.read_architecture` needs to read them.
+    """
+
+    # Pairs of a config.json field that no dataclass field represents and its only supported value.
+    HF_FIXED = ()
 
     vocab_size: int = option(minimum=1)
     hidden_size: int = option(minimum=1)
@@ -96,48 +116,14 @@ class TargetArchitecture:
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = option((), minimum=0)
 
+    @classmethod
+    def hf_overrides(cls, own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config.json fields of the decoder to replace before they are read.
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3MoeFields:
-    """Fields of config.json on the experts of Qwen3 MoE."""
-
-    num_experts: int = option(minimum=1, maximum=MAX_EXPERTS)
-    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
-    moe_intermediate_size: int = option(minimum=1)
-    norm_topk_prob: bool = False
-    decoder_sparse_step: int = option(1, minimum=1)  # Every n-th layer has experts,
-    mlp_only_layers: tuple[int, ...] = option((), minimum=0)  # except for these layers.
-
-
-@dataclasses.dataclass(frozen=True)
-class Qwen3MoeArchitecture(Qwen3MoeFields, TargetArchitecture):
-    """Shape of a Qwen3 MoE target."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepseekV3Fields:
-    """Fields of config.json on the attention and the experts of DeepSeek-V3 and Kimi K2."""
-
-    q_lora_rank: int | None = option(None, minimum=1)
-    kv_lora_rank: int = option(minimum=1)
-    qk_nope_head_dim: int = option(minimum=1)
-    qk_rope_head_dim: int = option(minimum=2)
-    v_head_dim: int = option(minimum=1)
-    rope_interleave: bool = True
-    n_routed_experts: int = option(minimum=1, maximum=MAX_EXPERTS)
-    n_shared_experts: int = option(0, minimum=0)
-    num_experts_per_tok: int = option(minimum=1, maximum=MAX_EXPERTS)
-    moe_intermediate_size: int = option(minimum=1)
-    first_k_dense_replace: int = option(0, minimum=0)  # Number of first layers without experts.
-    n_group: int = option(1, minimum=1)
-    topk_group: int = option(1, minimum=1)
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = option(1.0, minimum=0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class DeepseekV3Architecture(DeepseekV3Fields, TargetArchitecture):
-    """Shape of a DeepSeek-V3 or Kimi K2 target; head_dim and num_key_value_heads are not used."""
+        Args:
+          own: Values of the fields that the subclass adds.
+        """
+        return {}
 
 
 # 8-bit projections with one scale per output, quantized while plain weights are read. w8a8
@@ -154,20 +140,6 @@ class TargetConfig:
     rope_scaling: RopeScaling | None = None  # None: the checkpoint's.
     quantization: Quantization | None = None  # None: as stored in the checkpoint.
     architecture: TargetArchitecture | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Qwen3MoeConfig(TargetConfig):
-    """Target with experts."""
-
-    architecture: Qwen3MoeArchitecture | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class DeepseekV3Config(TargetConfig):
-    """Target with latent attention and experts."""
-
-    architecture: DeepseekV3Architecture | None = None
 
 
 @dataclasses.dataclass(frozen=True)

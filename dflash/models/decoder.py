@@ -48,6 +48,8 @@ class Decoder(nnx.Module):
     hf_architectures: ClassVar[tuple[str, ...]]
     hf_model_type: ClassVar[str]
     qk_norm: ClassVar[bool]
+    # Families with fields of their own name their subclass.
+    architecture_class: ClassVar[type[TargetArchitecture]] = TargetArchitecture
     # Tensors that some checkpoints store and that are computed here.
     ignored_checkpoint_suffixes: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 
@@ -232,14 +234,14 @@ class Decoder(nnx.Module):
 
     @classmethod
     def architecture_from_hf(cls, config: Mapping[str, Any]) -> TargetArchitecture:
-        """Reads a checkpoint's config.json.
+        """Reads a checkpoint's config.json, as `architecture_class` describes its fields.
 
         Raises:
           CheckpointError: A field is missing, invalid, or selects an unsupported option.
         """
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             hf_config.check_only(config, key, False)
-        return hf_config.read_architecture(config)
+        return hf_config.read_architecture(config, cls.architecture_class)
 
     @classmethod
     def config_to_hf(cls, arch: TargetArchitecture) -> dict[str, Any]:

@@ -1,19 +1,17 @@
 """DeepSeek-V3 and Kimi K2: latent attention, with routed and shared experts."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 
-from dflash.checkpoints import hf_config
 from dflash.checkpoints.tensor_map import Rows, Source, Stack
-from dflash.config.schema import DeepseekV3Architecture, DeepseekV3Fields, subset
+from dflash.config.schema import subset
 from dflash.layers import moe, rotary
 from dflash.layers.latent_attention import LatentAttention, LatentShape
 from dflash.layers.mlp import Mlp
 from dflash.layers.transformer import TransformerLayer
 from dflash.models.decoder import Decoder
+from dflash.models.deepseek_v3_config import DeepseekV3Architecture
 
 
 class DeepseekV3(Decoder):
@@ -25,6 +23,7 @@ class DeepseekV3(Decoder):
     hf_architectures = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
     hf_model_type = "deepseek_v3"
     qk_norm = False
+    architecture_class = DeepseekV3Architecture
 
     def make_layer(self, i, **build) -> TransformerLayer:
         """Returns layer `i`: latent attention, and a dense MLP or experts."""
@@ -79,20 +78,6 @@ class DeepseekV3(Decoder):
                 groups=self.arch.num_attention_heads,
             )
         return super().checkpoint_name(path)
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Architecture:
-        """Reads a checkpoint's config.json; see `Decoder`."""
-        for key, supported in (
-            ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)
-        ):  # fmt: skip
-            hf_config.check_only(config, key, supported)
-        count = config.get("n_routed_experts", config.get("num_local_experts"))  # The newer name.
-        own = hf_config.read_fields({**config, "n_routed_experts": count}, DeepseekV3Fields)
-        # Published files disagree about these two fields, and latent attention uses neither.
-        heads = {"head_dim": own.qk_rope_head_dim, "num_key_value_heads": None}
-        base = super().architecture_from_hf({**config, **heads})
-        return DeepseekV3Architecture(**vars(base), **vars(own))
 
 
 def attention_scale(arch: DeepseekV3Architecture) -> float:

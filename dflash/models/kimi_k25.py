@@ -6,8 +6,8 @@ from typing import Any
 from dflash import errors
 from dflash.checkpoints import hf_config
 from dflash.checkpoints.tensor_map import Rows, Source, Stack
-from dflash.config.schema import DeepseekV3Architecture
 from dflash.models.deepseek_v3 import DeepseekV3
+from dflash.models.deepseek_v3_config import DeepseekV3Architecture
 
 _TEXT = "text_config"
 _PREFIX = "language_model."

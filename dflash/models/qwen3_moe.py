@@ -1,14 +1,10 @@
 """Qwen3 MoE, such as Qwen3-30B-A3B and Qwen3-Coder-30B-A3B: Qwen3 with routed experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from dflash.checkpoints import hf_config
 from dflash.checkpoints.tensor_map import Source, Stack
-from dflash.config.schema import Qwen3MoeArchitecture, Qwen3MoeFields
 from dflash.layers import moe
 from dflash.layers.transformer import TransformerLayer
 from dflash.models.qwen3 import Qwen3
+from dflash.models.qwen3_moe_config import Qwen3MoeArchitecture
 
 
 class Qwen3Moe(Qwen3):
@@ -19,6 +15,7 @@ class Qwen3Moe(Qwen3):
 
     hf_architectures = ("Qwen3MoeForCausalLM",)
     hf_model_type = "qwen3_moe"
+    architecture_class = Qwen3MoeArchitecture
 
     def make_layer(self, i, **build) -> TransformerLayer:
         """Returns layer `i`, dense or with experts."""
@@ -37,14 +34,6 @@ class Qwen3Moe(Qwen3):
         if names is None:
             return super().checkpoint_name(path)
         return Stack(tuple(f"model.{name}" for name in names))
-
-    @classmethod
-    def architecture_from_hf(cls, config: Mapping[str, Any]) -> Qwen3MoeArchitecture:
-        """Reads a checkpoint's config.json; see `Decoder`."""
-        base = super().architecture_from_hf(config)
-        count = config.get("num_experts", config.get("num_local_experts"))  # The newer name.
-        own = hf_config.read_fields({**config, "num_experts": count}, Qwen3MoeFields)
-        return Qwen3MoeArchitecture(**vars(base), **vars(own))
 
 
 def has_experts(arch: Qwen3MoeArchitecture, layer: int) -> bool:

@@ -19,7 +19,7 @@ from support.engines import decode, engine, random_prompts
 from support.models import drafter, make_sharding
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, hf_config
+from dflash.checkpoints import checkpoint
 from dflash.checkpoints.tensor_map import Rows, Stack
 from dflash.config import registry
 from dflash.config.schema import TargetArchitecture, TargetConfig, option
@@ -36,16 +36,11 @@ from dflash.parallel import parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ToyFields:
-    """What config.json states of the odd layers."""
+class ToyArchitecture(TargetArchitecture):
+    """Architecture of a decoder, and of its odd layers."""
 
     num_experts: int = option(minimum=1, maximum=1024)
     latent_width: int = option(minimum=1, maximum=2**16)
-
-
-@dataclasses.dataclass(frozen=True)
-class ToyArchitecture(ToyFields, TargetArchitecture):
-    """A decoder's shape, and that of its odd layers."""
 
 
 class LatentAttention(nnx.Module):
@@ -148,6 +143,7 @@ class Toy(Decoder):
     hf_architectures = ("ToyForCausalLM",)
     hf_model_type = "toy"
     qk_norm = False
+    architecture_class = ToyArchitecture
 
     def make_layer(self, i, **build):
         if i % 2 == 0:
@@ -174,11 +170,6 @@ class Toy(Decoder):
     @staticmethod
     def _is_even(layer: str) -> bool:
         return int(layer.rpartition(".")[2]) % 2 == 0
-
-    @classmethod
-    def architecture_from_hf(cls, config):
-        base, own = super().architecture_from_hf(config), hf_config.read_fields(config, ToyFields)
-        return ToyArchitecture(**vars(base), **vars(own))
 
 
 # --- and what shows that it works -----------------------------------------------------------------

@@ -28,6 +28,7 @@ from dflash.config import schema
 from dflash.loading import quantization as narrowing
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
+from dflash.models.qwen3_moe_config import Qwen3MoeArchitecture
 from dflash.parallel import parameters, sharding
 
 WIDTH, FACTOR, VOCAB = 1024, 3, 32768
@@ -35,7 +36,7 @@ EXPERTS, EXPERT_WIDTH = 32, 256
 
 
 def architecture(num_layers: int, experts: bool) -> schema.TargetArchitecture:
-    kind = schema.Qwen3MoeArchitecture if experts else schema.TargetArchitecture
+    kind = Qwen3MoeArchitecture if experts else schema.TargetArchitecture
     names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     own = dict(zip(names, (EXPERTS, 4, EXPERT_WIDTH), strict=True)) if experts else {}
     return kind(
