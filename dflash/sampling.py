@@ -89,7 +89,7 @@ class Sampling:
     def requests(
         self, requests: Iterable[Request], vocabulary: Callable[[], Vocabulary]
     ) -> list[Request]:
-        """Returns requests with the parameters added that configs do not have.
+        """Returns copies of requests with the parameters that configs do not have.
 
         Args:
           requests: Requests of the config that `applied_to` returns.

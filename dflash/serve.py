@@ -56,7 +56,7 @@ def _serve(command: cli.Command) -> int:
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         raise errors.ConfigError(f"{missing[0]}: not installed; pip install 'dflash[serve]'")
-    # jax is imported here, after the config has been validated.
+    # Import jax only now, so that a bad config fails without waiting for the import.
     import jax
 
     from dflash.loading import job as jobs

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import platform
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -60,17 +60,9 @@ def application(service: Service, *, key: str | None = None) -> ASGIApp:
         ("/start_profile", "POST", functools.partial(endpoints.profile, True)),
         ("/stop_profile", "POST", functools.partial(endpoints.profile, False)),
     ]
-    routes = [Route(path, _route(f), methods=methods.split()) for path, methods, f in table]
+    routes = [Route(path, endpoint(f), methods=methods.split()) for path, methods, f in table]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
     return Guard(app, key=key, open_paths=_OPEN_PATHS)
-
-
-def _route(handler: Callable[[Request], Awaitable[Response]]) -> Callable:
-    # Starlette recognizes plain functions only, not bound methods in a partial.
-    async def handle(request: Request) -> Response:
-        return await handler(request)
-
-    return endpoint(handle)
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:

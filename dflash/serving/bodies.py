@@ -272,7 +272,7 @@ class ChatBody(OpenAIBody, Conversation):
 
 
 class TokenizeOptions(Body):
-    """Fields of vLLM's /tokenize beside the prompt."""
+    """Fields of vLLM's /tokenize besides the prompt."""
 
     model: Text = None
     add_special_tokens: bool = True

@@ -18,7 +18,7 @@ from dflash.text.tokenizer import Tokenizer
 
 # Accepted types of a prompt, with their names in errors.
 PROMPT_KINDS = {str: "a string", list: "a list of token ids"}
-NUM_STOP_IDS = 16  # stop tokens that a request may add to the model's
+NUM_STOP_IDS = 16  # Maximum number of stop tokens that a request may add to those of the model.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +31,13 @@ class ServedModel:
       drafter: Name of the drafting strategy.
       tokenizer: Tokenizer of the target.
       names: Texts of single tokens.
-      vocabulary: Returns the tokenizer's index for grammars; may raise InputError.
+      vocabulary: Function that returns the vocabulary for grammars; may raise InputError.
       decode: Defaults for fields that a request leaves out.
       eos_ids: Stop tokens of the checkpoint.
       vocab_size: Vocabulary size of the target.
       max_length: Maximum number of tokens of a prompt and its output together.
       drafts: Whether the strategy drafts any tokens.
-      special_tokens: Whether prompts that are not chats may spell special tokens.
+      special_tokens: Whether text prompts may contain special tokens.
       compares: Whether requests can also be decoded without drafting.
     """
 
@@ -89,15 +89,16 @@ class CompletionRequest:
     Attributes:
       prompts: Token ids of the prompts; each gets `choices` outputs.
       sampling: Sampling parameters; output i of a prompt is sequence i under the seed.
-      max_new_tokens: Limit on output tokens; None: the config's, or less if there is less room.
+      max_new_tokens: Maximum number of output tokens; None is the config's maximum, reduced to the
+        room that the prompt leaves.
       min_new_tokens: Number of output tokens before which nothing ends an output.
       stop: Strings that end an output.
       stop_ids: Tokens that end an output, those of the model and the config included.
       choices: Number of outputs per prompt.
-      options: Contents of the response.
-      structure: Constraint on the outputs; None if there is none.
-      grammar: `structure`, compiled.
-      drafting: Whether to draft; False decodes plainly, for comparison.
+      options: Format and contents of the response.
+      structure: Constraint on the outputs; None leaves them unconstrained.
+      grammar: Compiled form of `structure`; None until it is compiled.
+      drafting: Decode with drafts; False selects plain decoding, for comparison.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -121,10 +122,10 @@ class CompletionRequest:
         """Returns the engine's requests, ordered by prompt, then by output.
 
         Args:
-          model: Model that decodes them.
-          ids: Ids that no other request in flight has.
+          model: Model that is served.
+          ids: Unused request ids.
         Raises:
-          RequestError: A prompt and its output are too long.
+          RequestError: A prompt and its output exceed the context length.
         """
         return [
             Request(
@@ -273,10 +274,10 @@ def _stop_ids(body: SamplingBody, model: ServedModel) -> tuple[int, ...]:
 
 
 def token_ids(value: Any, param: str, model: ServedModel) -> tuple[int, ...]:
-    """Returns a JSON value as token ids of the vocabulary, possibly none.
+    """Validates a JSON value as a list of token ids, which may be empty.
 
     Raises:
-      RequestError: It is something else.
+      RequestError: The value is not a list, or an item is not an id of the vocabulary.
     """
     if not isinstance(value, list | tuple):
         message = f"{param}: expected a list of token ids; got {jsonl.quote(value)}"
@@ -302,18 +303,18 @@ def encode_prompts(
     kinds: Mapping[type, str] = PROMPT_KINDS,
     add_special_tokens: bool = True,
 ) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Encodes one prompt or several, none of which is a chat.
+    """Encodes a field that holds one prompt or several, as texts or token ids.
 
     Args:
       value: JSON value of the field: a prompt or a list of prompts.
-      param: Field that held it.
+      param: Name of the field.
       model: Model that is served.
       kinds: Accepted types of a prompt, with their names in errors.
-      add_special_tokens: Whether to add what the tokenizer's files put at a text's ends.
+      add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
     Returns:
       Token ids of the prompts, and whether the value is a list of prompts.
     Raises:
-      RequestError: The value is something else, or a prompt cannot be encoded or is too long.
+      RequestError: The value has another type, or a prompt cannot be encoded or is too long.
     """
     several = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
     values = {f"{param}[{i}]": one for i, one in enumerate(value)} if several else {param: value}
@@ -336,13 +337,13 @@ def encode_prompts(
 def encode_text(
     text: str, param: str, model: ServedModel, *, add_special_tokens: bool = True
 ) -> tuple[int, ...]:
-    """Encodes a prompt that is not a chat.
+    """Encodes a text prompt, without a chat template.
 
     Args:
       text: Text from the client.
-      param: Field that held it.
+      param: Name of the field.
       model: Model that is served.
-      add_special_tokens: Whether to add what the tokenizer's files put at a text's ends.
+      add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
     Raises:
       RequestError: The text cannot be encoded.
     """
@@ -358,7 +359,7 @@ def encode_text(
 
 
 def check_prompt(ids: tuple[int, ...], param: str, model: ServedModel) -> tuple[int, ...]:
-    """Returns a prompt's ids, checked.
+    """Returns a prompt's ids unchanged if the target can decode them.
 
     Raises:
       RequestError: The prompt is empty, contains out-of-vocabulary ids, or leaves no room for

@@ -173,7 +173,7 @@ class Metrics:
             self._metric("vllm:request_success", finished_reason=reason)
 
     def admitted(self, request: CompletionRequest, decode: DecodeConfig) -> None:
-        """Counts an HTTP request whose requests were admitted."""
+        """Records the parameters of an admitted HTTP request."""
         self._observe("vllm:request_params_n", request.choices)
         limit = request.max_new_tokens or decode.max_new_tokens
         self._observe("vllm:request_params_max_tokens", limit)

@@ -1,4 +1,4 @@
-"""Collects the outputs of a request group, and writes them as OpenAI's and SGLang's JSON."""
+"""JSON responses in the formats of OpenAI and SGLang, whole and as streams."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from dflash.serving.output import Output, OutputDelta, TokenText
 from dflash.serving.served_requests import RequestGroup
 
 Json = dict[str, Any]
-# Makes the "choice" object of an answer or of a chunk from an output and its newest part.
+# Returns the "choice" object of a response or of a chunk, for an output and its newest part.
 Choice = Callable[[Output, OutputDelta], Json]
 
 
@@ -22,10 +22,10 @@ def outputs_of(request: CompletionRequest, group: RequestGroup, model: ServedMod
 async def follow(
     group: RequestGroup, outputs: Sequence[Output]
 ) -> AsyncIterator[dict[int, OutputDelta]]:
-    """Yields what outputs have gained, by their index, each time some have.
+    """Yields the new parts of the outputs, keyed by output index, whenever some arrive.
 
     Raises:
-      RequestError: As for `RequestGroup.events`.
+      RequestError: The engine has failed, or the requests took too long.
     """
     async for events in group.events():
         deltas: dict[int, OutputDelta] = {}
@@ -45,10 +45,10 @@ async def follow(
 
 
 async def wait_for_all(group: RequestGroup, outputs: Sequence[Output]) -> list[OutputDelta]:
-    """Waits until all outputs have ended, and returns each as one delta.
+    """Waits until all outputs have ended, and returns one delta per output.
 
     Raises:
-      RequestError: As for `RequestGroup.events`.
+      RequestError: The engine has failed, or the requests took too long.
     """
     whole = [OutputDelta() for _ in outputs]
     async for deltas in follow(group, outputs):
@@ -61,7 +61,7 @@ async def wait_for_all(group: RequestGroup, outputs: Sequence[Output]) -> list[O
 
 
 def usage(request: CompletionRequest, outputs: Sequence[Output]) -> Json:
-    """Returns the token counts of an answer so far."""
+    """Returns the token counts of a response so far."""
     output_tokens = sum(len(output.ids) for output in outputs)
     prompt_tokens = request.prompt_tokens
     statistics = [output.statistics for output in outputs]
@@ -80,12 +80,12 @@ def usage(request: CompletionRequest, outputs: Sequence[Output]) -> Json:
 
 
 def envelope(kind: str, id: str, model: ServedModel) -> Json:
-    """Returns the fields that every chunk of an answer begins with."""
+    """Returns the fields that a response, or each chunk of a stream, begins with."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model.name}
 
 
 def text_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns the function that makes choices of /v1/completions, whole or in chunks."""
+    """Returns the function for the choices of /v1/completions, whole or in chunks."""
     offsets: dict[int, int] = {}
     options = request.options
 
@@ -109,7 +109,7 @@ def text_choice(request: CompletionRequest, model: ServedModel) -> Choice:
 
 
 def chat_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns the function that makes choices of /v1/chat/completions."""
+    """Returns the function for the choices of /v1/chat/completions."""
 
     def choice(output: Output, delta: OutputDelta) -> Json:
         message = {"role": "assistant", "content": delta.text}
@@ -122,7 +122,7 @@ def chat_choice(request: CompletionRequest, model: ServedModel) -> Choice:
 
 
 def chat_chunk_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns the function that makes choices of the chunks of /v1/chat/completions."""
+    """Returns the function for the choices of the chunks of /v1/chat/completions."""
 
     def choice(output: Output, delta: OutputDelta) -> Json:
         fields = {"index": output.index, "delta": {"content": delta.text}, "logprobs": None}
@@ -142,15 +142,15 @@ async def chunks(
     *,
     roles: bool,
 ) -> AsyncIterator[Json]:
-    """Yields the chunks of a stream in OpenAI's form.
+    """Yields the chunks of a stream in OpenAI's format.
 
     Args:
       request: Request of the client.
       group: Requests of the engine.
       model: Model that is served.
       head: Fields that every chunk begins with.
-      choice: Function that makes choices.
-      roles: Whether each output begins with a chunk that names its role, as chats do.
+      choice: Function that returns the choices.
+      roles: Begin each output with a chunk that names its role, as in chats.
     """
     outputs, begun = outputs_of(request, group, model), set()
 
@@ -236,7 +236,7 @@ def generated(
     id: str,
     started_at: float,
 ) -> Json:
-    """Returns an object of /generate: the whole text so far, and statistics.
+    """Returns the response of /generate for an output: its text so far and its statistics.
 
     Args:
       request: Request of the client.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Truncates a text at its first stop string.
+    """Incremental search that truncates a text at its first stop string.
 
     While the end of the text may be the beginning of a stop string, `push` holds it back. So text
     that `push` has returned is final.
