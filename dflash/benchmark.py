@@ -1,8 +1,7 @@
 """Measures drafting strategies: dflash benchmark CONFIG [key=value ...] --workdir DIR."""
 
 import os
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from absl import flags
 
@@ -51,11 +50,6 @@ SUBCOMMAND = cli.Subcommand(
     define_flags=_define_flags,
     overrides=_overrides,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash benchmark --help`."""
-    cli.run(SUBCOMMAND, _benchmark, argv)
 
 
 def run(
@@ -108,6 +102,8 @@ def _run(command: cli.Command) -> dict[str, Any]:
         wide=command.flags["wide"],
     )
 
+
+main = cli.entry_point(SUBCOMMAND, _benchmark)
 
 if __name__ == "__main__":
     main()

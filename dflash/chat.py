@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -45,11 +45,6 @@ SUBCOMMAND = cli.Subcommand(
     shared=("print_config", "compilation_cache"),
     define_flags=_define_flags,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash chat --help`."""
-    cli.run(SUBCOMMAND, _chat, argv)
 
 
 def _chat(command: cli.Command) -> None:
@@ -170,7 +165,7 @@ class Conversation:
         """Prints an answer as its tokens are accepted, and returns its text."""
         from rich.text import Text
 
-        from dflash.runs.display import visible
+        from dflash.runs.result_text import visible
 
         tally, said = Tally(), []
         with self._err.status("compiling, if this length is new"):  # Shown on terminals only.
@@ -222,6 +217,8 @@ def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     finally:
         signal.signal(signal.SIGINT, before)
 
+
+main = cli.entry_point(SUBCOMMAND, _chat)
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -56,11 +55,6 @@ SUBCOMMAND = cli.Subcommand(
     define_flags=_define_flags,
     statuses="3: the run does not fit, or passes tpu.max_hbm_gb or tpu.max_cycle_ms",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash compile --help`."""
-    cli.run(SUBCOMMAND, _compile, argv)
 
 
 def run(
@@ -147,6 +141,8 @@ def parse_rows(text: str | None) -> list[int]:
         raise errors.ConfigError(f"--rows: expected numbers such as 1,16,64, got {text!r}")
     return rows
 
+
+main = cli.entry_point(SUBCOMMAND, _compile)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,6 @@ import os
 import pathlib
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
 
 from absl import flags
 
@@ -73,11 +72,6 @@ SUBCOMMAND = cli.Subcommand(
     arguments=("SHELL",),
     define_flags=_define_flags,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash completion --help`."""
-    cli.run(SUBCOMMAND, _completion, argv)
 
 
 def _completion(command: cli.Command) -> None:
@@ -247,6 +241,8 @@ def paths(begun: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
         return []
     return matches
 
+
+main = cli.entry_point(SUBCOMMAND, _completion)
 
 if __name__ == "__main__":
     main()

@@ -6,8 +6,7 @@ dflash convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
 import os
 import pathlib
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -47,11 +46,6 @@ SUBCOMMAND = cli.Subcommand(
     define_flags=_define_flags,
     cpu_only=True,  # nothing is computed, and an accelerator's memory would limit the model's size
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash convert --help`."""
-    cli.run(SUBCOMMAND, _convert, argv)
 
 
 def run(
@@ -138,6 +132,8 @@ def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Modul
     architecture = cls.architecture_from_hf(config)
     return name, cls(architecture, dtype=jnp.dtype(dtype), sharding=one_device)
 
+
+main = cli.entry_point(SUBCOMMAND, _convert)
 
 if __name__ == "__main__":
     main()

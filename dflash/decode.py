@@ -2,8 +2,6 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
 from dflash.cli import subcommand as cli
 from dflash.config import schema
@@ -26,11 +24,6 @@ SUBCOMMAND = cli.Subcommand(
     schema=schema.DecodeRun,
     shared=(*cli.RUN_FLAGS, "shard", "stream"),
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash decode --help`."""
-    cli.run(SUBCOMMAND, _decode, argv)
 
 
 def _decode(command: cli.Command) -> None:
@@ -61,6 +54,8 @@ def _decode(command: cli.Command) -> None:
         if command.shard is not None:
             merge_shards.sum_up(job, command.workdir, display, shard=command.shard)
 
+
+main = cli.entry_point(SUBCOMMAND, _decode)
 
 if __name__ == "__main__":
     main()

@@ -5,9 +5,6 @@ and exported with a model card. The same command on the same directory continues
 ended, however it ended. The exit statuses are those of `dflash train`.
 """
 
-from collections.abc import Sequence
-from typing import NoReturn
-
 from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import distill_schema
@@ -27,11 +24,6 @@ SUBCOMMAND = cli.Subcommand(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash distill --help`."""
-    cli.run(SUBCOMMAND, _distill, argv)
-
-
 def _distill(command: cli.Command) -> int:
     # jax is imported here, after the config has been validated.
     from dflash.distillation import distill_plan, stages
@@ -47,6 +39,8 @@ def _distill(command: cli.Command) -> int:
     with stages.open_directory(command.workdir, command.config, date) as directory:
         return stages.run(command.config, directory, date, decode_run.open_display(stream=False))
 
+
+main = cli.entry_point(SUBCOMMAND, _distill)
 
 if __name__ == "__main__":
     main()

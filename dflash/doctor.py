@@ -6,7 +6,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 from dflash.cli import installation
 from dflash.cli import subcommand as cli
@@ -21,11 +20,6 @@ SUBCOMMAND = cli.Subcommand(
     arguments=(),
     statuses="1 also if something that every command needs is missing",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash doctor --help`."""
-    cli.run(SUBCOMMAND, _doctor, argv)
 
 
 def _doctor(command: cli.Command) -> int:
@@ -99,6 +93,8 @@ def _wrapped(name: str, items: Sequence[str], width: int = 64) -> Iterator[str]:
         line = f"{line}, {item}" if line else item
     yield _row(name, line)
 
+
+main = cli.entry_point(SUBCOMMAND, _doctor)
 
 if __name__ == "__main__":
     main()

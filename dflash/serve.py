@@ -1,8 +1,6 @@
 """Serves a target over HTTP: dflash serve CONFIG [key=value ...] [--host HOST] [--port PORT]."""
 
 import importlib.util
-from collections.abc import Sequence
-from typing import NoReturn
 
 from absl import flags
 
@@ -47,11 +45,6 @@ SUBCOMMAND = cli.Subcommand(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash serve --help`."""
-    cli.run(SUBCOMMAND, _serve, argv)
-
-
 def _serve(command: cli.Command) -> int:
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
@@ -81,6 +74,8 @@ def _serve(command: cli.Command) -> int:
         profile_dir=command.profile_dir,
     )
 
+
+main = cli.entry_point(SUBCOMMAND, _serve)
 
 if __name__ == "__main__":
     main()

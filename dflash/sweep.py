@@ -5,8 +5,6 @@ command on the same directory continues where the last one ended.
 """
 
 import contextlib
-from collections.abc import Sequence
-from typing import NoReturn
 
 from absl import flags
 
@@ -45,11 +43,6 @@ SUBCOMMAND = cli.Subcommand(
     define_flags=_define_flags,
     statuses="1 also if some points failed",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash sweep --help`."""
-    cli.run(SUBCOMMAND, _sweep, argv)
 
 
 def _sweep(command: cli.Command) -> int:
@@ -93,6 +86,8 @@ def _sweep(command: cli.Command) -> int:
             display.note(f"failed: {name}: {reason}")
     return 1 if outcome.failed else 0
 
+
+main = cli.entry_point(SUBCOMMAND, _sweep)
 
 if __name__ == "__main__":
     main()

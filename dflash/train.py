@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from dflash import errors
 from dflash.cli import subcommand as cli
@@ -34,11 +34,6 @@ SUBCOMMAND = cli.Subcommand(
     shared=cli.RUN_FLAGS,
     statuses="143: SIGTERM, with the state saved, as after 130",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash train --help`."""
-    cli.run(SUBCOMMAND, _train, argv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +119,8 @@ def _outcome(command: cli.Command) -> "TrainOutcome":
     ):
         return train_run.run(job, directory, job.drafting_test(DraftingTest))
 
+
+main = cli.entry_point(SUBCOMMAND, _train)
 
 if __name__ == "__main__":
     main()

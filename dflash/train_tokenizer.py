@@ -3,7 +3,6 @@
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 from absl import flags
 
@@ -40,11 +39,6 @@ SUBCOMMAND = cli.Subcommand(
     define_flags=_define_flags,
     cpu_only=True,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command; see `dflash train_tokenizer --help`."""
-    cli.run(SUBCOMMAND, _train_tokenizer, argv)
 
 
 def _train_tokenizer(command: cli.Command) -> None:
@@ -99,6 +93,8 @@ def train_tokenizer(
         f"characters of {', '.join(names)}, in {time.monotonic() - started:.1f} s"
     )
 
+
+main = cli.entry_point(SUBCOMMAND, _train_tokenizer)
 
 if __name__ == "__main__":
     main()

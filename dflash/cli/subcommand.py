@@ -1,24 +1,25 @@
-"""Flags, config, help and exit statuses of subcommands.
+"""Parsing, checks, execution and exit statuses of subcommands.
 
     dflash COMMAND CONFIG [key=value ...] [--flags]
 
-Flags set where and how a run happens; the config holds everything that can change a number. Each
-subcommand has its own `FlagValues`, so importing this module defines no global flags.
+Flags set where and how a run happens; the config holds everything that can change a number.
 
 The exit status is 2 for unusable usage, config, input or checkpoint, and 1 for a run that failed.
 """
 
 import dataclasses
+import functools
 import os
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
 from dflash import errors
 from dflash.cli import preflight
+from dflash.cli.declaration import JOIN_FLAGS, Subcommand, help_text
+from dflash.cli.declaration import RUN_FLAGS as RUN_FLAGS
 from dflash.config import loader, registry
 from dflash.parallel import host
 from dflash.runs import shards
@@ -28,76 +29,6 @@ if TYPE_CHECKING:
     from dflash.parallel.agreement import ProcessGroup
 
 _USAGE_ERROR = 2
-_WIDTH = 80  # Columns of the help.
-_LABEL_WIDTH = 24
-CONFIG = "CONFIG"
-_ABOUT_CONFIGS = (
-    "CONFIG is a YAML file, looked up as given, then among the shipped ones. Arguments of the form "
-    "key=value override it, with dots in the key and YAML in the value. --print_config shows all "
-    "keys with their values."
-)
-_STATUSES = (
-    "exit status: 0: done; 1: the run failed; 2: wrong usage, config, input or checkpoint; 130: "
-    "interrupted"
-)
-_JOIN_FLAGS = ("coordinator_address", "num_processes", "process_id")
-RUN_FLAGS = (
-    *("workdir", "dry_run", "print_config", "profile_dir"),
-    *(*_JOIN_FLAGS, "compilation_cache"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Subcommand:
-    """Declaration of a subcommand, for its command line, help and shell completion.
-
-    Attributes:
-      name: Name, as in `dflash NAME`.
-      description: One or two sentences for the help.
-      examples: Command lines for the help.
-      arguments: Names of the positional arguments; key=value may follow CONFIG.
-      schema: Dataclass that the config fills, or several to choose from.
-      load: Reads the config from its path and the overrides, in place of `schema`.
-      configs: Returns the configs of the runs within the loaded object.
-      shared: Names of the shared flags that the subcommand takes.
-      define_flags: Adds the subcommand's own flags.
-      overrides: Returns the key=value arguments that its own flags stand for.
-      cpu_only: The subcommand never needs an accelerator.
-      statuses: Exit statuses beside the usual ones, for the help.
-    """
-
-    name: str
-    description: str
-    examples: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = (CONFIG,)
-    schema: type | tuple[type, ...] | None = None
-    load: Callable[[str, Sequence[str]], Any] | None = None
-    configs: Callable[[Any], Iterable[Any]] = lambda loaded: (loaded,)
-    shared: tuple[str, ...] = ()
-    define_flags: Callable[[flags.FlagValues], None] = lambda values: None
-    overrides: Callable[[flags.FlagValues], list[str]] = lambda values: []
-    cpu_only: bool = False
-    statuses: str = ""
-
-    @property
-    def takes_config(self) -> bool:
-        """Returns whether the first argument is a config."""
-        return self.arguments == (CONFIG,)
-
-    @property
-    def usage(self) -> str:
-        """Returns the usage as one line."""
-        overrides = ["[key=value ...]"] if self.takes_config else []
-        return " ".join(["dflash", self.name, *self.arguments, *overrides, "[--flags]"])
-
-    def flag_values(self) -> flags.FlagValues:
-        """Returns the unparsed flags, shared ones and its own."""
-        values = _define_shared()
-        for name in set(values) - set(self.shared):
-            delattr(values, name)
-        self.define_flags(values)
-        flags.DEFINE_bool("help", False, "Print this text.", short_name="h", flag_values=values)
-        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,20 +70,27 @@ class Command:
 
 def run(
     subcommand: Subcommand,
-    main: Callable[[Command], int | None],
+    work: Callable[[Command], int | None],
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
     """Runs a subcommand and exits with its status.
 
     Args:
       subcommand: Declaration of the subcommand.
-      main: Does the work, and returns an exit status; None is 0.
-      argv: Arguments without the names of program and subcommand; None takes the process's.
+      work: Runs the parsed command and returns an exit status; None is 0.
+      argv: Arguments after the names of program and subcommand; None takes those of the process.
     Raises:
       SystemExit: Always, with the status of `status_of`; 2 for wrong usage.
     """
     argv = sys.argv[1:] if argv is None else argv
-    sys.exit(status_of(lambda: _run(subcommand, main, argv)))
+    sys.exit(status_of(lambda: _run(subcommand, work, argv)))
+
+
+def entry_point(
+    subcommand: Subcommand, work: Callable[[Command], int | None]
+) -> Callable[..., NoReturn]:
+    """Returns the `main(argv=None)` of a command's module; see `run`."""
+    return functools.partial(run, subcommand, work)
 
 
 def status_of(work: Callable[[], int | None]) -> int:
@@ -179,18 +117,18 @@ def status_of(work: Callable[[], int | None]) -> int:
     return status
 
 
-def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
+def _run(subcommand: Subcommand, work: Callable[[Command], int | None], argv: Sequence[str]) -> int:
     values = subcommand.flag_values()
     positional = _parse(subcommand, values, argv)
     if values.help:
-        print(_help(subcommand, values))
+        print(help_text(subcommand, values))
         return 0
     if subcommand.takes_config and (not positional or "=" in positional[0]):
         print(f"usage: {subcommand.usage}; see --help", file=sys.stderr)
         return _USAGE_ERROR
     configured = _configured if subcommand.takes_config else _plain
 
-    def work(group: "ProcessGroup | None" = None) -> int:
+    def run_checked(group: "ProcessGroup | None" = None) -> int:
         # Only the first process writes, so only it checks where results go.
         writes = group is None or group.process == 0
         command = configured(subcommand, values, positional, writes=writes)
@@ -201,16 +139,16 @@ def _run(subcommand: Subcommand, main, argv: Sequence[str]) -> int:
 
             processes.check_alike(group, subcommand.name, command.config)
         _set_up(subcommand, command)
-        return main(command) or 0
+        return work(command) or 0
 
-    given = [values[name].value if name in values else None for name in _JOIN_FLAGS]
+    given = [values[name].value if name in values else None for name in JOIN_FLAGS]
     # A plan touches no device, so it needs no other process.
     alone = any(name in values and values[name].value for name in ("dry_run", "print_config"))
     if alone or all(value is None for value in given):
-        return work()
+        return run_checked()
     from dflash.cli import processes  # Imported late because it imports jax.
 
-    return processes.run(given, work)
+    return processes.run(given, run_checked)
 
 
 def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **given: Any) -> Command:
@@ -313,44 +251,6 @@ def _values(values: flags.FlagValues) -> dict[str, Any]:
     return fields
 
 
-def _define_shared() -> flags.FlagValues:
-    values = flags.FlagValues()
-    where = {"flag_values": values}
-    flags.DEFINE_string("workdir", None, "Directory for results; made if missing.", **where)
-    flags.DEFINE_bool("dry_run", False, "Print the plan without allocating anything.", **where)
-    flags.DEFINE_bool(
-        "print_config", False, "Print the resolved config, every key of it, as YAML.", **where
-    )
-    flags.DEFINE_string("profile_dir", None, "Directory for a profiler trace.", **where)
-    flags.DEFINE_string(
-        "coordinator_address",
-        None,
-        "Several processes: host:port of process 0, or auto on TPU pods and known clusters.",
-        **where,
-    )
-    flags.DEFINE_integer(
-        "num_processes", None, "Several processes: how many.", lower_bound=1, **where
-    )
-    flags.DEFINE_integer(
-        "process_id", None, "Several processes: which one this is, from 0.", lower_bound=0, **where
-    )
-    flags.DEFINE_string(
-        "shard",
-        None,
-        "Do only part i of n, as i/n from 0/n on, in a --workdir that all parts share; auto reads "
-        "i and n from a Kubernetes Job or a Slurm array.",
-        **where,
-    )
-    flags.DEFINE_bool("stream", True, "Print text as it is accepted.", **where)
-    flags.DEFINE_string(
-        "compilation_cache",
-        None,
-        "Directory for compiled programs, or off; default: ~/.cache/dflash/programs.",
-        **where,
-    )
-    return values
-
-
 def _parse(subcommand: Subcommand, values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     """Parses flags, which may be anywhere, into `values`; returns the positional arguments.
 
@@ -373,7 +273,7 @@ def _parse(subcommand: Subcommand, values: flags.FlagValues, argv: Sequence[str]
 
 def _unknown_flag(subcommand: Subcommand, argument: str, values: flags.FlagValues) -> str:
     flag, equals, value = argument.partition("=")
-    if flag.lstrip("-") in _JOIN_FLAGS:
+    if flag.lstrip("-") in JOIN_FLAGS:
         divide = "; divide it with --shard" if "shard" in subcommand.shared else ""
         return f"{flag}: dflash {subcommand.name} runs in one process{divide}"
     if "." in flag:
@@ -381,31 +281,3 @@ def _unknown_flag(subcommand: Subcommand, argument: str, values: flags.FlagValue
         return f"unknown flag {flag}; config keys take no dashes: {key}{equals or '='}{value}"
     known = {f"--{known}" for known in values if len(known) > 1}
     return f"unknown flag {flag}{registry.suggest(flag, known)}"
-
-
-def _help(subcommand: Subcommand, values: flags.FlagValues) -> str:
-    def filled(text: str) -> str:
-        return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-
-    parts = [filled(subcommand.description), "", f"usage: {subcommand.usage}"]
-    if subcommand.takes_config:
-        parts += ["", filled(_ABOUT_CONFIGS)]
-    parts += ["", "flags, anywhere on the line:", *_flag_lines(values)]
-    if subcommand.examples:
-        parts += ["", "examples:", *(f"  {line}" for line in subcommand.examples)]
-    statuses = "; ".join(filter(None, [_STATUSES, subcommand.statuses]))
-    return "\n".join([*parts, "", filled(statuses)])
-
-
-def _flag_lines(values: flags.FlagValues) -> list[str]:
-    """Returns the help of each flag, in the order of definition."""
-    lines = []
-    for group in values.flags_by_module_dict().values():
-        for flag in group:
-            label = f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
-            begin = f"  {label}".ljust(_LABEL_WIDTH)
-            later = " " * _LABEL_WIDTH
-            lines += textwrap.wrap(
-                flag.help, _WIDTH, initial_indent=f"{begin}", subsequent_indent=later
-            )
-    return lines

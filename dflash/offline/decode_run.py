@@ -25,9 +25,10 @@ from dflash.parallel import distributed
 from dflash.runs import dates, outputs
 from dflash.runs import records as records_lib
 from dflash.runs.directory import RunDirectory, check_config
-from dflash.runs.display import Display, prompt_text, summary_line
+from dflash.runs.display import Display
 from dflash.runs.outputs import Record, Summary
 from dflash.runs.records import Records
+from dflash.runs.result_text import prompt_text, summary_line
 from dflash.runs.shards import Shard
 from dflash.storage import paths
 from dflash.text.prompts import Prompt

@@ -5,12 +5,11 @@ Redirecting stdout therefore yields clean text, while a terminal shows both.
 
 import collections
 import contextlib
-import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO
 
 import rich.console
 import rich.control
@@ -19,23 +18,10 @@ import rich.table
 import rich.text
 from rich.segment import ControlType
 
-from dflash.runs import compilation_cache, outputs
+from dflash.runs import compilation_cache, outputs, result_text
 
-HISTOGRAM_WIDTH = 40  # Characters of the longest bar.
 BAR_WIDTH = 24  # Characters of a progress bar.
 QUIET_S = 30.0  # Minimum time between lines of progress without a terminal.
-EXCERPT_WIDTH = 24  # Characters of a prompt in a table.
-PROMPT_LINES = 6  # Lines of a prompt that are quoted before its answer.
-PROMPT_CHARACTERS = 400  # Characters of a prompt that are quoted before its answer.
-EMPTY_ROWS = 2  # Number of adjacent histogram rows without a cycle that are merged to one.
-
-# Generated text may hold control characters, which could move the cursor or worse. Terminals get
-# Unicode's pictures of them; files and pipes get the text unchanged.
-_CONTROL_PICTURES = {
-    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
-    0x7F: "\u2421",
-    **dict.fromkeys(range(128, 160), "�"),
-}
 
 
 class Display:
@@ -149,7 +135,9 @@ class Display:
         with compilation_cache.count_hits() as hits:
             yield show
         if total:
-            self._say(f"{time.perf_counter() - start:.1f} s{from_cache(len(hits), total)}\n")
+            self._say(
+                f"{time.perf_counter() - start:.1f} s{result_text.from_cache(len(hits), total)}\n"
+            )
             self._status_open = False
 
     @contextlib.contextmanager
@@ -202,13 +190,13 @@ class Display:
         """Shows the summary of a run as a table on stderr."""
         self._fresh_line()
         table = rich.table.Table(box=None, show_header=False, pad_edge=False)
-        for name, value in result_rows(summary):
+        for name, value in result_text.result_rows(summary):
             table.add_row(name, rich.text.Text(value))
         self._console.print()
         self._console.print(table)
         if summary.cycles:
             self._console.print("\ntokens per cycle")
-            for line in histogram_lines(summary.acceptance_histogram):
+            for line in result_text.histogram_lines(summary.acceptance_histogram):
                 self._console.print(line, soft_wrap=True)
 
     def comparison(
@@ -222,7 +210,7 @@ class Display:
         table = rich.table.Table(box=None, pad_edge=False)
         for title in ("prompt", "τ", "tokens/s", "plain tokens/s", "speed-up", "identical"):
             table.add_column(title, justify="left" if title == "prompt" else "right")
-        for row in comparison_rows(records, baseline, summary, comparison):
+        for row in result_text.comparison_rows(records, baseline, summary, comparison):
             table.add_row(*map(rich.text.Text, row))
         self.table(table)
 
@@ -243,7 +231,7 @@ class Display:
         for title in ("block size", "ms per cycle", "cycles"):
             table.add_column(title, justify="right")
         for size, milliseconds in cycle_ms.items():
-            table.add_row(size, _number(milliseconds), str(chosen.get(size, 0)))
+            table.add_row(size, result_text.number(milliseconds), str(chosen.get(size, 0)))
         self._console.print()
         self._console.print(table)
 
@@ -259,7 +247,10 @@ class Display:
                 return
             if not self._begun:
                 self._fresh_line()
-                lines = [f"── {self._title(index)}", *quoted(self._prompts.pop(index, ""))]
+                lines = [
+                    f"── {self._title(index)}",
+                    *result_text.quoted(self._prompts.pop(index, "")),
+                ]
                 self._say("".join(f"{line}\n" for line in lines), style="dim")
                 self._begun = True
             self._write("".join(self._held.pop(index, [])))
@@ -272,7 +263,7 @@ class Display:
             self._begun = False
 
     def _title(self, index: int) -> str:
-        return f"prompt {index} · {_tokens(self._prompt_tokens[index])}"
+        return f"prompt {index} · {result_text.token_count(self._prompt_tokens[index])}"
 
     def _write(self, text: str) -> None:
         if not text:
@@ -280,7 +271,7 @@ class Display:
         if self._status_open:
             self._fresh_line()
         self._mid_line = not text.endswith("\n")
-        self._stdout.write(text.translate(_CONTROL_PICTURES) if self._stdout_is_terminal else text)
+        self._stdout.write(result_text.visible(text) if self._stdout_is_terminal else text)
         self._stdout.flush()
 
     def _say(self, text: str, style: str = "") -> None:
@@ -295,120 +286,8 @@ class Display:
             self._mid_line = False
 
 
-def from_cache(hits: int, total: int) -> str:
-    """Returns ", n from the cache" for programs from the compilation cache, or nothing for 0."""
-    if not hits:
-        return ""
-    return f", {'all' if hits >= total else hits} from the cache"
-
-
-def quoted(prompt: str) -> list[str]:
-    """Returns a prompt as lines that begin with ">"; a long prompt is truncated."""
-    text = prompt.strip()[:PROMPT_CHARACTERS].translate(_CONTROL_PICTURES)
-    lines = text.splitlines()[:PROMPT_LINES]
-    left = len(prompt.strip()) - len("\n".join(lines))
-    more = [f"… and {left} more characters"] if lines and left > 0 else []
-    return [f"> {line}".rstrip() for line in (*lines, *more)]
-
-
-def summary_line(record: outputs.Record) -> str:
-    """Returns one line about a finished prompt."""
-    parts = [_tokens(len(record.output_ids)), record.finish_reason]
-    if record.tau is not None:
-        parts.insert(0, f"τ {record.tau:.2f}")
-    if record.tpot_ms is not None:
-        parts.append(f"{record.tpot_ms:.2f} ms per token")
-    return " · ".join(parts)
-
-
-def result_rows(summary: outputs.Summary) -> list[tuple[str, str]]:
-    """Returns the names and values of a summary to show."""
-    return [
-        ("τ", _number(summary.tau, " tokens per cycle")),
-        ("throughput", _number(summary.tokens_per_second, " tokens/s")),
-        ("time to first token", _number(summary.ttft_ms, " ms (median)")),
-        ("time per token", _number(summary.tpot_ms, " ms (median)")),
-        ("prompts", str(summary.prompts)),
-        ("output tokens", str(summary.output_tokens)),
-        ("cycles", str(summary.cycles)),
-    ]
-
-
-def comparison_rows(
-    records: Mapping[int, outputs.Record],
-    baseline: Mapping[int, outputs.Record],
-    summary: outputs.Summary,
-    comparison: outputs.Comparison,
-) -> list[tuple[str, ...]]:
-    """Returns table rows that compare a run with its baseline: one per prompt, and a total."""
-
-    def row(title, tau, fast, plain, identical):
-        ratio = fast / plain if fast and plain else None
-        speeds = (_number(fast, "", 0), _number(plain, "", 0), _number(ratio, "×"))
-        return (title, _number(tau), *speeds, identical)
-
-    rows = []
-    for index, record in records.items():
-        plain = baseline[index]
-        same = "yes" if record.output_ids == plain.output_ids else "no"
-        speeds = record.tokens_per_second, plain.tokens_per_second
-        rows.append(row(_excerpt(record), record.tau, *speeds, same))
-    same = "yes" if comparison.identical == comparison.prompts else "no"
-    if same == "no":
-        same += f" ({comparison.identical} of {comparison.prompts})"
-    speeds = summary.tokens_per_second, comparison.tokens_per_second
-    return [*rows, row("all", summary.tau, *speeds, same)]
-
-
-def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
-    """Returns a bar chart of acceptance lengths, with percentages, as lines of text.
-
-    Adjacent lengths without any cycle share one line.
-    """
-    total = sum(histogram.values())
-    most = max(histogram.values())
-    rows: list[tuple[str, int]] = []
-    for is_empty, some in itertools.groupby(histogram.items(), lambda row: not row[1]):
-        run = list(some)
-        together = is_empty and len(run) >= EMPTY_ROWS
-        rows += [(f"{run[0][0]}–{run[-1][0]}", 0)] if together else run
-    return [
-        f"{length:>5} {100 * count / total:5.1f} % "
-        f"{'█' * round(HISTOGRAM_WIDTH * count / most)}".rstrip()
-        for length, count in rows
-    ]
-
-
-def prompt_text(prompt: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Returns the text of a prompt, or of a conversation's last message; "" for token ids."""
-    if prompt is None or isinstance(prompt, str):
-        return prompt or ""
-    return str(prompt[-1].get("content"))
-
-
-def _excerpt(record: outputs.Record) -> str:
-    """Returns the first line of a prompt's text, truncated to fit a table."""
-    if record.prompt is None:
-        return f"prompt {record.index}"
-    line = next(iter(prompt_text(record.prompt).strip().splitlines()), "")
-    return line if len(line) <= EXCERPT_WIDTH else line[: EXCERPT_WIDTH - 1] + "…"
-
-
-def _number(value: float | None, unit: str = "", digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}{unit}"
-
-
-def _tokens(count: int) -> str:
-    return f"{count} token{'' if count == 1 else 's'}"
-
-
 def _tolerant(stream: TextIO) -> TextIO:
     """Makes a stream escape characters that its encoding lacks, and returns the stream."""
     if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
     return stream
-
-
-def visible(text: str) -> str:
-    """Returns text for a terminal, with pictures in place of control characters."""
-    return text.translate(_CONTROL_PICTURES)

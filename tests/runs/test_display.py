@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.runs import display, outputs
+from dflash.runs import display, outputs, result_text
 
 
 class Terminal(io.StringIO):
@@ -308,9 +308,9 @@ def make_record(**changes):
 
 
 def test_summary_line():
-    assert display.summary_line(make_record()) == "τ 3.00 · 9 tokens · stop · 5.00 ms per token"
+    assert result_text.summary_line(make_record()) == "τ 3.00 · 9 tokens · stop · 5.00 ms per token"
     single = make_record(output_ids=(1,), acceptance_lengths=(), finish_reason="length")
-    assert display.summary_line(single) == "1 token · length"
+    assert result_text.summary_line(single) == "1 token · length"
 
 
 def test_results():
@@ -340,7 +340,7 @@ def test_rows_without_a_cycle_take_one_line():
     counts = {
         str(length): count for length, count in zip(range(1, 17), [2, 0, 6] + [0] * 13, strict=True)
     }
-    assert display.histogram_lines(counts) == [
+    assert result_text.histogram_lines(counts) == [
         "    1  25.0 % " + "█" * 13,
         "    2   0.0 %",
         "    3  75.0 % " + "█" * 40,
