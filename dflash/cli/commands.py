@@ -7,14 +7,17 @@ This module imports nothing, so that help is instant.
 COMMANDS = {
     "decode": ("dflash.decode", "Decode prompts with a target and a drafter."),
     "chat": ("dflash.chat", "Talk to a target in the terminal."),
-    "serve": ("dflash.serve", "Serve a target over HTTP: OpenAI's API, metrics, a page."),
+    "serve": (
+        "dflash.serve",
+        "Serve a target over HTTP, with OpenAI's API, metrics and a web page.",
+    ),
     "train": ("dflash.train", "Train a drafter, or a target."),
     "distill": ("dflash.distill", "Make a drafter for a target: answers, training, measurement."),
     "benchmark": ("dflash.benchmark", "Measure drafting strategies against plain decoding."),
     "sweep": ("dflash.sweep", "Run a config over a grid of values."),
-    "compile": ("dflash.compile", "Compile a run for TPUs that need not be present."),
-    "convert": ("dflash.convert", "Convert a checkpoint between its two layouts."),
+    "compile": ("dflash.compile", "Compile a run for TPUs, without a TPU."),
+    "convert": ("dflash.convert", "Convert a checkpoint between the two layouts."),
     "train_tokenizer": ("dflash.train_tokenizer", "Train a tokenizer."),
-    "doctor": ("dflash.doctor", "Say what is installed, missing and cached."),
+    "doctor": ("dflash.doctor", "Report what is installed, missing and cached."),
     "completion": ("dflash.completion", "Print the completion script for bash, zsh or fish."),
 }

@@ -14,12 +14,12 @@ _WIDTH = 80  # Columns of the help.
 _LABEL_WIDTH = 24
 CONFIG = "CONFIG"
 _ABOUT_CONFIGS = (
-    "CONFIG is a YAML file, looked up as given, then among the shipped ones. Arguments of the form "
-    "key=value override it, with dots in the key and YAML in the value. --print_config shows all "
+    "CONFIG is a YAML file, looked up as given, then among the shipped configs. Arguments of the "
+    "form key=value override it; keys are dotted, and values are YAML. --print_config shows all "
     "keys with their values."
 )
 _STATUSES = (
-    "exit status: 0: done; 1: the run failed; 2: wrong usage, config, input or checkpoint; 130: "
+    "exit status: 0: done; 1: the run failed; 2: invalid usage, config, input or checkpoint; 130: "
     "interrupted"
 )
 JOIN_FLAGS = ("coordinator_address", "num_processes", "process_id")
@@ -85,29 +85,33 @@ class Subcommand:
 def _define_shared() -> flags.FlagValues:
     values = flags.FlagValues()
     where = {"flag_values": values}
-    flags.DEFINE_string("workdir", None, "Directory for results; made if missing.", **where)
+    flags.DEFINE_string("workdir", None, "Directory for results; created if missing.", **where)
     flags.DEFINE_bool("dry_run", False, "Print the plan without allocating anything.", **where)
     flags.DEFINE_bool(
-        "print_config", False, "Print the resolved config, every key of it, as YAML.", **where
+        "print_config", False, "Print the resolved config, with all keys, as YAML.", **where
     )
     flags.DEFINE_string("profile_dir", None, "Directory for a profiler trace.", **where)
     flags.DEFINE_string(
         "coordinator_address",
         None,
-        "Several processes: host:port of process 0, or auto on TPU pods and known clusters.",
+        "host:port of process 0 of a multi-process run, or auto on TPU pods and known clusters.",
         **where,
     )
     flags.DEFINE_integer(
-        "num_processes", None, "Several processes: how many.", lower_bound=1, **where
+        "num_processes", None, "Number of processes of a multi-process run.", lower_bound=1, **where
     )
     flags.DEFINE_integer(
-        "process_id", None, "Several processes: which one this is, from 0.", lower_bound=0, **where
+        "process_id",
+        None,
+        "Index of this process of a multi-process run, from 0.",
+        lower_bound=0,
+        **where,
     )
     flags.DEFINE_string(
         "shard",
         None,
-        "Do only part i of n, as i/n from 0/n on, in a --workdir that all parts share; auto reads "
-        "i and n from a Kubernetes Job or a Slurm array.",
+        "Do only shard i of n, given as i/n with i from 0, in a --workdir that all shards share; "
+        "auto reads i and n from a Kubernetes Job or a Slurm array.",
         **where,
     )
     flags.DEFINE_bool("stream", True, "Print text as it is accepted.", **where)
