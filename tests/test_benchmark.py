@@ -177,7 +177,7 @@ def test_the_page_replays_what_every_strategy_wrote(measured):
         assert text == lanes["none"]["first"] + "".join(
             frame["bonus"] for frame in lanes["none"]["frames"]
         )
-    assert all(len(frame["refused"]) <= 3 for frame in lanes["dflash"]["frames"])
+    assert all(len(frame["rejected"]) <= 3 for frame in lanes["dflash"]["frames"])
 
 
 def test_a_trace_decides_acceptance_and_every_output_says_so(swept):

@@ -76,14 +76,16 @@ def expected(
       shapes: Shapes of the strategies, by name.
       drafter: Drafter that histograms without a strategy name belong to.
     """
-    found = {}
+    expectations = {}
     for name, shape in shapes.items():
-        for one in known:
-            if one.strategy == name or (one.strategy is None and shape.drafter == drafter):
-                what = _expected(one, shape, own=one.strategy == name)
-                if what is not None:
-                    found[name] = what
-    return found
+        for recording in known:
+            if recording.strategy == name or (
+                recording.strategy is None and shape.drafter == drafter
+            ):
+                expectation = _expected(recording, shape, own=recording.strategy == name)
+                if expectation is not None:
+                    expectations[name] = expectation
+    return expectations
 
 
 def _expected(known: Known, shape: Shape, *, own: bool) -> Expected | None:
@@ -151,24 +153,24 @@ def _content(file: str) -> Any:
 
 
 def _of_trace(file: str) -> Histograms:
-    found = {}
+    histograms = {}
     for task, recordings in workload.read_trace(file).items():
-        counts = Counter(length for one in recordings for length in one.lengths)
-        found[task] = [counts[length] for length in range(1, max(counts) + 1)]
-    return found
+        counts = Counter(length for recording in recordings for length in recording.lengths)
+        histograms[task] = [counts[length] for length in range(1, max(counts) + 1)]
+    return histograms
 
 
 def _of_benchmark(cells: Sequence[Any], file: str, source: str) -> list[Known]:
     """Returns one entry for each strategy that ran cycles."""
-    found: dict[str, dict[str, Sequence[float]]] = {}
+    recorded: dict[str, dict[str, Sequence[float]]] = {}
     try:
         for cell in cells:
             if cell["cycles"]:
                 shares = _shares(cell["acceptance_histogram"], file)
-                found.setdefault(cell["strategy"], {})[cell["task"]] = shares
+                recorded.setdefault(cell["strategy"], {})[cell["task"]] = shares
     except (KeyError, TypeError) as error:
         raise errors.InputError(f"{file}: cells: not those of a benchmark: {error}") from error
-    return [Known(histograms, strategy, source) for strategy, histograms in found.items()]
+    return [Known(histograms, strategy, source) for strategy, histograms in recorded.items()]
 
 
 def _shares(histogram: Any, file: str) -> Sequence[float]:

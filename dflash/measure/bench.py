@@ -114,7 +114,7 @@ class Bench:
         """Builds all engines and compiles all their programs; see `Engine.compile`."""
         lengths = [len(item.prompt.ids) for item in self.workload.items]
         self.engines = {name: self._engine(job) for name, job in self.jobs.items()}
-        counts = {name: len(one.program_names(lengths)) for name, one in self.engines.items()}
+        counts = {name: len(engine.program_names(lengths)) for name, engine in self.engines.items()}
         before, total = 0, sum(counts.values())
         for name, engine in self.engines.items():
             engine.compile(lengths, lambda ready, _, before=before: progress(before + ready, total))
@@ -143,7 +143,7 @@ class Bench:
         engine.follow([script(item, self.longest_paths[strategy]) for item in queue])
         events = decode(engine, [self.request(item) for item in queue])
         done = [event for event in events if isinstance(event, Completion)]
-        return tuple(sorted(done, key=lambda one: one.id))
+        return tuple(sorted(done, key=lambda completion: completion.id))
 
     def request(self, item: Item, at_most: int | None = None) -> Request:
         """Returns the request that decodes an item, with at most `at_most` new tokens."""
@@ -158,10 +158,12 @@ class Bench:
         """Returns whether each output has the right answer; None if its prompt has none."""
         words = self.jobs[self.baseline].tokenizer
         return tuple(
-            item.grader(words.decode(one.output_ids), finished=one.finish_reason == "stop")
+            item.grader(
+                words.decode(completion.output_ids), finished=completion.finish_reason == "stop"
+            )
             if item.grader
             else None
-            for item, one in zip(queue, done, strict=True)
+            for item, completion in zip(queue, done, strict=True)
         )
 
     def run(self, progress: Progress = quiet) -> Iterator[TaskRound]:
@@ -209,7 +211,7 @@ class Bench:
             for _ in range(math.ceil(len(queue) / self.config.decode.batch_size)):
                 for name, probe in probes.items():
                     times.setdefault(name, []).append(probe.parts())
-        parts = {name: _median(some) for name, some in times.items()}
+        parts = {name: _median(timings) for name, timings in times.items()}
         return TaskRound(task, number, tuple(samples), parts)
 
     def _probes(self, queue: Sequence[Item], plain: Sample) -> dict[str, Probe]:
@@ -262,12 +264,12 @@ def script(item: Item, longest: int) -> list[int]:
     return list(itertools.islice(repeated, item.max_new_tokens if lengths else 0))
 
 
-def _median(some: Sequence[Parts]) -> Parts:
+def _median(timings: Sequence[Parts]) -> Parts:
     """Returns the medians of several timings."""
     return Parts(
-        draft_ms=statistics.median(one.draft_ms for one in some),
-        verify_ms=statistics.median(one.verify_ms for one in some),
-        context_tokens=some[0].context_tokens,
+        draft_ms=statistics.median(timing.draft_ms for timing in timings),
+        verify_ms=statistics.median(timing.verify_ms for timing in timings),
+        context_tokens=timings[0].context_tokens,
     )
 
 

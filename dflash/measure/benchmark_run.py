@@ -155,8 +155,8 @@ def measure(
     total = bench.config.rounds * len(bench.workload.tasks)
     so_far, values, meter = None, {}, LoadMeter()
     with display.progress("measuring") as progress:
-        for one in bench.run(progress):
-            done.append(one)
+        for round_ in bench.run(progress):
+            done.append(round_)
             so_far = figures_of(bench, done, machine, meter.read())
             values = so_far.values(bench, complete=len(done) == total)
             directory.write_json(file(results.RESULTS), values)
@@ -235,7 +235,7 @@ class Figures:
     @property
     def notes(self) -> list[str]:
         """Returns sentences to print with the figures: warnings first, then conclusions."""
-        return [*table.doubt_lines(self.cells), *table.limits(self.cells)]
+        return [*table.warning_lines(self.cells), *table.limits(self.cells)]
 
     def values(self, bench: Bench, *, complete: bool) -> dict[str, Any]:
         """Returns the content of results.json."""
@@ -254,6 +254,6 @@ def figures_of(
 ) -> Figures:
     """Computes the figures of the completed rounds."""
     setting = cells.setting_of(bench, machine, warnings.of_load(load.others_share))
-    found = cells.cells(done, setting)
-    averages = cells.averages(found, done, baseline=bench.baseline)
-    return Figures(found, averages, machine, load)
+    all_cells = cells.cells(done, setting)
+    averages = cells.averages(all_cells, done, baseline=bench.baseline)
+    return Figures(all_cells, averages, machine, load)

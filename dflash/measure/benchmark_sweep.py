@@ -37,7 +37,7 @@ class BenchmarkPoints(Runner):
     def run(self, config: BenchmarkRun, directory: pathlib.Path) -> Mapping[str, Any]:
         key = self.affinity(config)
         # Free another target first: memory may not hold two.
-        self._targets = {one: target for one, target in self._targets.items() if one == key}
+        self._targets = {other: target for other, target in self._targets.items() if other == key}
         bench = benches.prepare(config, target=self._targets.get(key))
         with results.open_directory(directory, config) as opened:
             values = benchmark_run.measure(bench, opened, Display.silent())

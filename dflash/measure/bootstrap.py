@@ -39,9 +39,9 @@ def bootstrap(
         return speedup, None
     random = np.random.default_rng(_SEED)
     drawn = []
-    for table, some in zip(tables, samples, strict=True):
+    for table, task_samples in zip(tables, samples, strict=True):
         _, groups, rounds = table.shape
-        together = any(len(set(sample.conversations)) > 1 for sample in some)
+        together = any(len(set(sample.conversations)) > 1 for sample in task_samples)
         some_groups = random.integers(0, groups, (DRAWS, groups))
         some_rounds = random.integers(0, rounds, (DRAWS, 1 if together else groups))
         drawn.append(_speedup(table[:, some_groups, some_rounds].sum(axis=-1)))
@@ -62,9 +62,9 @@ def _table(samples: Sequence[Sample]) -> np.ndarray:
     table = np.zeros((2, len(groups), len(rounds)))
     for sample in samples:
         prompts = zip(sample.conversations, sample.times, sample.completions, strict=True)
-        for number, time, one in prompts:
+        for number, time, completion in prompts:
             place = groups.index(number), rounds.index(sample.round)
-            table[:, *place] += max(time.share_ms, 1e-9), len(one.output_ids) - 1
+            table[:, *place] += max(time.share_ms, 1e-9), len(completion.output_ids) - 1
     return table
 
 

@@ -13,15 +13,21 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
-
 from dflash.config.schema import AUTO
 from dflash.measure import roofline, warnings
 from dflash.measure.bench import Bench
 from dflash.measure.bootstrap import bootstrap
 from dflash.measure.roofline import Machine
-from dflash.measure.samples import Sample, TaskRound
-from dflash.measure.warnings import Doubt
+from dflash.measure.samples import (
+    Sample,
+    TaskRound,
+    cycle_ms,
+    identical_share,
+    position_acceptance,
+    ratio,
+    tokens_per_ms,
+)
+from dflash.measure.warnings import FigureWarning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Cell:
       losses: Factors by which the speed-up is below τ: "verify" is T_verify / T_1, "draft" is
         (T_draft + T_verify) / T_verify, "rest" is a cycle over T_draft + T_verify.
       roofline_ms: Lower bound of T_verify by the roofline.
-      doubts: Warnings about figures of the cell.
+      warnings: Warnings about figures of the cell.
     """
 
     task: str
@@ -105,11 +111,11 @@ class Cell:
     share_of_ideal: float | None
     losses: Mapping[str, float]
     roofline_ms: float | None = None
-    doubts: tuple[Doubt, ...] = ()
+    warnings: tuple[FigureWarning, ...] = ()
 
-    def doubtful(self, about: str) -> bool:
-        """Returns whether there are warnings about these figures; see `warnings.Doubt.about`."""
-        return warnings.concern(self.doubts, about)
+    def has_warning(self, about: str) -> bool:
+        """Returns whether a warning concerns these figures; see `FigureWarning.about`."""
+        return warnings.concern(self.warnings, about)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +131,7 @@ class Setting:
       exact: Every output must equal the baseline's.
       least_ms: Maps a strategy and its context length in tokens to the roofline of a verification;
         None if the machine's peak rates are unknown.
-      doubts: Warnings about the run as a whole.
+      warnings: Warnings about the run as a whole.
     """
 
     baseline: str
@@ -135,25 +141,27 @@ class Setting:
     forced: bool = False
     exact: bool = False
     least_ms: Callable[[str, int], float] | None = None
-    doubts: tuple[Doubt, ...] = ()
+    warnings: tuple[FigureWarning, ...] = ()
 
 
 def cells(rounds: Sequence[TaskRound], setting: Setting) -> list[Cell]:
     """Computes the cells of the completed rounds, which may come in any order, task by task."""
-    found = []
-    for task in dict.fromkeys(one.task for one in rounds):
-        done = [one for one in rounds if one.task == task]
+    all_cells = []
+    for task in dict.fromkeys(round_.task for round_ in rounds):
+        done = [round_ for round_ in rounds if round_.task == task]
         by_strategy = {
-            name: [sample for one in done for sample in one.samples if sample.strategy == name]
+            name: [
+                sample for round_ in done for sample in round_.samples if sample.strategy == name
+            ]
             for name in setting.block_sizes
         }
         plain = by_strategy[setting.baseline]
-        found += [_cell(samples, plain, done, setting) for samples in by_strategy.values()]
-    return found
+        all_cells += [_cell(samples, plain, done, setting) for samples in by_strategy.values()]
+    return all_cells
 
 
 def setting_of(
-    bench: Bench, machine: Machine | None = None, about_run: tuple[Doubt, ...] = ()
+    bench: Bench, machine: Machine | None = None, about_run: tuple[FigureWarning, ...] = ()
 ) -> Setting:
     """Returns the properties of a benchmark that its figures are judged by.
 
@@ -182,7 +190,7 @@ def setting_of(
         forced=bench.workload.forced,
         exact=config.dtype == "float32" and coupled and config.decode.kv_dtype == AUTO,
         least_ms=machine and functools.partial(least_ms, machine),
-        doubts=about_run,
+        warnings=about_run,
     )
 
 
@@ -198,27 +206,27 @@ class Average:
     identical_share: float | None
     correct_share: float | None
     share_of_ideal: float | None
-    doubts: tuple[Doubt, ...] = ()
+    warnings: tuple[FigureWarning, ...] = ()
 
-    def doubtful(self, about: str) -> bool:
-        """Returns whether there are warnings about these figures; see `warnings.Doubt.about`."""
-        return warnings.concern(self.doubts, about)
+    def has_warning(self, about: str) -> bool:
+        """Returns whether a warning concerns these figures; see `FigureWarning.about`."""
+        return warnings.concern(self.warnings, about)
 
 
 def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: str) -> list[Average]:
     """Averages the cells of each strategy over tasks."""
 
     def samples(task, strategy):
-        every = (sample for one in rounds for sample in one.samples)
-        return [one for one in every if (one.task, one.strategy) == (task, strategy)]
+        every = (sample for round_ in rounds for sample in round_.samples)
+        return [round_ for round_ in every if (round_.task, round_.strategy) == (task, strategy)]
 
-    found = []
+    means = []
     for name in dict.fromkeys(cell.strategy for cell in cells):
         own = [cell for cell in cells if cell.strategy == name]
         timed = [cell.task for cell in own if cell.speedup is not None]
         pairs = [[samples(task, who) for task in timed] for who in (name, baseline)]
         average, interval = bootstrap(*pairs) if timed else (None, None)
-        found.append(
+        means.append(
             Average(
                 strategy=name,
                 tasks=len(own),
@@ -228,10 +236,10 @@ def averages(cells: Sequence[Cell], rounds: Sequence[TaskRound], *, baseline: st
                 identical_share=_mean(cell.identical_share for cell in own),
                 correct_share=_mean(cell.correct_share for cell in own),
                 share_of_ideal=_mean(cell.share_of_ideal for cell in own),
-                doubts=tuple(dict.fromkeys(one for cell in own for one in cell.doubts)),
+                warnings=tuple(dict.fromkeys(warning for cell in own for warning in cell.warnings)),
             )
         )
-    return found
+    return means
 
 
 def _cell(
@@ -242,16 +250,17 @@ def _cell(
 ) -> Cell:
     """Computes the cell of a strategy's samples on one task, compared with the baseline's."""
     name, longest_path = samples[0].strategy, setting.longest_paths[samples[0].strategy]
-    completions = [one for sample in samples for one in sample.completions]
-    lengths = [length for one in completions for length in one.acceptance_lengths]
+    completions = [completion for sample in samples for completion in sample.completions]
+    lengths = [length for completion in completions for length in completion.acceptance_lengths]
     counts = Counter(lengths)
     marks = [mark for sample in samples for mark in sample.marks if mark is not None]
     joint, conditional = position_acceptance(
-        [(one.acceptance_lengths, one.block_sizes) for one in completions], longest_path
+        [(completion.acceptance_lengths, completion.block_sizes) for completion in completions],
+        longest_path,
     )
-    speed = _tokens_per_ms(samples)
-    cost, baseline_ms = _cost(samples, rounds, name), _cycle_ms(plain)
-    speedup = _ratio(speed, _tokens_per_ms(plain))
+    speed = tokens_per_ms(samples)
+    cost, baseline_ms = _cost(samples, rounds, name), cycle_ms(plain)
+    speedup = ratio(speed, tokens_per_ms(plain))
     tau = statistics.fmean(lengths) if lengths else None
     two = cost.draft + cost.verify if cost and cost.verify else None
     ideal = tau * baseline_ms / two if two and baseline_ms else None
@@ -259,9 +268,9 @@ def _cell(
         task=samples[0].task,
         strategy=name,
         rounds=len(rounds),
-        prompts=len({one.id for one in completions}),
+        prompts=len({completion.id for completion in completions}),
         groups=len({number for sample in samples for number in sample.conversations}),
-        busy_slots=_ratio(sum(s.elapsed_ms for s in samples), sum(s.clock_ms for s in samples)),
+        busy_slots=ratio(sum(s.elapsed_ms for s in samples), sum(s.clock_ms for s in samples)),
         block_size=setting.block_sizes[name],
         output_tokens=sum(sample.tokens for sample in samples),
         cycles=len(lengths),
@@ -269,13 +278,13 @@ def _cell(
         acceptance_histogram={str(n): counts[n] for n in range(1, longest_path + 1)},
         joint_acceptance=joint,
         conditional_acceptance=conditional,
-        ttft_ms=statistics.median(one.prefill_ms for one in completions),
-        tpot_ms=_ratio(sum(s.elapsed_ms for s in samples), sum(s.tokens for s in samples)),
+        ttft_ms=statistics.median(completion.prefill_ms for completion in completions),
+        tpot_ms=ratio(sum(s.elapsed_ms for s in samples), sum(s.tokens for s in samples)),
         tokens_per_second=None if speed is None else 1e3 * speed,
         speedup=speedup,
         speedup_interval=bootstrap([samples], [plain])[1] if speedup else None,
-        speedup_with_prefill=_ratio(
-            _tokens_per_ms(samples, prefill=True), _tokens_per_ms(plain, prefill=True)
+        speedup_with_prefill=ratio(
+            tokens_per_ms(samples, prefill=True), tokens_per_ms(plain, prefill=True)
         ),
         identical_share=None if setting.forced else identical_share(samples, plain),
         checked=len(marks),
@@ -283,94 +292,43 @@ def _cell(
         cost_ms=cost,
         baseline_cycle_ms=baseline_ms,
         ideal_speedup=ideal,
-        share_of_ideal=_ratio(speedup, ideal),
+        share_of_ideal=ratio(speedup, ideal),
         losses=_losses(cost, baseline_ms),
         roofline_ms=_roofline_ms(name, rounds, setting) if cost else None,
     )
-    return dataclasses.replace(cell, doubts=_doubts(cell, setting))
+    return dataclasses.replace(cell, warnings=_warnings(cell, setting))
 
 
-def _doubts(cell: Cell, setting: Setting) -> tuple[Doubt, ...]:
+def _warnings(cell: Cell, setting: Setting) -> tuple[FigureWarning, ...]:
     """Returns the warnings about figures of a cell."""
-    found = setting.doubts
+    all_warnings = setting.warnings
     if cell.speedup is not None:
-        found += warnings.of_prompts(cell.groups)
-        found += warnings.of_outputs(cell.identical_share, exact=setting.exact)
-        found += warnings.of_slots(cell.busy_slots, setting.slots)
+        all_warnings += warnings.of_prompts(cell.groups)
+        all_warnings += warnings.of_outputs(cell.identical_share, exact=setting.exact)
+        all_warnings += warnings.of_slots(cell.busy_slots, setting.slots)
     if cell.cost_ms is not None and cell.cost_ms.verify is not None:
         cost = cell.cost_ms
         parts = cost.draft, cost.verify
-        found += warnings.of_cost(cost.cycle, parts, share_of_ideal=cell.share_of_ideal)
-        found += warnings.of_forward("verification", cost.verify, cell.roofline_ms)
-    return found
+        all_warnings += warnings.of_cost(cost.cycle, parts, share_of_ideal=cell.share_of_ideal)
+        all_warnings += warnings.of_forward("verification", cost.verify, cell.roofline_ms)
+    return all_warnings
 
 
 def _roofline_ms(name: str, rounds: Sequence[TaskRound], setting: Setting) -> float | None:
-    contexts = [one.parts[name].context_tokens for one in rounds if name in one.parts]
+    contexts = [round_.parts[name].context_tokens for round_ in rounds if name in round_.parts]
     if setting.least_ms is None or not contexts:
         return None
     return setting.least_ms(name, round(statistics.median(contexts)))
 
 
-def position_acceptance(
-    sequences: Sequence[tuple[Sequence[int], Sequence[int]]], longest_path: int
-) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
-    """Computes joint and conditional acceptance of draft positions 1 … G.
-
-    The last cycle of each sequence is left out, since a limit or a stop token may have cut it
-    short. A cycle gives no information about positions beyond its block, so the joint fraction is
-    the product of the conditional ones (Kaplan & Meier 1958). If all blocks have the same size, it
-    is the plain fraction of cycles.
-
-    Args:
-      sequences: For each sequence, its cycles' acceptance lengths (bonus included) and row counts.
-      longest_path: G + 1.
-    Returns:
-      For each position, the fraction of cycles that accepted it; and the fraction among cycles that
-      accepted all positions before it, None if there are no such cycles.
-    """
-    cycles = [pair for one in sequences for pair in list(zip(*one, strict=True))[:-1]]
-    lengths, rows = np.array(cycles, int).reshape(-1, 2).T
-    conditional = []
-    for position in range(1, longest_path):
-        tried = int(np.count_nonzero((lengths >= position) & (rows > position)))
-        kept = int(np.count_nonzero((lengths > position) & (rows > position)))
-        conditional.append(kept / tried if tried else None)
-    joint = np.cumprod([share or 0.0 for share in conditional])
-    return tuple(joint.tolist()), tuple(conditional)
-
-
-def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float:
-    """Returns the fraction of outputs, over all rounds, that equal the baseline's."""
-    expected = {one.id: one.output_ids for sample in plain for one in sample.completions}
-    equal = [one.output_ids == expected[one.id] for sample in samples for one in sample.completions]
-    return statistics.fmean(equal)
-
-
-def _tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:
-    """Returns tokens per millisecond; with `prefill`, first tokens and their prefills count too."""
-    tokens = sum(sample.tokens for sample in samples)
-    clock = sum(sample.clock_ms for sample in samples)
-    if prefill:
-        completions = [one for sample in samples for one in sample.completions]
-        tokens += len(completions)
-        clock += sum(one.prefill_ms for one in completions)
-    return _ratio(tokens, clock)
-
-
-def _cycle_ms(samples: Sequence[Sample]) -> float | None:
-    """Returns the mean time of a cycle as one sequence experiences it."""
-    return _ratio(sum(s.elapsed_ms for s in samples), sum(s.cycles for s in samples))
-
-
 def _cost(samples: Sequence[Sample], rounds: Sequence[TaskRound], name: str) -> Cost | None:
-    cycle = _cycle_ms(samples)
+    cycle = cycle_ms(samples)
     if cycle is None:
         return None
-    if any(name not in one.parts for one in rounds):
+    if any(name not in round_.parts for round_ in rounds):
         return Cost(cycle, None, None, None)
-    draft = statistics.median(one.parts[name].draft_ms for one in rounds)
-    verify = statistics.median(one.parts[name].verify_ms for one in rounds)
+    draft = statistics.median(round_.parts[name].draft_ms for round_ in rounds)
+    verify = statistics.median(round_.parts[name].verify_ms for round_ in rounds)
     return Cost(cycle, draft, verify, cycle - draft - verify)
 
 
@@ -382,11 +340,6 @@ def _losses(cost: Cost | None, baseline_ms: float | None) -> dict[str, float]:
         "draft": (cost.draft + cost.verify) / cost.verify,
         "rest": cost.cycle / (cost.draft + cost.verify),
     }
-
-
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    """Returns part / whole; None if either is zero or unknown."""
-    return part / whole if part and whole else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -72,11 +72,11 @@ async def run(plan: Plan) -> list[Answer]:
 async def _closed_loop(plan: Plan, client, zero: float) -> list[Answer]:
     free = asyncio.Semaphore(plan.at_a_time)
 
-    async def one(body):
+    async def ask(body):
         async with free:
             return await _ask(client, plan.url, body, zero)
 
-    return await asyncio.gather(*map(one, plan.bodies))
+    return await asyncio.gather(*map(ask, plan.bodies))
 
 
 async def _open_loop(plan: Plan, client, zero: float) -> list[Answer]:
@@ -90,11 +90,11 @@ async def _open_loop(plan: Plan, client, zero: float) -> list[Answer]:
 
 async def _ask(client, url: str, body: dict[str, Any], zero: float) -> Answer:
     begin = time.perf_counter() - zero
-    given = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     first = last = 0.0
     usage: dict[str, Any] = {}
     try:
-        async with client.stream("POST", f"{url}/v1/completions", json=given) as answer:
+        async with client.stream("POST", f"{url}/v1/completions", json=request) as answer:
             if answer.status_code != 200:
                 return Answer(begin, error=(await answer.aread()).decode())
             async for line in answer.aiter_lines():
@@ -114,4 +114,4 @@ async def _ask(client, url: str, body: dict[str, Any], zero: float) -> Answer:
 
 if __name__ == "__main__":
     answers = asyncio.run(run(Plan(**json.load(sys.stdin))))
-    json.dump([dataclasses.asdict(one) for one in answers], sys.stdout)
+    json.dump([dataclasses.asdict(answer) for answer in answers], sys.stdout)

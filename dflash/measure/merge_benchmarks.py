@@ -28,7 +28,7 @@ def save(directory: RunDirectory, shard: Shard, done: Sequence[TaskRound]) -> No
     Raises:
       WorkdirError: The file cannot be written.
     """
-    rounds = [dataclasses.asdict(one) for one in done]
+    rounds = [dataclasses.asdict(round_) for round_ in done]
     directory.write(shard.file(ROUNDS), json.dumps({"rounds": rounds}))
 
 
@@ -41,18 +41,18 @@ def read(directory: pathlib.Path) -> list[TaskRound]:
     count = shards.shards_in(directory, ROUNDS)[0].count
     shards.check_count(directory, ROUNDS, Shard(0, count))
     shards.check_finished(directory, shards.missing(directory, ROUNDS, count))
-    found = []
+    rounds = []
     for shard in Shard(0, count).all():
         path = directory / shard.file(ROUNDS)
         with files.explained(path):
             text = path.read_text(encoding="utf-8")
         try:
-            found += [_round(values) for values in json.loads(text)["rounds"]]
+            rounds += [_round(values) for values in json.loads(text)["rounds"]]
         except (ValueError, KeyError, TypeError) as error:
             raise errors.WorkdirError(
                 f"{path}: damaged: delete it and run --shard={shard} again"
             ) from error
-    return sorted(found, key=lambda one: one.round)
+    return sorted(rounds, key=lambda round_: round_.round)
 
 
 def _round(values: Mapping[str, Any]) -> TaskRound:
@@ -60,16 +60,20 @@ def _round(values: Mapping[str, Any]) -> TaskRound:
         Sample(
             **{
                 **sample,
-                "completions": tuple(Completion(**_tuples(one)) for one in sample["completions"]),
+                "completions": tuple(
+                    Completion(**_tuples(completion)) for completion in sample["completions"]
+                ),
                 "conversations": tuple(sample["conversations"]),
                 "marks": tuple(sample["marks"]),
             }
         )
         for sample in values["samples"]
     )
-    parts = {name: Parts(**one) for name, one in values["parts"].items()}
+    parts = {name: Parts(**times) for name, times in values["parts"].items()}
     return TaskRound(values["task"], values["round"], samples, parts)
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(one) if isinstance(one, list) else one for key, one in values.items()}
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+    }

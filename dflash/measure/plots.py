@@ -56,7 +56,7 @@ class Line:
     Attributes:
       name: Name in the legend.
       places, values: Coordinates of its points.
-      doubtful: Whether each point has a warning, which draws it hollow; None if no point has one.
+      flagged: Whether each point has a warning, which draws it hollow; None if no point has one.
       roofline_of: Name of the line that this roofline belongs to, which draws it dashed in the same
         color; None for measured values.
     """
@@ -64,7 +64,7 @@ class Line:
     name: str
     places: Sequence[float]
     values: Sequence[float]
-    doubtful: Sequence[bool] | None = None
+    flagged: Sequence[bool] | None = None
     roofline_of: str | None = None
 
 
@@ -75,7 +75,9 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
     are left out.
     """
     tasks = list(dict.fromkeys(cell.task for cell in cells))
-    strategies = [one for one in dict.fromkeys(cell.strategy for cell in cells) if one != baseline]
+    strategies = [
+        name for name in dict.fromkeys(cell.strategy for cell in cells) if name != baseline
+    ]
     figure, axes = _figure(theme, max(6.0, 1.6 + 0.7 * len(tasks) * max(len(strategies), 1)))
     width = 0.8 / max(len(strategies), 1)
     heights: dict[float, str] = {}
@@ -88,11 +90,11 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
         bars = axes.bar(places, [cell.speedup for cell in own], 0.92 * width, yerr=_reach(own),
                         label=strategy, color=colour, ecolor=theme.ink, capsize=3)  # fmt: skip
         for bar, cell, place in zip(bars, own, places, strict=True):
-            doubtful = cell.doubtful(SPEEDUP)
-            heights[place] = f"{cell.speedup:.2f}×{MARK if doubtful else ''}"
-            if doubtful:
+            flagged = cell.has_warning(SPEEDUP)
+            heights[place] = f"{cell.speedup:.2f}×{MARK if flagged else ''}"
+            if flagged:
                 bar.set(hatch=_HATCH, edgecolor=theme.paper)
-            if cell.ideal_speedup and not cell.doubtful(COST):
+            if cell.ideal_speedup and not cell.has_warning(COST):
                 axes.scatter([place], [cell.ideal_speedup], marker="_", s=160, color=theme.ink,
                              label=ideal_label, zorder=3)  # fmt: skip
                 ideal_label = None
@@ -104,13 +106,13 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
     axes.set_xlim(-0.6, len(tasks) - 0.4)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"speed-up over {baseline}")
-    doubts = any(cell.doubtful(SPEEDUP) for cell in cells)
-    _finish(axes, theme, "Speed-up by task", [note, _hatched(doubts)], below=True)
+    hatched = any(cell.has_warning(SPEEDUP) for cell in cells)
+    _finish(axes, theme, "Speed-up by task", [note, _hatch_note(hatched)], below=True)
     return png(figure)
 
 
-def _hatched(doubts: bool) -> str:
-    return f"hatched and {MARK}: not trustworthy, see the notes" if doubts else ""
+def _hatch_note(hatched: bool) -> str:
+    return f"hatched and {MARK}: not trustworthy, see the notes" if hatched else ""
 
 
 def _reach(cells: Sequence[Cell]) -> list[list[float]]:
@@ -156,31 +158,31 @@ def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
     shown = [cell for cell in cells if cell.cost_ms and cell.cost_ms.verify]
     figure, axes = _figure(theme, 8.0, 1.7 + 0.36 * len(shown))
     names = [f"{cell.task}, {cell.strategy}" for cell in shown]
-    sound = [0.0 if cell.doubtful(COST) else 1.0 for cell in shown]
+    trusted = [0.0 if cell.has_warning(COST) else 1.0 for cell in shown]
     begin = np.zeros(len(shown))
     for part, colour in PARTS.items():
-        widths = np.array([getattr(cell.cost_ms, part) for cell in shown]) * sound
+        widths = np.array([getattr(cell.cost_ms, part) for cell in shown]) * trusted
         axes.barh(names, widths, 0.7, left=begin, color=theme.colours[colour], label=part)
         begin += widths
-    doubtful = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
-                if cell.doubtful(COST)]  # fmt: skip
-    if doubtful:
-        whole, which = zip(*doubtful, strict=True)
+    flagged = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
+                if cell.has_warning(COST)]  # fmt: skip
+    if flagged:
+        whole, which = zip(*flagged, strict=True)
         axes.barh(which, whole, 0.7, color=theme.paper, edgecolor=theme.colours[6], hatch=_HATCH,
-                  label="cycle, parts in doubt")  # fmt: skip
+                  label="cycle, parts not trustworthy")  # fmt: skip
     labels = []
     for place, cell in enumerate(shown):
         label = "plain token (T₁)" if place == 0 else None
         axes.plot([cell.baseline_cycle_ms] * 2, [place - 0.42, place + 0.42], color=theme.ink,
                   linewidth=1.6, label=label)  # fmt: skip
-        text = f"{cell.cost_ms.cycle:.2f} ms{MARK if cell.doubtful(COST) else ''}"
+        text = f"{cell.cost_ms.cycle:.2f} ms{MARK if cell.has_warning(COST) else ''}"
         end = max(cell.cost_ms.cycle, cell.baseline_cycle_ms)
         labels.append(_label(axes, theme, text, (end, place), (5, 0), va="center"))
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds of a cycle")
     _make_room(figure, axes, labels)
-    _finish(axes, theme, "Cost of a cycle", [_hatched(bool(doubtful))], below=True)
+    _finish(axes, theme, "Cost of a cycle", [_hatch_note(bool(flagged))], below=True)
     return png(figure)
 
 
@@ -216,8 +218,8 @@ def curves(
             continue
         axes.plot(line.places, line.values, f"{marker}-", color=colour, markersize=4,
                   label=line.name)  # fmt: skip
-        doubtful = [place for place, one in enumerate(line.doubtful or ()) if one]
-        axes.plot([line.places[i] for i in doubtful], [line.values[i] for i in doubtful], "o",
+        flagged = [place for place, flagged in enumerate(line.flagged or ()) if flagged]
+        axes.plot([line.places[i] for i in flagged], [line.values[i] for i in flagged], "o",
                   color=colour, markerfacecolor=theme.paper, markersize=6)  # fmt: skip
     if even is not None:
         _even(axes, theme, even, f"{even:g}×")
@@ -233,7 +235,7 @@ def curves(
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    hollow = any(any(line.doubtful or ()) for line in lines)
+    hollow = any(any(line.flagged or ()) for line in lines)
     words = "hollow: not trustworthy, see the notes" if hollow else ""
     _finish(axes, theme, title, [note, words])
     return png(figure)
@@ -297,7 +299,7 @@ def _finish(
       notes: Notes to join below the title; empty ones are left out.
       below: Put the legend below the axes; else it is inside, or beside them if it is long.
     """
-    note = "; ".join(one for one in notes if one)
+    note = "; ".join(text for text in notes if text)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=theme.ink,
                    pad=18 if note else 8)  # fmt: skip
     if note:

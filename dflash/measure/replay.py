@@ -20,13 +20,13 @@ class Frame:
       tokens: Number of committed tokens.
       accepted: Text of each accepted draft.
       bonus: Text of the target's own token; empty if the sequence ended before it.
-      refused: Text of each rejected draft.
+      rejected: Text of each rejected draft.
     """
 
     tokens: int
     accepted: tuple[str, ...]
     bonus: str
-    refused: tuple[str, ...]
+    rejected: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +59,14 @@ def record(
         tokens, counts, proposal = jax.device_get((tokens, counts, proposal))
         committed = tokens[0, : counts[0]].tolist()
         parents = None if proposal.parents is None else proposal.parents[0]
-        kept, refused = split(proposal.tokens[0].tolist(), parents, committed)
+        num_accepted, rejected = split(proposal.tokens[0].tolist(), parents, committed)
         texts = [words.push([token]) for token in committed]
         frames.append(
             Frame(
                 tokens=len(committed),
-                accepted=tuple(texts[:kept]),
-                bonus="".join(texts[kept:]),
-                refused=tuple(tokenizer.decode([token]) for token in refused),
+                accepted=tuple(texts[:num_accepted]),
+                bonus="".join(texts[num_accepted:]),
+                rejected=tuple(tokenizer.decode([token]) for token in rejected),
             )
         )
     return Replay(first, tuple(frames))

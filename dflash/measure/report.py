@@ -18,7 +18,7 @@ PAGE = "report.html"
 
 def write(
     bench: Bench,
-    found: Sequence[Cell],
+    cells: Sequence[Cell],
     done: Sequence[TaskRound],
     values: dict[str, Any],
     notes: Sequence[str],
@@ -28,19 +28,19 @@ def write(
     note = workload.forced_note(bench.config)
     drawn = {
         name: {
-            "speedup": plots.speedups(found, bench.baseline, note, theme),
-            "acceptance": plots.survival(found, note, theme),
-            "cost": plots.costs(found, theme),
+            "speedup": plots.speedups(cells, bench.baseline, note, theme),
+            "acceptance": plots.survival(cells, note, theme),
+            "cost": plots.costs(cells, theme),
         }
         for name, theme in (("light", plots.LIGHT), ("dark", plots.DARK))
     }
     for name, png in drawn["light"].items():
         directory.write(f"{name}.png", png)
-    replays = _record_replays(bench, found, done) if jax.process_count() == 1 else {}
+    replays = _record_replays(bench, cells, done) if jax.process_count() == 1 else {}
     directory.write(PAGE, page.render(values, notes=notes, plots=drawn, replays=replays))
 
 
-def _record_replays(bench: Bench, found: Sequence[Cell], done: Sequence[TaskRound]) -> dict:
+def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRound]) -> dict:
     """Replays a prompt of each task with every strategy, untimed: the one with the longest output.
 
     Returns:
@@ -56,7 +56,7 @@ def _record_replays(bench: Bench, found: Sequence[Cell], done: Sequence[TaskRoun
         for name, engine in bench.engines.items():
             if not engine.has_parts:
                 continue  # A replay runs cycles one by one, which cannot choose block sizes.
-            cell = next(one for one in found if (one.task, one.strategy) == (task, name))
+            cell = next(cell for cell in cells if (cell.task, cell.strategy) == (task, name))
             words = bench.jobs[name].tokenizer
             recorded = replay.record(engine, request, item.lengths or (), words)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
@@ -68,11 +68,11 @@ def _record_replays(bench: Bench, found: Sequence[Cell], done: Sequence[TaskRoun
 def _longest(bench: Bench, task: str, done: Sequence[TaskRound]) -> Item:
     """Returns the task's item with the longest output of the baseline."""
     lengths = {
-        one.id: len(one.output_ids)
+        completion.id: len(completion.output_ids)
         for round_ in done
         for sample in round_.samples
         if (sample.task, sample.strategy) == (task, bench.baseline)
-        for one in sample.completions
+        for completion in sample.completions
     }
     return max(bench.workload.tasks[task], key=lambda item: lengths.get(item.prompt.index, 0))
 

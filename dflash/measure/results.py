@@ -17,6 +17,7 @@ import jax
 
 from dflash.config import loader
 from dflash.config.benchmark_schema import BenchmarkRun
+from dflash.measure import warnings
 from dflash.measure.cells import Average, Cell
 from dflash.runs import outputs, shards
 from dflash.runs.directory import RunDirectory
@@ -56,9 +57,15 @@ def as_values(
         "schema": SCHEMA,
         "complete": complete,
         **facts,
-        "averages": [dataclasses.asdict(one) for one in averages],
-        "cells": [dataclasses.asdict(one) for one in cells],
+        "averages": [_values(average) for average in averages],
+        "cells": [_values(cell) for cell in cells],
     }
+
+
+def _values(figures: Cell | Average) -> dict[str, Any]:
+    values = dataclasses.asdict(figures)
+    values[warnings.KEY] = values.pop("warnings")
+    return values
 
 
 FIGURES = (
@@ -66,21 +73,22 @@ FIGURES = (
     *("ttft_ms", "tpot_ms", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
     *("speedup_with_prefill", "identical_share", "checked", "correct_share", "cycle_ms"),
     *("draft_ms", "verify_ms", "rest_ms", "roofline_ms", "ideal_speedup", "share_of_ideal"),
-    *("acceptance", "doubts"),
+    *("acceptance", warnings.KEY),
 )
 
 
 def rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the cells of results.json as table rows: task, strategy and `FIGURES`."""
-    found = []
+    table = []
     for cell in values["cells"]:
         low, high = cell["speedup_interval"] or (None, None)
         cost = {f"{name}_ms": value for name, value in (cell["cost_ms"] or {}).items()}
         own = {"speedup_low": low, "speedup_high": high}
-        own["doubts"] = "; ".join(doubt["words"] for doubt in cell.get("doubts", ())) or None
+        reasons = [warning["words"] for warning in cell.get(warnings.KEY, ())]
+        own[warnings.KEY] = "; ".join(reasons) or None
         line = {**cell, **cost, **own, "acceptance": values["acceptance"]["source"]}
-        found.append({column: line.get(column) for column in ("task", "strategy", *FIGURES)})
-    return found
+        table.append({column: line.get(column) for column in ("task", "strategy", *FIGURES)})
+    return table
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -101,7 +109,7 @@ def common_facts(config: BenchmarkRun) -> dict[str, Any]:
         "batch_size": config.decode.batch_size,
         "config_hash": loader.config_hash(config),
         "config": loader.to_dict(config),
-        "devices": [f"{one.platform}:{one.device_kind}" for one in jax.devices()[:used]],
+        "devices": [f"{device.platform}:{device.device_kind}" for device in jax.devices()[:used]],
         "processes": jax.process_count(),
         "versions": outputs.versions(),
     }

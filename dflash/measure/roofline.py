@@ -171,8 +171,8 @@ def _read_rates() -> tuple[tuple[float, float], ...]:
     rates = []
     for size in _READ_BYTES:
         matrix = jnp.ones((2048, size // 4 // 2048), jnp.float32)
-        some = [jnp.ones((rows, 2048), jnp.float32) for rows in _READ_ROWS]
-        rates.append(size / min(_least_seconds(one, matrix) for one in some))
+        factors = [jnp.ones((rows, 2048), jnp.float32) for rows in _READ_ROWS]
+        rates.append(size / min(_least_seconds(factor, matrix) for factor in factors))
     # Apart from noise, larger sizes are never read at a higher rate than smaller ones.
     falling = np.maximum.accumulate(rates[::-1])[::-1]
     return tuple(zip(map(float, _READ_BYTES), falling.tolist(), strict=True))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -54,22 +55,22 @@ class Sample:
     @property
     def elapsed_ms(self) -> float:
         """Returns the decode time, summed over prompts."""
-        return sum(one.elapsed_ms for one in self.times)
+        return sum(time.elapsed_ms for time in self.times)
 
     @property
     def clock_ms(self) -> float:
         """Returns the time in which any prompt was decoded, which is the sum of all shares."""
-        return sum(one.share_ms for one in self.times)
+        return sum(time.share_ms for time in self.times)
 
     @property
     def tokens(self) -> int:
         """Returns the number of output tokens after the first of each prompt."""
-        return sum(len(one.output_ids) - 1 for one in self.completions)
+        return sum(len(completion.output_ids) - 1 for completion in self.completions)
 
     @property
     def cycles(self) -> int:
         """Returns the number of cycles, summed over prompts."""
-        return sum(len(one.acceptance_lengths) for one in self.completions)
+        return sum(len(completion.acceptance_lengths) for completion in self.completions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +88,9 @@ class TaskRound:
 
 def prompt_times(completions: Sequence[Completion]) -> tuple[PromptTime, ...]:
     """Computes the times of prompts that shared the slots of one engine; see `PromptTime`."""
-    last = np.array([one.finished_at for one in completions])
-    first = last - [one.decode_ms / 1e3 for one in completions]
-    asked = first - [one.prefill_ms / 1e3 for one in completions]
+    last = np.array([completion.finished_at for completion in completions])
+    first = last - [completion.decode_ms / 1e3 for completion in completions]
+    asked = first - [completion.prefill_ms / 1e3 for completion in completions]
     # No prompt begins or ends between two neighboring edges.
     edges = np.unique(np.concatenate([asked, first, last]))
     begin, end = edges[:-1], edges[1:]
@@ -103,3 +104,67 @@ def prompt_times(completions: Sequence[Completion]) -> tuple[PromptTime, ...]:
     elapsed = (in_flight * clock_ms).sum(axis=1)
     shares = (in_flight * clock_ms / np.maximum(in_flight.sum(axis=0), 1)).sum(axis=1)
     return tuple(map(PromptTime, elapsed.tolist(), shares.tolist()))
+
+
+def position_acceptance(
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]]], longest_path: int
+) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+    """Computes joint and conditional acceptance of draft positions 1 … G.
+
+    The last cycle of each sequence is left out, since a limit or a stop token may have cut it
+    short. A cycle gives no information about positions beyond its block, so the joint fraction is
+    the product of the conditional ones (Kaplan & Meier 1958). If all blocks have the same size, it
+    is the plain fraction of cycles.
+
+    Args:
+      sequences: For each sequence, its cycles' acceptance lengths (bonus included) and row counts.
+      longest_path: G + 1.
+    Returns:
+      For each position, the fraction of cycles that accepted it; and the fraction among cycles that
+      accepted all positions before it, None if there are no such cycles.
+    """
+    cycles = [pair for sequence in sequences for pair in list(zip(*sequence, strict=True))[:-1]]
+    lengths, rows = np.array(cycles, int).reshape(-1, 2).T
+    conditional = []
+    for position in range(1, longest_path):
+        tried = int(np.count_nonzero((lengths >= position) & (rows > position)))
+        kept = int(np.count_nonzero((lengths > position) & (rows > position)))
+        conditional.append(kept / tried if tried else None)
+    joint = np.cumprod([share or 0.0 for share in conditional])
+    return tuple(joint.tolist()), tuple(conditional)
+
+
+def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float:
+    """Returns the fraction of outputs, over all rounds, that equal the baseline's."""
+    expected = {
+        completion.id: completion.output_ids
+        for sample in plain
+        for completion in sample.completions
+    }
+    equal = [
+        completion.output_ids == expected[completion.id]
+        for sample in samples
+        for completion in sample.completions
+    ]
+    return statistics.fmean(equal)
+
+
+def tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:
+    """Returns tokens per millisecond; with `prefill`, first tokens and their prefills count too."""
+    tokens = sum(sample.tokens for sample in samples)
+    clock = sum(sample.clock_ms for sample in samples)
+    if prefill:
+        completions = [completion for sample in samples for completion in sample.completions]
+        tokens += len(completions)
+        clock += sum(completion.prefill_ms for completion in completions)
+    return ratio(tokens, clock)
+
+
+def cycle_ms(samples: Sequence[Sample]) -> float | None:
+    """Returns the mean time of a cycle as one sequence experiences it."""
+    return ratio(sum(s.elapsed_ms for s in samples), sum(s.cycles for s in samples))
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """Returns part / whole; None if either is zero or unknown."""
+    return part / whole if part and whole else None

@@ -31,15 +31,15 @@ def by_task(tasks: Mapping[str, Sequence[Item]], done: Iterable[TaskRound]) -> d
       done: Completed rounds of all tasks.
     """
     samples: dict[tuple[str, str], list[Sample]] = {}
-    for one in done:
-        for sample in one.samples:
+    for round_ in done:
+        for sample in round_.samples:
             samples.setdefault((sample.task, sample.strategy), []).append(sample)
-    found: dict[str, Values] = {}
-    for (task, strategy), some in samples.items():
-        if any(item.category for item in tasks[task]) and any(sample.cycles for sample in some):
-            values = {**acceptance(tasks[task], some), **timing(some)}
-            found.setdefault(task, {})[strategy] = values
-    return found
+    by_strategy: dict[str, Values] = {}
+    for (task, strategy), own in samples.items():
+        if any(item.category for item in tasks[task]) and any(sample.cycles for sample in own):
+            values = {**acceptance(tasks[task], own), **timing(own)}
+            by_strategy.setdefault(task, {})[strategy] = values
+    return by_strategy
 
 
 def acceptance(items: Sequence[Item], samples: Sequence[Sample]) -> Values:
@@ -87,20 +87,25 @@ def _distribution(lengths: Iterable[int]) -> Values:
 def timing(samples: Sequence[Sample]) -> Values:
     """Computes times of a strategy's requests; those of one queue run concurrently."""
     completions = list(_completions(samples))
-    tokens = [len(one.output_ids) for one in completions]
+    tokens = [len(completion.output_ids) for completion in completions]
     spans = [_span_s(sample.completions) for sample in samples]
-    decoded = [one for one in completions if one.acceptance_lengths and one.decode_ms > 0]
+    decoded = [
+        completion
+        for completion in completions
+        if completion.acceptance_lengths and completion.decode_ms > 0
+    ]
     return {
         "Output TPS": sum(tokens) / sum(spans),
         "E2E Request Time": _statistics(
-            (one.prefill_ms + one.decode_ms) / 1e3 for one in completions
+            (completion.prefill_ms + completion.decode_ms) / 1e3 for completion in completions
         ),
-        "TTFT Time": _statistics(one.prefill_ms / 1e3 for one in completions),
+        "TTFT Time": _statistics(completion.prefill_ms / 1e3 for completion in completions),
         "Request Generation Step Time": _statistics(
-            one.decode_ms / 1e3 / len(one.acceptance_lengths) for one in decoded
+            completion.decode_ms / 1e3 / len(completion.acceptance_lengths)
+            for completion in decoded
         ),
         "Request Generation Tokens Per Second": _statistics(
-            1e3 * (len(one.output_ids) - 1) / one.decode_ms for one in decoded
+            1e3 * (len(completion.output_ids) - 1) / completion.decode_ms for completion in decoded
         ),
         "Number of Output Tokens": _statistics(tokens),
     }
@@ -108,8 +113,11 @@ def timing(samples: Sequence[Sample]) -> Values:
 
 def _span_s(completions: Sequence[Completion]) -> float:
     """Returns the time from the first prefill of a queue to its last token, in seconds."""
-    begins = [one.finished_at - (one.decode_ms + one.prefill_ms) / 1e3 for one in completions]
-    return max(one.finished_at for one in completions) - min(begins)
+    begins = [
+        completion.finished_at - (completion.decode_ms + completion.prefill_ms) / 1e3
+        for completion in completions
+    ]
+    return max(completion.finished_at for completion in completions) - min(begins)
 
 
 def _statistics(values: Iterable[float]) -> Values:
@@ -130,16 +138,20 @@ def _completions(samples: Iterable[Sample]) -> Iterable[Completion]:
 
 def lines(tasks: Mapping[str, Values]) -> list[str]:
     """Returns a table of each task, with a line per category and a column per strategy."""
-    text: list[str] = []
+    text_lines: list[str] = []
     for task, strategies in tasks.items():
-        categories = sorted({name for one in strategies.values() for name in one["Category_AL"]})
+        categories = sorted(
+            {name for figures in strategies.values() for name in figures["Category_AL"]}
+        )
         rows = [("", *strategies)]
         for name in categories:
-            found = (_shown(one["Category_AL"].get(name)) for one in strategies.values())
-            rows.append((name, *found))
-        rows.append(("Average_AL", *(_shown(one["Average_AL"]) for one in strategies.values())))
-        text += ["", f"{task}: acceptance length by category", *table.aligned(rows)]
-    return text
+            values = (_shown(figures["Category_AL"].get(name)) for figures in strategies.values())
+            rows.append((name, *values))
+        rows.append(
+            ("Average_AL", *(_shown(figures["Average_AL"]) for figures in strategies.values()))
+        )
+        text_lines += ["", f"{task}: acceptance length by category", *table.aligned(rows)]
+    return text_lines
 
 
 def _shown(value: float | None) -> str:

@@ -35,7 +35,7 @@ def run(
     # Studies of single forwards decode nothing, so acceptance lengths do not affect them.
     decodes = name in studies.DECODING
     directory.write("study.png", answer.png(workload.forced_note(config) if decodes else ""))
-    notes = [f"not trustworthy: {one.words}" for one in warnings.of_load(load.others_share)]
+    notes = [f"not trustworthy: {warning.words}" for warning in warnings.of_load(load.others_share)]
     if decodes:
         notes.append(workload.words(config)["words"])
     table.show(answer.text(wide=wide), notes)
@@ -49,7 +49,9 @@ def _content(config: BenchmarkRun, answer: studies.StudyResult, load: Load) -> d
         "study": config.study.name,
         "title": answer.title,
         "notes": list(answer.notes),
-        "doubts": [dataclasses.asdict(one) for one in warnings.of_load(load.others_share)],
+        warnings.KEY: [
+            dataclasses.asdict(warning) for warning in warnings.of_load(load.others_share)
+        ],
         "load": dataclasses.asdict(load),
         "acceptance": workload.words(config),
         **results.common_facts(config),

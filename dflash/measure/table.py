@@ -25,7 +25,7 @@ def lines(cells: Sequence[Cell], averages: Sequence[Average], *, wide: bool = Fa
     columns = _WIDE if wide else _NARROW
     heads = ("task", "strategy", *(head for head, _ in columns))
     names = [(cell.task, cell.strategy) for cell in cells]
-    names += [("mean", one.strategy) for one in averages]
+    names += [("mean", average.strategy) for average in averages]
     rows = [
         (*name, *(show(row) for _, show in columns))
         for name, row in zip(names, (*cells, *averages), strict=True)
@@ -49,7 +49,7 @@ def _part(name: str) -> Column:
 
 
 def _marked(text: str, row: Cell | Average, about: str) -> str:
-    return text + MARK if text != _NONE and row.doubtful(about) else text
+    return text + MARK if text != _NONE and row.has_warning(about) else text
 
 
 def _has(row: Cell | Average, name: str) -> bool:
@@ -91,9 +91,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def limits(cells: Sequence[Cell]) -> list[str]:
     """Returns the largest loss of each strategy that drafts, except for cells with warnings."""
-    found = []
+    sentences = []
     for cell in cells:
-        if cell.block_size == 1 or not cell.losses or cell.tau is None or cell.doubts:
+        if cell.block_size == 1 or not cell.losses or cell.tau is None or cell.warnings:
             continue
         worst = max(cell.losses, key=cell.losses.get)
         rows, loss = cell.block_size, cell.losses[worst]
@@ -102,33 +102,33 @@ def limits(cells: Sequence[Cell]) -> list[str]:
             "draft": f"draft and verification cost {loss:.2f} times the verification",
             "rest": f"a cycle costs {loss:.2f} times its two forwards",
         }
-        found.append(
+        sentences.append(
             f"{cell.task}, {cell.strategy}: τ {cell.tau:.2f} gives {cell.speedup or 0:.2f}×; "
             f"largest loss: {words[worst]}"
         )
-    return found
+    return sentences
 
 
 _CONCERNED = {SPEEDUP: "speed-up", COST: "parts and ideal", warnings.EVERYTHING: "all figures"}
 
 
-def doubt_lines(cells: Sequence[Cell]) -> list[str]:
+def warning_lines(cells: Sequence[Cell]) -> list[str]:
     """Returns a line for each warning, with the cells that it concerns."""
-    found: dict[warnings.Doubt, list[Cell]] = {}
+    concerned: dict[warnings.FigureWarning, list[Cell]] = {}
     for cell in cells:
-        for doubt in cell.doubts:
-            found.setdefault(doubt, []).append(cell)
-    which = {doubt: f"{_CONCERNED[doubt.about]} of {_names(some, cells)}"
-             for doubt, some in found.items()}  # fmt: skip
-    return [f"not trustworthy ({MARK}), {which[doubt]}: {doubt.words}" for doubt in found]
+        for warning in cell.warnings:
+            concerned.setdefault(warning, []).append(cell)
+    which = {warning: f"{_CONCERNED[warning.about]} of {_names(own, cells)}"
+             for warning, own in concerned.items()}  # fmt: skip
+    return [f"not trustworthy ({MARK}), {which[warning]}: {warning.words}" for warning in concerned]
 
 
-def _names(some: Sequence[Cell], everything: Sequence[Cell]) -> str:
+def _names(chosen: Sequence[Cell], everything: Sequence[Cell]) -> str:
     """Returns the names of cells: by task, with the strategies if only some of them are meant."""
-    if len(some) == len(everything):
+    if len(chosen) == len(everything):
         return "every cell"
     by_task: dict[str, list[str]] = {}
-    for cell in some:
+    for cell in chosen:
         by_task.setdefault(cell.task, []).append(cell.strategy)
     whole = {task: sum(cell.task == task for cell in everything) for task in by_task}
     return ", ".join(
@@ -153,8 +153,8 @@ def wrapped(sentences: Iterable[str]) -> list[str]:
     """Returns sentences as lines of a terminal, with hanging indents."""
     return [
         line
-        for one in sentences
-        for line in textwrap.wrap(one, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        for sentence in sentences
+        for line in textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]
 
 

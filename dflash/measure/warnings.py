@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dflash.measure.bootstrap import MIN_GROUPS
 
 SPEEDUP, COST, EVERYTHING = "speedup", "cost", "everything"
+KEY = "doubts"  # Key or column of the warnings in files.
 MARK = "?"  # Suffix of a figure with a warning.
 
 MAX_SHARE_OF_IDEAL = 1.05
@@ -21,7 +22,7 @@ LEAST_BUSY_SLOTS = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
-class Doubt:
+class FigureWarning:
     """Warning that a figure is not trustworthy.
 
     Attributes:
@@ -34,14 +35,14 @@ class Doubt:
     words: str
 
 
-def concern(doubts: Iterable[Doubt], about: str) -> bool:
+def concern(warnings: Iterable[FigureWarning], about: str) -> bool:
     """Returns whether any of the warnings concerns these figures."""
-    return any(one.about in (about, EVERYTHING) for one in doubts)
+    return any(warning.about in (about, EVERYTHING) for warning in warnings)
 
 
 def of_cost(
     cycle_ms: float, parts_ms: Sequence[float], *, share_of_ideal: float | None = None
-) -> tuple[Doubt, ...]:
+) -> tuple[FigureWarning, ...]:
     """Warns if the parts of a cycle, which were timed alone, contradict the cycle.
 
     Args:
@@ -49,37 +50,37 @@ def of_cost(
       parts_ms: Milliseconds of its forwards.
       share_of_ideal: Speed-up relative to the ideal one.
     """
-    found, parts = [], sum(parts_ms)
+    reasons, parts = [], sum(parts_ms)
     if parts > MAX_PARTS_OVER_CYCLE * cycle_ms:
-        found.append(
+        reasons.append(
             f"the parts of a cycle took {parts:.3g} ms, but the whole cycle only {cycle_ms:.3g} ms"
         )
     if share_of_ideal is not None and share_of_ideal > MAX_SHARE_OF_IDEAL:
-        found.append(f"the speed-up is {100 * share_of_ideal:.0f} % of the ideal one")
-    return tuple(Doubt(COST, words) for words in found)
+        reasons.append(f"the speed-up is {100 * share_of_ideal:.0f} % of the ideal one")
+    return tuple(FigureWarning(COST, words) for words in reasons)
 
 
 def of_forward(
     what: str, measured_ms: float | None, roofline_ms: float | None
-) -> tuple[Doubt, ...]:
+) -> tuple[FigureWarning, ...]:
     """Warns if a forward was faster than the machine's peak rates allow."""
     if not measured_ms or not roofline_ms or measured_ms >= LEAST_OVER_ROOFLINE * roofline_ms:
         return ()
     return (
-        Doubt(
+        FigureWarning(
             COST,
             f"{what} took {measured_ms:.3g} ms, less than the {roofline_ms:.3g} ms of the roofline",
         ),
     )
 
 
-def of_prompts(groups: int) -> tuple[Doubt, ...]:
+def of_prompts(groups: int) -> tuple[FigureWarning, ...]:
     """Warns if a speed-up was measured on few conversations."""
     if groups >= MIN_GROUPS:
         return ()
     plural = "" if groups == 1 else "s"
     return (
-        Doubt(
+        FigureWarning(
             SPEEDUP,
             f"{groups} prompt{plural} (or conversation{plural}): an interval takes {MIN_GROUPS} "
             "or more; raise prompts_per_task",
@@ -87,7 +88,7 @@ def of_prompts(groups: int) -> tuple[Doubt, ...]:
     )
 
 
-def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[Doubt, ...]:
+def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[FigureWarning, ...]:
     """Warns if a speed-up was measured with outputs other than the baseline's.
 
     Args:
@@ -97,7 +98,7 @@ def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[Doubt, ..
     if not exact or identical_share is None or identical_share == 1:
         return ()
     return (
-        Doubt(
+        FigureWarning(
             SPEEDUP,
             f"{100 * (1 - identical_share):.0f} % of the outputs differ from those of plain "
             "decoding; in float32 none may",
@@ -105,7 +106,7 @@ def of_outputs(identical_share: float | None, *, exact: bool) -> tuple[Doubt, ..
     )
 
 
-def of_slots(busy: float | None, slots: int) -> tuple[Doubt, ...]:
+def of_slots(busy: float | None, slots: int) -> tuple[FigureWarning, ...]:
     """Warns if a speed-up was measured with a queue too short to fill the slots.
 
     Args:
@@ -115,14 +116,14 @@ def of_slots(busy: float | None, slots: int) -> tuple[Doubt, ...]:
     if busy is None or busy >= LEAST_BUSY_SLOTS * slots:
         return ()
     return (
-        Doubt(
+        FigureWarning(
             SPEEDUP,
             f"{busy:.1f} of {slots} slots were in use on average; raise prompts_per_task",
         ),
     )
 
 
-def of_load(others_share: float | None) -> tuple[Doubt, ...]:
+def of_load(others_share: float | None) -> tuple[FigureWarning, ...]:
     """Warns if other processes used much of the processor during the measurement.
 
     Args:
@@ -131,7 +132,7 @@ def of_load(others_share: float | None) -> tuple[Doubt, ...]:
     if others_share is None or others_share <= MAX_OTHERS_SHARE:
         return ()
     return (
-        Doubt(
+        FigureWarning(
             EVERYTHING,
             f"other processes took {100 * others_share:.0f} % of the processor during the run",
         ),

@@ -91,7 +91,7 @@ class Workload:
         """
         by_index = {prompt.index: prompt for prompt in turns}
 
-        def one(item: Item, index: int) -> Item:
+        def turn_item(item: Item, index: int) -> Item:
             return dataclasses.replace(
                 item,
                 prompt=by_index[index],
@@ -100,7 +100,7 @@ class Workload:
             )
 
         tasks = {
-            task: tuple(one(item, index) for item in items for index in item.prompt.indices)
+            task: tuple(turn_item(item, index) for item in items for index in item.prompt.indices)
             for task, items in self.tasks.items()
         }
         return dataclasses.replace(self, tasks=tasks)
@@ -108,7 +108,9 @@ class Workload:
     def of_shard(self, shard: Shard) -> "Workload":
         """Returns a shard's part of every task; tasks without any prompt of it are left out."""
         parts = {task: tuple(shard.of(items)) for task, items in self.tasks.items()}
-        return dataclasses.replace(self, tasks={task: some for task, some in parts.items() if some})
+        return dataclasses.replace(
+            self, tasks={task: items for task, items in parts.items() if items}
+        )
 
     def queues(self, task: str, slots: int) -> list[tuple[Item, ...]]:
         """Returns the task's prompts as queues, which are decoded one after the other.
@@ -155,7 +157,7 @@ def words(config: BenchmarkRun) -> dict[str, Any]:
 
 def forced_note(config: BenchmarkRun) -> str:
     """Returns a note for plots of forced acceptance lengths; else an empty string."""
-    return "acceptance lengths are forced, not found" if config.forced else ""
+    return "acceptance lengths are forced, not measured" if config.forced else ""
 
 
 _MEASURED_WORDS = "acceptance lengths are measured"
@@ -198,20 +200,20 @@ def read_trace(file: str, tasks: Sequence[str] = ()) -> dict[str, list[Recording
         raise errors.InputError(f"{file}: not JSON: {error}") from error
     if not isinstance(rows, list) or not rows:
         raise errors.InputError(f"{file}: expected a list of prompts, one object each")
-    found: dict[str, list[Recording]] = {}
+    recordings: dict[str, list[Recording]] = {}
     for number, row in enumerate(rows):
         where = f"{file}: prompt {number}"
         try:
             task, recording = _recording(row, where)
         except errors.InputError as error:
             raise errors.InputError(f"{where}: {error}") from error
-        found.setdefault(task, []).append(recording)
+        recordings.setdefault(task, []).append(recording)
     for task in tasks:
-        if task not in found:
+        if task not in recordings:
             raise errors.InputError(
-                f"trace_tasks: {file} has no {task!r}{registry.suggest(task, found)}"
+                f"trace_tasks: {file} has no {task!r}{registry.suggest(task, recordings)}"
             )
-    return {task: found[task] for task in tasks or found}
+    return {task: recordings[task] for task in tasks or recordings}
 
 
 def _recording(row: Any, where: str) -> tuple[str, Recording]:
@@ -258,9 +260,9 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
             limit=config.prompts_per_task,
             raw_dir=config.raw_dir,
         )
-        found = jobs.read_prompts(job, source, stdin=sys.stdin)
+        prompts = jobs.read_prompts(job, source, stdin=sys.stdin)
         examples = jobs.find_examples(source)
-        graders = jobs.find_graders(source, examples) or [None] * len(found)
+        graders = jobs.find_graders(source, examples) or [None] * len(prompts)
         tasks[name] = tuple(
             Item(
                 dataclasses.replace(prompt, index=begin + prompt.index),
@@ -269,9 +271,9 @@ def _tasks(config: BenchmarkRun, job: jobs.Job) -> dict[str, tuple[Item, ...]]:
                 category=example.category,
                 question=example.question,
             )
-            for prompt, grader, example in zip(found, graders, examples, strict=True)
+            for prompt, grader, example in zip(prompts, graders, examples, strict=True)
         )
-        begin += found[-1].indices.stop
+        begin += prompts[-1].indices.stop
     return tasks
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.made_samples import completion, task_round
 
-from dflash.measure import cells, plots, results, table
+from dflash.measure import cells, plots, results, samples, table
 from dflash.measure.bootstrap import MIN_GROUPS, bootstrap
 from dflash.measure.parts import Parts
 from dflash.measure.samples import Sample, TaskRound, prompt_times
@@ -90,7 +90,7 @@ def test_the_cost_adds_up_and_gives_the_ideal():
 
 
 def test_acceptance_leaves_out_the_cycle_that_was_cut_short():
-    joint, conditional = cells.position_acceptance(
+    joint, conditional = samples.position_acceptance(
         [([4, 2, 1], [4, 4, 4]), ([1, 4, 4], [4, 4, 4])], longest_path=4
     )
     # 4, 2 and 1, 4 count: three of four accept position 1, two of these three positions 2 and 3.
@@ -99,14 +99,14 @@ def test_acceptance_leaves_out_the_cycle_that_was_cut_short():
 
 
 def test_positions_never_reached_have_no_conditional_acceptance():
-    joint, conditional = cells.position_acceptance([([1, 1, 1], [4, 4, 4])], longest_path=4)
+    joint, conditional = samples.position_acceptance([([1, 1, 1], [4, 4, 4])], longest_path=4)
     assert joint == (0.0, 0.0, 0.0)
     assert conditional == (0.0, None, None)
 
 
 def test_a_cycle_says_nothing_about_positions_that_it_did_not_draft():
     lengths, rows = [1, 2, 4, 2, 1, 1], [1, 2, 4, 4, 2, 4]
-    joint, conditional = cells.position_acceptance([(lengths, rows)], longest_path=4)
+    joint, conditional = samples.position_acceptance([(lengths, rows)], longest_path=4)
     # Position 1 was drafted by four cycles that count, kept by three; 2 by two, kept by one.
     assert conditional == (0.75, 0.5, 1.0)
     assert joint == pytest.approx((0.75, 0.375, 0.375))
@@ -135,8 +135,8 @@ def test_outputs_are_compared_with_the_baseline_of_the_same_prompt():
     plain = sample_of("none", completion(0, [1, 1], 3.0, output=[5, 6, 7]))
     same = sample_of("dflash", completion(0, [2], 3.0, output=[5, 6, 7]))
     other = sample_of("dflash", completion(0, [2], 3.0, output=[5, 6, 8]), number=1)
-    assert cells.identical_share([same], [plain]) == 1.0
-    assert cells.identical_share([same, other], [plain]) == 0.5
+    assert samples.identical_share([same], [plain]) == 1.0
+    assert samples.identical_share([same, other], [plain]) == 0.5
 
 
 def test_outputs_under_forced_acceptance_are_not_compared():
@@ -289,16 +289,14 @@ def test_few_groups_have_no_interval(groups, has_interval):
     # Terminal and page say why, the table has empty fields, the plot no bar.
     shown = table.lines([cell], [], wide=True)[1].split()
     assert (shown[6:8] == ["1.50?", "–"]) != has_interval
-    assert bool(table.doubt_lines([cell])) == bool(cell.doubts) != has_interval
+    assert bool(table.warning_lines([cell])) == bool(cell.warnings) != has_interval
     assert bool(table.limits([cell])) == has_interval
-    (row,) = results.rows({"cells": [as_json(cell)], "acceptance": {"source": ""}})
+    facts = {"acceptance": {"source": ""}}
+    values = results.as_values([cell], [], facts, complete=True)
+    (row,) = results.rows(json.loads(json.dumps(values)))
     assert ((row["speedup_low"], row["speedup_high"]) == (None, None)) != has_interval
     assert (row["doubts"] is None) == has_interval
     assert plots.speedups([cell], "none").startswith(b"\x89PNG")
-
-
-def as_json(cell):
-    return json.loads(json.dumps(dataclasses.asdict(cell)))
 
 
 def test_turns_of_a_conversation_are_drawn_together():

@@ -1,4 +1,4 @@
-"""Accepted and refused drafts are told apart, in chains and in trees."""
+"""Accepted and rejected drafts are told apart, in chains and in trees."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from dflash.measure import replay
 
 
 @pytest.mark.parametrize(
-    ("drafted", "parents", "committed", "kept", "refused"),
+    ("drafted", "parents", "committed", "num_accepted", "rejected"),
     [
         ([5, 6, 7], None, [5, 6, 9], 2, [7]),
         ([5, 6, 7], None, [9], 0, [5, 6, 7]),
@@ -18,5 +18,5 @@ from dflash.measure import replay
         ([5, 6, 7, 8], [0, 0, 1, 2], [5, 8], 1, [6, 7, 8]),
     ],
 )
-def test_split(drafted, parents, committed, kept, refused):
-    assert replay.split(drafted, parents, committed) == (kept, refused)
+def test_split(drafted, parents, committed, num_accepted, rejected):
+    assert replay.split(drafted, parents, committed) == (num_accepted, rejected)

@@ -15,7 +15,8 @@ def test_calls_take_turns_and_the_first_turn_does_not_count():
 
     def result(found):
         rows = [
-            studies.doubted({"name": name, "all": tuple(some)}, ()) for name, some in found.items()
+            studies.with_warnings({"name": name, "all": tuple(some)}, ())
+            for name, some in found.items()
         ]
         return studies.StudyResult("title", rows, [Line("a", (1,), (1.0,))], "x", "y")
 
@@ -37,7 +38,7 @@ def test_calls_take_turns_and_the_first_turn_does_not_count():
 
 
 def test_a_narrow_terminal_gets_the_columns_that_fit():
-    row = studies.doubted({"name": "a", "tau": 2.5, "a_long_column": 1.0}, ())
+    row = studies.with_warnings({"name": "a", "tau": 2.5, "a_long_column": 1.0}, ())
     line = Line("a", (1,), (1.0,))
     found = studies.StudyResult("title", [row], [line], "x", "y", narrow=("name", "tau"))
     assert found.text()[2:4] == ["name  tau", "a     2.500"]

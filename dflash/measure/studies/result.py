@@ -7,9 +7,7 @@ from typing import Any
 from dflash.measure import plots, table
 from dflash.measure.plots import Line
 from dflash.measure.roofline import Machine
-from dflash.measure.warnings import MARK, Doubt
-
-DOUBTS = "doubts"  # Column of every row with its warnings; None if there are none.
+from dflash.measure.warnings import KEY, MARK, FigureWarning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +16,7 @@ class StudyResult:
 
     Attributes:
       title: Question that the study answers.
-      rows: Figures by column; all rows have the same columns, `DOUBTS` among them.
+      rows: Figures by column; all rows have the same columns, `warnings.KEY` among them.
       lines: Lines of the plot.
       x, y: Labels of the plot's axes.
       log: Whether both axes are logarithmic.
@@ -41,14 +39,13 @@ class StudyResult:
         """Returns the table, its warnings and its notes as lines; all columns if `wide`."""
         if not self.rows:
             return [self.title, *table.wrapped(self.notes)]
-        every = [head for head in self.rows[0] if head != DOUBTS]
+        every = [head for head in self.rows[0] if head != KEY]
         heads = every if wide or not self.narrow else list(self.narrow)
         body = [
-            [*(_shown(row[head]) for head in heads), MARK if row[DOUBTS] else ""]
-            for row in self.rows
+            [*(_shown(row[head]) for head in heads), MARK if row[KEY] else ""] for row in self.rows
         ]
         lines = table.aligned([[*heads, ""], *body])
-        return [self.title, "", *lines, "", *table.wrapped([*self._doubts(), *self.notes])]
+        return [self.title, "", *lines, "", *table.wrapped([*self._warnings(), *self.notes])]
 
     def png(self, note: str = "") -> bytes:
         """Returns the plot as a PNG file."""
@@ -62,15 +59,15 @@ class StudyResult:
             note=note,
         )
 
-    def _doubts(self) -> list[str]:
+    def _warnings(self) -> list[str]:
         """Returns a sentence for each row with a warning."""
-        found = []
+        sentences = []
         for row in self.rows:
-            if row[DOUBTS]:
+            if row[KEY]:
                 first, second = list(row.items())[:2]
                 where = ", ".join(f"{key} {_shown(value)}" for key, value in (first, second))
-                found.append(f"not trustworthy ({MARK}), {where}: {row[DOUBTS]}")
-        return found
+                sentences.append(f"not trustworthy ({MARK}), {where}: {row[KEY]}")
+        return sentences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +105,7 @@ def in_turns(
     Yields:
       A step before each call, and a step with a result after each turn.
     """
-    found: dict[Hashable, list] = {key: [] for key in calls}
+    measured: dict[Hashable, list] = {key: [] for key in calls}
     total, done = (1 + repeats) * len(calls), 0
     for turn in range(1 + repeats):
         which = f"turn {turn} of {repeats}" if turn else "warming up"
@@ -117,14 +114,14 @@ def in_turns(
             taken = call()
             done += 1
             if turn:
-                found[key].append(taken)
+                measured[key].append(taken)
         if turn:
-            yield Step(f"{which} is over", done / total, result(found))
+            yield Step(f"{which} is over", done / total, result(measured))
 
 
-def doubted(row: Mapping[str, Any], doubts: Iterable[Doubt]) -> dict[str, Any]:
-    """Returns a row with the column of its warnings added."""
-    return {**row, DOUBTS: "; ".join(dict.fromkeys(one.words for one in doubts)) or None}
+def with_warnings(row: Mapping[str, Any], warnings: Iterable[FigureWarning]) -> dict[str, Any]:
+    """Returns a row with the column `warnings.KEY` added; its value is None without warnings."""
+    return {**row, KEY: "; ".join(dict.fromkeys(warning.words for warning in warnings)) or None}
 
 
 def machine_note(machine: Machine) -> str:

@@ -19,7 +19,7 @@ from dflash.loading.job import Job
 from dflash.measure import bench as benches
 from dflash.measure.load_client import Answer, Plan
 from dflash.measure.plots import Line
-from dflash.measure.studies.result import Step, StudyResult, doubted
+from dflash.measure.studies.result import Step, StudyResult, with_warnings
 from dflash.measure.workload import Item
 from dflash.runs.display import Display
 from dflash.serving import server
@@ -90,8 +90,8 @@ class _Scripted(Job):
 def _serving(bench: benches.Bench, job: Job, sent: Sequence[Item]):
     """Returns a context that serves one strategy in the background and gives the server's URL."""
     run = job.config
-    given = vars(run) | {"decode": ServeDecode(**vars(run.decode))}
-    served = ServeRun(**given, serve=ServeConfig(queue=_QUEUE, drain_s=0.0))
+    values = vars(run) | {"decode": ServeDecode(**vars(run.decode))}
+    served = ServeRun(**values, serve=ServeConfig(queue=_QUEUE, drain_s=0.0))
     if bench.workload.forced:
         longest = job.drafter.longest_path
         scripts = tuple(tuple(benches.script(item, longest)) for item in sent)
@@ -134,8 +134,8 @@ def _drive(plan: Plan) -> list[Answer]:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
         raise errors.UserError(f"study.name=serve: the client has failed: {lines[-1]}")
-    answers = [Answer(**one) for one in json.loads(done.stdout)]
-    problem = next((one.error for one in answers if one.error), None)
+    answers = [Answer(**values) for values in json.loads(done.stdout)]
+    problem = next((answer.error for answer in answers if answer.error), None)
     if problem is not None:
         raise errors.UserError(f"study.name=serve: a request has failed: {problem}")
     return answers
@@ -143,13 +143,17 @@ def _drive(plan: Plan) -> list[Answer]:
 
 def _row(name: str, at_a_time: int | None, rate: float | None, answers: Sequence[Answer]) -> dict:
     """Computes the figures of one load."""
-    seconds = max(one.last for one in answers) - min(one.begin for one in answers)
-    tokens = sum(one.tokens for one in answers)
+    seconds = max(answer.last for answer in answers) - min(answer.begin for answer in answers)
+    tokens = sum(answer.tokens for answer in answers)
     # Prefill returns the first token, and each cycle commits one token of the target's own.
-    cycles = sum(one.tokens - 1 - one.accepted for one in answers)
-    first = [1e3 * (one.first - one.begin) for one in answers]
-    each = [1e3 * (one.last - one.first) / (one.tokens - 1) for one in answers if one.tokens > 1]
-    return doubted(
+    cycles = sum(answer.tokens - 1 - answer.accepted for answer in answers)
+    first = [1e3 * (answer.first - answer.begin) for answer in answers]
+    each = [
+        1e3 * (answer.last - answer.first) / (answer.tokens - 1)
+        for answer in answers
+        if answer.tokens > 1
+    ]
+    return with_warnings(
         {
             "drafter": name,
             "at_a_time": at_a_time,
@@ -175,9 +179,9 @@ def _result(rows: Sequence[dict]) -> StudyResult:
     """Returns the rows so far, with a line of throughput for each drafter."""
     lines = []
     for name in dict.fromkeys(row["drafter"] for row in rows):
-        some = [row for row in rows if row["drafter"] == name and row["at_a_time"]]
-        places = [row["at_a_time"] for row in some]
-        lines.append(Line(name, places, [row["tokens_per_second"] for row in some]))
+        own = [row for row in rows if row["drafter"] == name and row["at_a_time"]]
+        places = [row["at_a_time"] for row in own]
+        lines.append(Line(name, places, [row["tokens_per_second"] for row in own]))
     return StudyResult(
         "A server under load",
         list(rows),

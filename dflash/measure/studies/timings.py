@@ -21,12 +21,11 @@ from dflash.measure.parts import Probe
 from dflash.measure.plots import Line
 from dflash.measure.roofline import Machine
 from dflash.measure.studies.result import (
-    DOUBTS,
     Step,
     StudyResult,
-    doubted,
     in_turns,
     machine_note,
+    with_warnings,
 )
 from dflash.models.decoder import Decoder
 
@@ -65,14 +64,15 @@ def _cycle_result(
     times: Mapping[str, list[tuple[float, float, float]]],
 ) -> StudyResult:
     rows = [
-        _cycle_row(config, name, jobs[name], machine, context, some) for name, some in times.items()
+        _cycle_row(config, name, jobs[name], machine, context, taken)
+        for name, taken in times.items()
     ]
     lines = [
         Line(
             key,
             [row["rows"] for row in rows],
             [row[f"{key}_ms"] for row in rows],
-            doubtful=[bool(row[DOUBTS]) for row in rows],
+            flagged=[bool(row[warnings.KEY]) for row in rows],
             roofline_of="cycle" if key == "roofline" else None,
         )
         for key in ("cycle", "draft", "verify", "roofline")
@@ -96,7 +96,7 @@ def _cycle_row(
     least_draft = roofline.draft_work(job.target, job.drafter, batch=batch).ideal_ms(machine)
     cycle_ms, draft_ms, verify_ms = map(statistics.median, zip(*times, strict=True))
     ratios = [whole / (draft + verify) for whole, draft, verify in times]
-    return doubted(
+    return with_warnings(
         {
             "strategy": name,
             "rows": rows,
@@ -148,7 +148,7 @@ def _verify_result(
     times: Mapping[tuple[int, int], list[float]],
 ) -> StudyResult:
     """Makes the result from times by context and number of rows."""
-    medians = {key: statistics.median(some) for key, some in times.items()}
+    medians = {key: statistics.median(taken) for key, taken in times.items()}
     contexts, counts = (tuple(dict.fromkeys(column)) for column in zip(*times, strict=True))
     rows = []
     for (context, count), verify_ms in medians.items():
@@ -161,11 +161,11 @@ def _verify_result(
             "roofline_ms": least,
             "over_roofline": verify_ms / least,
         }
-        rows.append(doubted(row, warnings.of_forward("verification", verify_ms, least)))
+        rows.append(with_warnings(row, warnings.of_forward("verification", verify_ms, least)))
     lines = []
     for context in contexts:
-        some = [row for row in rows if row["context"] == context]
-        lines += _with_roofline(f"context {context}", some, "rows", "verify_ms")
+        own = [row for row in rows if row["context"] == context]
+        lines += _with_roofline(f"context {context}", own, "rows", "verify_ms")
     notes = [
         f"batch {config.decode.batch_size}; over_one_row compares with {counts[0]} row(s) at the "
         "same context",
@@ -211,11 +211,11 @@ def draft(config: BenchmarkRun) -> Iterator[Step]:
 
         def result(times, context=context, before=tuple(rows)) -> StudyResult:
             rows[:] = before
-            for (name, size), some in times.items():
+            for (name, size), taken in times.items():
                 drafter = jobs[f"{name} {size}"].drafter
                 work = roofline.draft_work(target, drafter, batch=config.decode.batch_size)
                 least = work.ideal_ms(machine)
-                rows.append(_draft_row(name, context, size, statistics.median(some), least))
+                rows.append(_draft_row(name, context, size, statistics.median(taken), least))
             return _draft_result(config, machine, list(rows))
 
         calls = {key: probe.draft_ms for key, probe in probes.items()}
@@ -229,7 +229,7 @@ def _draft_name(context: int, key: tuple[str, int]) -> str:
 
 
 def _draft_row(name: str, context: int, size: int, draft_ms: float, least: float) -> dict:
-    return doubted(
+    return with_warnings(
         {
             "strategy": name,
             "context": context,
@@ -245,8 +245,8 @@ def _draft_row(name: str, context: int, size: int, draft_ms: float, least: float
 def _draft_result(config: BenchmarkRun, machine: Machine, rows: list[dict]) -> StudyResult:
     lines = []
     for name, context in dict.fromkeys((row["strategy"], row["context"]) for row in rows):
-        some = [row for row in rows if (row["strategy"], row["context"]) == (name, context)]
-        lines += _with_roofline(f"{name}, context {context}", some, "block_size", "draft_ms")
+        own = [row for row in rows if (row["strategy"], row["context"]) == (name, context)]
+        lines += _with_roofline(f"{name}, context {context}", own, "block_size", "draft_ms")
     notes = [f"batch {config.decode.batch_size}", machine_note(machine)]
     title, y = "Cost of a draft by block size", "milliseconds"
     return StudyResult(title, rows, lines, "block size", y, log=True, notes=notes)
@@ -254,9 +254,9 @@ def _draft_result(config: BenchmarkRun, machine: Machine, rows: list[dict]) -> S
 
 def _with_roofline(name: str, rows: list[dict], x: str, y: str) -> tuple[Line, Line]:
     """Returns the line of a column of rows, and the line of their rooflines."""
-    places, doubtful = [row[x] for row in rows], [bool(row[DOUBTS]) for row in rows]
+    places, flagged = [row[x] for row in rows], [bool(row[warnings.KEY]) for row in rows]
     return (
-        Line(name, places, [row[y] for row in rows], doubtful=doubtful),
+        Line(name, places, [row[y] for row in rows], flagged=flagged),
         Line(
             f"its roofline ({name})",
             places,
@@ -308,7 +308,7 @@ def _contexts(config: BenchmarkRun, jobs: dict[str, Job], usual: Iterable[int]) 
             f"study.contexts: {beyond[0]} is more than the {longest} positions that the target "
             "was made for"
         )
-    return config.study.contexts or tuple(one for one in usual if one <= longest)
+    return config.study.contexts or tuple(context for context in usual if context <= longest)
 
 
 def _engine(config: BenchmarkRun, target, drafter, context: int) -> MeasuredEngine:

@@ -12,11 +12,11 @@ from dflash.measure import bench as benches
 from dflash.measure import cells, roofline, warnings
 from dflash.measure.plots import Line
 from dflash.measure.samples import TaskRound
-from dflash.measure.studies.result import DOUBTS, Step, StudyResult, doubted, machine_note
+from dflash.measure.studies.result import Step, StudyResult, machine_note, with_warnings
 from dflash.measure.studies.timings import with_block_size
 
 # Maps a machine and the rows so far to the result of a study.
-Made = Callable[[roofline.Machine, list[dict]], StudyResult]
+MakeResult = Callable[[roofline.Machine, list[dict]], StudyResult]
 
 USED_BLOCKS = (4, 8, 12, 16)
 LAYERS = (1, 2, 3, 5, 8)
@@ -33,26 +33,28 @@ def block(config: BenchmarkRun) -> Iterator[Step]:
             trained[name] = job.drafter.block_size
     variants, keys = {}, {}
     for name, size in trained.items():
-        for used in (one for one in values if one <= size):
+        for used in (value for value in values if value <= size):
             label = f"{name}, {used} of {size}"
             variants[label] = with_block_size(name, config.strategies[name], used)
             keys[label] = {"drafter": name, "trained": size, "used": used}
-    made = functools.partial(_table, "Block size, trained × used", "used", ("drafter", "trained"))
-    yield from _measure(config, variants, keys, made)
+    make_result = functools.partial(
+        _table, "Block size, trained × used", "used", ("drafter", "trained")
+    )
+    yield from _measure(config, variants, keys, make_result)
 
 
 def layers(config: BenchmarkRun) -> Iterator[Step]:
     """Compares numbers of draft layers, with random weights and forced acceptance."""
     values = config.study.values or LAYERS
-    made = functools.partial(_table, "Number of draft layers", "layers", ("drafter",))
-    yield from _architectures(config, "num_hidden_layers", "layers", values, made)
+    make_result = functools.partial(_table, "Number of draft layers", "layers", ("drafter",))
+    yield from _architectures(config, "num_hidden_layers", "layers", values, make_result)
 
 
 def taps(config: BenchmarkRun) -> Iterator[Step]:
     """Compares numbers of tapped target layers; see `layers`."""
     values = config.study.values or TAPS
-    made = functools.partial(_table, "Number of tapped layers", "taps", ("drafter",))
-    yield from _architectures(config, "num_target_features", "taps", values, made)
+    make_result = functools.partial(_table, "Number of tapped layers", "taps", ("drafter",))
+    yield from _architectures(config, "num_target_features", "taps", values, make_result)
 
 
 def batch(config: BenchmarkRun) -> Iterator[Step]:
@@ -72,11 +74,11 @@ def batch(config: BenchmarkRun) -> Iterator[Step]:
         machine = machine or roofline.machine_of(target.sharding)
         before = list(rows)
 
-        def made(machine, fresh, before=before):
+        def make_result(machine, fresh, before=before):
             rows[:] = [*before, *fresh]
             return _table("Batch size", "batch", ("drafter",), machine, list(rows))
 
-        for step in _steps(measured, keys, machine, made):
+        for step in _steps(measured, keys, machine, make_result):
             named = dataclasses.replace(step, what=f"batch {size}, {step.what}")
             yield named.within(number / len(sizes), 1 / len(sizes))
 
@@ -92,7 +94,7 @@ def _check_full(bench: benches.Bench, size: int) -> None:
 
 
 def _architectures(
-    config: BenchmarkRun, field: str, column: str, values: Iterable[int], made: Made
+    config: BenchmarkRun, field: str, column: str, values: Iterable[int], make_result: MakeResult
 ) -> Iterator[Step]:
     """Compares drafters that differ in one field of their architecture, with random weights."""
     variants, keys = {}, {}
@@ -101,7 +103,7 @@ def _architectures(
             label = f"{name}, {column} {value}"
             variants[label] = _reshaped(name, drafter, field, value)
             keys[label] = {"drafter": name, column: value}
-    yield from _measure(config, variants, keys, made)
+    yield from _measure(config, variants, keys, make_result)
 
 
 def _reshaped(name: str, drafter: DrafterConfig, field: str, value: int) -> DrafterConfig:
@@ -122,18 +124,21 @@ def _measure(
     config: BenchmarkRun,
     variants: Mapping[str, DrafterConfig],
     keys: Mapping[str, Mapping],
-    made: Made,
+    make_result: MakeResult,
 ) -> Iterator[Step]:
     """Measures the cells of all variants, in turns."""
     varied = dataclasses.replace(config, strategies=dict(variants))
     bench = benches.prepare(varied, cut=True)
     bench.load()
     yield Step("measuring the machine", 0)
-    yield from _steps(bench, keys, roofline.machine_of(bench.target.sharding), made)
+    yield from _steps(bench, keys, roofline.machine_of(bench.target.sharding), make_result)
 
 
 def _steps(
-    bench: benches.Bench, keys: Mapping[str, Mapping], machine: roofline.Machine, made: Made
+    bench: benches.Bench,
+    keys: Mapping[str, Mapping],
+    machine: roofline.Machine,
+    make_result: MakeResult,
 ) -> Iterator[Step]:
     """Measures every cell, and yields a result of all of them after each task of each round."""
     yield Step("decoding the answers that later turns follow", 0)
@@ -143,10 +148,12 @@ def _steps(
     yield Step("warming up", 0)
     bench.warm_up()
     total, rounds = bench.config.rounds * len(bench.workload.tasks), []
-    for one in bench.run():
-        rounds.append(one)
-        where = f"round {one.round + 1} of {bench.config.rounds}, {one.task}, is over"
-        yield Step(where, len(rounds) / total, made(machine, _rows(bench, keys, machine, rounds)))
+    for round_ in bench.run():
+        rounds.append(round_)
+        where = f"round {round_.round + 1} of {bench.config.rounds}, {round_.task}, is over"
+        yield Step(
+            where, len(rounds) / total, make_result(machine, _rows(bench, keys, machine, rounds))
+        )
 
 
 def _rows(
@@ -164,7 +171,7 @@ def _rows(
         cost, drafter = cell.cost_ms, bench.jobs[cell.strategy].drafter
         least = roofline.draft_work(bench.target, drafter, batch=size).ideal_ms(machine)
         rows.append(
-            doubted(
+            with_warnings(
                 {
                     **keys[cell.strategy],
                     "task": cell.task,
@@ -177,7 +184,7 @@ def _rows(
                     "plain_token_ms": cell.baseline_cycle_ms,
                     "roofline_ms": cell.roofline_ms and cell.roofline_ms + least,
                 },
-                (*cell.doubts, *warnings.of_forward("the draft", cost and cost.draft, least)),
+                (*cell.warnings, *warnings.of_forward("the draft", cost and cost.draft, least)),
             )
         )
     return rows
@@ -196,7 +203,7 @@ def _table(
             label,
             [row[column] for row in some],
             [row["speedup"] or math.nan for row in some],
-            doubtful=[bool(row[DOUBTS]) for row in some],
+            flagged=[bool(row[warnings.KEY]) for row in some],
         )
         for label, some in by_name.items()
     ]

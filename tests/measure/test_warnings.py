@@ -11,7 +11,7 @@ from support.made_samples import task_round
 from dflash.measure import cells, load, page, plots, results, table, warnings
 from dflash.measure.plots import Line
 from dflash.measure.studies import result as studies
-from dflash.measure.warnings import COST, EVERYTHING, SPEEDUP, Doubt
+from dflash.measure.warnings import COST, EVERYTHING, SPEEDUP, FigureWarning
 
 BLOCKS = {"none": 1, "dflash": 4}
 LENGTHS = [[4, 2, 4, 2], [3, 3, 3, 3]] * 3
@@ -34,7 +34,7 @@ def cell(*, cycle_ms=6.0, parts=(1.0, 4.0), pairs=3, outputs_differ=False, **opt
     return {one.strategy: one for one in cells.cells([done], setting)}["dflash"]
 
 
-SOUND = cell()
+TRUSTED = cell()
 CASES = {
     "parts beyond their cycle": (
         cell(cycle_ms=4.9), COST,
@@ -60,29 +60,29 @@ CASES = {
         "1.0 of 8 slots were in use on average; raise prompts_per_task",
     ),
     "busy machine": (
-        cell(doubts=warnings.of_load(0.43)), EVERYTHING,
+        cell(warnings=warnings.of_load(0.43)), EVERYTHING,
         "other processes took 43 % of the processor during the run",
     ),
 }  # fmt: skip
 
 
-def test_what_may_well_be_true_is_not_doubted():
-    assert SOUND.doubts == ()
-    assert table.doubt_lines([SOUND]) == []
-    assert table.limits([SOUND]) != []
+def test_what_may_well_be_true_is_not_with_warnings():
+    assert TRUSTED.warnings == ()
+    assert table.warning_lines([TRUSTED]) == []
+    assert table.limits([TRUSTED]) != []
     within = cell(least_ms=lambda name, context: 4.1, exact=True)
-    assert within.doubts == warnings.of_load(0.05) == warnings.of_load(None) == ()
-    assert cell(cycle_ms=4.96).doubts == ()  # its parts took 5 ms, timed apart
+    assert within.warnings == warnings.of_load(0.05) == warnings.of_load(None) == ()
+    assert cell(cycle_ms=4.96).warnings == ()  # its parts took 5 ms, timed apart
     # In bfloat16 outputs may differ.
-    assert cell(outputs_differ=True).doubts == ()
+    assert cell(outputs_differ=True).warnings == ()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_doubt_is_shown_everywhere_and_nothing_is_concluded(name):
+def test_a_warning_is_shown_everywhere_and_nothing_is_concluded(name):
     found, about, words = CASES[name]
-    assert Doubt(about, words) in found.doubts
+    assert FigureWarning(about, words) in found.warnings
     assert table.limits([found]) == []
-    assert any(line.endswith(f": {words}") for line in table.doubt_lines([found]))
+    assert any(line.endswith(f": {words}") for line in table.warning_lines([found]))
     # The terminal marks the figures that it is about, and no others.
     shown = table.lines([found], [], wide=True)[1].split()
     assert shown[6].endswith("?") == (about != COST)
@@ -94,16 +94,16 @@ def test_a_doubt_is_shown_everywhere_and_nothing_is_concluded(name):
     assert {"about": about, "words": words} in values["cells"][0]["doubts"]
     (row,) = csv.DictReader(io.StringIO(results.table_csv(results.rows(values))))
     assert words in row["doubts"]
-    # Plots look other than those of the same figures without a doubt.
-    believed = dataclasses.replace(found, doubts=())
+    # Plots look other than those of the same figures without a warning.
+    believed = dataclasses.replace(found, warnings=())
     drawn = [plots.speedups([one], "none") + plots.costs([one]) for one in (found, believed)]
     assert drawn[0] != drawn[1]
 
 
-def test_a_line_of_doubt_names_the_cells_that_it_is_about():
-    one = Doubt(SPEEDUP, "why")
+def test_a_warning_line_names_the_cells_that_it_is_about():
+    one = FigureWarning(SPEEDUP, "why")
     some = [
-        dataclasses.replace(SOUND, task=task, strategy=strategy, doubts=reasons)
+        dataclasses.replace(TRUSTED, task=task, strategy=strategy, warnings=reasons)
         for task, strategy, reasons in (
             ("math", "none", (one,)),
             ("math", "x", (one,)),
@@ -111,31 +111,31 @@ def test_a_line_of_doubt_names_the_cells_that_it_is_about():
             ("code", "x", (one,)),
         )
     ]
-    assert table.doubt_lines(some) == ["not trustworthy (?), speed-up of math, code (x): why"]
-    every = [dataclasses.replace(cell, doubts=(one,)) for cell in some]
-    assert table.doubt_lines(every) == ["not trustworthy (?), speed-up of every cell: why"]
+    assert table.warning_lines(some) == ["not trustworthy (?), speed-up of math, code (x): why"]
+    every = [dataclasses.replace(cell, warnings=(one,)) for cell in some]
+    assert table.warning_lines(every) == ["not trustworthy (?), speed-up of every cell: why"]
 
 
-def test_a_mean_is_as_doubtful_as_its_tasks():
-    sound, doubtful = (
+def test_a_mean_has_the_warnings_of_its_tasks():
+    trusted, flagged = (
         [task_round(task, 0, {"none": ([[1] * 12] * count, 3.0), "dflash": (LENGTHS[:count], 6.0)},
                     {"none": (0.0, 2.5), "dflash": (1.0, 4.0)})]
         for task, count in (("math", 6), ("code", 2))
     )  # fmt: skip
-    done = sound + doubtful
+    done = trusted + flagged
     found = cells.cells(done, cells.Setting("none", BLOCKS, BLOCKS))
     average = cells.averages(found, done, baseline="none")[1]
-    assert average.doubtful(SPEEDUP)
-    assert not average.doubtful(COST)
+    assert average.has_warning(SPEEDUP)
+    assert not average.has_warning(COST)
     assert "1.50?" in table.lines([], [average])[1]
 
 
 def test_a_study_marks_its_rows():
-    fine = studies.doubted({"rows": 1, "context": 64, "verify_ms": 2.0}, ())
-    wrong = studies.doubted(
+    fine = studies.with_warnings({"rows": 1, "context": 64, "verify_ms": 2.0}, ())
+    wrong = studies.with_warnings(
         {"rows": 2, "context": 64, "verify_ms": 1.0}, warnings.of_forward("verification", 1.0, 2.0)
     )
-    line = Line("verify", (1, 2), (2.0, 1.0), doubtful=(False, True))
+    line = Line("verify", (1, 2), (2.0, 1.0), flagged=(False, True))
     found = studies.StudyResult("Cost", [fine, wrong], [line], "rows", "ms")
     text = found.text()
     assert [line.endswith("?") for line in text[2:5]] == [False, False, True]
@@ -143,15 +143,15 @@ def test_a_study_marks_its_rows():
     assert f"not trustworthy (?), rows 2, context 64: {words}" in " ".join(
         " ".join(text[5:]).split()
     )
-    sound = dataclasses.replace(found, lines=[dataclasses.replace(line, doubtful=None)])
-    assert found.png() != sound.png()
+    trusted = dataclasses.replace(found, lines=[dataclasses.replace(line, flagged=None)])
+    assert found.png() != trusted.png()
 
 
-def test_the_page_has_the_doubts():
+def test_the_page_has_the_warnings():
     facts = {"acceptance": {"source": "measured"}}
     found, _, words = CASES["one prompt"]
     values = results.as_values([found], [], facts, complete=True)
-    text = page.render(values, notes=table.doubt_lines([found]), plots={}, replays={})
+    text = page.render(values, notes=table.warning_lines([found]), plots={}, replays={})
     assert text.count(words) == 2  # of its cell, and among the notes
 
 
