@@ -7,10 +7,7 @@ This module imports nothing, so that help is instant.
 COMMANDS = {
     "decode": ("dflash.decode", "Decode prompts with a target and a drafter."),
     "chat": ("dflash.chat", "Talk to a target in the terminal."),
-    "serve": (
-        "dflash.serve",
-        "Serve a target over HTTP, with OpenAI's API, metrics and a web page.",
-    ),
+    "serve": ("dflash.serve", "Serve a target over HTTP: OpenAI's API, metrics, a web page."),
     "train": ("dflash.train", "Train a drafter, or a target."),
     "distill": ("dflash.distill", "Make a drafter for a target: answers, training, measurement."),
     "benchmark": ("dflash.benchmark", "Measure drafting strategies against plain decoding."),
