@@ -257,7 +257,7 @@ class Endpoints:
 
 
 async def _read(http_request: Request, read: Callable[..., Any], *args: Any) -> Any:
-    """Calls `read`; for a large body in a thread, so that the event loop is not blocked."""
+    """Calls `read`, in a thread if the body is large, so that the event loop is not blocked."""
     size = http_request.headers.get("content-length", "")
     if size.isdecimal() and int(size) <= _SMALL_BYTES:
         return read(*args)

@@ -32,7 +32,7 @@ def _check_stops(stops: list[str]) -> list[str]:
 
 
 def _list(value: Any) -> list[Any]:
-    """Returns a value as a list, in which a string is the only item."""
+    """Wraps a string in a list, and returns a list unchanged."""
     if not isinstance(value, str | list):
         raise invalid(f"expected a string or a list; got {jsonl.quote(value)}")
     return [value] if isinstance(value, str) else value
@@ -88,7 +88,7 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(pydantic.BaseModel):
-    """A JSON object."""
+    """JSON object in which unknown fields are errors and null fields count as absent."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -121,7 +121,7 @@ class SamplingBody(Body):
     SEEDS: ClassVar[tuple[str, ...]]
 
     temperature: _sampling("temperature") = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = None  # -1 is off, and so is 0.
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = None  # Both -1 and 0 turn it off.
     top_p: _sampling("top_p") = None
     min_p: _sampling("min_p") = None
     presence_penalty: _sampling("presence_penalty") = None
@@ -241,7 +241,7 @@ class Message(Body):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _drop_empty_lists(cls, values: Any) -> Any:
-        """Drops fields such as `"tool_calls": []`, which clients send back with an answer."""
+        """Drops fields such as `"tool_calls": []`, which are part of responses that clients send back."""
         if isinstance(values, dict):
             return {name: value for name, value in values.items() if value != []}
         return values

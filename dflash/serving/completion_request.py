@@ -32,7 +32,7 @@ class ServedModel:
       tokenizer: Tokenizer of the target.
       names: Texts of single tokens.
       vocabulary: Function that returns the vocabulary for grammars; may raise InputError.
-      decode: Defaults for fields that a request leaves out.
+      decode: Defaults for fields that are absent from a request.
       eos_ids: Stop tokens of the checkpoint.
       vocab_size: Vocabulary size of the target.
       max_length: Maximum number of tokens of a prompt and its output together.
@@ -187,9 +187,9 @@ def complete(
       body: Validated fields.
       model: Model that is served.
       prompts: Token ids of the prompts.
-      options: Contents of the response.
+      options: Format and contents of the response.
     Raises:
-      RequestError: A field cannot be served; names the field.
+      RequestError: A field is invalid or not supported; the error names it.
     """
     minimum, constraints = getattr(body, body.MINIMUM), body.constraints()
     request = CompletionRequest(
@@ -223,7 +223,7 @@ def complete(
 
 
 def _one_value(body: SamplingBody, names: tuple[str, ...]) -> int | None:
-    """Returns the value of fields that mean the same, or None if all are left out."""
+    """Returns the value of several fields for the same parameter; None if all are absent."""
     values = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if len(set(values.values())) > 1:
         first, *_, last = values

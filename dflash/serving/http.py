@@ -1,4 +1,4 @@
-"""HTTP plumbing of the endpoints: bounded bodies, disconnecting clients, streams, and errors."""
+"""HTTP layer below the endpoints: body limits, client disconnects, event streams, and errors."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _JSON_TYPES = ("application/json", "")
 
 
 class ClientDisconnected(Exception):
-    """The client has closed the connection, or has stopped reading the answer."""
+    """The client has closed the connection, or has stopped reading the response."""
 
 
 def error_response(error: RequestError) -> Response:
@@ -136,8 +136,8 @@ class EventStream(Response):
     """Server-sent events, each a JSON object, followed by [DONE].
 
     The headers are sent with the first event, so an error before it becomes a response with the
-    error's status. A later error becomes an event. The stream ends if the client disconnects, or
-    does not read for too long.
+    error's status. A later error becomes an event. The stream ends if the client disconnects or
+    stops reading.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Prometheus metrics, under vLLM's names, which its dashboards and clients parse, and our own."""
+"""Prometheus metrics: those that vLLM's dashboards and clients expect, and dflash's own."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -22,7 +22,7 @@ def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRe
     """Reads the body of /v1/completions.
 
     Raises:
-      RequestError: A field cannot be served; names the field.
+      RequestError: A field is invalid or not supported; the error names it.
     """
     requests.check_model(body, model)
     fields = validation.parse(CompletionBody, body)
@@ -38,7 +38,7 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
     """Reads the body of /v1/chat/completions.
 
     Raises:
-      RequestError: A field cannot be served; names the field.
+      RequestError: A field is invalid or not supported; the error names it.
     """
     requests.check_model(body, model)
     fields = validation.parse(ChatBody, body)
@@ -52,9 +52,9 @@ def read_tokenize(body: Mapping[str, Any], model: ServedModel) -> tuple[tuple[in
     """Reads the body of vLLM's /tokenize.
 
     Returns:
-      Token ids of the prompt or of the messages, and whether the answer has the tokens' texts.
+      Token ids of the prompt or of the messages, and whether to return the tokens' texts.
     Raises:
-      RequestError: A field cannot be served; names the field.
+      RequestError: A field is invalid or not supported; the error names it.
     """
     requests.check_model(body, model)
     if body.get("prompt") is None:

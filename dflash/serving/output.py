@@ -81,7 +81,7 @@ class Output:
 
     Attributes:
       index: Position among the outputs of its HTTP request.
-      request: Request as the engine takes it.
+      request: Request as submitted to the engine.
       ids: Output tokens, up to the end of the output.
       text: Concatenated text of all deltas.
       finish_reason: Reason why the output ended; None until it ends.
@@ -100,7 +100,7 @@ class Output:
 
         Args:
           index: Position among the outputs of its HTTP request.
-          request: Request as the engine takes it.
+          request: Request as submitted to the engine.
           completion_request: Request as the client sent it.
           model: Model that is served.
         """
@@ -192,7 +192,7 @@ class _Pieces:
             self._waiting.append((text, origin))
 
     def take(self, size: int) -> Iterator[tuple[str, Origin]]:
-        """Removes `size` characters, and yields them with neighbors of one origin merged."""
+        """Removes `size` characters and yields them; merges neighbors of the same origin."""
         run: tuple[str, Origin] = "", "own"
         while size and self._waiting:
             text, origin = self._waiting.pop(0)

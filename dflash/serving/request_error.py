@@ -1,4 +1,4 @@
-"""Errors that answer a request, in OpenAI's form."""
+"""Errors of HTTP requests, in OpenAI's format."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ class RequestError(Exception):
     Attributes:
       status: HTTP status.
       message: Message in one line.
-      param: Field at fault; None if no single one is.
-      code: Error code for programs, or None.
+      param: Name of the invalid field; None if the error does not concern a single field.
+      code: Machine-readable error code; None if there is none.
       retry_after_s: Seconds after which a retry may succeed; None if it would not.
     """
 
@@ -59,5 +59,5 @@ def unsupported(param: str, reason: str) -> RequestError:
 
 
 def _encodable(text: str) -> str:
-    """Escapes unpaired surrogates, which a JSON string may spell but a response cannot hold."""
+    """Escapes unpaired surrogates, which JSON can express but UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -85,7 +85,7 @@ def envelope(kind: str, id: str, model: ServedModel) -> Json:
 
 
 def text_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns the function for the choices of /v1/completions, whole or in chunks."""
+    """Returns a function that builds the choices of /v1/completions, whole or in chunks."""
     offsets: dict[int, int] = {}
     options = request.options
 
@@ -109,7 +109,7 @@ def text_choice(request: CompletionRequest, model: ServedModel) -> Choice:
 
 
 def chat_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns the function for the choices of /v1/chat/completions."""
+    """Returns a function that builds the choices of /v1/chat/completions."""
 
     def choice(output: Output, delta: OutputDelta) -> Json:
         message = {"role": "assistant", "content": delta.text}
@@ -122,7 +122,7 @@ def chat_choice(request: CompletionRequest, model: ServedModel) -> Choice:
 
 
 def chat_chunk_choice(request: CompletionRequest, model: ServedModel) -> Choice:
-    """Returns the function for the choices of the chunks of /v1/chat/completions."""
+    """Returns a function that builds the choices of the chunks of /v1/chat/completions."""
 
     def choice(output: Output, delta: OutputDelta) -> Json:
         fields = {"index": output.index, "delta": {"content": delta.text}, "logprobs": None}
@@ -149,7 +149,7 @@ async def chunks(
       group: Requests of the engine.
       model: Model that is served.
       head: Fields that every chunk begins with.
-      choice: Function that returns the choices.
+      choice: Function that builds the choices.
       roles: Begin each output with a chunk that names its role, as in chats.
     """
     outputs, begun = outputs_of(request, group, model), set()

@@ -1,4 +1,4 @@
-"""Requests that the service has admitted, and the group of them that one HTTP request makes."""
+"""Admitted requests, grouped by the HTTP request that contained them."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ class ServedRequest:
     Attributes:
       group: Group that the request belongs to.
       index: Position in the group.
-      request: Request as the engine takes it.
+      request: Request as submitted to the engine.
       submitted_at: Time of submission, in seconds of time.perf_counter.
       first_at: Time of the first output token, in the same unit; None before it.
       last_at: Time of the latest output token, in the same unit; None before the first.
@@ -55,7 +55,7 @@ class RequestGroup:
         Args:
           requests: Requests with unique ids.
           timeout_s: Time in which all of them must finish.
-          cancel: Cancels the request of an id, for a reason that the metrics count.
+          cancel: Function that cancels the request with an id, for a reason that metrics report.
         """
         self.requests = tuple(requests)
         self._timeout_s, self._cancel = timeout_s, cancel
@@ -72,7 +72,7 @@ class RequestGroup:
         self.cancel(range(len(self.requests)), "abort")
 
     async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """Yields all new events each time some arrive, as (index of the request, event).
+        """Yields the new events, as (index of the request, event), whenever some arrive.
 
         Raises:
           RequestError: The engine has failed, or the requests took too long.

@@ -93,7 +93,7 @@ def follow(backend: Backend) -> int:
 
 
 def _status_of(error: BaseException) -> int:
-    """Prints the traceback of a failed engine and returns the exit status; raises a UserError."""
+    """Returns the exit status after an error, and prints its traceback; re-raises a UserError."""
     if isinstance(error, errors.UserError):
         raise error
     print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)

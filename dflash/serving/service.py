@@ -95,7 +95,7 @@ class Service:
 
     @property
     def slots(self) -> int:
-        """Number of requests that are decoded at a time."""
+        """Maximum number of requests that are decoded at the same time."""
         return sum(engine.layout.batch_size for engine in self._engines.values())
 
     @property

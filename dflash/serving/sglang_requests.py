@@ -14,9 +14,9 @@ def read_generate(body: Mapping[str, Any], model: ServedModel) -> tuple[Completi
     """Reads the body of /generate.
 
     Returns:
-      The request, and whether the answer is a list: if there are several prompts or outputs.
+      The request, and whether the response is a list, as it is for several prompts or outputs.
     Raises:
-      RequestError: A field cannot be served; names the field.
+      RequestError: A field is invalid or not supported; the error names it.
     """
     fields = validation.parse(GenerateBody, body)
     if (fields.text is None) == (fields.input_ids is None):

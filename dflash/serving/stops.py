@@ -47,7 +47,7 @@ class StopFinder:
         return text
 
     def _half_match(self, text: str) -> int:
-        """Returns how many characters at the end of a text may begin a stop string."""
+        """Returns the length of the longest end of a text with which a stop string begins."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
         return next((n for n in sizes if self._opens(text[len(text) - n :])), 0)

@@ -12,7 +12,7 @@ _COMPILERS = {"json_schema": grammar.json_schema, "regex": grammar.regex, "lark"
 
 @dataclasses.dataclass(frozen=True)
 class StructuredOutput:
-    """Constraint on an output, not compiled yet.
+    """Constraint on an output, in source form.
 
     Attributes:
       kind: Language of `source`.

@@ -74,7 +74,7 @@ def invalid(message: str) -> PydanticCustomError:
 
 
 def check_unicode(text: str) -> str:
-    """Returns a text unchanged, unless it holds an unpaired surrogate."""
+    """Returns a text unchanged; rejects unpaired surrogates, which UTF-8 cannot encode."""
     try:
         return jsonl.check_unicode(text, "")
     except errors.InputError as error:
@@ -85,7 +85,7 @@ Text = Annotated[str, AfterValidator(check_unicode)]
 
 
 def _suggestion(kind: type[pydantic.BaseModel], location: tuple[str | int, ...]) -> str:
-    """Returns a hint at the known field whose name resembles that of an unknown one most."""
+    """Returns the hint at a known field with a name similar to an unknown one, or ""."""
     *parents, unknown = location
     for name in parents:
         if isinstance(name, str):
