@@ -241,7 +241,7 @@ class Message(Body):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _drop_empty_lists(cls, values: Any) -> Any:
-        """Drops fields such as `"tool_calls": []`, which are part of responses that clients send back."""
+        """Drops fields such as `"tool_calls": []` of responses that clients send back."""
         if isinstance(values, dict):
             return {name: value for name, value in values.items() if value != []}
         return values

@@ -1,4 +1,4 @@
-"""What cannot be served is refused at once, in one line, and nothing stalls."""
+"""Requests that cannot be served are rejected at once, with an error of one line."""
 
 import json
 import socket
@@ -106,8 +106,8 @@ WRONG = [
 ]
 
 
-def refused(answer) -> dict:
-    """The error of an answer, whose form is checked."""
+def error_of(answer) -> dict:
+    """Returns the error in a response, after a check of its format."""
     assert set(answer) == {"error"}
     error = answer["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -119,10 +119,10 @@ def refused(answer) -> dict:
 @pytest.mark.parametrize(
     ("path", "body", "param"), WRONG, ids=[f"{i}-{case[2]}" for i, case in enumerate(WRONG)]
 )
-def test_what_is_wrong_is_named(server, path, body, param):
+def test_errors_name_the_invalid_field(server, path, body, param):
     status, answer = server.post(path, body)
     assert status == 400, answer
-    error = refused(answer)
+    error = error_of(answer)
     assert error["param"] == param
     assert param in error["message"] or error["code"] == "context_length_exceeded"
 
@@ -151,31 +151,31 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 @pytest.mark.parametrize("path", [TEXT, GENERATE])
-def test_bodies_that_are_no_requests(server, path, body):
+def test_malformed_bodies_are_rejected(server, path, body):
     status, answer = server.post(path, body)
     assert status == 400
-    refused(answer)
+    error_of(answer)
 
 
-def test_bodies_that_are_too_large_or_of_another_kind(server):
+def test_large_bodies_and_other_content_types_are_rejected(server):
     status, answer = server.post(TEXT, {"prompt": "a" * 200_000})
-    assert (status, refused(answer)["code"]) == (413, "too_large")
+    assert (status, error_of(answer)["code"]) == (413, "too_large")
     status, answer = server.post(TEXT, b"prompt=a", **{"Content-Type": "text/plain"})
-    assert (status, "application/json" in refused(answer)["message"]) == (415, True)
+    assert (status, "application/json" in error_of(answer)["message"]) == (415, True)
     assert server.post(TEXT, b"x", **{"Content-Encoding": "gzip"})[0] == 415
 
 
 def raw(server, content: bytes, *, patience_s: float = 10) -> bytes:
-    """What the server answers to bytes on a connection."""
+    """Returns the server's response to raw bytes on a connection."""
     place = urllib.parse.urlsplit(server.url)
     with socket.create_connection((place.hostname, place.port), patience_s) as connection:
         connection.sendall(content)
-        found = b""
+        received = b""
         while piece := connection.recv(65536):
-            found += piece
-            if b"\r\n\r\n" in found and b"400" in found[:20]:
+            received += piece
+            if b"\r\n\r\n" in received and b"400" in received[:20]:
                 break
-        return found
+        return received
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -190,11 +190,11 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/j
         (HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", b"400"),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
         (HEAD + b"Content-Length: 99999999999999\r\nConnection: close\r\n\r\n", b"413"),
-        # It promises a body and never sends it.
+        # The announced body never arrives.
         (HEAD + b"Content-Length: 50\r\nConnection: close\r\n\r\n{", b"408"),
     ],
 )
-def test_requests_that_are_no_http(server, content, status):
+def test_malformed_http_is_rejected(server, content, status):
     assert status in raw(server, content)[:20]
 
 
@@ -220,8 +220,8 @@ FIELDS = (
     path=st.sampled_from([TEXT, CHAT, GENERATE, "/tokenize", "/detokenize"]),
     body=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=12), VALUES, max_size=5),
 )
-def test_no_body_brings_it_down(server, path, body):
+def test_random_bodies_do_not_crash_the_server(server, path, body):
     status, answer = server.post(path, json.dumps(body).encode())
     assert status in (200, 400)
     if status == 400:
-        refused(answer)
+        error_of(answer)

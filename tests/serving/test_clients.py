@@ -1,4 +1,4 @@
-"""Real clients: the openai package as it is, and the requests of published load generators."""
+"""Real clients: the unmodified openai package, and recorded requests of load generators."""
 
 import asyncio
 import json
@@ -15,29 +15,31 @@ MESSAGES = [{"role": "user", "content": "abcabc"}]
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0
+    ) as openai_client:
+        yield openai_client
 
 
 def test_openai_lists_models(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-def test_openai_completes(client, server):
-    how = {"max_tokens": 10, "temperature": 0.8, "seed": 4}
-    said = client.completions.create(model="tiny", prompt="abcabc", **how)
-    wanted = bytes(decoded(server.config, "abcabc", **how)).decode()
-    assert said.choices[0].text == wanted
-    assert said.usage.completion_tokens == 10
-    parts = client.completions.create(model="tiny", prompt="abcabc", stream=True, **how)
-    assert "".join(part.choices[0].text for part in parts) == wanted
+def test_openai_completions(client, server):
+    parameters = {"max_tokens": 10, "temperature": 0.8, "seed": 4}
+    response = client.completions.create(model="tiny", prompt="abcabc", **parameters)
+    expected = bytes(decoded(server.config, "abcabc", **parameters)).decode()
+    assert response.choices[0].text == expected
+    assert response.usage.completion_tokens == 10
+    parts = client.completions.create(model="tiny", prompt="abcabc", stream=True, **parameters)
+    assert "".join(part.choices[0].text for part in parts) == expected
 
 
-def test_openai_chats(client, server):
-    wanted = bytes(decoded(server.config, "abcabc\n", max_tokens=10)).decode()
-    said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10)
-    assert said.choices[0].message.content == wanted
-    assert said.choices[0].finish_reason == "length"
+def test_openai_chat_completions(client, server):
+    expected = bytes(decoded(server.config, "abcabc\n", max_tokens=10)).decode()
+    response = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10)
+    assert response.choices[0].message.content == expected
+    assert response.choices[0].finish_reason == "length"
     parts = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -51,18 +53,18 @@ def test_openai_chats(client, server):
         usage = part.usage or usage
         for choice in part.choices:
             texts[choice.index] += choice.delta.content or ""
-    assert texts == {0: wanted, 1: wanted}
+    assert texts == {0: expected, 1: expected}
     assert usage.completion_tokens == 20
 
 
-def test_openai_takes_an_answer_back_as_a_message(client):
-    said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4)
-    answer = said.choices[0].message.model_dump()  # with all its fields that are null
+def test_openai_messages_may_contain_a_response(client):
+    response = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4)
+    answer = response.choices[0].message.model_dump()  # with all its fields that are null
     more = [*MESSAGES, answer, {"role": "user", "content": "and?"}]
     assert client.chat.completions.create(model="tiny", messages=more, max_tokens=4).choices
 
 
-def test_openai_from_many_tasks(server):
+def test_openai_concurrent_streams(server):
     async def ask(client, number):
         stream = await client.completions.create(
             model="tiny", prompt=[number + 1] * 5, max_tokens=6 + number, stream=True
@@ -74,22 +76,22 @@ def test_openai_from_many_tasks(server):
             return await asyncio.gather(*(ask(client, number) for number in range(12)))
 
     for number, text in enumerate(asyncio.run(everyone())):
-        wanted = decoded(server.config, [number + 1] * 5, max_tokens=6 + number)
-        assert text == bytes(wanted).decode()
+        expected = decoded(server.config, [number + 1] * 5, max_tokens=6 + number)
+        assert text == bytes(expected).decode()
 
 
-def test_openai_reads_logprobs(client):
-    how = {"max_tokens": 5, "logprobs": True, "top_logprobs": 2}
-    said = client.chat.completions.create(model="tiny", messages=MESSAGES, **how)
-    content = said.choices[0].logprobs.content
-    assert "".join(one.token for one in content) == said.choices[0].message.content
+def test_openai_logprobs(client):
+    parameters = {"max_tokens": 5, "logprobs": True, "top_logprobs": 2}
+    response = client.chat.completions.create(model="tiny", messages=MESSAGES, **parameters)
+    content = response.choices[0].logprobs.content
+    assert "".join(one.token for one in content) == response.choices[0].message.content
     assert {len(one.top_logprobs) for one in content} == {2}
 
 
-def test_openai_gets_what_a_schema_describes(client):
+def test_openai_json_schema(client):
     schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
     spaces = {str(ord(one)): -100 for one in " \t\n\r"}  # with which JSON may go on for ever
-    said = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
         max_tokens=40,
@@ -97,12 +99,12 @@ def test_openai_gets_what_a_schema_describes(client):
         response_format={"type": "json_schema", "json_schema": {"name": "list", "schema": schema}},
         extra_body={"stop_token_ids": [0]},
     )
-    found = json.loads(said.choices[0].message.content.rstrip("\0"))
-    assert 2 <= len(found) <= 3
-    assert set(found) <= {1, 2}
+    items = json.loads(response.choices[0].message.content.rstrip("\0"))
+    assert 2 <= len(items) <= 3
+    assert set(items) <= {1, 2}
 
 
-def test_openai_names_what_is_wrong(client):
+def test_openai_exceptions_name_the_field(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             model="tiny", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]

@@ -1,4 +1,4 @@
-"""What the endpoints say, over loopback: forms, errors, and that it is what decoding says."""
+"""Responses of the endpoints over loopback: their format, and tokens equal to plain decoding."""
 
 import concurrent.futures
 import itertools
@@ -15,7 +15,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PROMPT = "abcabcabcab"
 
 
-def test_it_says_what_it_is(server):
+def test_information_endpoints(server):
     assert server.get("/health") == (200, {"status": "ready"})
     assert server.get("/ping")[0] == server.post("/ping", {})[0] == 200
     assert "version" in server.get("/version")[1]
@@ -42,9 +42,9 @@ def test_it_says_what_it_is(server):
 def test_a_completion(server):
     status, answer = server.post(TEXT, {"model": "tiny", "prompt": PROMPT, "max_tokens": 9})
     (choice,) = answer["choices"]
-    wanted = decoded(server.config, PROMPT, max_tokens=9)
+    expected = decoded(server.config, PROMPT, max_tokens=9)
     assert (status, answer["object"], choice["index"]) == (200, "text_completion", 0)
-    assert choice["text"] == bytes(wanted).decode()
+    assert choice["text"] == bytes(expected).decode()
     assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), 9)
@@ -57,24 +57,24 @@ def test_a_chat(server):
     (choice,) = answer["choices"]
     assert choice["message"]["role"] == "assistant"
     # Without a checkpoint there is no template: contents are lines.
-    wanted = decoded(server.config, "abc\n", max_tokens=5)
-    assert choice["message"]["content"] == bytes(wanted).decode()
+    expected = decoded(server.config, "abc\n", max_tokens=5)
+    assert choice["message"]["content"] == bytes(expected).decode()
 
 
 @pytest.mark.parametrize("drafting", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_it_says_what_decoding_says(server, temperature, drafting):
-    how = {"temperature": temperature, "max_tokens": 24, "seed": 5}
-    wanted = bytes(decoded(server.config, PROMPT, **how)).decode()
-    body = {"prompt": PROMPT, "drafting": drafting, **how}
+def test_output_is_that_of_plain_decoding(server, temperature, drafting):
+    parameters = {"temperature": temperature, "max_tokens": 24, "seed": 5}
+    expected = bytes(decoded(server.config, PROMPT, **parameters)).decode()
+    body = {"prompt": PROMPT, "drafting": drafting, **parameters}
     _, answer = server.post(TEXT, body)
-    assert answer["choices"][0]["text"] == wanted
+    assert answer["choices"][0]["text"] == expected
     events = server.events(TEXT, body)
-    assert "".join(event["choices"][0]["text"] for event in events) == wanted
+    assert "".join(event["choices"][0]["text"] for event in events) == expected
 
 
-def test_it_says_the_same_among_32_others(server):
-    how = [
+def test_output_is_the_same_in_a_batch_of_32(server):
+    parameters = [
         {
             "temperature": 0.8 if i % 2 else 0.0,
             "max_tokens": 4 + i % 17,
@@ -88,45 +88,45 @@ def test_it_says_the_same_among_32_others(server):
 
     def ask(i):
         if i % 3:
-            body = {"prompt": prompts[i], **how[i]}
+            body = {"prompt": prompts[i], **parameters[i]}
             return server.post(TEXT, body)[1]["choices"][0]["text"]
-        events = server.events(TEXT, {"prompt": prompts[i], **how[i]})
+        events = server.events(TEXT, {"prompt": prompts[i], **parameters[i]})
         return "".join(event["choices"][0]["text"] for event in events)
 
     with concurrent.futures.ThreadPoolExecutor(33) as pool:
-        said = list(pool.map(ask, range(33)))
-    for i, text in enumerate(said):
-        assert text == bytes(decoded(server.config, prompts[i], **how[i])).decode(), i
+        texts = list(pool.map(ask, range(33)))
+    for i, text in enumerate(texts):
+        assert text == bytes(decoded(server.config, prompts[i], **parameters[i])).decode(), i
 
 
-def test_several_choices_have_noise_of_their_own(server):
-    how = {"temperature": 1.0, "max_tokens": 12, "seed": 3}
-    _, answer = server.post(TEXT, {"prompt": [PROMPT, "xyz"], "n": 3, **how})
+def test_choices_have_independent_noise(server):
+    parameters = {"temperature": 1.0, "max_tokens": 12, "seed": 3}
+    _, answer = server.post(TEXT, {"prompt": [PROMPT, "xyz"], "n": 3, **parameters})
     llm = plain_decoding(server.config)
-    wanted = [
+    expected = [
         one.text
         for prompt in (PROMPT, "xyz")
-        for one in llm.generate([prompt] * 3, dflash.Sampling(**how))
+        for one in llm.generate([prompt] * 3, dflash.Sampling(**parameters))
     ]
-    assert [choice["text"] for choice in answer["choices"]] == wanted
+    assert [choice["text"] for choice in answer["choices"]] == expected
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    assert len(set(wanted[:3])) > 1
+    assert len(set(expected[:3])) > 1
     assert answer["usage"]["completion_tokens"] == 72
 
 
-def test_without_a_seed_answers_differ(server):
+def test_outputs_differ_without_a_seed(server):
     body = {"prompt": PROMPT, "temperature": 1.5, "max_tokens": 24}
-    said = {server.post(TEXT, body)[1]["choices"][0]["text"] for _ in range(3)}
-    assert len(said) > 1
+    texts = {server.post(TEXT, body)[1]["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(server, stream):
-    how = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
-    whole = bytes(decoded(server.config, PROMPT, **how)).decode()
+    parameters = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
+    whole = bytes(decoded(server.config, PROMPT, **parameters)).decode()
     stop = whole[21:26]
     at = whole.index(stop)
-    body = {"prompt": PROMPT, "stop": ["never said", stop], **how}
+    body = {"prompt": PROMPT, "stop": ["never said", stop], **parameters}
     if stream:
         events = server.events(TEXT, body | {"stream_options": {"include_usage": True}})
         choices = [event["choices"][0] for event in events[:-1]]
@@ -146,10 +146,10 @@ def test_stop_strings(server, stream):
 
 
 def test_stop_tokens(server):
-    how = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
-    whole = decoded(server.config, PROMPT, **how)
+    parameters = {"temperature": 1.0, "seed": 1, "max_tokens": 60}
+    whole = decoded(server.config, PROMPT, **parameters)
     token = whole[9]
-    _, answer = server.post(TEXT, {"prompt": PROMPT, "stop_token_ids": [token], **how})
+    _, answer = server.post(TEXT, {"prompt": PROMPT, "stop_token_ids": [token], **parameters})
     (choice,) = answer["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
     assert choice["text"] == bytes(whole[: whole.index(token) + 1]).decode()
@@ -170,8 +170,8 @@ def test_a_streamed_chat(server):
     assert all("usage" not in event for event in events)
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    said = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-    assert said == whole["choices"][0]["message"]["content"]
+    streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert streamed == whole["choices"][0]["message"]["content"]
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     counted = server.events(CHAT, body | {"stream_options": {"include_usage": True}})
     assert counted[-1]["choices"] == []
@@ -179,12 +179,12 @@ def test_a_streamed_chat(server):
     assert {event["usage"] for event in counted[:-1]} == {None}
 
 
-def test_pieces_tell_drafts_from_the_targets_own(server):
+def test_show_drafts_reports_origins(server):
     body = {"prompt": PROMPT, "max_tokens": 40, "show_drafts": True}
     choices = [event["choices"][0] for event in server.events(TEXT, body)]
     pieces = [piece for choice in choices for piece in choice["dflash"]["pieces"]]
-    said = "".join(text for text, origin in pieces if origin != "refused")
-    assert said == "".join(one["text"] for one in choices)
+    visible = "".join(text for text, origin in pieces if origin != "refused")
+    assert visible == "".join(one["text"] for one in choices)
     last = choices[-1]["dflash"]
     drafted = [text for text, origin in pieces if origin == "drafted"]
     assert last["accepted"] == sum(map(len, drafted)) > 0
@@ -199,13 +199,13 @@ def test_pieces_tell_drafts_from_the_targets_own(server):
     assert last["tau"] == pytest.approx(39 / last["cycles"], rel=0.2)
 
 
-def test_sglangs_generate(server):
+def test_sglang_generate(server):
     sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     body = {"text": PROMPT, "sampling_params": sampling}
     _, answer = server.post("/generate", body)
-    wanted = decoded(server.config, PROMPT, max_tokens=12)
+    expected = decoded(server.config, PROMPT, max_tokens=12)
     meta = answer["meta_info"]
-    assert (answer["text"], answer["output_ids"]) == (bytes(wanted).decode(), list(wanted))
+    assert (answer["text"], answer["output_ids"]) == (bytes(expected).decode(), list(expected))
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 12)
     assert meta["finish_reason"] == {"type": "length", "length": 12}
     assert meta["spec_accept_length"] == 12 / meta["spec_verify_ct"]
@@ -221,23 +221,27 @@ def test_sglangs_generate(server):
     assert server.get("/flush_cache")[0] == 405, "a link must not change the state"
 
 
-def test_tokens_there_and_back(server):
+def test_tokenize_and_detokenize(server):
     body = {"model": "tiny", "prompt": "abc", "add_special_tokens": False}
-    _, found = server.post("/tokenize", body)
-    assert (found["tokens"], found["count"], found["max_model_len"]) == ([97, 98, 99], 3, 128)
+    _, response = server.post("/tokenize", body)
+    assert (response["tokens"], response["count"], response["max_model_len"]) == (
+        [97, 98, 99],
+        3,
+        128,
+    )
     assert server.post("/detokenize", {"tokens": [97, 98, 99]}) == (200, {"prompt": "abc"})
     chat = {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}
     assert server.post("/tokenize", chat)[1]["token_strs"] == ["a", "\n"]
 
 
-def test_answers_carry_the_id_of_their_request(server):
+def test_responses_carry_the_request_id(server):
     headers = server.exchange("GET", "/health", **{"X-Request-Id": "mine-7"})[1]
     assert headers["x-request-id"] == "mine-7"
-    made = server.exchange("GET", "/health", **{"X-Request-Id": "no id"})[1]
-    assert len(made["x-request-id"]) == 32
+    headers = server.exchange("GET", "/health", **{"X-Request-Id": "no id"})[1]
+    assert len(headers["x-request-id"]) == 32
 
 
-def test_the_page_runs_nothing_but_its_own(server):
+def test_the_page_allows_only_its_own_script(server):
     status, headers, content = server.exchange("GET", "/")
     policy = headers["Content-Security-Policy"]
     assert status == 200
@@ -248,7 +252,7 @@ def test_the_page_runs_nothing_but_its_own(server):
     assert b"https://" not in content
 
 
-def test_profiles_need_a_directory(server):
+def test_profiles_need_profile_dir(server):
     assert server.post("/start_profile", {})[0] == 404
 
 
@@ -256,57 +260,59 @@ def test_metrics(server):
     server.post(TEXT, {"prompt": PROMPT, "max_tokens": 24})
     lines = server.get("/metrics")[1].decode().splitlines()
     # As vLLM's own benchmark reads them.
-    found = {}
+    series = {}
     for line in lines:
         if line.startswith("vllm:spec_decode"):
             name = line.split("{")[0].split()[0]
             if name.endswith("_total"):
-                found.setdefault(name, []).append(float(line.split()[-1]))
-    drafts = found["vllm:spec_decode_num_drafts_total"][0]
-    accepted = found["vllm:spec_decode_num_accepted_tokens_total"][0]
+                series.setdefault(name, []).append(float(line.split()[-1]))
+    drafts = series["vllm:spec_decode_num_drafts_total"][0]
+    accepted = series["vllm:spec_decode_num_accepted_tokens_total"][0]
     assert drafts > 0 < accepted
-    assert found["vllm:spec_decode_num_draft_tokens_total"] == [3 * drafts]
-    positions = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert series["vllm:spec_decode_num_draft_tokens_total"] == [3 * drafts]
+    positions = series["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     assert len(positions) == 3
     assert sum(positions) == accepted
     names = {line.split("{")[0] for line in lines if not line.startswith("#")}
-    wanted = """vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
+    expected = """vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
     vllm:cache_config_info vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total
     vllm:num_preemptions_total vllm:prompt_tokens_total vllm:generation_tokens_total
     vllm:request_success_total vllm:time_to_first_token_seconds_bucket
     vllm:inter_token_latency_seconds_bucket vllm:e2e_request_latency_seconds_bucket
     vllm:request_queue_time_seconds_bucket vllm:request_time_per_output_token_seconds_bucket
     dflash:block_sizes_total dflash:dispatches_total dflash:step_seconds_bucket"""
-    assert set(wanted.split()) <= names
+    assert set(expected.split()) <= names
 
 
 def test_logprobs(server):
-    how = {"max_tokens": 10, "temperature": 0.7, "seed": 2}
-    body = {"prompt": PROMPT, "logprobs": 2, **how}
+    parameters = {"max_tokens": 10, "temperature": 0.7, "seed": 2}
+    body = {"prompt": PROMPT, "logprobs": 2, **parameters}
     _, answer = server.post(TEXT, body)
     (choice,) = answer["choices"]
-    found = choice["logprobs"]
-    assert "".join(found["tokens"]) == choice["text"]
-    assert found["text_offset"] == list(range(10))
-    assert all(logprob <= 0 for logprob in found["token_logprobs"])
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["text_offset"] == list(range(10))
+    assert all(logprob <= 0 for logprob in logprobs["token_logprobs"])
     for token, logprob, top in zip(
-        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
         assert top[token] == logprob
         assert 2 <= len(top) <= 3
         assert max(top.values()) >= logprob
     events = server.events(TEXT, body)
     parts = [event["choices"][0]["logprobs"] for event in events]
-    for key in found:
+    for key in logprobs:
         joined = [one for part in parts for one in part[key]]
-        assert joined == (pytest.approx(found[key]) if key == "token_logprobs" else found[key])
+        assert joined == (
+            pytest.approx(logprobs[key]) if key == "token_logprobs" else logprobs[key]
+        )
 
 
 def test_logprobs_of_a_chat_and_of_sglang(server):
-    how = {"max_tokens": 6, "temperature": 0}
+    parameters = {"max_tokens": 6, "temperature": 0}
     messages = [{"role": "user", "content": "abc"}]
     _, answer = server.post(
-        CHAT, {"messages": messages, "logprobs": True, "top_logprobs": 3, **how}
+        CHAT, {"messages": messages, "logprobs": True, "top_logprobs": 3, **parameters}
     )
     content = answer["choices"][0]["logprobs"]["content"]
     assert "".join(one["token"] for one in content) == answer["choices"][0]["message"]["content"]
@@ -317,9 +323,9 @@ def test_logprobs_of_a_chat_and_of_sglang(server):
     sampling = {"max_new_tokens": 6, "temperature": 0}
     body = {"text": "abc\n", "sampling_params": sampling, "return_logprob": True}
     _, generated = server.post("/generate", {**body, "top_logprobs_num": 3})
-    found = generated["meta_info"]["output_token_logprobs"]
-    assert [one[0] for one in found] == pytest.approx([one["logprob"] for one in content])
-    assert [one[1] for one in found] == generated["output_ids"]
+    logprobs = generated["meta_info"]["output_token_logprobs"]
+    assert [one[0] for one in logprobs] == pytest.approx([one["logprob"] for one in content])
+    assert [one[1] for one in logprobs] == generated["output_ids"]
 
 
 def test_biases_and_penalties(server):
@@ -342,7 +348,7 @@ def test_biases_and_penalties(server):
         )
 
 
-def test_a_least_number_of_tokens(server):
+def test_min_tokens(server):
     whole = decoded(server.config, PROMPT, max_tokens=12)
     body = {"prompt": PROMPT, "max_tokens": 12, "stop_token_ids": [whole[2]]}
     assert server.post(TEXT, body)[1]["usage"]["completion_tokens"] <= 3
@@ -350,8 +356,8 @@ def test_a_least_number_of_tokens(server):
     assert server.post(TEXT, {**body, "min_tokens": 13})[0] == 400
 
 
-def test_the_same_request_twice(server):
-    """A hit in the prefix cache changes neither tokens nor what was accepted."""
+def test_a_prefix_cache_hit_changes_no_output(server):
+    """Sends a request twice and compares tokens and accepted drafts."""
     body = {"prompt": "the quick brown fox jumps over the lazy dog; " * 2, "max_tokens": 30}
     server.post("/flush_cache", {})
     (_, first), (_, second) = server.post(TEXT, body), server.post(TEXT, body)
@@ -362,7 +368,7 @@ def test_the_same_request_twice(server):
     assert cached[0] == 0 < cached[1]
 
 
-def test_outputs_match_what_they_have_to(server):
+def test_outputs_match_their_constraint(server):
     schema = {
         "type": "object",
         "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer", "maximum": 9}},
@@ -371,29 +377,29 @@ def test_outputs_match_what_they_have_to(server):
     }
     # An untrained model would go on with the spaces that JSON allows.
     spaces = {str(ord(one)): -100 for one in " \t\n\r"}
-    how = {"stop_token_ids": [0], "max_tokens": 60, "temperature": 0.9, "logit_bias": spaces}
+    parameters = {"stop_token_ids": [0], "max_tokens": 60, "temperature": 0.9, "logit_bias": spaces}
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
     messages = [{"role": "user", "content": "who?"}]
     for seed in range(3):
-        body = {"messages": messages, "response_format": form, "seed": seed, **how}
+        body = {"messages": messages, "response_format": form, "seed": seed, **parameters}
         choice = server.post(CHAT, body)[1]["choices"][0]
         person = json.loads(choice["message"]["content"].rstrip("\0"))
         assert set(person) == {"name", "age"}
         assert person["age"] <= 9
         assert choice["finish_reason"] == "stop"
     pattern = "[ab]{3}-[0-9]{2}"
-    text = server.post(TEXT, {"prompt": "x", "guided_regex": pattern, **how})[1]["choices"][0][
-        "text"
-    ]
+    text = server.post(TEXT, {"prompt": "x", "guided_regex": pattern, **parameters})[1]["choices"][
+        0
+    ]["text"]
     assert re.fullmatch(pattern, text.rstrip("\0"))
     sampling = {"regex": pattern, "stop_token_ids": [0], "max_new_tokens": 20}
-    _, found = server.post("/generate", {"text": "x", "sampling_params": sampling})
-    assert re.fullmatch(pattern, found["text"].rstrip("\0"))
+    _, response = server.post("/generate", {"text": "x", "sampling_params": sampling})
+    assert re.fullmatch(pattern, response["text"].rstrip("\0"))
 
 
-def test_the_requests_of_the_page_of_documentation(server):
+def test_requests_in_the_documentation(server):
     page = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
-    found = re.findall(r"curl .*?127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'\n", page.read_text(), re.S)
-    assert len(found) >= 2
-    for path, body in found:
+    examples = re.findall(r"curl .*?127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'\n", page.read_text(), re.S)
+    assert len(examples) >= 2
+    for path, body in examples:
         assert server.post(path, body.encode())[0] == 200

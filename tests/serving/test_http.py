@@ -1,4 +1,4 @@
-"""Streams beneath the endpoints: clients that leave or do not read, and failures on the way."""
+"""Event streams: clients that disconnect or stop reading, and errors in the middle."""
 
 import asyncio
 import contextlib
@@ -11,16 +11,16 @@ from dflash.serving.request_error import RequestError
 SCOPE = {"type": "http"}
 
 
-class Call:
-    """Notes whether it was left."""
+class Context:
+    """Context that records whether it was exited."""
 
-    left = False
+    exited = False
 
     def __enter__(self):
         return self
 
     def __exit__(self, *unused):
-        self.left = True
+        self.exited = True
 
 
 async def never(*unused):
@@ -28,15 +28,15 @@ async def never(*unused):
 
 
 def stream(events, *, receive=never, send=None, timeout_s=60.0):
-    """What was sent, and the call, after a stream has ended."""
-    sent, call = [], Call()
+    """Returns the sent messages and the context after a stream has ended."""
+    sent, context = [], Context()
 
     async def keep(message):
         sent.append(message)
 
-    answer = EventStream(events, call, timeout_s=timeout_s)
+    answer = EventStream(events, context, timeout_s=timeout_s)
     asyncio.run(asyncio.wait_for(answer(SCOPE, receive, send or keep), 20))
-    return sent, call
+    return sent, context
 
 
 async def numbers(count, *, then=None):
@@ -50,29 +50,29 @@ def bodies(sent):
     return b"".join(message.get("body", b"") for message in sent)
 
 
-def test_events_and_an_end():
-    sent, call = stream(numbers(2))
+def test_events_are_followed_by_done():
+    sent, context = stream(numbers(2))
     assert sent[0]["status"] == 200
     assert bodies(sent) == b'data: {"number":0}\n\ndata: {"number":1}\n\ndata: [DONE]\n\n'
-    assert call.left
+    assert context.exited
 
 
-def test_what_fails_before_the_first_event_is_a_status():
-    sent, call = stream(numbers(0, then=RequestError("gone", status=500)))
+def test_an_error_before_the_first_event_sets_the_status():
+    sent, context = stream(numbers(0, then=RequestError("gone", status=500)))
     assert [message["status"] for message in sent if "status" in message] == [500]
     assert b'"gone"' in bodies(sent)
-    assert call.left
+    assert context.exited
 
 
-def test_what_fails_later_is_an_event():
-    sent, call = stream(numbers(1, then=RequestError("gone", status=500)))
+def test_a_later_error_is_an_event():
+    sent, context = stream(numbers(1, then=RequestError("gone", status=500)))
     assert sent[0]["status"] == 200
     assert b'data: {"error":{"message":"gone"' in bodies(sent)
     assert bodies(sent).endswith(b"data: [DONE]\n\n")
-    assert call.left
+    assert context.exited
 
 
-def test_a_client_that_does_not_read_is_dropped():
+def test_a_client_that_stops_reading_is_disconnected():
     closed = []
 
     async def endless():
@@ -82,14 +82,14 @@ def test_a_client_that_does_not_read_is_dropped():
         finally:
             closed.append(True)
 
-    _, call = stream(endless(), send=never, timeout_s=0.05)
-    assert call.left
+    _, context = stream(endless(), send=never, timeout_s=0.05)
+    assert context.exited
     assert closed
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_client_that_leaves_ends_the_stream(begun):
-    async def leaves():
+def test_a_disconnect_ends_the_stream(begun):
+    async def disconnect():
         await asyncio.sleep(0.05)
         return {"type": "http.disconnect"}
 
@@ -99,20 +99,22 @@ def test_a_client_that_leaves_ends_the_stream(begun):
         await never()
         yield {}
 
-    _, call = stream(slow(), receive=leaves)
-    assert call.left
+    _, context = stream(slow(), receive=disconnect)
+    assert context.exited
 
 
-def test_a_stream_that_is_never_begun_leaves_its_call():
+def test_a_cancelled_stream_exits_its_context():
     async def gone():
         return {"type": "http.disconnect"}
 
-    call = Call()
+    context = Context()
 
     async def cancelled():
-        task = asyncio.ensure_future(EventStream(numbers(1), call, timeout_s=1)(SCOPE, gone, never))
+        task = asyncio.ensure_future(
+            EventStream(numbers(1), context, timeout_s=1)(SCOPE, gone, never)
+        )
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
     asyncio.run(cancelled())
-    assert call.left
+    assert context.exited

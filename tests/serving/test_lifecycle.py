@@ -1,4 +1,4 @@
-"""How the server begins and ends, and what it does when it has too much to do."""
+"""Start, shutdown and overload of the server."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SLOW = {"prompt": "abc", "max_tokens": 120, "temperature": 1.0, "seed": 1}
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A server of this module's own, with a key, and few slots and places in the queue."""
+    """A server for this module, with an API key, few slots and a short queue."""
     options = ("serve.queue=2", "decode.batch_size=1", "decode.sync_every=1")
     directory = tmp_path_factory.mktemp("own")
     with served.serving(directory, *options, DFLASH_API_KEY="secret") as running:
@@ -28,11 +28,11 @@ def own(tmp_path_factory):
 
 
 def key(server):
-    """The server, and the header that it wants."""
+    """Returns the server and the Authorization header."""
     return server, {"Authorization": "Bearer secret"}
 
 
-def test_a_key_is_asked_for(own):
+def test_the_api_key_is_required(own):
     server, header = key(own)
     assert server.get("/v1/models")[0] == 401
     assert server.send("GET", "/v1/models", Authorization="Bearer other")[0] == 401
@@ -47,7 +47,7 @@ def running(server) -> float:
 
 
 def opened(server, body) -> socket.socket:
-    """A connection that has sent a request, and reads nothing."""
+    """Returns a connection that has sent a request and does not read."""
     place, content = urllib.parse.urlsplit(server.url), json.dumps(body).encode()
     connection = socket.create_connection((place.hostname, place.port), 60)
     head = (
@@ -59,14 +59,14 @@ def opened(server, body) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_place(own, stream):
+def test_a_disconnect_frees_the_slot(own, stream):
     connection = opened(own, {**SLOW, "n": 3, "stream": stream})
     wait_until(lambda: running(own) == 3, "requests under way")
     connection.close()
     wait_until(lambda: running(own) == 0, "end of what nobody waits for")
 
 
-def test_too_many_requests_are_told_to_come_again(own):
+def test_a_full_queue_is_status_429(own):
     server, header = key(own)
     connection = opened(own, {**SLOW, "n": 3, "stream": True})
     wait_until(lambda: running(own) == 3, "requests under way")
@@ -78,7 +78,7 @@ def test_too_many_requests_are_told_to_come_again(own):
     assert server.post(TEXT, {"prompt": "a", "max_tokens": 2}, **header)[0] == 200
 
 
-def test_its_port_is_taken(own):
+def test_a_port_in_use(own):
     port = urllib.parse.urlsplit(own.url).port
     command = [sys.executable, "-m", "dflash.serve", str(own.config), f"--port={port}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -88,13 +88,13 @@ def test_its_port_is_taken(own):
     )
 
 
-def test_sigterm_lets_requests_end(own):
-    """The last test of this server."""
+def test_sigterm_lets_requests_finish(own):
+    """Ends the module's server, so this test comes last."""
     server, header = key(own)
-    found = {}
+    results = {}
 
     def ask():
-        found["answer"] = server.post(TEXT, {**SLOW, "n": 3}, **header)
+        results["answer"] = server.post(TEXT, {**SLOW, "n": 3}, **header)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -104,7 +104,7 @@ def test_sigterm_lets_requests_end(own):
     refused = server.post(TEXT, {"prompt": "a"}, **header)
     asking.join(300)
     assert own.process.wait(300) == 0, own.log.read_text()
-    status, answer = found["answer"]
+    status, answer = results["answer"]
     assert (status, answer["usage"]["completion_tokens"]) == (200, 360)
     assert refused[0] == 503
 
@@ -120,8 +120,8 @@ def test_profiles_start_and_stop_once(tmp_path):
     assert list(profiles.rglob("*.xplane.pb"))
 
 
-def test_it_serves_again_after_kill_and_ends_by_itself_when_the_engine_fails(tmp_path):
-    """A killed server's port is free at once; one whose engine fails answers 500 to all."""
+def test_restart_after_kill_and_exit_after_engine_failure(tmp_path):
+    """A killed server frees its port; a server whose engine fails responds with status 500."""
     with served.serving(tmp_path) as first:
         port = urllib.parse.urlsplit(first.url).port
         connection = opened(first, {**SLOW, "stream": True})
@@ -168,7 +168,7 @@ serve.main()
 """
 
 
-def test_signals_while_it_starts(tmp_path):
+def test_signals_during_the_start(tmp_path):
     config = tmp_path / "serve.yml"
     config.write_text(served.CONFIG)
     command = [sys.executable, "-m", "dflash.serve", str(config), "--port=0"]

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as found:
-        running = found.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield running
         running.close()
 
@@ -39,7 +39,7 @@ def send(page, text):
     done.to_have_attribute("aria-busy", "false", timeout=60_000)
 
 
-def test_a_chat_in_color(page, server):
+def test_a_chat_colors_drafts(page, server):
     send(page, "abcabcabcabc")
     (mine, answer) = page.locator(".said").all()
     wanted = bytes(decoded(server.config, "abcabcabcabc\n", max_tokens=24)).decode()
@@ -70,7 +70,7 @@ def test_with_and_without_drafting(page):
     assert first.locator(".drafted").count() > 0 == second.locator(".drafted").count()
 
 
-def test_what_is_said_is_text(page):
+def test_outputs_are_shown_as_text(page):
     page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
     page.fill("#max_tokens", "5")
     send(page, "<img src=x onerror=alert(1)><b>bold</b>")
@@ -78,6 +78,6 @@ def test_what_is_said_is_text(page):
     assert "<b>bold</b>" in page.locator(".user .said").text_content()
 
 
-def test_a_refusal_is_shown(page):
+def test_an_error_is_shown(page):
     send(page, "a" * 200)
     assert "128" in page.locator(".facts.error").text_content()

@@ -16,12 +16,12 @@ REQUESTS = 120
 @pytest.fixture(scope="module")
 def tool():
     specification = importlib.util.spec_from_file_location("soak_server", TOOL)
-    found = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
-def test_nothing_is_wrong_or_left_after_many_requests(tool, tmp_path):
+def test_many_requests_leave_no_errors_and_no_state(tool, tmp_path):
     with served.serving(tmp_path, *tool.PAGES) as server:
         done = asyncio.run(tool.soak(server.url, tool.cases(REQUESTS, seed=1), 16))
         assert tool.problems(server, done) == []

@@ -9,27 +9,27 @@ LETTERS = st.text("ab", max_size=12)
 
 
 def whole(text, stops, include=False):
-    """What a client is to get of a text that is there at once, and the stop string."""
+    """Returns the text up to the first stop string, and that stop string, from the whole text."""
     for end in range(len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            stop = max(found, key=len)
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            stop = max(matches, key=len)
             return text[: end if include else end - len(stop)], stop
     return text, None
 
 
 @given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=3), st.booleans())
-def test_pieces_do_not_matter(pieces, stops, include):
-    finder, said = StopFinder(stops, include=include), ""
-    wanted, stop = whole("".join(pieces), stops, include)
+def test_output_does_not_depend_on_the_pieces(pieces, stops, include):
+    finder, output = StopFinder(stops, include=include), ""
+    expected, stop = whole("".join(pieces), stops, include)
     for piece in pieces:
-        said += finder.push(piece)
-        assert wanted.startswith(said)  # nothing has to be taken back
-    said += finder.push("", final=True)
-    assert (said, finder.found) == (wanted, stop)
+        output += finder.push(piece)
+        assert expected.startswith(output)  # nothing has to be taken back
+    output += finder.push("", final=True)
+    assert (output, finder.found) == (expected, stop)
 
 
-def test_a_half_match_is_held_back_and_comes_later():
+def test_a_partial_match_is_held_back():
     finder = StopFinder(["</s>", "\n\n"])
     assert finder.push("one<") == "one"
     assert finder.push("/s") == ""
@@ -37,6 +37,6 @@ def test_a_half_match_is_held_back_and_comes_later():
     assert finder.push("", final=True) == "\n"
 
 
-def test_nothing_is_held_back_for_nothing():
+def test_text_without_partial_match_is_not_held_back():
     assert StopFinder([]).push("text") == "text"
     assert StopFinder(["z"]).push("text") == "text"

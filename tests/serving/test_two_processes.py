@@ -1,4 +1,4 @@
-"""A server over two processes, the first of which speaks HTTP, says what one process says."""
+"""A server over two processes gives the same outputs as one process."""
 
 import os
 import re
@@ -31,17 +31,17 @@ def test_two_processes_serve_as_one(tmp_path):
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as second:
         try:
             with served.serving(tmp_path, *options, "--process_id=0", XLA_FLAGS=FLAGS) as first:
-                for prompt, how in (
+                for prompt, parameters in (
                     ("abcabcabc", {"temperature": 0.0}),
                     ("x" * 70, {"temperature": 0.8, "seed": 3}),  # two chunks of prefill
                 ):
-                    body = {"prompt": prompt, "max_tokens": 12, **how}
+                    body = {"prompt": prompt, "max_tokens": 12, **parameters}
                     _, answer = first.post(TEXT, body)
-                    wanted = bytes(decoded(config, prompt, max_tokens=12, **how)).decode()
-                    assert answer["choices"][0]["text"] == wanted
-                    stop = wanted[5:8]
+                    expected = bytes(decoded(config, prompt, max_tokens=12, **parameters)).decode()
+                    assert answer["choices"][0]["text"] == expected
+                    stop = expected[5:8]
                     _, answer = first.post(TEXT, {**body, "stop": stop})  # is cancelled then
-                    assert answer["choices"][0]["text"] == wanted[: wanted.index(stop)]
+                    assert answer["choices"][0]["text"] == expected[: expected.index(stop)]
                 # Each process makes the masks of a grammar for itself.
                 form = {"guided_regex": "[ab]{3}-[0-9]{4}", "stop_token_ids": [3]}
                 _, answer = first.post(TEXT, {"prompt": "abc", "max_tokens": 24, **form})
