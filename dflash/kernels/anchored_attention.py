@@ -98,41 +98,41 @@ class _Kernels:
 
     def forward(self, floats, masks):
         """Returns outputs, and the log2 of each row's softmax sum; zeros from the reference."""
-        plan = tpu.Plan(floats[0], floats[1], floats[3], self.sizes)
+        tiling = tpu.AnchoredTiling(floats[0], floats[1], floats[3], self.sizes)
 
         def reference(*arrays):
-            return self.reference(*arrays), jnp.zeros(plan.lanes, jnp.float32)
+            return self.reference(*arrays), jnp.zeros(tiling.per_row_shape, jnp.float32)
 
         def pallas(*arrays, interpret):
-            bounds = plan.bounds(*arrays[5:], self.window)
+            bounds = tiling.bounds(*arrays[5:], self.window)
             outputs, log_sum = tpu.forward(
-                plan, _split(plan, arrays[:5]), bounds,
+                tiling, _split(tiling, arrays[:5]), bounds,
                 scale=self.scale, causal=self.causal, interpret=interpret,
             )  # fmt: skip
-            return plan.join_blocks(outputs), log_sum
+            return tiling.join_blocks(outputs), log_sum
 
         return self._run(reference, pallas, *floats, *masks)
 
     def backward(self, floats, masks, outputs, log_sum, grad):
         """Returns the gradients of the five float arrays."""
-        plan = tpu.Plan(floats[0], floats[1], floats[3], self.sizes)
+        tiling = tpu.AnchoredTiling(floats[0], floats[1], floats[3], self.sizes)
 
         def reference(*arrays):
             floats, masks, grad = arrays[:5], arrays[5:8], arrays[10]
             return jax.vjp(lambda *x: self.reference(*x, *masks), *floats)[1](grad)
 
         def pallas(*arrays, interpret):
-            bounds = plan.bounds(*arrays[5:8], self.window)
+            bounds = tiling.bounds(*arrays[5:8], self.window)
             outputs, log_sum, grad = arrays[8:]
             grads = tpu.backward(
-                plan, _split(plan, arrays[:5]), bounds,
-                plan.split_blocks(outputs), log_sum, plan.split_blocks(grad),
+                tiling, _split(tiling, arrays[:5]), bounds,
+                tiling.split_blocks(outputs), log_sum, tiling.split_blocks(grad),
                 scale=self.scale, causal=self.causal, interpret=interpret,
             )  # fmt: skip
-            joins = [plan.join_blocks] * 3 + [plan.join_context] * 2
+            joins = [tiling.join_blocks] * 3 + [tiling.join_context] * 2
             return tuple(
-                join(found).astype(array.dtype)
-                for join, found, array in zip(joins, grads, arrays, strict=False)
+                join(gradient).astype(array.dtype)
+                for join, gradient, array in zip(joins, grads, arrays, strict=False)
             )
 
         return self._run(reference, pallas, *floats, *masks, outputs, log_sum, grad)
@@ -147,8 +147,8 @@ class _Kernels:
         )
 
 
-def _split(plan, floats):
-    splits = [plan.split_blocks] * 3 + [plan.split_context] * 2
+def _split(tiling, floats):
+    splits = [tiling.split_blocks] * 3 + [tiling.split_context] * 2
     return [split(array) for split, array in zip(splits, floats, strict=True)]
 
 

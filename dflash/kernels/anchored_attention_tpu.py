@@ -24,7 +24,7 @@ OP = "anchored_attention"
 BEGIN, END, DOCUMENT, VALID, BLOCK, WITHIN, BOUNDS = 0, 1, 2, 3, 4, 5, 8
 
 
-class Plan:
+class AnchoredTiling:
     """Shapes of one call: its tiles, blocks and scratch arrays.
 
     The kernels take queries [B, 1, rows, N·H], and keys and values of blocks and of the context
@@ -40,12 +40,12 @@ class Plan:
         self.dtype = jnp.dtype(queries.dtype)
         self.group = self.heads // self.kv_heads
         # Round up to whole memory tiles.
-        least = math.lcm(self.block, flash_tpu.row_tile(self.dtype)) // self.block
-        wanted = max(1, sizes.queries // (self.group * self.block))
-        self.step_blocks = -(-min(wanted, self.blocks) // least) * least
+        multiple = math.lcm(self.block, flash_tpu.row_tile(self.dtype)) // self.block
+        step_blocks = max(1, sizes.queries // (self.group * self.block))
+        self.step_blocks = -(-min(step_blocks, self.blocks) // multiple) * multiple
         self.tiles = -(-self.blocks // self.step_blocks)
-        self.own = self.step_blocks * self.block
-        self.rows = self.group * self.own
+        self.block_rows = self.step_blocks * self.block
+        self.rows = self.group * self.block_rows
         self.tile = flash_tpu.tile_rows(self.length, sizes.keys, self.dtype)
         self.context_tiles = -(-self.length // self.tile)
         self.in_columns = self.width % flash_tpu.LANES == 0
@@ -105,11 +105,11 @@ class Plan:
         per_block = [self._pad_blocks(x.astype(jnp.int32)) for x in (begin, end, document, valid)]
         shape = (self.batch, self.tiles, self.step_blocks)
         tiled = jnp.stack([x.reshape(shape) for x in per_block], axis=2)
-        row = jnp.arange(self.own, dtype=jnp.int32)
+        row = jnp.arange(self.block_rows, dtype=jnp.int32)
         places = jnp.stack([row // self.block, row % self.block])
         places = jnp.broadcast_to(places, (self.batch, self.tiles, *places.shape))
-        rest = jnp.zeros((self.batch, self.tiles, BOUNDS - 6, self.own), jnp.int32)
-        per_row = jnp.concatenate([jnp.repeat(tiled, self.block, axis=-1), places, rest], axis=2)
+        unused = jnp.zeros((self.batch, self.tiles, BOUNDS - 6, self.block_rows), jnp.int32)
+        per_row = jnp.concatenate([jnp.repeat(tiled, self.block, axis=-1), places, unused], axis=2)
         sees = tiled[:, :, END] > tiled[:, :, BEGIN]
         first = jnp.where(sees, tiled[:, :, BEGIN], self.length).min(axis=-1) // self.tile
         last = -(-jnp.where(sees, tiled[:, :, END], 0).max(axis=-1) // self.tile)
@@ -132,15 +132,15 @@ class Plan:
 
         def context_tile(b, a, t, first, end):
             # For a tile that is not needed, repeat the previous index, so that nothing is fetched.
-            at = b * self.tiles + a
-            return jnp.maximum(jnp.minimum(jnp.maximum(t, first[at]), end[at] - 1), 0)
+            step = b * self.tiles + a
+            return jnp.maximum(jnp.minimum(jnp.maximum(t, first[step]), end[step] - 1), 0)
 
         def place(b, k, row):
             return (b, 0, row, k) if self.in_columns else (b, k, row, 0)
 
         def block(columns):
             return pl.BlockSpec(
-                (None, None, self.own, columns), lambda b, k, a, t, *_: place(b, k, a)
+                (None, None, self.block_rows, columns), lambda b, k, a, t, *_: place(b, k, a)
             )
 
         context = pl.BlockSpec(
@@ -163,13 +163,13 @@ class Plan:
         return block(self.group * self.width), own, context, bounds, documents, per_row, whole
 
     @property
-    def lanes(self) -> tuple[int, ...]:
+    def per_row_shape(self) -> tuple[int, ...]:
         """Shape of an array with one value per row of scores."""
         return self.batch, self.kv_heads, self.tiles, 1, self.rows
 
     def vmem(self, *, backward):
         """Returns the arrays of a grid step in VMEM; see `flash_tpu.check_vmem`."""
-        rows, own, tile, width = self.rows, self.own, self.tile, self.width
+        rows, own, tile, width = self.rows, self.block_rows, self.tile, self.width
         arrays = {
             "queries": ((4 + 4 * backward, rows, width), self.dtype),
             "blocks": ((4 + 4 * backward, own, width), self.dtype),
@@ -223,45 +223,49 @@ class Plan:
         )(*inputs)
 
 
-def forward(plan: Plan, arrays, bounds, *, scale, causal, interpret):
-    """Returns outputs in the layout of queries, and log2 of each row's sum, float32 `plan.lanes`.
+def forward(tiling: AnchoredTiling, arrays, bounds, *, scale, causal, interpret):
+    """Returns outputs in the layout of queries, and log2 of each row's softmax sum.
+
+    The latter is float32, of shape `tiling.per_row_shape`.
 
     Args:
-      plan: Shapes of the call.
-      arrays: Queries, keys, values, context keys and context values, in the plan's layout.
-      bounds: Result of `plan.bounds`.
+      tiling: Shapes of the call.
+      arrays: Queries, keys, values, context keys and context values, in the layout of the kernels.
+      bounds: Result of `tiling.bounds`.
       scale: Factor that multiplies the scores.
       causal: Rows see their block's rows up to themselves only.
       interpret: Argument of `pl.pallas_call`.
     """
-    flash_tpu.check_vmem(OP, plan.vmem(backward=False))
-    queries, own, context, rows, documents, per_row, _ = plan.specs()
+    flash_tpu.check_vmem(OP, tiling.vmem(backward=False))
+    queries, own, context, rows, documents, per_row, _ = tiling.specs()
     first, end, row_bounds, segments = bounds
-    lanes = jax.ShapeDtypeStruct(plan.lanes, jnp.float32)
-    return plan.call(
-        functools.partial(_forward, plan=plan, scale=scale, causal=causal),
+    log_sum = jax.ShapeDtypeStruct(tiling.per_row_shape, jnp.float32)
+    return tiling.call(
+        functools.partial(_forward, tiling=tiling, scale=scale, causal=causal),
         f"{OP}_forward",
         (first, end, *arrays, row_bounds, segments),
         [queries, own, own, context, context, rows, documents],
-        [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype), lanes],
+        [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype), log_sum],
         [queries, per_row],
         [
-            pltpu.VMEM((plan.width, plan.rows), jnp.float32),
-            pltpu.VMEM((1, plan.rows), jnp.float32),
-            pltpu.VMEM((1, plan.rows), jnp.float32),
+            pltpu.VMEM((tiling.width, tiling.rows), jnp.float32),
+            pltpu.VMEM((1, tiling.rows), jnp.float32),
+            pltpu.VMEM((1, tiling.rows), jnp.float32),
         ],
         interpret,
         products=2,
     )
 
 
-def backward(plan: Plan, arrays, bounds, outputs, log_sum, grad, *, scale, causal, interpret):
+def backward(
+    tiling: AnchoredTiling, arrays, bounds, outputs, log_sum, grad, *, scale, causal, interpret
+):
     """Returns the gradients of `arrays`; those of the context are float32.
 
     Args:
-      plan: Shapes of the call.
+      tiling: Shapes of the call.
       arrays: Arrays of `forward`.
-      bounds: Result of `plan.bounds`.
+      bounds: Result of `tiling.bounds`.
       outputs: Outputs of `forward`.
       log_sum: Second result of `forward`.
       grad: Gradient of the outputs.
@@ -269,66 +273,66 @@ def backward(plan: Plan, arrays, bounds, outputs, log_sum, grad, *, scale, causa
       causal: Rows see their block's rows up to themselves only.
       interpret: Argument of `pl.pallas_call`.
     """
-    flash_tpu.check_vmem(OP, plan.vmem(backward=True))
-    queries, own, context, rows, documents, per_row, whole = plan.specs()
+    flash_tpu.check_vmem(OP, tiling.vmem(backward=True))
+    queries, own, context, rows, documents, per_row, whole = tiling.specs()
     first, end, row_bounds, segments = bounds
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]
     shapes += [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays[3:]]
-    return plan.call(
-        functools.partial(_backward, plan=plan, scale=scale, causal=causal),
+    return tiling.call(
+        functools.partial(_backward, tiling=tiling, scale=scale, causal=causal),
         f"{OP}_backward",
-        (first, end, *arrays, row_bounds, segments, outputs, grad.astype(plan.dtype), log_sum),
+        (first, end, *arrays, row_bounds, segments, outputs, grad.astype(tiling.dtype), log_sum),
         [queries, own, own, context, context, rows, documents, queries, queries, per_row],
         shapes,
         [queries, own, own, whole, whole],
         [
-            pltpu.VMEM((plan.rows, plan.width), jnp.float32),
-            pltpu.VMEM((1, plan.rows), jnp.float32),
+            pltpu.VMEM((tiling.rows, tiling.width), jnp.float32),
+            pltpu.VMEM((1, tiling.rows), jnp.float32),
         ],
         interpret,
         products=5,
     )
 
 
-def _own_visible(plan: Plan, bounds_ref, causal):
+def _own_visible(tiling: AnchoredTiling, bounds_ref, causal):
     """Returns the mask bool [own, R] of the block keys that each row sees."""
-    key = jax.lax.broadcasted_iota(jnp.int32, (plan.own, 1), 0)
-    visible = flash_tpu.div(key, plan.block) == bounds_ref[BLOCK : BLOCK + 1]
+    key = jax.lax.broadcasted_iota(jnp.int32, (tiling.block_rows, 1), 0)
+    visible = flash_tpu.div(key, tiling.block) == bounds_ref[BLOCK : BLOCK + 1]
     if causal:
-        visible &= flash_tpu.rem(key, plan.block) <= bounds_ref[WITHIN : WITHIN + 1]
+        visible &= flash_tpu.rem(key, tiling.block) <= bounds_ref[WITHIN : WITHIN + 1]
     return visible
 
 
-def _context_visible(plan: Plan, bounds_ref, documents_ref, tile):
+def _context_visible(tiling: AnchoredTiling, bounds_ref, documents_ref, tile):
     """Returns the mask bool [S, R] of the keys of a context tile that each row sees."""
-    position = jax.lax.broadcasted_iota(jnp.int32, (plan.tile, 1), 0) + tile * plan.tile
+    position = jax.lax.broadcasted_iota(jnp.int32, (tiling.tile, 1), 0) + tile * tiling.tile
     visible = position >= bounds_ref[BEGIN : BEGIN + 1]
     visible &= position < bounds_ref[END : END + 1]
     return visible & (documents_ref[...] == bounds_ref[DOCUMENT : DOCUMENT + 1])
 
 
-def _needed(plan: Plan, first_ref, end_ref):
+def _needed(tiling: AnchoredTiling, first_ref, end_ref):
     """Returns whether this grid step's blocks see its context tile."""
-    at = pl.program_id(0) * plan.tiles + pl.program_id(2)
+    step = pl.program_id(0) * tiling.tiles + pl.program_id(2)
     tile = pl.program_id(3)
-    return (tile >= first_ref[at]) & (tile < end_ref[at])
+    return (tile >= first_ref[step]) & (tile < end_ref[step])
 
 
-def _query_heads(plan: Plan, ref):
+def _query_heads(tiling: AnchoredTiling, ref):
     """Returns the columns [own, N/K·H] of a reference as rows of scores [R, H]."""
-    heads = [ref[:, begin : begin + plan.width] for begin in _head_columns(plan)]
+    heads = [ref[:, begin : begin + tiling.width] for begin in _head_columns(tiling)]
     return jnp.concatenate(heads, axis=0)
 
 
-def _store_query_heads(plan: Plan, ref, heads):
+def _store_query_heads(tiling: AnchoredTiling, ref, heads):
     """Stores rows of scores [R, H] to the columns [own, N/K·H] of a reference."""
-    for i, begin in enumerate(_head_columns(plan)):
-        own = heads[i * plan.own : (i + 1) * plan.own]
-        ref[:, begin : begin + plan.width] = own.astype(ref.dtype)
+    for i, begin in enumerate(_head_columns(tiling)):
+        own = heads[i * tiling.block_rows : (i + 1) * tiling.block_rows]
+        ref[:, begin : begin + tiling.width] = own.astype(ref.dtype)
 
 
-def _head_columns(plan: Plan) -> range:
-    return range(0, plan.group * plan.width, plan.width)
+def _head_columns(tiling: AnchoredTiling) -> range:
+    return range(0, tiling.group * tiling.width, tiling.width)
 
 
 def _scores(keys, queries, visible, scale):
@@ -338,15 +342,16 @@ def _scores(keys, queries, visible, scale):
 
 def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys_ref,
              context_values_ref, bounds_ref, documents_ref, outputs_ref, log_sum_ref,
-             weighted_ref, peak_ref, total_ref, *, plan: Plan, scale, causal):  # fmt: skip
+             weighted_ref, peak_ref, total_ref, *,
+             tiling: AnchoredTiling, scale, causal):  # fmt: skip
     tile = pl.program_id(3)
 
     def scores_of(keys_ref, visible):
-        return _scores(keys_ref[...], _query_heads(plan, queries_ref), visible, scale)
+        return _scores(keys_ref[...], _query_heads(tiling, queries_ref), visible, scale)
 
     @pl.when(tile == 0)
     def _():
-        scores = scores_of(keys_ref, _own_visible(plan, bounds_ref, causal))
+        scores = scores_of(keys_ref, _own_visible(tiling, bounds_ref, causal))
         peak = scores.max(axis=0, keepdims=True)
         weights = jnp.exp2(scores - peak)
         peak_ref[...] = peak
@@ -354,9 +359,9 @@ def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys
         values = values_ref[...]
         weighted_ref[...] = flash_tpu.dot_columns(values, weights.astype(values.dtype))
 
-    @pl.when(_needed(plan, first_ref, end_ref))
+    @pl.when(_needed(tiling, first_ref, end_ref))
     def _():
-        visible = _context_visible(plan, bounds_ref, documents_ref, tile)
+        visible = _context_visible(tiling, bounds_ref, documents_ref, tile)
         scores = scores_of(context_keys_ref, visible)
         before = peak_ref[...]
         peak = jnp.maximum(before, scores.max(axis=0, keepdims=True))
@@ -367,11 +372,11 @@ def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys
         seen = flash_tpu.dot_columns(values, weights.astype(values.dtype))
         weighted_ref[...] = keep * weighted_ref[...] + seen
 
-    @pl.when(tile == plan.context_tiles - 1)
+    @pl.when(tile == tiling.context_tiles - 1)
     def _():
         valid = bounds_ref[VALID : VALID + 1] != 0
         attended = jnp.where(valid, weighted_ref[...] / total_ref[...], 0)
-        _store_query_heads(plan, outputs_ref, attended.T)
+        _store_query_heads(tiling, outputs_ref, attended.T)
         # With a huge sum, the rows of an invalid block have weight zero in every gradient.
         log_sum_ref[...] = jnp.where(valid, peak_ref[...] + jnp.log2(total_ref[...]), -MASKED)
 
@@ -379,16 +384,16 @@ def _forward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys
 def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_keys_ref,
               context_values_ref, bounds_ref, documents_ref, outputs_ref, grad_ref, log_sum_ref,
               queries_grad_ref, keys_grad_ref, values_grad_ref, context_keys_grad_ref,
-              context_values_grad_ref, accumulated_ref, drop_ref, *,
-              plan: Plan, scale, causal):  # fmt: skip
+              context_values_grad_ref, accumulated_ref, delta_ref, *,
+              tiling: AnchoredTiling, scale, causal):  # fmt: skip
     tile = pl.program_id(3)
 
     def differentiate(keys, values, visible):
         """Returns the gradients of keys and values, and their part of the queries' gradient."""
-        queries, grad = _query_heads(plan, queries_ref), _query_heads(plan, grad_ref)
+        queries, grad = _query_heads(tiling, queries_ref), _query_heads(tiling, grad_ref)
         weights = jnp.exp2(_scores(keys, queries, visible, scale) - log_sum_ref[...])
         weights_grad = flash_tpu.dot(values, grad, transpose_b=True)
-        scores_grad = (scale * weights * (weights_grad - drop_ref[...])).astype(keys.dtype)
+        scores_grad = (scale * weights * (weights_grad - delta_ref[...])).astype(keys.dtype)
         return (
             flash_tpu.dot(scores_grad, queries),
             flash_tpu.dot(weights.astype(keys.dtype), grad),
@@ -402,29 +407,31 @@ def _backward(first_ref, end_ref, queries_ref, keys_ref, values_ref, context_key
 
     @pl.when(tile == 0)
     def _():
-        products = _query_heads(plan, outputs_ref).astype(jnp.float32)
-        products *= _query_heads(plan, grad_ref).astype(jnp.float32)
-        drop_ref[...] = products.T.sum(axis=0, keepdims=True)
-        visible = _own_visible(plan, bounds_ref, causal)
-        of_keys, of_values, of_queries = differentiate(keys_ref[...], values_ref[...], visible)
-        keys_grad_ref[...] = of_keys.astype(keys_grad_ref.dtype)
-        values_grad_ref[...] = of_values.astype(values_grad_ref.dtype)
-        accumulated_ref[...] = of_queries
+        products = _query_heads(tiling, outputs_ref).astype(jnp.float32)
+        products *= _query_heads(tiling, grad_ref).astype(jnp.float32)
+        delta_ref[...] = products.T.sum(axis=0, keepdims=True)
+        visible = _own_visible(tiling, bounds_ref, causal)
+        keys_grad, values_grad, queries_grad = differentiate(
+            keys_ref[...], values_ref[...], visible
+        )
+        keys_grad_ref[...] = keys_grad.astype(keys_grad_ref.dtype)
+        values_grad_ref[...] = values_grad.astype(values_grad_ref.dtype)
+        accumulated_ref[...] = queries_grad
 
-    @pl.when(_needed(plan, first_ref, end_ref))
+    @pl.when(_needed(tiling, first_ref, end_ref))
     def _():
-        visible = _context_visible(plan, bounds_ref, documents_ref, tile)
-        of_keys, of_values, of_queries = differentiate(
+        visible = _context_visible(tiling, bounds_ref, documents_ref, tile)
+        keys_grad, values_grad, queries_grad = differentiate(
             context_keys_ref[...], context_values_ref[...], visible
         )
-        here = pl.ds(pl.multiple_of(tile * plan.tile, plan.tile), plan.tile)
-        context_keys_grad_ref[here] += of_keys
-        context_values_grad_ref[here] += of_values
-        accumulated_ref[...] += of_queries
+        rows = pl.ds(pl.multiple_of(tile * tiling.tile, tiling.tile), tiling.tile)
+        context_keys_grad_ref[rows] += keys_grad
+        context_values_grad_ref[rows] += values_grad
+        accumulated_ref[...] += queries_grad
 
-    @pl.when(tile == plan.context_tiles - 1)
+    @pl.when(tile == tiling.context_tiles - 1)
     def _():
-        _store_query_heads(plan, queries_grad_ref, accumulated_ref[...])
+        _store_query_heads(tiling, queries_grad_ref, accumulated_ref[...])
 
 
 def unsupported(queries) -> str | None:

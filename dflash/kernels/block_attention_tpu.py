@@ -61,16 +61,16 @@ def block_attention_tpu(
     grouped = queries.reshape(batch, block, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, rows, width)
     new = [array.astype(dtype).swapaxes(1, 2) for array in (keys, values)]
-    of_rows = []
+    sink_rows = []
     if sinks is not None:
         spread = jnp.repeat(sinks.reshape(kv_heads, group).astype(jnp.float32), block, axis=1)
         shape = (kv_heads, rows, flash_tpu.LANES)
-        of_rows = [jnp.broadcast_to(spread[..., None] * flash_tpu.LOG2_E, shape)]
+        sink_rows = [jnp.broadcast_to(spread[..., None] * flash_tpu.LOG2_E, shape)]
 
-    def of_step(rows):
+    def step_spec(rows):
         return pl.BlockSpec((None, step_heads, rows, width), lambda g, b, _: (b, g, 0, 0))
 
-    of_sinks = pl.BlockSpec((step_heads, rows, flash_tpu.LANES), lambda g, b, _: (g, 0, 0))
+    sink_spec = pl.BlockSpec((step_heads, rows, flash_tpu.LANES), lambda g, b, _: (g, 0, 0))
     outputs = pl.pallas_call(
         functools.partial(
             _kernel, block=block, batch=batch, scale=scale, window=window, causal=causal
@@ -79,11 +79,11 @@ def block_attention_tpu(
             num_scalar_prefetch=1,
             grid=(kv_heads // step_heads, batch),
             in_specs=[
-                of_step(rows), of_step(block), of_step(block),
+                step_spec(rows), step_spec(block), step_spec(block),
                 pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY),
-                *(of_sinks for _ in of_rows),
+                *(sink_spec for _ in sink_rows),
             ],
-            out_specs=of_step(rows),
+            out_specs=step_spec(rows),
             scratch_shapes=[
                 *Softmax.scratch(step_heads, rows, width, tile),
                 *TileStream.scratch(step_heads, tile, width, dtype),
@@ -94,7 +94,7 @@ def block_attention_tpu(
         cost_estimate=flash_tpu.cost(batch, heads, kv_heads, block, capacity, width, dtype),
         interpret=interpret,
         name=f"{OP}_t{block}",
-    )(length, grouped, *new, context_keys, context_values, *of_rows)  # fmt: skip
+    )(length, grouped, *new, context_keys, context_values, *sink_rows)  # fmt: skip
     outputs = outputs.reshape(batch, kv_heads, group, block, width).transpose(0, 3, 1, 2, 4)
     return outputs.reshape(queries.shape)
 
@@ -103,7 +103,7 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
     inputs, (outputs_ref, *scratch) = refs[:-8], refs[-8:]
     queries_ref, keys_ref, values_ref, *context = inputs[:5]
     sinks_ref = inputs[5] if len(inputs) > 5 else None
-    softmax, buffers, arrived = Softmax(*scratch[:4]), tuple(scratch[4:6]), scratch[6]
+    softmax, buffers, semaphores = Softmax(*scratch[:4]), tuple(scratch[4:6]), scratch[6]
     step_heads, rows = queries_ref.shape[:2]
     head_group, sequence = pl.program_id(0), pl.program_id(1)
     own_heads = pl.ds(head_group * step_heads, step_heads)
@@ -115,7 +115,7 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
         place = pl.ds(pl.multiple_of(row, unit), count)
         return [array.at[sequence, own_heads, place] for array in context]
 
-    stream = TileStream(buffers, arrived, source, tile_rows, lambda b: length_ref[b])
+    stream = TileStream(buffers, semaphores, source, tile_rows, lambda b: length_ref[b])
 
     @pl.when(sequence == 0)
     def _():
@@ -128,30 +128,30 @@ def _kernel(length_ref, *refs, block, batch, scale, window, causal):
         if block == 1:
             softmax.begin_single(head, queries_ref[head], keys_ref[head], values_ref[head], scale)
             continue
-        found = score(head, keys_ref[head])
+        scores = score(head, keys_ref[head])
         if causal:
             shape = (rows, block)
             row = flash_tpu.rem(jax.lax.broadcasted_iota(jnp.int32, shape, 0), block)
-            own = jax.lax.broadcasted_iota(jnp.int32, shape, 1) <= row
-            found = jnp.where(own, found, flash_tpu.MASKED)
-        softmax.begin(head, found, values_ref[head])
+            visible = jax.lax.broadcasted_iota(jnp.int32, shape, 1) <= row
+            scores = jnp.where(visible, scores, flash_tpu.MASKED)
+        softmax.begin(head, scores, values_ref[head])
 
     first_visible = 0 if window is None else jnp.maximum(length - window, 0)
 
-    def visit(half, tile, *, last):
+    def visit(slot, tile, *, last):
         positions = tile * tile_rows + jax.lax.broadcasted_iota(jnp.int32, (1, tile_rows), 1)
 
-        def mask(head, found):
+        def mask(head, scores):
             if last:
-                found = jnp.where(positions < length, found, flash_tpu.MASKED)
+                scores = jnp.where(positions < length, scores, flash_tpu.MASKED)
             return (
-                found
+                scores
                 if window is None
-                else jnp.where(positions >= first_visible, found, flash_tpu.MASKED)
+                else jnp.where(positions >= first_visible, scores, flash_tpu.MASKED)
             )
 
         filled = length - tile * tile_rows if last else None
-        flash_tpu.visit_tile(softmax, stream, half, score, mask, filled)
+        flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
 
     stream.run(
         sequence,

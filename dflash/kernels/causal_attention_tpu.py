@@ -53,9 +53,9 @@ def attend(
         interpret=bool(interpret),  # The strict interpreter lacks batching.
     )
 
-    def one(queries, keys, values, segment_ids):
+    def attend_sequence(queries, keys, values, segment_ids):
         return kernel(queries, keys, values, splash.SegmentIds(segment_ids, segment_ids))
 
     # The kernels expect heads before rows and take no scale, so scale the keys, the smaller array.
     rows = (x.swapaxes(1, 2) for x in (queries, (keys * scale).astype(keys.dtype), values))
-    return jax.vmap(one)(*rows, segment_ids).swapaxes(1, 2)
+    return jax.vmap(attend_sequence)(*rows, segment_ids).swapaxes(1, 2)

@@ -89,9 +89,9 @@ class Softmax:
             for row in (key, value)
         )
         raw = queries.astype(jnp.float32) * key
-        found = raw.sum(axis=-1, keepdims=True) * (scale * LOG2_E)
-        self.peak[head] = jnp.broadcast_to(found, self.peak.shape[1:])
-        self.total[head] = _first_lane(jnp.ones_like(found))
+        scores = raw.sum(axis=-1, keepdims=True) * (scale * LOG2_E)
+        self.peak[head] = jnp.broadcast_to(scores, self.peak.shape[1:])
+        self.total[head] = _first_lane(jnp.ones_like(scores))
         shape = self.weighted.shape[1:]
         self.weighted[head] = jnp.broadcast_to(value, shape)
 
@@ -106,7 +106,7 @@ class Softmax:
         seen = _sum_values(weights, values)
         self.weighted[head] = _lanes(keep, seen.shape[-1]) * self.weighted[head] + seen
 
-    def weigh_later(self, head, scores: jax.Array) -> None:
+    def store_scores(self, head, scores: jax.Array) -> None:
         """Runs the first half of `fold_in`: stores scores [R, S] of a tile and updates the peak."""
         before = self.peak[head]
         peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
@@ -116,7 +116,7 @@ class Softmax:
         self.total[head] = keep * self.total[head]
         self.weighted[head] = _lanes(keep, self.weighted.shape[-1]) * self.weighted[head]
 
-    def weigh_now(self, head, values: Rows) -> None:
+    def add_values(self, head, values: Rows) -> None:
         """Runs the second half of `fold_in`: adds the values [S, H] of the stored scores."""
         weights, total = _weigh(self.scores[head % 2], self.peak[head])
         self.total[head] += total
@@ -170,7 +170,7 @@ def scores(queries, keys: Rows, *, scale: float) -> jax.Array:
     return raw * (factor if key_scales is None else factor * key_scales)
 
 
-def visit_tile(softmax: Softmax, stream, half, score, mask, filled) -> None:
+def visit_tile(softmax: Softmax, stream, slot, score, mask, filled) -> None:
     """Adds a tile of a stream to the softmax of every head.
 
     The score products of each head overlap with the exponentials of the head before it.
@@ -178,25 +178,25 @@ def visit_tile(softmax: Softmax, stream, half, score, mask, filled) -> None:
     Args:
       softmax: Online softmax of all heads.
       stream: `TileStream` of the context.
-      half: Buffer of the stream that holds the tile.
+      slot: Buffer of the stream that holds the tile.
       score: Function from (head, keys [S, H], plain or quantized) to scores [R, S].
       mask: Function from (head, scores) to scores in which those of invisible keys are masked.
       filled: Number of valid rows of the tile; None for all.
     """
     heads = softmax.peak.shape[0]
 
-    def weigh_later(head):
-        softmax.weigh_later(head, mask(head, score(head, stream.rows(0, half, head))))
+    def store_scores(head):
+        softmax.store_scores(head, mask(head, score(head, stream.rows(0, slot, head))))
 
-    weigh_later(0)
+    store_scores(0)
     for head in range(heads):
         if head + 1 < heads:
-            weigh_later(head + 1)
-        values = stream.rows(1, half, head)
+            store_scores(head + 1)
+        values = stream.rows(1, slot, head)
         if filled is not None:
             # Rows past `filled` have weight zero but were never copied and may be NaN: clear them.
             values = _clear_past(values, filled)
-        softmax.weigh_now(head, values)
+        softmax.add_values(head, values)
 
 
 def heads_per_step(heads: int) -> int:
@@ -204,10 +204,10 @@ def heads_per_step(heads: int) -> int:
     return heads // 2 if heads % 2 == 0 else heads
 
 
-def tile_rows(capacity: int, wanted: int, dtype: jnp.dtype) -> int:
-    """Returns the rows per tile of a context: `wanted`, or the padded capacity if that is less."""
+def tile_rows(capacity: int, largest: int, dtype: jnp.dtype) -> int:
+    """Returns the rows per tile of a context: `largest`, or the padded capacity if that is less."""
     unit = row_tile(dtype)
-    return min(wanted, -(-capacity // unit) * unit)
+    return min(largest, -(-capacity // unit) * unit)
 
 
 def compiler_params(*semantics: str) -> pltpu.CompilerParams:

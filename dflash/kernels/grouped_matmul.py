@@ -54,20 +54,22 @@ def grouped_matmul(
     if sizes.shape != weights.shape[:1]:
         raise ValueError(f"grouped_matmul: sizes is {sizes.shape}, expected {weights.shape[:1]}")
     arrays = (rows, weights, sizes) if scales is None else (rows, weights, sizes, scales)
-    tiles, ragged = (functools.partial(one, block=block) for one in (_in_tiles, _ragged_dot))
+    tiles, ragged = (
+        functools.partial(product, block=block) for product in (_in_tiles, _ragged_dot)
+    )
     kernel = functools.partial(_by_kernel, block, read)
     if implementation == "tiles":
         return tiles(*arrays)
     if implementation == "ragged_dot":
         return ragged(*arrays)
-    uncovered = tpu.unsupported(rows, weights, block)
+    unsupported = tpu.unsupported(rows, weights, block)
     if implementation == "auto":
-        on_tpu = ragged if uncovered else functools.partial(kernel, False)
+        on_tpu = ragged if unsupported else functools.partial(kernel, False)
         return jax.lax.platform_dependent(*arrays, cpu=tiles, tpu=on_tpu, default=ragged)
-    if uncovered:
-        raise ValueError(f"{uncovered}; use implementation='ragged_dot'")
-    played = implementations.interpret_params() if implementation == "interpret" else False
-    return kernel(played, *arrays)
+    if unsupported:
+        raise ValueError(f"{unsupported}; use implementation='ragged_dot'")
+    interpret = implementations.interpret_params() if implementation == "interpret" else False
+    return kernel(interpret, *arrays)
 
 
 def for_platform(platform: str) -> str:
@@ -112,7 +114,7 @@ class _Tiles:
       size: Rows per tile.
       group: int32 [N]; group of each tile. Unused tiles have the group of the last used tile.
       end: int32 [N]; end of the rows of each tile's group.
-      used: int32 []; number of tiles in use.
+      num_used: int32 []; number of tiles in use.
       place: int32 [rows]; index of each row among the rows of all tiles.
       inside: bool [rows]; whether each row belongs to a group.
     """
@@ -121,11 +123,11 @@ class _Tiles:
     size: int
     group: jax.Array
     end: jax.Array
-    used: jax.Array
+    num_used: jax.Array
     place: jax.Array
     inside: jax.Array
 
-    def of(self, rows: jax.Array, begin: jax.Array) -> jax.Array:
+    def gather(self, rows: jax.Array, begin: jax.Array) -> jax.Array:
         """Gathers the tiles [..., size, D] of rows [rows, D] that begin at `begin`."""
         return rows[jnp.minimum(begin[..., None] + jnp.arange(self.size), len(rows) - 1)]
 
@@ -142,9 +144,9 @@ def _cut(count: int, sizes: jax.Array, tile: int) -> _Tiles:
     group = jnp.minimum(jnp.searchsorted(ends, filled, side="right"), groups - 1)
     begin = first_row[group] + (index - first_tile[group]) * tile
     row = jnp.arange(count)
-    own = jnp.minimum(jnp.searchsorted(last_rows, row, side="right"), groups - 1)
-    within = row - first_row[own]
-    place = (first_tile[own] + within // tile) * tile + within % tile
+    row_group = jnp.minimum(jnp.searchsorted(last_rows, row, side="right"), groups - 1)
+    within = row - first_row[row_group]
+    place = (first_tile[row_group] + within // tile) * tile + within % tile
     place = jnp.minimum(place, num_tiles * tile - 1)
     inside = row < last_rows[-1]
     return _Tiles(begin, tile, group.astype(jnp.int32), last_rows[group], ends[-1], place, inside)
@@ -157,17 +159,19 @@ def _in_tiles(rows, weights, sizes, scales=None, *, block):
     """
     tiles = _cut(len(rows), sizes, _tile_rows(len(rows), len(sizes)))
 
-    def product(one):
-        group, begin, is_used = one
-        empty = jnp.zeros((tiles.size, weights.shape[2]), rows.dtype)
-        own = None if scales is None else scales[group]
+    def product(tile):
+        group, begin, is_used = tile
+        zeros = jnp.zeros((tiles.size, weights.shape[2]), rows.dtype)
+        tile_scales = None if scales is None else scales[group]
         return jax.lax.cond(
             is_used,
-            lambda: tiles.of(rows, begin) @ _plain(weights[group], own, block, rows.dtype),
-            lambda: empty,
+            lambda: (
+                tiles.gather(rows, begin) @ _plain(weights[group], tile_scales, block, rows.dtype)
+            ),
+            lambda: zeros,
         )
 
-    is_used = jnp.arange(len(tiles.group)) < tiles.used
+    is_used = jnp.arange(len(tiles.group)) < tiles.num_used
     return _by_row(jax.lax.map(product, (tiles.group, tiles.begin, is_used)), tiles)
 
 
@@ -182,13 +186,13 @@ def _by_kernel(block, read, interpret, rows, weights, sizes, scales=None):
     """Computes `grouped_matmul` by the kernel, with the gradients of ragged_dot."""
     tile = max(_tile_rows(len(rows), len(sizes)), flash_tpu.row_tile(rows.dtype))
     tiles = _cut(len(rows), sizes, tile)
-    of_kernel = tpu.Tiles(tile, tiles.group, tiles.begin, tiles.end, tiles.used)
-    is_few = tpu.few(rows)
+    kernel_tiles = tpu.Tiles(tile, tiles.group, tiles.begin, tiles.end, tiles.num_used)
+    in_vmem = tpu.fits_vmem(rows)
     products = tpu.grouped_matmul_tpu(
-        rows if is_few else tiles.of(rows, tiles.begin), weights, of_kernel, scales,
+        rows if in_vmem else tiles.gather(rows, tiles.begin), weights, kernel_tiles, scales,
         block=block, read=read, interpret=interpret,
     )  # fmt: skip
-    return jnp.where(tiles.inside[:, None], products, 0) if is_few else _by_row(products, tiles)
+    return jnp.where(tiles.inside[:, None], products, 0) if in_vmem else _by_row(products, tiles)
 
 
 def _kernel_forward(block, read, interpret, *arrays):

@@ -33,21 +33,21 @@ class Tiles:
       group: int32 [N]; group of each tile.
       begin: int32 [N]; first row of each tile.
       end: int32 [N]; end of the rows of each tile's group.
-      used: int32 []; number of tiles in use, which come first.
+      num_used: int32 []; number of tiles in use, which come first.
     """
 
     rows: int
     group: jax.Array
     begin: jax.Array
     end: jax.Array
-    used: jax.Array
+    num_used: jax.Array
 
 
 def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read, interpret):
     """Multiplies each tile by the weights of its group.
 
     Args:
-      rows: [R, D] if `few` is true for them; otherwise the rows of each tile, [N, tile, D].
+      rows: [R, D] if `fits_vmem` is true for them; otherwise the rows of each tile, [N, tile, D].
       weights: [E, D, F].
       tiles: Tiles of the rows.
       scales: Scales of 8-bit weights; see `grouped_matmul`.
@@ -59,29 +59,29 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
     """
     groups, depth, width = weights.shape
     columns, count = columns_per_step(depth, width), len(tiles.group)
-    is_few = rows.ndim == 2
+    in_vmem = rows.ndim == 2
     arrays = [weights]
     specs = [pl.BlockSpec((None, depth, columns), lambda f, n, group, *_: (group[n], 0, f))]
     if scales is not None:
         if block is not None:  # Repeat scales for the columns of a block.
             scales = jnp.repeat(scales, block[1], axis=-1)[..., :width]
         arrays.append(scales)
-        of_step = (None, scales.shape[1], columns)
-        specs.append(pl.BlockSpec(of_step, lambda f, n, group, *_: (group[n], 0, f)))
-    if is_few:
-        of_rows = pl.BlockSpec(rows.shape, lambda f, n, *_: (0, 0))
+        scale_block = (None, scales.shape[1], columns)
+        specs.append(pl.BlockSpec(scale_block, lambda f, n, group, *_: (group[n], 0, f)))
+    if in_vmem:
+        row_spec = pl.BlockSpec(rows.shape, lambda f, n, *_: (0, 0))
         outputs = pl.BlockSpec((len(rows), columns), lambda f, n, *_: (0, f))
     else:
-        of_rows = pl.BlockSpec((None, tiles.rows, depth), lambda f, n, *_: (n, 0, 0))
+        row_spec = pl.BlockSpec((None, tiles.rows, depth), lambda f, n, *_: (n, 0, 0))
         outputs = pl.BlockSpec((None, tiles.rows, columns), lambda f, n, *_: (n, 0, f))
     # Expected tiles in use: one per group that is read, plus the excess of tiles over groups.
     expected = min(count, round(read * groups) + count - min(count, groups))
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tiles.rows, is_few=is_few, inputs=block and block[0]),
+        functools.partial(_kernel, tile=tiles.rows, in_vmem=in_vmem, inputs=block and block[0]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(width // columns, jnp.maximum(tiles.used, 1)),
-            in_specs=[of_rows, *specs],
+            grid=(width // columns, jnp.maximum(tiles.num_used, 1)),
+            in_specs=[row_spec, *specs],
             out_specs=outputs,
         ),
         out_shape=jax.ShapeDtypeStruct((*rows.shape[:-1], width), rows.dtype),
@@ -92,11 +92,11 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
             bytes_accessed=round(read * sum(x.size * x.dtype.itemsize for x in arrays)),
         ),
         interpret=interpret,
-        name=f"{OP}_r{tiles.rows}" if is_few else f"{OP}_tiles_r{tiles.rows}",
+        name=f"{OP}_r{tiles.rows}" if in_vmem else f"{OP}_tiles_r{tiles.rows}",
     )(tiles.group, tiles.begin, tiles.end, rows, *arrays)
 
 
-def few(rows: jax.Array) -> bool:
+def fits_vmem(rows: jax.Array) -> bool:
     """Returns whether all rows [R, D] fit VMEM."""
     return len(rows) <= GROUPED_ROWS and rows.size <= GROUPED_WEIGHTS
 
@@ -132,7 +132,7 @@ def unsupported(rows, weights, block) -> str | None:
     return None
 
 
-def _kernel(group_ref, begin_ref, end_ref, rows_ref, weights_ref, *refs, tile, is_few, inputs):
+def _kernel(group_ref, begin_ref, end_ref, rows_ref, weights_ref, *refs, tile, in_vmem, inputs):
     *scales_ref, out_ref = refs
     step = pl.program_id(1)
     weights = weights_ref[...]
@@ -145,16 +145,17 @@ def _kernel(group_ref, begin_ref, end_ref, rows_ref, weights_ref, *refs, tile, i
         out = flash_tpu.dot(rows, weights.astype(rows.dtype))
         return (out if scales is None else out * scales).astype(out_ref.dtype)
 
-    if not is_few:
+    if not in_vmem:
         out_ref[...] = product(rows_ref[...])
         return
     rows = rows_ref[...]
     shape = (tile, len(rows))
-    own, other = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    own = own + begin_ref[step]
-    picked = jnp.where((own == other) & (own < end_ref[step]), 1.0, 0.0).astype(rows.dtype)
-    found = product(flash_tpu.dot(picked, rows).astype(rows.dtype))
-    placed = flash_tpu.dot_columns(picked, found).astype(out_ref.dtype)
+    tile_row, row = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    tile_row = tile_row + begin_ref[step]
+    is_selected = (tile_row == row) & (tile_row < end_ref[step])
+    selection = jnp.where(is_selected, 1.0, 0.0).astype(rows.dtype)
+    products = product(flash_tpu.dot(selection, rows).astype(rows.dtype))
+    placed = flash_tpu.dot_columns(selection, products).astype(out_ref.dtype)
 
     @pl.when(step == 0)
     def _():

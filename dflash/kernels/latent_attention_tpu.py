@@ -39,34 +39,34 @@ def latent_attention_tpu(
     interpret,
 ):
     """Computes `latent_attention` with latents [1, B, T, W] in their stored form."""
-    plan = Plan(queries, pages, page_table, tree_mask, value_width, sizes)
-    rows = plan.split_queries(queries)
-    arrays = [rows, *plan.new_rows(latents)]
+    tiling = LatentTiling(queries, pages, page_table, tree_mask, value_width, sizes)
+    rows = tiling.split_queries(queries)
+    arrays = [rows, *tiling.new_rows(latents)]
     if tree_mask is not None:
-        arrays.append(jnp.tile(tree_mask.astype(jnp.int32), (1, plan.chunk_heads, 1)))
-    pools = [pages.values, pages.scales] if plan.quantized else [pages]
+        arrays.append(jnp.tile(tree_mask.astype(jnp.int32), (1, tiling.chunk_heads, 1)))
+    pools = [pages.values, pages.scales] if tiling.quantized else [pages]
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     outputs = jax.ShapeDtypeStruct((*rows.shape[:-1], value_width), rows.dtype)
     attended, *pools = pl.pallas_call(
-        functools.partial(_kernel, plan=plan, scale=scale),
+        functools.partial(_kernel, tiling=tiling, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(plan.groups, plan.batch),
-            in_specs=[*plan.specs(arrays), *anywhere],
-            out_specs=[plan.of_step(value_width), *anywhere],
-            scratch_shapes=plan.scratch(),
+            grid=(tiling.groups, tiling.batch),
+            in_specs=[*tiling.specs(arrays), *anywhere],
+            out_specs=[tiling.step_spec(value_width), *anywhere],
+            scratch_shapes=tiling.scratch(),
         ),
         out_shape=[outputs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools)],
         input_output_aliases={2 + len(arrays) + i: 1 + i for i in range(len(pools))},
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary"),
-        cost_estimate=plan.cost(),
+        cost_estimate=tiling.cost(),
         interpret=interpret,
-        name=f"{OP}_t{plan.length}",
+        name=f"{OP}_t{tiling.length}",
     )(page_table.reshape(-1), start, *arrays, *pools)
-    return plan.join_queries(attended), Quantized(*pools) if plan.quantized else pools[0]
+    return tiling.join_queries(attended), Quantized(*pools) if tiling.quantized else pools[0]
 
 
-class Plan:
+class LatentTiling:
     """Shapes of one call: its head groups, chunks, tiles and scratch arrays."""
 
     def __init__(self, queries, pages, page_table, tree_mask, value_width, sizes: LatentSizes):
@@ -106,7 +106,7 @@ class Plan:
         scales = jnp.pad(latents.scales.swapaxes(0, 1), ((0, 0),) * 3 + ((0, extra),))
         return [latents.values.swapaxes(0, 1).astype(self.new_dtype), scales]
 
-    def of_step(self, width):
+    def step_spec(self, width):
         """Returns the block spec of queries or outputs."""
         return pl.BlockSpec((None, self.chunks, self.rows, width), lambda g, b, *_: (b, g, 0, 0))
 
@@ -116,7 +116,7 @@ class Plan:
             pl.BlockSpec((None, *x.shape[1:]), lambda g, b, *_, n=x.ndim: (b, *[0] * (n - 1)))
             for x in arrays[1:]
         ]
-        return [self.of_step(self.width), *whole]
+        return [self.step_spec(self.width), *whole]
 
     def scratch(self):
         """Returns the scratch shapes, in the order in which `_kernel` takes them."""
@@ -160,38 +160,38 @@ def _largest_part(count: int, limit: int) -> int:
     return max(n for n in range(1, count + 1) if count % n == 0 and n <= max(1, limit))
 
 
-def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
+def _kernel(table_ref, start_ref, *refs, tiling: LatentTiling, scale):
     refs = list(refs)
-    parts = 2 if plan.quantized else 1  # Rows, and scales if quantized.
+    parts = 2 if tiling.quantized else 1  # Rows, and scales if quantized.
     queries_ref, new, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
-    tree_ref = refs[0] if plan.has_tree else None
+    tree_ref = refs[0] if tiling.has_tree else None
     # Skip the input pools: they are aliased to the output pools, which are updated in place.
-    refs = refs[plan.has_tree + parts :]
+    refs = refs[tiling.has_tree + parts :]
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
-    softmax, (buffer, arrived), refs = Softmax(*refs[:4]), refs[4:6], refs[6:]
+    softmax, (buffer, semaphores), refs = Softmax(*refs[:4]), refs[4:6], refs[6:]
     (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:]
-    scale_buffer, staged_scales_ref = refs if plan.quantized else (None, None)
+    scale_buffer, staged_scales_ref = refs if tiling.quantized else (None, None)
 
     group, sequence = pl.program_id(0), pl.program_id(1)
     start = start_ref[sequence]
 
     def page_of(sequence, row):
-        return table_ref[sequence * plan.table_width + flash_tpu.div(row, plan.page_size)]
+        return table_ref[sequence * tiling.table_width + flash_tpu.div(row, tiling.page_size)]
 
     def rows_of(sequence, row, rows):
-        place = pl.ds(flash_tpu.rem(row, plan.page_size), rows)
+        place = pl.ds(flash_tpu.rem(row, tiling.page_size), rows)
         return [pools[0].at[pl.ds(0, 1), page_of(sequence, row), place]]
 
     def scales_of(sequence, row):
         return [pools[1].at[pl.ds(0, 1), page_of(sequence, row)]]
 
-    scales = TileScales((scale_buffer,), scales_of, plan.dtype) if plan.quantized else None
+    scales = TileScales((scale_buffer,), scales_of, tiling.dtype) if tiling.quantized else None
     stream = TileStream(
-        (buffer,), arrived, rows_of, plan.page_size, lambda b: start_ref[b], scales,
-        value_width=plan.value_width,
+        (buffer,), semaphores, rows_of, tiling.page_size, lambda b: start_ref[b], scales,
+        value_width=tiling.value_width,
     )  # fmt: skip
     writer = PageWriter(
-        plan.windows, start, pl.ds(0, 1), functools.partial(page_of, sequence), new, pools,
+        tiling.windows, start, pl.ds(0, 1), functools.partial(page_of, sequence), new, pools,
         staged_ref, shifted_ref, staged_scales_ref, written,
     )  # fmt: skip
 
@@ -202,55 +202,56 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
     def score(chunk, keys):
         return flash_tpu.scores(queries_ref[chunk], keys, scale=scale)
 
-    _attend_own(plan, queries_ref, new, tree_ref, softmax, score, scale)
+    _attend_own(tiling, queries_ref, new, tree_ref, softmax, score, scale)
 
     @pl.when((start == 0) & (group == 0))
     def _():
         writer.write()
 
-    def visit(half, tile, *, last=False):
+    def visit(slot, tile, *, last=False):
         if last:
-            pl.when(group == 0)(lambda: writer.write(stream, half))
-        positions = jax.lax.broadcasted_iota(jnp.int32, (1, plan.tile), 1) + tile * plan.tile
+            pl.when(group == 0)(lambda: writer.write(stream, slot))
+        positions = jax.lax.broadcasted_iota(jnp.int32, (1, tiling.tile), 1) + tile * tiling.tile
 
-        def mask(chunk, found):
-            return jnp.where(positions < start, found, flash_tpu.MASKED) if last else found
+        def mask(chunk, scores):
+            return jnp.where(positions < start, scores, flash_tpu.MASKED) if last else scores
 
-        filled = start - tile * plan.tile if last else None
-        flash_tpu.visit_tile(softmax, stream, half, score, mask, filled)
+        filled = start - tile * tiling.tile if last else None
+        flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
 
     stream.run(
         sequence,
-        jnp.minimum(sequence + 1, plan.batch - 1),
-        sequence + 1 < plan.batch,
+        jnp.minimum(sequence + 1, tiling.batch - 1),
+        sequence + 1 < tiling.batch,
         0,
         functools.partial(visit, last=True),
         visit,
     )
-    for chunk in range(plan.chunks):
+    for chunk in range(tiling.chunks):
         outputs_ref[chunk] = softmax.outputs(chunk).astype(outputs_ref.dtype)
 
     pl.when(group == 0)(writer.wait)
 
 
-def _attend_own(plan, queries_ref, new, tree_ref, softmax, score, scale):
+def _attend_own(tiling, queries_ref, new, tree_ref, softmax, score, scale):
     """Initializes every chunk with the attention to the new rows, causal or by the tree mask."""
-    keys = Quantized(new[0][0], new[1][0, :, : plan.length]) if plan.quantized else new[0][0]
-    values = quantized.leading(keys, plan.value_width)
-    if plan.length == 1:
-        for chunk in range(plan.chunks):
+    keys = Quantized(new[0][0], new[1][0, :, : tiling.length]) if tiling.quantized else new[0][0]
+    values = quantized.leading(keys, tiling.value_width)
+    if tiling.length == 1:
+        for chunk in range(tiling.chunks):
             softmax.begin_single(chunk, queries_ref[chunk], keys, values, scale)
         return
-    if plan.has_tree:
+    if tiling.has_tree:
         visible = tree_ref[...] != 0
     else:
         row, other = (
-            jax.lax.broadcasted_iota(jnp.int32, (plan.rows, plan.length), axis) for axis in (0, 1)
+            jax.lax.broadcasted_iota(jnp.int32, (tiling.rows, tiling.length), axis)
+            for axis in (0, 1)
         )
-        visible = other <= flash_tpu.rem(row, plan.length)
-    for chunk in range(plan.chunks):
-        found = jnp.where(visible, score(chunk, keys), flash_tpu.MASKED)
-        softmax.begin(chunk, found, values)
+        visible = other <= flash_tpu.rem(row, tiling.length)
+    for chunk in range(tiling.chunks):
+        scores = jnp.where(visible, score(chunk, keys), flash_tpu.MASKED)
+        softmax.begin(chunk, scores, values)
 
 
 def unsupported(queries, pages, value_width: int) -> str | None:

@@ -42,34 +42,34 @@ def paged_attention_tpu(
     interpret,
 ):
     """Computes `paged_attention` with keys and values [B, K, T, H] in their stored form."""
-    plan = Plan(queries, key_pages, page_table, tree_mask, sizes)
+    tiling = PagedTiling(queries, key_pages, page_table, tree_mask, sizes)
     batch, length = queries.shape[:2]
-    rows = plan.split_queries(queries)
-    arrays = [rows, *plan.new_rows(keys, values)]
+    rows = tiling.split_queries(queries)
+    arrays = [rows, *tiling.new_rows(keys, values)]
     if tree_mask is not None:
-        arrays.append(plan.tree_input(tree_mask))
-    kernel = functools.partial(_kernel, plan=plan, scale=scale)
+        arrays.append(tiling.tree_input(tree_mask))
+    kernel = functools.partial(_kernel, tiling=tiling, scale=scale)
     pools = _parts(key_pages, value_pages)
     first_pool = 2 + len(arrays)
     outputs, *pools = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(plan.head_groups, batch, plan.query_tiles),
-            in_specs=[*plan.specs(arrays), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
-            out_specs=[plan.specs(arrays)[0], *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
-            scratch_shapes=plan.scratch(),
+            grid=(tiling.head_groups, batch, tiling.query_tiles),
+            in_specs=[*tiling.specs(arrays), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
+            out_specs=[tiling.specs(arrays)[0], *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
+            scratch_shapes=tiling.scratch(),
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rows, *pools)],
         input_output_aliases={first_pool + i: 1 + i for i in range(len(pools))},
         compiler_params=flash_tpu.compiler_params("parallel", "arbitrary", "arbitrary"),
-        cost_estimate=plan.cost(),
+        cost_estimate=tiling.cost(),
         interpret=interpret,
         name=f"{OP}_t{length}",
     )(page_table.reshape(-1), start, *arrays, *pools)
-    if plan.quantized:
+    if tiling.quantized:
         pools = [Quantized(pools[kind], pools[2 + kind]) for kind in range(2)]
-    return plan.join_queries(outputs), *pools
+    return tiling.join_queries(outputs), *pools
 
 
 def _parts(keys, values) -> list:
@@ -79,7 +79,7 @@ def _parts(keys, values) -> list:
     return [keys, values]
 
 
-class Plan:
+class PagedTiling:
     """Shapes of one call: its tiles, blocks and scratch arrays."""
 
     def __init__(self, queries, pages, page_table, tree_mask, sizes: BlockSizes):
@@ -123,11 +123,11 @@ class Plan:
         joined = tiled.transpose(0, 1, 4, 2, 3, 5)
         return joined.reshape(self.batch, self.padded, self.heads, self.width)[:, : self.length]
 
-    def pad(self, array, axis=1, wanted=None):
-        """Pads T to whole query tiles, or to `wanted`; the causal mask hides the padding."""
-        extra = (wanted or self.padded) - self.length
-        widths = [(0, extra if i == axis else 0) for i in range(array.ndim)]
-        return jnp.pad(array, widths) if extra else array
+    def pad(self, array, axis=1, size=None):
+        """Pads T to whole query tiles, or to `size`; the causal mask hides the padding."""
+        extra = (size or self.padded) - self.length
+        padding = [(0, extra if i == axis else 0) for i in range(array.ndim)]
+        return jnp.pad(array, padding) if extra else array
 
     def new_rows(self, keys, values):
         """Returns keys and values [B, K, padded, H], and any scales [B, K, 1, scale lanes]."""
@@ -144,17 +144,17 @@ class Plan:
         heads = self.step_heads
         rows = (None, None, heads, self.rows, self.width)
         new = (None, heads, self.padded, self.width)
-        found = [
+        specs = [
             pl.BlockSpec(rows, lambda g, b, i, *_: (b, i, g, 0, 0)),
             pl.BlockSpec(new, lambda g, b, i, *_: (b, g, 0, 0)),
             pl.BlockSpec(new, lambda g, b, i, *_: (b, g, 0, 0)),
         ]
         if self.quantized:
             scales = (None, heads, 1, self.windows.scale_lanes)
-            found += [pl.BlockSpec(scales, lambda g, b, i, *_: (b, g, 0, 0))] * 2
-        for extra in arrays[len(found) :]:
-            found.append(pl.BlockSpec((None, *extra.shape[1:]), lambda g, b, i, *_: (b, 0, 0)))
-        return found
+            specs += [pl.BlockSpec(scales, lambda g, b, i, *_: (b, g, 0, 0))] * 2
+        for extra in arrays[len(specs) :]:
+            specs.append(pl.BlockSpec((None, *extra.shape[1:]), lambda g, b, i, *_: (b, 0, 0)))
+        return specs
 
     def scratch(self):
         """Returns the scratch shapes, in the order in which `_kernel` takes them."""
@@ -188,41 +188,41 @@ class Plan:
         return flash_tpu.cost(*shape, self.pool_dtype)
 
 
-def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
+def _kernel(table_ref, start_ref, *refs, tiling: PagedTiling, scale):
     refs = list(refs)
     queries_ref, refs = refs[0], refs[1:]
     # Keys and values, followed by their scales if quantized.
-    parts = 4 if plan.quantized else 2
+    parts = 4 if tiling.quantized else 2
     new, refs = refs[:parts], refs[parts:]
-    tree_ref = refs[0] if plan.has_tree else None
+    tree_ref = refs[0] if tiling.has_tree else None
     # Skip the input pools: they are aliased to the output pools, which are updated in place.
-    refs = refs[plan.has_tree + parts :]
+    refs = refs[tiling.has_tree + parts :]
     outputs_ref, pools, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
     softmax, refs = Softmax(*refs[:4]), refs[4:]
-    (*buffers, arrived), (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:6], refs[6:]
-    scale_buffers, staged_scales_ref = (refs[:2], refs[2]) if plan.quantized else ((), None)
+    (*buffers, semaphores), (staged_ref, shifted_ref, written), refs = refs[:3], refs[3:6], refs[6:]
+    scale_buffers, staged_scales_ref = (refs[:2], refs[2]) if tiling.quantized else ((), None)
 
     head_group, sequence, query_tile = (pl.program_id(axis) for axis in range(3))
-    last_query_tile = query_tile == plan.query_tiles - 1
-    own_heads = pl.ds(head_group * plan.step_heads, plan.step_heads)
+    last_query_tile = query_tile == tiling.query_tiles - 1
+    own_heads = pl.ds(head_group * tiling.step_heads, tiling.step_heads)
     start = start_ref[sequence]
 
     def page_of(sequence, row):
-        return table_ref[sequence * plan.table_width + flash_tpu.div(row, plan.page_size)]
+        return table_ref[sequence * tiling.table_width + flash_tpu.div(row, tiling.page_size)]
 
     def pages_of(sequence, row, rows):
-        place = pl.ds(flash_tpu.rem(row, plan.page_size), rows)
+        place = pl.ds(flash_tpu.rem(row, tiling.page_size), rows)
         return [pool.at[own_heads, page_of(sequence, row), place] for pool in pools[:2]]
 
     def scales_of(sequence, row):
         return [pool.at[own_heads, page_of(sequence, row)] for pool in pools[2:]]
 
-    scales = TileScales(scale_buffers, scales_of, plan.dtype) if plan.quantized else None
+    scales = TileScales(scale_buffers, scales_of, tiling.dtype) if tiling.quantized else None
     stream = TileStream(
-        tuple(buffers), arrived, pages_of, plan.page_size, lambda b: start_ref[b], scales
+        tuple(buffers), semaphores, pages_of, tiling.page_size, lambda b: start_ref[b], scales
     )
     writer = PageWriter(
-        plan.windows, start, own_heads, functools.partial(page_of, sequence), new, pools,
+        tiling.windows, start, own_heads, functools.partial(page_of, sequence), new, pools,
         staged_ref, shifted_ref, staged_scales_ref, written,
     )  # fmt: skip
 
@@ -231,69 +231,69 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
         stream.open(sequence)
 
     def for_each_head(visit):
-        for head in range(plan.step_heads):
+        for head in range(tiling.step_heads):
             visit(head)
 
     def score(head, keys):
         return flash_tpu.scores(queries_ref[head], keys, scale=scale)
 
     # Index of the new row to which each row of queries belongs.
-    shape = (plan.rows, 1)
-    token = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    token = token if plan.group == 1 else flash_tpu.rem(token, plan.query_tile)
-    token = token + query_tile * plan.query_tile
+    shape = (tiling.rows, 1)
+    new_row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    new_row = new_row if tiling.group == 1 else flash_tpu.rem(new_row, tiling.query_tile)
+    new_row = new_row + query_tile * tiling.query_tile
 
     def own_visible(first_key):
         """Returns the mask [R, query tile] of the new rows from `first_key` on."""
-        if plan.has_tree:
+        if tiling.has_tree:
             return tree_ref[...] != 0
-        other = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, plan.query_tile), 1) + first_key
-        return other <= token
+        other = jax.lax.broadcasted_iota(jnp.int32, (tiling.rows, tiling.query_tile), 1) + first_key
+        return other <= new_row
 
     def attend_own(first_key, fold, masked):
-        place = pl.ds(pl.multiple_of(first_key, plan.query_tile), plan.query_tile)
-        if plan.query_tiles == 1:
-            place = slice(0, plan.query_tile)
+        place = pl.ds(pl.multiple_of(first_key, tiling.query_tile), tiling.query_tile)
+        if tiling.query_tiles == 1:
+            place = slice(0, tiling.query_tile)
 
-        def own(kind, head):
+        def new_rows(kind, head):
             rows = new[kind][head, place]
-            return Quantized(rows, new[2 + kind][head, :, place]) if plan.quantized else rows
+            return Quantized(rows, new[2 + kind][head, :, place]) if tiling.quantized else rows
 
         def visit(head):
-            if plan.query_tile == 1:
-                rows = own(0, head), own(1, head)
+            if tiling.query_tile == 1:
+                rows = new_rows(0, head), new_rows(1, head)
                 softmax.begin_single(head, queries_ref[head], *rows, scale)
                 return
-            found = score(head, own(0, head))
+            scores = score(head, new_rows(0, head))
             if masked:
-                found = jnp.where(own_visible(first_key), found, flash_tpu.MASKED)
-            fold(head, found, own(1, head))
+                scores = jnp.where(own_visible(first_key), scores, flash_tpu.MASKED)
+            fold(head, scores, new_rows(1, head))
 
         for_each_head(visit)
 
-    attend_own(query_tile * plan.query_tile, softmax.begin, True)
-    if plan.query_tiles > 1:
+    attend_own(query_tile * tiling.query_tile, softmax.begin, True)
+    if tiling.query_tiles > 1:
 
-        def earlier(i, _):
-            attend_own(i * plan.query_tile, softmax.fold_in, False)
+        def attend_earlier(i, _):
+            attend_own(i * tiling.query_tile, softmax.fold_in, False)
 
-        jax.lax.fori_loop(0, query_tile, earlier, None)
+        jax.lax.fori_loop(0, query_tile, attend_earlier, None)
 
-    def visit_last(half, tile):
+    def visit_last(slot, tile):
         @pl.when(last_query_tile)
         def _():
-            writer.write(stream, half)
+            writer.write(stream, slot)
 
-        visit(half, tile, last=True)
+        visit(slot, tile, last=True)
 
-    def visit(half, tile, *, last=False):
-        positions = jax.lax.broadcasted_iota(jnp.int32, (1, plan.tile), 1) + tile * plan.tile
+    def visit(slot, tile, *, last=False):
+        positions = jax.lax.broadcasted_iota(jnp.int32, (1, tiling.tile), 1) + tile * tiling.tile
 
-        def mask(head, found):
-            return jnp.where(positions < start, found, flash_tpu.MASKED) if last else found
+        def mask(head, scores):
+            return jnp.where(positions < start, scores, flash_tpu.MASKED) if last else scores
 
-        filled = start - tile * plan.tile if last else None
-        flash_tpu.visit_tile(softmax, stream, half, score, mask, filled)
+        filled = start - tile * tiling.tile if last else None
+        flash_tpu.visit_tile(softmax, stream, slot, score, mask, filled)
 
     following = jnp.where(last_query_tile, sequence + 1, sequence)
 
@@ -303,8 +303,8 @@ def _kernel(table_ref, start_ref, *refs, plan: Plan, scale):
 
     stream.run(
         sequence,
-        jnp.minimum(following, plan.batch - 1),
-        following < plan.batch,
+        jnp.minimum(following, tiling.batch - 1),
+        following < tiling.batch,
         0,
         visit_last,
         visit,

@@ -78,7 +78,10 @@ class Windows:
 
     def scratch(self) -> list:
         """Returns the scratch shapes of `staged`, `shifted` and `semaphore` of a `PageWriter`."""
-        return [*[pltpu.VMEM(*one) for one in self._shapes.values()], pltpu.SemaphoreType.DMA]
+        return [
+            *[pltpu.VMEM(*scratch) for scratch in self._shapes.values()],
+            pltpu.SemaphoreType.DMA,
+        ]
 
     def scale_scratch(self) -> list:
         """Returns the scratch shape of `staged_scales`, or an empty list for plain pools."""
@@ -128,25 +131,25 @@ class PageWriter:
     staged_scales: jax.Ref | None
     semaphore: jax.Ref
 
-    def write(self, stream: TileStream | None = None, half=0) -> None:
+    def write(self, stream: TileStream | None = None, slot=0) -> None:
         """Fills the windows with the new rows and starts copying them to the pages.
 
         Args:
           stream: Stream of the context; None if the context is empty, so that no old rows are kept.
-          half: Buffer of the stream that holds the context's last tile.
+          slot: Buffer of the stream that holds the context's last tile.
         """
         for kind in range(self.windows.kinds):
             for head in range(self.windows.heads):
-                self._stage_rows(kind, head, stream, half)
+                self._stage_rows(kind, head, stream, slot)
                 if self.windows.quantized:
-                    self._stage_scales(kind, head, stream, half)
+                    self._stage_scales(kind, head, stream, slot)
         self._copy(lambda copy: copy.start())
 
     def wait(self) -> None:
         """Waits until all copies are complete."""
         self._copy(lambda copy: copy.wait())
 
-    def _stage_rows(self, kind, head, stream, half):
+    def _stage_rows(self, kind, head, stream, slot):
         windows = self.windows
         window, staged = windows.rows, windows.count * windows.rows
         before = flash_tpu.rem(self.start, window)
@@ -164,20 +167,20 @@ class PageWriter:
             self.staged[kind, head] = moved
             return
         place = self._before_start(stream.tile, window)
-        old = stream.buffers[kind][half, head, place]
+        old = stream.buffers[kind][slot, head, place]
         kept = jax.lax.broadcasted_iota(jnp.int32, (window, 1), 0) < before
         self.staged[kind, head, :window] = jnp.where(kept, old, moved[:window])
         if staged > window:
             self.staged[kind, head, window:] = moved[window:]
 
-    def _stage_scales(self, kind, head, stream, half):
+    def _stage_scales(self, kind, head, stream, slot):
         page = self.windows.page_size
         before = flash_tpu.rem(self.start, page)
         moved = pltpu.roll(self.new[self.windows.kinds + kind][head], before, 1)
         if stream is None:
             self.staged_scales[kind, head] = moved
             return
-        old = stream.scales.buffers[kind][half, head, :, self._before_start(stream.tile, page)]
+        old = stream.scales.buffers[kind][slot, head, :, self._before_start(stream.tile, page)]
         kept = jax.lax.broadcasted_iota(jnp.int32, (1, page), 1) < before
         self.staged_scales[kind, head, :, :page] = jnp.where(kept, old, moved[:, :page])
         if self.windows.scale_lanes > page:

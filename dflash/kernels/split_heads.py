@@ -61,8 +61,8 @@ def split_heads(
     width = width or 2 * cos_sin[0].shape[-1]
     shares = sum(part.share for part in parts)
     shapes = [scale.shape for scale in scales]
-    wanted = [(width,)] * sum(part.rotated for part in parts)
-    if rows.shape[-1] % (width * shares) or shapes not in ([], wanted):
+    expected = [(width,)] * sum(part.rotated for part in parts)
+    if rows.shape[-1] % (width * shares) or shapes not in ([], expected):
         raise ValueError(
             f"split_heads: rows {rows.shape} and scales {shapes} do not fit "
             f"{shares} × n heads of {width}"
@@ -83,15 +83,15 @@ def split_heads(
         """Computes heads in their own columns, the layout that attention in training reads."""
 
         def columns(*arrays, interpret):
-            return tpu.turn_columns(*arrays, eps=eps, interpret=interpret)
+            return tpu.rotate_columns(*arrays, eps=eps, interpret=interpret)
 
         def rows_of(*arrays):
             return reference(*arrays)[0].reshape(arrays[0].shape)
 
         if not in_place:
             return reference(*arrays), arrays
-        turned = run(*arrays, reference=rows_of, pallas=columns)
-        return (turned.reshape(*turned.shape[:2], -1, width),), arrays
+        rotated = run(*arrays, reference=rows_of, pallas=columns)
+        return (rotated.reshape(*rotated.shape[:2], -1, width),), arrays
 
     def backward(arrays, cotangents):
         rows, cos, sin, *scales = arrays
@@ -105,14 +105,14 @@ def split_heads(
             return pull[1](grads)
 
         def columns(*arrays, interpret):
-            return tpu.turn_columns_gradients(*arrays, eps=eps, interpret=interpret)
+            return tpu.rotate_columns_gradients(*arrays, eps=eps, interpret=interpret)
 
         if in_place:
             grad = cotangents[0].reshape(rows.shape)
-            found = run(rows, grad, cos, sin, *scales, reference=by_reference, pallas=columns)
+            grads = run(rows, grad, cos, sin, *scales, reference=by_reference, pallas=columns)
         else:
-            found = gradients(rows, cotangents, cos, sin, *scales)
-        return found[0], None, None, *found[1:]
+            grads = gradients(rows, cotangents, cos, sin, *scales)
+        return grads[0], None, None, *grads[1:]
 
     with_gradient = jax.custom_vjp(plain)
     with_gradient.defvjp(forward, backward)
@@ -138,22 +138,22 @@ def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
         is smaller, only the first elements of a head are rotated.
     """
     cos, sin = cos_sin
-    turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
-    left, right = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
+    to_rotate, unrotated = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    left, right = jnp.split(to_rotate.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
     rotated = rotated.astype(x.dtype)
-    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+    return jnp.concatenate([rotated, unrotated], axis=-1) if unrotated.shape[-1] else rotated
 
 
 def _reference(rows, cos, sin, *scales, parts, width, eps):
     heads = rows.reshape(*rows.shape[:2], -1, width)
     unit = heads.shape[2] // sum(part.share for part in parts)
-    found, begin, scales = [], 0, iter(scales)
+    outputs, begin, scales = [], 0, iter(scales)
     for part in parts:
         own = heads[:, :, begin : begin + unit * part.share]
         begin += own.shape[2]
         if part.rotated:
             scale = next(scales, None)
             own = rotate(own if scale is None else rms_norm(own, scale, eps), (cos, sin))
-        found.append(own)
-    return tuple(found)
+        outputs.append(own)
+    return tuple(outputs)

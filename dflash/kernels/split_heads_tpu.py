@@ -26,7 +26,7 @@ def split_heads_tpu(rows, cos, sin, *scales, parts, eps: float, interpret):
     width = 2 * cos.shape[-1]
     heads, steps = _heads(columns // width, parts)
     tile = min(length, TILE_ROWS)
-    turns = _turns(cos, sin)
+    factors = _rotation_factors(cos, sin)
     # Pass the rows once per part, each time with another block spec.
     columns_of_step, heads_of_step, before = [], [], 0
     for count in heads:
@@ -54,11 +54,11 @@ def split_heads_tpu(rows, cos, sin, *scales, parts, eps: float, interpret):
         ),
         interpret=interpret,
         name=OP,
-    )(*(rows for _ in parts), *turns, *(each[None] for each in scales))
-    return tuple(each.swapaxes(1, 2) for each in outputs)
+    )(*(rows for _ in parts), *factors, *(array[None] for array in scales))
+    return tuple(array.swapaxes(1, 2) for array in outputs)
 
 
-def turn_columns(rows, cos, sin, *scales, eps: float, interpret):
+def rotate_columns(rows, cos, sin, *scales, eps: float, interpret):
     """Normalizes and rotates every head of rows [B, T, n·H], which form a single part."""
     kernel = functools.partial(_columns_kernel, eps=eps)
     return _over_columns(
@@ -66,16 +66,16 @@ def turn_columns(rows, cos, sin, *scales, eps: float, interpret):
     )[0]
 
 
-def turn_columns_gradients(rows, grad, cos, sin, *scales, eps: float, interpret):
-    """Returns the gradients of rows and scales of `turn_columns`, given those of its result."""
+def rotate_columns_gradients(rows, grad, cos, sin, *scales, eps: float, interpret):
+    """Returns the gradients of rows and scales of `rotate_columns`, given those of its result."""
     kernel = functools.partial(_columns_gradient_kernel, eps=eps)
-    found, *sums = _over_columns(
+    rows_grad, *scale_grads = _over_columns(
         kernel, f"{OP}_columns_gradients", [rows, grad], cos, sin, scales,
         [rows.dtype, *(jnp.float32 for _ in scales)], interpret,
     )  # fmt: skip
-    return found, *(
-        each.sum(axis=(0, 1, 2)).astype(scale.dtype)
-        for each, scale in zip(sums, scales, strict=True)
+    return rows_grad, *(
+        array.sum(axis=(0, 1, 2)).astype(scale.dtype)
+        for array, scale in zip(scale_grads, scales, strict=True)
     )
 
 
@@ -107,7 +107,9 @@ def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
         grid=(batch, length // tile),
         in_specs=[*(whole for _ in arrays), angles, angles, *(scale for _ in scales)],
         out_specs=[whole, *(sums for _ in dtypes[1:])],
-        out_shape=[jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)],
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+        ],
         compiler_params=flash_tpu.compiler_params("parallel", "parallel"),
         cost_estimate=pl.CostEstimate(
             flops=0,  # The matrix unit is not used.
@@ -116,35 +118,35 @@ def _over_columns(kernel, name, arrays, cos, sin, scales, dtypes, interpret):
         ),
         interpret=interpret,
         name=name,
-    )(*arrays, *_turns(cos, sin), *(each[None] for each in scales))
+    )(*arrays, *_rotation_factors(cos, sin), *(array[None] for array in scales))
 
 
-def _turns(cos, sin) -> list[jax.Array]:
-    """Returns cos and signed sin [B, T, H], which multiply a head and its half turn."""
-    turns = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-    return [turn[:, :, 0] for turn in turns]
+def _rotation_factors(cos, sin) -> list[jax.Array]:
+    """Returns cos and signed sin [B, T, H], the factors of a head and of its swapped halves."""
+    factors = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    return [factor[:, :, 0] for factor in factors]
 
 
-def _columns_kernel(rows_ref, cos_ref, sin_ref, *rest, eps):
-    *scales, outputs_ref = rest
+def _columns_kernel(rows_ref, cos_ref, sin_ref, *refs, eps):
+    *scales, outputs_ref = refs
     cos, sin = cos_ref[...], sin_ref[...]
     scale = scales[0][...].astype(jnp.float32) if scales else None
     for begin in range(0, rows_ref.shape[1], cos.shape[1]):
         columns = slice(begin, begin + cos.shape[1])
-        turned = _turn(_norm(rows_ref[:, columns], scale, eps), cos, sin)
-        outputs_ref[:, columns] = turned.astype(outputs_ref.dtype)
+        rotated = _rotate(_norm(rows_ref[:, columns], scale, eps), cos, sin)
+        outputs_ref[:, columns] = rotated.astype(outputs_ref.dtype)
 
 
-def _columns_gradient_kernel(rows_ref, grad_ref, cos_ref, sin_ref, *rest, eps):
+def _columns_gradient_kernel(rows_ref, grad_ref, cos_ref, sin_ref, *refs, eps):
     cos, sin = cos_ref[...], sin_ref[...]
-    normed = len(rest) == 3
-    scale_ref, found_ref, sums_ref = rest if normed else (None, *rest, None)
+    normed = len(refs) == 3
+    scale_ref, rows_grad_ref, scale_grad_ref = refs if normed else (None, *refs, None)
     total = jnp.zeros((1, cos.shape[1]), jnp.float32)
     for begin in range(0, rows_ref.shape[1], cos.shape[1]):
         columns = slice(begin, begin + cos.shape[1])
         grad = grad_ref[:, columns].astype(jnp.float32)
-        # A half turn is its own inverse.
-        grad = grad * cos + _half_turn(grad * sin)
+        # Swapping halves is its own inverse.
+        grad = grad * cos + _swap_halves(grad * sin)
         if normed:
             x = rows_ref[:, columns].astype(jnp.float32)
             factor = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -152,9 +154,9 @@ def _columns_gradient_kernel(rows_ref, grad_ref, cos_ref, sin_ref, *rest, eps):
             total += jnp.sum(grad * x, axis=0, keepdims=True)
             grad *= scale_ref[...].astype(jnp.float32)
             grad = factor * (grad - x * jnp.mean(grad * x, axis=-1, keepdims=True))
-        found_ref[:, columns] = grad.astype(found_ref.dtype)
+        rows_grad_ref[:, columns] = grad.astype(rows_grad_ref.dtype)
     if normed:
-        sums_ref[...] = total
+        scale_grad_ref[...] = total
 
 
 def _heads(count, parts) -> tuple[list[int], int]:
@@ -165,16 +167,16 @@ def _heads(count, parts) -> tuple[list[int], int]:
 
 
 def _kernel(*refs, parts, normed, eps):
-    rows, rest, outputs = refs[: len(parts)], refs[len(parts) : -len(parts)], refs[-len(parts) :]
-    cos, sin = (ref[...] for ref in rest[:2])
-    scales = iter(rest[2:])
+    rows, refs, outputs = refs[: len(parts)], refs[len(parts) : -len(parts)], refs[-len(parts) :]
+    cos, sin = (ref[...] for ref in refs[:2])
+    scales = iter(refs[2:])
     for part, rows_ref, outputs_ref in zip(parts, rows, outputs, strict=True):
         scale = next(scales)[...].astype(jnp.float32) if normed and part.rotated else None
         heads, _, width = outputs_ref.shape
         for head in range(heads):
             x = rows_ref[:, head * width : (head + 1) * width]
             if part.rotated:
-                x = _turn(_norm(x, scale, eps), cos, sin)
+                x = _rotate(_norm(x, scale, eps), cos, sin)
             outputs_ref[head] = x.astype(outputs_ref.dtype)
 
 
@@ -189,11 +191,11 @@ def _norm(x, scale, eps):
     return wide.astype(x.dtype).astype(jnp.float32)
 
 
-def _turn(x, cos, sin):
-    return x * cos + _half_turn(x) * sin
+def _rotate(x, cos, sin):
+    return x * cos + _swap_halves(x) * sin
 
 
-def _half_turn(x):
+def _swap_halves(x):
     half = x.shape[-1] // 2
     return jnp.concatenate([x[:, half:], x[:, :half]], axis=-1)
 

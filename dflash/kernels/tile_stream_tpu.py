@@ -52,7 +52,7 @@ class TileStream:
       semaphores: DMA semaphores [3], one per buffer index.
       source: Function from (sequence, first row, number of rows) to the rows for each buffer,
         [K, rows, H] in HBM. The rows belong to one page.
-      piece: Rows per page, or per tile if the context has no pages; a tile is a whole number of
+      page_rows: Rows per page, or per tile if the context has no pages; a tile is a whole number of
         pages.
       length: Function from a sequence to its number of rows in use.
       scales: Scales of quantized rows; None for plain rows.
@@ -62,7 +62,7 @@ class TileStream:
     buffers: tuple[jax.Ref, ...]
     semaphores: jax.Ref
     source: Callable
-    piece: int
+    page_rows: int
     length: Callable
     scales: TileScales | None = None
     value_width: int | None = None
@@ -78,18 +78,18 @@ class TileStream:
         """Rows per tile."""
         return self.buffers[0].shape[2]
 
-    def rows(self, kind: int, half, head) -> Rows:
+    def rows(self, kind: int, slot, head) -> Rows:
         """Returns a head's tile of keys (kind 0) or values (kind 1) in a buffer, [tile, H]."""
         if self.value_width is None:
-            return self._rows(kind, half, head)
-        keys = self._rows(0, half, 0)
+            return self._rows(kind, slot, head)
+        keys = self._rows(0, slot, 0)
         return quantized.leading(keys, self.value_width) if kind else keys
 
-    def _rows(self, kind, half, head) -> Rows:
-        values = self.buffers[kind][half, head]
+    def _rows(self, kind, slot, head) -> Rows:
+        values = self.buffers[kind][slot, head]
         if self.scales is None:
             return values
-        return Quantized(values.astype(self.scales.dtype), self.scales.buffers[kind][half, head])
+        return Quantized(values.astype(self.scales.dtype), self.scales.buffers[kind][slot, head])
 
     def open(self, sequence) -> None:
         """Starts the copy for the first sequence; `run` starts those for all later sequences."""
@@ -124,48 +124,48 @@ class TileStream:
         def _():
             self._copy_last(following, _start)
 
-        def step(i, half):
+        def step(i, slot):
             @pl.when(i + 1 < whole)
             def _():
-                self._copy_whole(sequence, first_tile + i + 1, 1 - half)
+                self._copy_whole(sequence, first_tile + i + 1, 1 - slot)
 
-            self._wait_whole(half)
-            visit(half, first_tile + i)
-            return 1 - half
+            self._wait_whole(slot)
+            visit(slot, first_tile + i)
+            return 1 - slot
 
         jax.lax.fori_loop(0, jnp.maximum(whole, 0), step, 0)
 
-    def _copy_whole(self, sequence, tile, half):
-        for begin in range(0, self.tile, self.piece):
-            self._copy(sequence, tile * self.tile + begin, half, begin, self.piece, _start)
-            self._copy_scales(sequence, tile * self.tile + begin, half, begin, _start)
+    def _copy_whole(self, sequence, tile, slot):
+        for begin in range(0, self.tile, self.page_rows):
+            self._copy(sequence, tile * self.tile + begin, slot, begin, self.page_rows, _start)
+            self._copy_scales(sequence, tile * self.tile + begin, slot, begin, _start)
 
-    def _wait_whole(self, half):
+    def _wait_whole(self, slot):
         # Semaphores count bytes, so one wait covers the copies of all pages.
         for buffer in (*self.buffers, *(self.scales.buffers if self.scales else ())):
-            _wait(pltpu.make_async_copy(buffer.at[half], buffer.at[half], self.semaphores.at[half]))
+            _wait(pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self.semaphores.at[slot]))
 
     def _copy_last(self, sequence, act):
         """Copies the last tile up to the sequence's length, rounded up to whole memory tiles."""
         length = self.length(sequence)
         base = (flash_tpu.cdiv(length, self.tile) - 1) * self.tile
         unit = flash_tpu.row_tile(self.buffers[0].dtype)
-        for begin in range(0, self.tile, self.piece):
+        for begin in range(0, self.tile, self.page_rows):
             rows = length - base - begin
 
             @pl.when((rows > 0) & (length > 0))
             def _(begin=begin):
                 self._copy_scales(sequence, base + begin, LAST, begin, act)
 
-            @pl.when((rows >= self.piece) & (length > 0))
+            @pl.when((rows >= self.page_rows) & (length > 0))
             def _(begin=begin):
-                self._copy(sequence, base + begin, LAST, begin, self.piece, act)
+                self._copy(sequence, base + begin, LAST, begin, self.page_rows, act)
 
-            @pl.when((rows > 0) & (rows < self.piece) & (length > 0))
+            @pl.when((rows > 0) & (rows < self.page_rows) & (length > 0))
             def _(begin=begin, rows=rows):
                 # Copies have static sizes, so issue one copy per set bit of the number of rows.
                 units = flash_tpu.cdiv(rows, unit)
-                for bit in reversed(range((self.piece // unit).bit_length())):
+                for bit in reversed(range((self.page_rows // unit).bit_length())):
 
                     @pl.when((units >> bit) & 1 == 1)
                     def _(bit=bit):
@@ -173,21 +173,21 @@ class TileStream:
                         size = unit << bit
                         self._copy(sequence, base + begin + skip, LAST, begin + skip, size, act)
 
-    def _copy(self, sequence, row, half, begin, rows, act):
+    def _copy(self, sequence, row, slot, begin, rows, act):
         """Copies `rows` rows, starting at `row` of the sequence, to a buffer's row `begin`."""
-        where = (half, slice(None), pl.ds(begin, rows))
+        where = (slot, slice(None), pl.ds(begin, rows))
         for source, buffer in zip(self.source(sequence, row, rows), self.buffers, strict=True):
-            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[half]))
+            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[slot]))
 
-    def _copy_scales(self, sequence, row, half, begin, act):
+    def _copy_scales(self, sequence, row, slot, begin, act):
         """Copies the scales of the page that begins at `row`, if rows are quantized."""
         if self.scales is None:
             return
-        where = (half, slice(None), slice(None), pl.ds(begin, self.piece))
+        where = (slot, slice(None), slice(None), pl.ds(begin, self.page_rows))
         for source, buffer in zip(
             self.scales.source(sequence, row), self.scales.buffers, strict=True
         ):
-            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[half]))
+            act(pltpu.make_async_copy(source, buffer.at[where], self.semaphores.at[slot]))
 
 
 def _start(copy):
