@@ -1,8 +1,8 @@
-"""A family of targets in one file: its own attention, cache, experts and checkpoint, then decoded.
+"""Target family with an attention, a cache, experts and a checkpoint layout of its own.
 
-Its even layers have grouped queries, whose projections are fused in files, and a dense mlp. Its odd
-ones attend to one latent array that all heads share, without positions, and mix experts, of which
-files have a tensor each. docs/adding_a_target.md describes the steps.
+Even layers have grouped-query attention, whose projections are fused in checkpoints, and a dense
+MLP. Odd layers attend to one latent array that all heads share, without positions, and mix experts,
+each of which has tensors of its own in checkpoints. docs/adding_a_target.md describes the steps.
 """
 
 import dataclasses
