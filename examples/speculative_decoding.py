@@ -1,4 +1,4 @@
-"""Greedy speculative decoding as a plain Python loop over the library's own models.
+"""Greedy speculative decoding in two jitted steps over the library's own models.
 
     python examples/speculative_decoding.py
 
@@ -10,72 +10,71 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from dflash.config import schema
-from dflash.drafters.dflash_config import DFlashConfig
-from dflash.inference import verify
-from dflash.inference.request import Sampling
-from dflash.inference.sampling import SamplingParams, SequenceSampler
-from dflash.loading import models, weights
-from dflash.parallel.sharding import make_sharding
-from dflash.text import tokenizer_loading
+from dflash.config import loader
+from dflash.inference import request, sampling, verify
+from dflash.loading import job
 
 
 def load():
-    """Returns the embedded target, its DFlash drafter, and their tokenizer."""
-    options = {"dtype": "float32", "sharding": make_sharding({}, schema.SHARDING_RULES)}
-    config = schema.TargetConfig(checkpoint="assets/tiny_target")
-    source = models.find_target(config)
-    target = models.build_target(config, source, **options)
-    weights.load(target, source, options["sharding"])
-    config = DFlashConfig(checkpoint="assets/tiny_dflash")
-    source = models.find_drafter(config)
-    drafter = models.build_drafter(config, source, target.arch, **options)
-    weights.load(drafter, source, options["sharding"])
-    return target, drafter, tokenizer_loading.for_target(source.directory, thinking=False)
+    """Returns the target, the drafter and the tokenizer of the embedded tiny family."""
+    family = job.prepare_models(loader.load("configs/tiny_dflash.yml"))
+    family.load_weights()
+    return family.target, family.drafter, family.tokenizer
+
+
+def forward(target, drafter, tokens, position, cache):
+    """Runs the target; returns its next token after each token, its features, and the cache."""
+    positions = position[:, None] + jnp.arange(tokens.shape[1])
+    output = target(tokens, positions, cache, feature_layers=drafter.feature_layers)
+    return target.unembed(output.hidden).argmax(-1), output.features, output.cache
+
+
+@nnx.jit
+def cycle(target, drafter, anchor, position, cache, state):
+    """Drafts a block after the anchor, verifies it, and shows the drafter the committed tokens."""
+    params = sampling.SamplingParams.of(request.Sampling(temperature=0.0))
+    greedy = sampling.SequenceSampler(jax.tree.map(lambda x: jnp.array([x]), params).with_keys())
+    proposal, state = drafter.draft(state, anchor, position, greedy, target)
+    block = jnp.concatenate([anchor[:, None], proposal.tokens], axis=1)
+    sampled, features, cache = forward(target, drafter, block, position, cache)
+    count = verify.coupled_chain(proposal.tokens, sampled).num_accepted + 1  # with the bonus token
+    tokens = jnp.concatenate([anchor[:, None], sampled], axis=1)
+    return sampled, count, cache, drafter.observe(state, position, tokens, count, features, target)
+
+
+@nnx.jit
+def prefill(target, drafter, prompt, cache, state):
+    """Fills the target's cache and the drafter's state; returns them and the first output token."""
+    start, length = jnp.zeros(1, jnp.int32), jnp.full(1, prompt.shape[1])
+    sampled, features, cache = forward(target, drafter, prompt, start, cache)
+    tokens = jnp.concatenate([prompt, sampled[:, -1:]], axis=1)
+    return sampled[:, -1], cache, drafter.observe(state, start, tokens, length, features, target)
 
 
 def generate(target, drafter, prompt, max_new_tokens):
-    """Decodes greedily; returns the output ids and the acceptance length of each cycle."""
-    max_length = len(prompt) + max_new_tokens + drafter.block_size  # with room for a last block
-    pages = -(-max_length // 16)
+    """Decodes up to a stop token; returns the output ids and the tokens committed in each cycle."""
+    pages = -(-(len(prompt) + max_new_tokens + drafter.block_size) // 16)  # with a last block
     sizes = {"pages_per_sequence": pages, "num_pages": pages + 1, "page_size": 16}
-    empty = target.new_cache(batch=1, **sizes), drafter.init_state(1, max_length)
+    empty = target.new_cache(batch=1, **sizes), drafter.init_state(1, 16 * pages)
     cache, state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
-    table = jnp.arange(1, pages + 1, dtype=jnp.int32)[None]  # Page 0 is scratch.
-    cache = dataclasses.replace(cache, page_table=table)
-    greedy = jax.tree.map(lambda x: jnp.array([x]), SamplingParams.of(Sampling())).with_keys()
-    sampler = SequenceSampler(greedy)
-
-    def forward(tokens, position, cache):
-        positions = position + jnp.arange(tokens.shape[1])[None]
-        output = target(tokens, positions, cache, feature_layers=drafter.feature_layers)
-        return target.unembed(output.hidden).argmax(-1), output.features, output.cache
-
-    tokens, position = jnp.array([prompt], jnp.int32), 0
-    sampled, features, cache = forward(tokens, position, cache)
-    following = jnp.concatenate([tokens, sampled[:, -1:]], axis=1)
-    count, output, lengths = len(prompt), [int(sampled[0, -1])], []
-    while True:
-        at, rows = jnp.array([position]), jnp.array([count])
-        state = drafter.observe(state, at, following, rows, features, target)
-        if len(output) >= max_new_tokens:
-            return output, lengths
-        position, anchor = position + count, jnp.array([output[-1]], jnp.int32)
-        proposal, state = drafter.draft(state, anchor, jnp.array([position]), sampler, target)
-        rows = jnp.concatenate([anchor[:, None], proposal.tokens], axis=1)
-        sampled, features, cache = forward(rows, position, cache)
-        accepted = int(verify.coupled_chain(proposal.tokens, sampled).num_accepted[0])
-        committed = sampled[0, : accepted + 1].tolist()[: max_new_tokens - len(output)]
-        following = jnp.concatenate([anchor[:, None], sampled], axis=1)
-        count, output, lengths = len(committed), output + committed, [*lengths, len(committed)]
+    cache = dataclasses.replace(cache, page_table=1 + jnp.arange(pages)[None])  # 0 is scratch.
+    anchor, cache, state = prefill(target, drafter, jnp.array([prompt]), cache, state)
+    output, lengths = anchor.tolist(), []
+    while len(output) < max_new_tokens and output[-1] not in target.arch.eos_token_id:
+        anchor, position = jnp.array(output[-1:]), jnp.array([len(prompt) + len(output) - 1])
+        sampled, count, cache, state = cycle(target, drafter, anchor, position, cache, state)
+        tokens = sampled[0, : int(count[0])].tolist()
+        stops = [i + 1 for i, token in enumerate(tokens) if token in target.arch.eos_token_id]
+        lengths.append(min([len(tokens), max_new_tokens - len(output), *stops]))
+        output += tokens[: lengths[-1]]
+    return output, lengths
 
 
 if __name__ == "__main__":
-    target, drafter, words = load()
+    target, drafter, tokenizer = load()
     question = "Write an invitation from Dana to Peter. The occasion is a birthday party."
-    prompt = words.encode_chat([{"role": "user", "content": question}])
+    prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
     output, lengths = generate(target, drafter, prompt, max_new_tokens=48)
-    print(
-        words.decode(output), f"Mean acceptance length: {sum(lengths) / len(lengths):.2f}", sep="\n"
-    )
+    print(tokenizer.decode(output), f"\nMean acceptance length: {sum(lengths) / len(lengths):.2f}")
