@@ -59,7 +59,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
                     "copy or convert the checkpoint again"
                 )
             for path, array in jax.block_until_ready(_flatten(restored)).items():
-                values |= parameters.made(leaves[path], path, array)
+                values |= parameters.convert(leaves[path], path, array)
     parameters.assign(module, values)
 
 

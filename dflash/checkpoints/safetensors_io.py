@@ -76,7 +76,7 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     for path in files.track(sized, total, f"reading {directory.name}"):
         transposed = tensor_map.is_transposed(path)
         # Do not bind the tensor to a name, so that it can be freed before the next one is read.
-        values |= parameters.made(
+        values |= parameters.convert(
             leaves[path], path, _read(parts[path], wanted[path], transposed=transposed)
         )
     parameters.assign(module, values)

@@ -69,15 +69,15 @@ class LatentAttention(nnx.Module):
         """
         build = {"dtype": dtype, "sharding": sharding}
         heads, latent = shape.num_attention_heads, shape.kv_lora_rank
-        of_queries = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+        query_width = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
         if shape.q_lora_rank is None:
-            self.q_proj = Linear(width, of_queries, ("embed", "heads"), **build)
+            self.q_proj = Linear(width, query_width, ("embed", "heads"), **build)
         else:
             self.q_a_proj = Linear(width, shape.q_lora_rank, ("embed", None), **build)
             self.q_a_layernorm = RMSNorm(shape.q_lora_rank, _EPS, **build)
-            self.q_b_proj = Linear(shape.q_lora_rank, of_queries, (None, "heads"), **build)
-        kept = latent + shape.qk_rope_head_dim
-        self.kv_a_proj_with_mqa = Linear(width, kept, ("embed", None), **build)
+            self.q_b_proj = Linear(shape.q_lora_rank, query_width, (None, "heads"), **build)
+        cache_width = latent + shape.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = Linear(width, cache_width, ("embed", None), **build)
         self.kv_a_layernorm = RMSNorm(latent, _EPS, **build)
         # Checkpoints store these two as one tensor, `kv_b_proj`.
         self.k_b_proj = Linear(latent, heads * shape.qk_nope_head_dim, (None, "heads"), **build)
@@ -130,11 +130,13 @@ class LatentAttention(nnx.Module):
         names += [(batch, None, None)] * len(masks)
         kernels = [(None, "heads", None)] * 2
 
-        def attend(queries, kept):
+        def attend(queries, cached):
             run = self._expanded if self._expands(queries.shape[1]) else self._absorbed
             sharded = self.sharding.map(run, [*kernels, *names], [rows, stored])
-            weights = [self._by_head(one, queries) for one in (self.k_b_proj, self.v_b_proj)]
-            return sharded(*weights, queries, kept, pages, page_table, start, *masks)
+            weights = [
+                self._by_head(projection, queries) for projection in (self.k_b_proj, self.v_b_proj)
+            ]
+            return sharded(*weights, queries, cached, pages, page_table, start, *masks)
 
         return attend
 
@@ -143,8 +145,8 @@ class LatentAttention(nnx.Module):
         batch, _ = batch_axes(segment_ids.shape[0], self.sharding)
         rows, kernels = (batch, None, "heads", None), [(None, "heads", None)] * 2
 
-        def run(to_keys, to_values, queries, kept, segment_ids):
-            heads = self._expand(to_keys, to_values, kept[None])
+        def run(to_keys, to_values, queries, cached, segment_ids):
+            heads = self._expand(to_keys, to_values, cached[None])
             keys, values = (array.transpose(1, 2, 0, 3) for array in heads)
             width = max(keys.shape[-1], values.shape[-1])
             padded = (_widen(array, width) for array in (queries, keys, values))
@@ -153,10 +155,12 @@ class LatentAttention(nnx.Module):
 
         names = [*kernels, rows, (batch, None, None), (batch, None)]
 
-        def attend(queries, kept):
-            weights = [self._by_head(one, queries) for one in (self.k_b_proj, self.v_b_proj)]
+        def attend(queries, cached):
+            weights = [
+                self._by_head(projection, queries) for projection in (self.k_b_proj, self.v_b_proj)
+            ]
             (attended,) = self.sharding.map(run, names, [rows])(
-                *weights, queries, kept, segment_ids
+                *weights, queries, cached, segment_ids
             )
             return attended, None
 
@@ -174,13 +178,13 @@ class LatentAttention(nnx.Module):
         # Multiplications per head and context position: expanded on the left, latent on the right.
         return latent * heads + length * (heads + rope) < length * (2 * latent + rope)
 
-    def _absorbed(self, to_keys, to_values, queries, kept, pages, page_table, start, *masks):
+    def _absorbed(self, to_keys, to_values, queries, cached, pages, page_table, start, *masks):
         """Computes attention in the latent space, from weights [latent, N, …]."""
         plain, rotary = jnp.split(queries, [self.shape.qk_nope_head_dim], axis=-1)
         absorbed = jnp.einsum("btnd,rnd->btnr", plain, to_keys)
         attended, pages = latent_attention(
             jnp.concatenate([absorbed, rotary], axis=-1),
-            kept,
+            cached,
             pages,
             page_table,
             start,
@@ -200,16 +204,16 @@ class LatentAttention(nnx.Module):
             scale=self.scale,
         )
 
-    def _expand(self, to_keys, to_values, kept: Rows):
+    def _expand(self, to_keys, to_values, cached: Rows):
         """Expands cache rows [1, B, S, latent + rope] to keys and values of every head.
 
         Returns:
           Keys [N, B, S, nope + rope], values [N, B, S, v].
         """
-        (kept,), scales = quantized.split(kept, to_keys.dtype)
+        (cached,), scales = quantized.split(cached, to_keys.dtype)
         if scales is not None:
-            kept = (kept * scales[0].mT).astype(to_keys.dtype)
-        latent, rotary = jnp.split(kept, [self.shape.kv_lora_rank], axis=-1)
+            cached = (cached * scales[0].mT).astype(to_keys.dtype)
+        latent, rotary = jnp.split(cached, [self.shape.kv_lora_rank], axis=-1)
         plain = jnp.einsum("bsr,rnd->nbsd", latent, to_keys)
         rotary = jnp.broadcast_to(rotary, (*plain.shape[:3], rotary.shape[-1]))
         values = jnp.einsum("bsr,rnv->nbsv", latent, to_values)

@@ -74,7 +74,7 @@ class Kernel(nnx.Module):
             sharding=sharding,
             stddev=0.0,
             offset=self.kernel.stddev / stddev,
-            is_made=not stored,
+            is_derived=not stored,
         )
         places = plain.sharding, self.kernel_scale.get_value().sharding
         self.kernel = parameters.declare(
@@ -83,9 +83,9 @@ class Kernel(nnx.Module):
             dtype=jnp.dtype(form.dtype),
             sharding=sharding,
             stddev=stddev,
-            maker=None
+            conversion=None
             if stored
-            else _maker(form.dtype, plain.dtype, places, sharding.axes(self.axes[-2])),
+            else _quantizer(form.dtype, plain.dtype, places, sharding.axes(self.axes[-2])),
         )
         self.format = form
 
@@ -108,7 +108,7 @@ class Kernel(nnx.Module):
 
 
 @functools.cache  # Layers of equal shapes share one compiled program.
-def _maker(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parameters.Maker:
+def _quantizer(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parameters.Conversion:
     """Returns the conversion of a plain kernel to values and scales.
 
     Args:
@@ -121,15 +121,15 @@ def _maker(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parame
     if kernel_place.mesh.size == 1:
         across = ()
 
-    def narrow(kernel):
+    def quantize(kernel):
         if kernel.ndim > 2:  # One expert at a time, to hold only one in float32.
-            return jax.lax.map(narrow, kernel)
+            return jax.lax.map(quantize, kernel)
         return quantized.quantize_array(kernel, dtype, across)
 
-    program = narrow
+    program = quantize
     if kernel_place.mesh.size > 1:
         program = jax.shard_map(
-            narrow,
+            quantize,
             mesh=kernel_place.mesh,
             in_specs=kernel_place.spec,
             out_specs=(kernel_place.spec, scale_place.spec),
@@ -137,7 +137,7 @@ def _maker(dtype: str, plain: jnp.dtype, places: tuple, across: tuple) -> parame
         )
     options = NARROW_IN_LOOPS if kernel_place.mesh.devices.flat[0].platform == "cpu" else None
     compiled = jax.jit(program, out_shardings=places, compiler_options=options)
-    return parameters.Maker(plain, compiled, SCALE_SUFFIX)
+    return parameters.Conversion(plain, compiled, SCALE_SUFFIX)
 
 
 class Linear(Kernel):
@@ -238,20 +238,20 @@ def join(linears: Sequence[Linear]) -> Linear:
       linears: Linear maps, with weights or abstract, for which `can_join` is true.
     """
     first, sharding = linears[0], linears[0].sharding
-    kernels = [one.kernel.get_value() for one in linears]
+    kernels = [linear.kernel.get_value() for linear in linears]
     rows, columns = kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels)
     joined = Linear(rows, columns, first.axes, dtype=kernels[0].dtype, sharding=sharding)
     if first.format is not None:
         joined.quantize(first.format, stored=True)
     if isinstance(kernels[0], jax.ShapeDtypeStruct):
         return joined
-    shares = sharding.size(first.axes[1])
+    num_shards = sharding.size(first.axes[1])
     for name in ("kernel",) if first.format is None else ("kernel", "kernel_scale"):
-        whole = getattr(joined, name)
-        parts = [getattr(one, name).get_value() for one in linears]
-        values = _side_by_side(shares, whole.get_value().sharding)(parts)
+        parameter = getattr(joined, name)
+        parts = [getattr(linear, name).get_value() for linear in linears]
+        values = _side_by_side(num_shards, parameter.get_value().sharding)(parts)
         # Wait, so that this layer's sources are freed before the next layer is copied.
-        whole.set_value(jax.block_until_ready(values))
+        parameter.set_value(jax.block_until_ready(values))
     return joined
 
 
@@ -260,16 +260,16 @@ def can_join(linears: Sequence[Linear]) -> bool:
 
     Maps with block scales are never joined, since a block could straddle two of them.
     """
-    formats = {one.format for one in linears}
+    formats = {linear.format for linear in linears}
     if len(formats) > 1 or any(form is not None and form.block for form in formats):
         return False
-    return len({one.sharding.axes(one.axes[1]) for one in linears}) == 1
+    return len({linear.sharding.axes(linear.axes[1]) for linear in linears}) == 1
 
 
 @functools.cache  # Layers of equal shapes share one compiled program.
-def _side_by_side(shares: int, place: jax.sharding.Sharding) -> Callable:
+def _side_by_side(num_shards: int, place: jax.sharding.Sharding) -> Callable:
     def side_by_side(kernels):
-        split = [kernel.reshape(kernel.shape[0], shares, -1) for kernel in kernels]
+        split = [kernel.reshape(kernel.shape[0], num_shards, -1) for kernel in kernels]
         return jnp.concatenate(split, axis=2).reshape(kernels[0].shape[0], -1)
 
     return jax.jit(side_by_side, out_shardings=place)
@@ -325,8 +325,8 @@ def _product_forward(x, weights, transposed, dtype):
     return _product(x, weights, transposed, dtype), (x, weights)
 
 
-def _product_backward(transposed, dtype, kept, cotangents):
-    x, weights = kept
+def _product_backward(transposed, dtype, residuals, cotangents):
+    x, weights = residuals
     # Narrow float32 gradients of logits, so that bfloat16 factors need not be widened.
     cotangents = cotangents.astype(jnp.result_type(x, weights))
     by_x = jnp.einsum("...f,fd->...d" if transposed else "...f,df->...d", cotangents, weights)
@@ -372,8 +372,8 @@ def widen_late(x: jax.Array, weights: jax.Array, sharding: Sharding) -> jax.Arra
       weights: Weights, returned bit for bit unless x begins with a NaN.
       sharding: Mesh and platform of the arrays.
     """
-    narrow = weights.dtype.itemsize < jnp.dtype(jnp.float32).itemsize
-    if sharding.platform != "cpu" or not narrow:
+    is_narrow = weights.dtype.itemsize < jnp.dtype(jnp.float32).itemsize
+    if sharding.platform != "cpu" or not is_narrow:
         return weights
     # XLA recognizes and removes simpler dependencies.
     first = x.reshape(-1)[0]

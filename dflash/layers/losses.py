@@ -72,8 +72,8 @@ def score_tokens(
         return _score_chunk(hidden, labels, target_hidden, unembed, kl_weight)
 
     if frozen_head:
-        pulled = jax.lax.map(lambda arrays: _score_and_pull(score, *arrays), _split(rows, chunks))
-        scores, gradients = _join(pulled, length)
+        results = jax.lax.map(lambda arrays: _score_and_pull(score, *arrays), _split(rows, chunks))
+        scores, gradients = _join(results, length)
         return scores._replace(objective=_with_gradients(scores.objective, hidden, gradients))
     return in_chunks(score, rows, chunk_tokens)
 
@@ -87,8 +87,8 @@ def in_chunks(function: Callable, rows: tuple, chunk_tokens: int = CHUNK_TOKENS)
       chunk_tokens: Largest chunk size m.
     """
     length = rows[0].shape[1]
-    pieces = _split(rows, -(-length // chunk_tokens))
-    return _join(jax.lax.map(lambda arrays: jax.checkpoint(function)(*arrays), pieces), length)
+    chunks = _split(rows, -(-length // chunk_tokens))
+    return _join(jax.lax.map(lambda arrays: jax.checkpoint(function)(*arrays), chunks), length)
 
 
 def mean_over(values: jax.Array, weights: jax.Array) -> jax.Array:
@@ -194,14 +194,14 @@ def _score_chunk(hidden, labels, target_hidden, unembed, kl_weight) -> TokenScor
     return TokenScores(objective, nll, correct)
 
 
-def _score_and_pull(score, hidden, *rest):
+def _score_and_pull(score, hidden, *arguments):
     """Returns scores, and the gradient of each row's objective by its hidden state [B, m, D].
 
     No gradient flows through either result.
     """
 
     def objective(hidden):
-        scores = score(hidden, *rest)
+        scores = score(hidden, *arguments)
         return scores.objective, scores
 
     value, pull, scores = jax.vjp(objective, hidden, has_aux=True)

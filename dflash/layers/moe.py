@@ -192,39 +192,39 @@ class Experts(nnx.Module):
         batch, _ = batch_axes(x.shape[0], self.sharding)
         rows = (batch, None, None)
         projections = (self.gate_proj, self.up_proj, self.down_proj)
-        arrays = [one.kernel[...] for one in projections]
-        names = [_whole_width(one.axes) for one in projections]
+        arrays = [projection.kernel[...] for projection in projections]
+        names = [_whole_width(projection.axes) for projection in projections]
         if self.gate_proj.format is not None:
-            arrays += [one.kernel_scale[...] for one in projections]
-            names += [_whole_width(one.scale_axes) for one in projections]
+            arrays += [projection.kernel_scale[...] for projection in projections]
+            names += [_whole_width(projection.scale_axes) for projection in projections]
         split = self.sharding.axes("batch") if batch else ()
         exchanged = tuple(axis for axis in split if axis in self.sharding.axes("expert"))
-        run = functools.partial(self._run_own, exchanged)
+        run = functools.partial(self._run_local, exchanged)
         run = self.sharding.map(run, [rows, rows, rows, *names], [rows])
         (out,) = run(x, experts, weights, *arrays)
         return out
 
-    def _run_own(self, exchanged, x, experts, weights, *kernels):
+    def _run_local(self, exchanged, x, experts, weights, *kernels):
         """Runs on one device: computes the experts that it holds, and sums over all devices."""
         if exchanged:
             x, experts, weights = (
                 jax.lax.all_gather(rows, exchanged, tiled=True) for rows in (x, experts, weights)
             )
-        out = self._sum_own(x, experts, weights, *kernels)
+        out = self._sum_local(x, experts, weights, *kernels)
         if exchanged:
             out = jax.lax.psum_scatter(out, exchanged, tiled=True)
         axes = self.sharding.axes("expert") + self.sharding.axes("mlp")
         others = tuple(axis for axis in axes if axis not in exchanged)
         return ((jax.lax.psum(out, others) if others else out).astype(x.dtype),)
 
-    def _sum_own(self, x, experts, weights, gate, up, down, *scales):
+    def _sum_local(self, x, experts, weights, gate, up, down, *scales):
         """Returns the weighted sum of the outputs of this device's experts, float32 [B, T, D]."""
         count, per_row = gate.shape[0], experts.shape[-1]
-        own = experts.reshape(-1) - self.sharding.index("expert") * count
-        own = jnp.where((own >= 0) & (own < count), own, count)  # Others sort last.
-        order = jnp.argsort(own, stable=True)
-        sizes = jnp.bincount(own, length=count + 1)[:count].astype(jnp.int32)
-        of_gate, of_up, of_down = scales or (None, None, None)
+        local = experts.reshape(-1) - self.sharding.index("expert") * count
+        local = jnp.where((local >= 0) & (local < count), local, count)  # Others sort last.
+        order = jnp.argsort(local, stable=True)
+        sizes = jnp.bincount(local, length=count + 1)[:count].astype(jnp.int32)
+        gate_scales, up_scales, down_scales = scales or (None, None, None)
         block = self.gate_proj.format and self.gate_proj.format.block
         product = functools.partial(
             grouped_matmul,
@@ -234,9 +234,10 @@ class Experts(nnx.Module):
         )
         sorted_rows = x.reshape(-1, x.shape[-1])[order // per_row]
         inner = gated(
-            product(sorted_rows, gate, sizes, of_gate), product(sorted_rows, up, sizes, of_up)
+            product(sorted_rows, gate, sizes, gate_scales),
+            product(sorted_rows, up, sizes, up_scales),
         )
-        products = product(inner, down, sizes, of_down)
+        products = product(inner, down, sizes, down_scales)
         by_row = products[jnp.argsort(order)].reshape(*weights.shape, -1)
         return jnp.einsum("btk,btkd->btd", weights, by_row.astype(jnp.float32))
 
@@ -305,7 +306,9 @@ def shares(model: nnx.Module, rows: int) -> Callable[[str], Shares]:
     }
 
     def of(path: str) -> Shares:
-        owner = next((one for prefix, one in experts.items() if path.startswith(prefix)), None)
+        owner = next(
+            (module for prefix, module in experts.items() if path.startswith(prefix)), None
+        )
         return Shares(owner.share_used, owner.share_read(rows)) if owner else Shares(1.0, 1.0)
 
     return of
@@ -321,7 +324,7 @@ def stacked_names(path: str, num_experts: int) -> tuple[str, ...] | None:
       For "layers.3.mlp.experts.up_proj.kernel", the names "layers.3.mlp.experts.0.up_proj.weight"
       and so on. None if the parameter is not one of `Experts`.
     """
-    layer, found, projection = path.removesuffix(".kernel").rpartition(".experts.")
-    if not found or "." in projection:
+    layer, separator, projection = path.removesuffix(".kernel").rpartition(".experts.")
+    if not separator or "." in projection:
         return None
     return tuple(f"{layer}.experts.{i}.{projection}.weight" for i in range(num_experts))

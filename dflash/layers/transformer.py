@@ -91,18 +91,18 @@ class TransformerLayer(nnx.Module):
         batch, _ = batch_axes(x.shape[0], self.sharding)
         # The compile report and profiles attribute operations by these names.
         with jax.named_scope("attention"):
-            branch, kept = self.attention_branch(self.input_layernorm(x), angles, attend)
+            branch, auxiliary = self.attention_branch(self.input_layernorm(x), angles, attend)
             x = self.sharding.constrain(x + branch, batch, None, None)
         with jax.named_scope("mlp"):
             x = x + self.mlp_branch(self.post_attention_layernorm(x))
-            return self.sharding.constrain(x, batch, None, None), kept
+            return self.sharding.constrain(x, batch, None, None), auxiliary
 
     def attention_branch(
         self, normed: jax.Array, angles: Any, attend: Attend
     ) -> tuple[jax.Array, Any]:
         """Returns the output of attention for normed rows [B, T, D], and its auxiliary result."""
-        attended, kept = attend(*self.self_attn.project(normed, angles))
-        return self.self_attn.output(attended), kept
+        attended, auxiliary = attend(*self.self_attn.project(normed, angles))
+        return self.self_attn.output(attended), auxiliary
 
     def mlp_branch(self, normed: jax.Array) -> jax.Array:
         """Returns the output of the MLP for normed rows [B, T, D]."""

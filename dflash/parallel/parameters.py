@@ -37,7 +37,7 @@ _ARRAYS = nnx.Any(nnx.Param, Buffer)
 
 
 @dataclasses.dataclass(frozen=True)
-class Maker:
+class Conversion:
     """Conversion of one stored array to two parameters, such as quantized values and scales.
 
     Attributes:
@@ -59,20 +59,25 @@ def declare(
     sharding: Sharding,
     stddev: float | None,
     offset: float | tuple | None = None,
-    maker: "Maker | None" = None,
-    is_made: bool = False,
+    conversion: "Conversion | None" = None,
+    is_derived: bool = False,
 ) -> nnx.Param:
     """Returns an abstract parameter.
 
     Args:
       stddev: Standard deviation of the normal initializer; None to initialize with ones.
       offset: Number, or nested tuples that broadcast to the shape, added to the initial values.
-      maker: Conversion of the stored array; None to use the array unchanged.
-      is_made: The parameter comes from another one's maker and is not stored in checkpoints.
+      conversion: Conversion of the stored array; None to use the array unchanged.
+      is_derived: Another parameter's conversion computes it, so checkpoints do not store it.
     """
     abstract = sharding.abstract(shape, axes, dtype)
     return nnx.Param(
-        abstract, axes=axes, stddev=stddev, offset=offset, maker=maker, is_made=is_made
+        abstract,
+        axes=axes,
+        stddev=stddev,
+        offset=offset,
+        conversion=conversion,
+        is_derived=is_derived,
     )
 
 
@@ -179,24 +184,24 @@ def init_fast_random(module: nnx.Module, seed: int) -> None:
 
 def readable(module: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the arrays to read for an abstract module, as abstract arrays by dotted path."""
-    wanted = {}
+    arrays = {}
     for path, leaf in named_arrays(module):
-        abstract, maker = leaf.get_value(), leaf.get_metadata().get("maker")
-        if maker is not None:
+        abstract, conversion = leaf.get_value(), leaf.get_metadata().get("conversion")
+        if conversion is not None:
             place = abstract.sharding
-            abstract = jax.ShapeDtypeStruct(abstract.shape, maker.dtype, sharding=place)
-        if not leaf.get_metadata().get("is_made"):
-            wanted[path] = abstract
-    return wanted
+            abstract = jax.ShapeDtypeStruct(abstract.shape, conversion.dtype, sharding=place)
+        if not leaf.get_metadata().get("is_derived"):
+            arrays[path] = abstract
+    return arrays
 
 
-def made(leaf: nnx.Variable, path: str, array: jax.Array) -> dict[str, jax.Array]:
+def convert(leaf: nnx.Variable, path: str, array: jax.Array) -> dict[str, jax.Array]:
     """Returns the parameters, by path, that result from the array stored for `path`."""
-    maker = leaf.get_metadata().get("maker")
-    if maker is None:
+    conversion = leaf.get_metadata().get("conversion")
+    if conversion is None:
         return {path: array}
-    own, other = jax.block_until_ready(maker.program(array))
-    return {path: own, path + maker.suffix: other}
+    own, other = jax.block_until_ready(conversion.program(array))
+    return {path: own, path + conversion.suffix: other}
 
 
 def assign(module: nnx.Module, values: dict[str, jax.Array]) -> None:
