@@ -49,7 +49,7 @@ def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     done = run(*TINY, "--workdir", str(tmp_path), "--rows", "1,16", "tpu.max_cycle_ms=0.0001")
     assert done.returncode == 3, done.stderr
     assert "over budget: tpu.max_cycle_ms: 0." in done.stderr
-    # What runs is said before it does.
+    # Each program is announced before it is compiled.
     assert "compiling · 0 % · cycle: batch 1" in done.stderr
     assert "compiling by rows · 50 % · 16 rows" in done.stderr
     assert "compiler estimates: nothing here was measured on a chip" in done.stdout
@@ -58,13 +58,13 @@ def test_a_tiny_model_is_compiled_and_reported(tmp_path):
     assert found["complete"]
     assert (found["chips"], found["mesh"]["tensor"]) == (4, 4)
     cycle = found["programs"]["cycle"]
-    # Two of each transformer layer and one of each unembedding, of 16 rows at most.
+    # Each layer has two all-reduces and each unembedding has one, of at most 16 rows.
     assert set(cycle["collectives"]) <= {"all-reduce", "all-gather"}
     assert sum(size for _, size in cycle["collectives"].values()) < 20 * 16 * 512 * 4
     for name in ("target attention", "target mlp", "unembed", "drafter"):
         part = cycle["components"][name]
         assert 0 < part["ideal_ms"] < part["roofline_ms"] + part["cycles_ms"], name
-    # Matrix products of 16 rows on a quarter of the weights.
+    # The matmuls multiply 16 rows by a quarter of the weights.
     mlp = 2 * 2 * 16 * 3 * 512 * 1536 / 4
     assert cycle["components"]["target mlp"]["flops"] == pytest.approx(mlp, rel=0.01)
     weights = found["memory_bytes"]["target weights"]
@@ -74,7 +74,7 @@ def test_a_tiny_model_is_compiled_and_reported(tmp_path):
 
 
 @needs_compiler
-def test_a_forecast_of_a_tiny_model_stops_and_goes_on(tmp_path):
+def test_a_forecast_of_a_tiny_model_resumes(tmp_path):
     (tmp_path / "recorded.json").write_text('{"acceptance_histogram": {"1": 1, "8": 1}}')
     asked = (
         *TINY[:-2],
@@ -90,7 +90,7 @@ def test_a_forecast_of_a_tiny_model_stops_and_goes_on(tmp_path):
     assert "expected speed-up of the best choice after 4,096 tokens, by roofline" in headings
     found = json.loads((tmp_path / "w" / "forecast.json").read_text())
     plain, dflash = (one for one in found["cells"] if one["context"] == 64)
-    # τ 4.5 of lengths 1 and 8, and a cycle costs more than a token.
+    # The acceptance lengths 1 and 8 have a mean of 4.5.
     speedup = dflash["expected"][tmp_path.name]["speedup"]
     assert speedup == pytest.approx(4.5 * plain["roofline_ms"] / dflash["roofline_ms"])
     assert plain["roofline_ms"] < dflash["roofline_ms"] < 4.5 * plain["roofline_ms"]
@@ -112,7 +112,7 @@ def test_a_forecast_of_a_tiny_model_stops_and_goes_on(tmp_path):
         (["forecast.batches=[0]"], "forecast.batches"),
     ],
 )
-def test_an_unusable_forecast_is_one_line(arguments, message):
+def test_unusable_forecasts_print_one_line(arguments, message):
     done = run("configs/random_tiny_dflash.yml", "tpu.topology=v5e:1x1", "--forecast", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
@@ -125,7 +125,7 @@ def test_training_configs_have_no_forecast():
     assert done.stderr == "error: --forecast: expected a decoding config, got a training config\n"
 
 
-def test_a_forecast_without_the_compiler_is_one_line(monkeypatch):
+def test_a_forecast_requires_the_compiler(monkeypatch):
     find = importlib.util.find_spec
 
     def lacking(name, *rest):
@@ -146,13 +146,13 @@ def test_a_forecast_without_the_compiler_is_one_line(monkeypatch):
         ("v5p:3x5x1", "tpu.topology: v5p:3x5x1: no such topology"),
     ],
 )
-def test_machines_that_are_not(name, message):
+def test_unknown_topologies_are_rejected(name, message):
     with pytest.raises(errors.ConfigError, match=message):
         topology.find(name)
 
 
 @needs_compiler
-def test_the_mesh_takes_all_of_the_machine():
+def test_the_mesh_covers_the_topology():
     machine = topology.find("v5p:2x2x1", slices=2)
     assert (machine.num_chips, machine.chip.devices) == (8, 1)
     rules = tpu_schema.CompileDecode().sharding_rules
@@ -168,7 +168,7 @@ def test_the_mesh_takes_all_of_the_machine():
 
 @needs_compiler
 @pytest.mark.parametrize(("data", "batch"), [(1, 1), (4, 4), (4, 1)])
-def test_a_lone_row_goes_through_the_matrix_unit(data, batch):
+def test_a_single_row_uses_the_matrix_unit(data, batch):
     rules = tpu_schema.CompileDecode().sharding_rules
     sizes = {"data": data, "fsdp": 1, "tensor": 1}
     machine = topology.find("v5p:2x2x1" if data > 1 else "v5p:1x1x1")
@@ -181,12 +181,12 @@ def test_a_lone_row_goes_through_the_matrix_unit(data, batch):
     operations = costs.operations(
         hlo.parse(compiled.as_text()), trips=lambda _: None, branch=lambda _: None
     )
-    # Two rows, the second of zeros.
+    # The row is padded to two rows.
     assert sum(one.flops for one in operations) == 2 * 2 * 256 * 1024
     assert jax.tree.leaves(compiled.out_info)[0].shape == (batch, 1, 1024)
 
 
-def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.UserError, match=r"pip install 'dflash\[tpu\]'"):
         topology.prepare_environment()
@@ -207,18 +207,18 @@ def test_the_file_decides_what_is_compiled(path, kind):
     assert config.tpu.topology == "v5p:2x2x1"
 
 
-def test_bad_rows_are_refused():
+def test_the_command_rejects_bad_rows():
     done = run(*TINY, "--rows", "16,x")
     assert done.returncode == 2
     assert done.stderr == "error: --rows: expected numbers such as 1,16,64, got '16,x'\n"
 
 
 @pytest.mark.parametrize("text", ["16,x", "0", "", "-3,4"])
-def test_rows_that_are_none(text):
+def test_rows_are_positive_integers(text):
     with pytest.raises(errors.ConfigError, match="--rows: expected numbers such as 1,16,64"):
         compile_command.parse_rows(text)
 
 
-def test_rows_are_sorted_and_single():
+def test_rows_are_sorted_and_distinct():
     assert compile_command.parse_rows("64,1,64") == [1, 64]
     assert compile_command.parse_rows(None) == []

@@ -35,7 +35,7 @@ class Section:
 
     @property
     def matmuls(self) -> int:
-        """Returns the number of slots used of the matrix units."""
+        """Returns the number of matrix unit slots in use."""
         return self.used.get(_MXU, 0)
 
 

@@ -54,8 +54,8 @@ class TpuMachine:
     """TPU topology that a forecast compiles for.
 
     Attributes:
-      topology: Topology.
-      sharding: Sharding over the devices of the topology.
+      topology: Chips and their devices.
+      sharding: Sharding over these devices.
       rates: Rates of the compiler's roofline.
     """
 
@@ -66,11 +66,11 @@ class TpuMachine:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRepeats:
-    """Ratios of the layers of a whole model to the layers that are compiled.
+    """Ratio of all layers to compiled layers, by which the costs of layers are multiplied.
 
     Attributes:
-      target: Ratio of the target.
-      drafter: Ratio of the drafter.
+      target: Ratio for the layers of the target.
+      drafter: Ratio for the layers of the drafter.
     """
 
     target: float = 1.0
@@ -108,7 +108,7 @@ class PointSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-Compile = Callable[[PointSpec, TpuMachine], StrategyPoint]
+CompilePoint = Callable[[PointSpec, TpuMachine], StrategyPoint]
 
 
 def point_specs(config: CompileDecode) -> list[PointSpec]:
@@ -138,10 +138,10 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
 
 def find_machine(config: CompileDecode) -> TpuMachine:
     """Returns the topology of a run, with its sharding and the compiler's rates."""
-    chips = topology.find(config.tpu.topology, config.tpu.slices)
+    tpu = topology.find(config.tpu.topology, config.tpu.slices)
     mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(chips, mesh, config.sharding_rules)
-    return TpuMachine(chips, sharding, topology.compiler_rates(chips))
+    sharding = topology.make_sharding(tpu, mesh, config.sharding_rules)
+    return TpuMachine(tpu, sharding, topology.compiler_rates(tpu))
 
 
 def compile_points(
@@ -149,7 +149,7 @@ def compile_points(
     machine: TpuMachine,
     workdir: pathlib.Path | None,
     progress: Callable[[str, float], None] = lambda title, fraction: None,
-    compile_one: Compile | None = None,
+    compile_one: CompilePoint | None = None,
 ) -> dict[tuple[str, int], StrategyPoint]:
     """Compiles points, and reuses those that an earlier run wrote to the work directory.
 
@@ -329,7 +329,7 @@ def _compile_cycle(engine: Engine) -> jax.stages.Compiled:
 
 
 def _as_configured(state, engine: Engine):
-    """Replaces the sampling parameters and controls in a state by constants of the config."""
+    """Replaces the sampling parameters and controls of a state by constants from the config."""
     config = engine.config
     request = Request(0, (), 1, Sampling.from_config(config), min_new_tokens=config.min_new_tokens)
     of_request = controls.of_request(request, (), engine.layout.max_length)
@@ -345,7 +345,7 @@ def _as_configured(state, engine: Engine):
 
 
 def _memory(target: Decoder, drafter: Any, spec: PointSpec) -> DeviceMemory:
-    """Returns the memory of weights and caches at full depth, from caches of two capacities."""
+    """Measures weights and caches at full depth, with caches of two capacities for the slope."""
 
     def caches(capacity: int) -> tuple[int, int]:
         engine = _engine(target, drafter, spec, capacity)

@@ -109,13 +109,13 @@ def compile_programs(
     Raises:
       ConfigError: The topology does not exist, or the mesh or the models do not fit it.
     """
-    machine = topology.find(config.tpu.topology, config.tpu.slices)
+    tpu = topology.find(config.tpu.topology, config.tpu.slices)
     mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
-    rates = topology.compiler_rates(machine)
+    sharding = topology.make_sharding(tpu, mesh, config.sharding_rules)
+    rates = topology.compiler_rates(tpu)
     trains = isinstance(config, CompileTrain)
     decode = config.evaluation_decode if trains else config.decode
-    capacity = machine.chip.hbm_gb * 1e9 / machine.chip.devices
+    capacity = tpu.chip.hbm_gb * 1e9 / tpu.chip.devices
     reports, memory, refused = {}, {}, None
     total = programs.count(config, config.tpu)
 
@@ -123,7 +123,7 @@ def compile_programs(
         progress(title, len(reports) / total)
 
     def report_so_far() -> CompileReport:
-        return CompileReport(machine, mesh, rates, memory, capacity, refused, dict(reports))
+        return CompileReport(tpu, mesh, rates, memory, capacity, refused, dict(reports))
 
     steps = (
         programs.compile_training(config, sharding, on_start)
@@ -133,7 +133,7 @@ def compile_programs(
     try:
         for program in steps:
             assumptions = RunAssumptions.of(program.context, decode)
-            reports[program.name] = report.examine(program, assumptions, machine.chip, rates)
+            reports[program.name] = report.examine(program, assumptions, tpu.chip, rates)
             memory = larger(memory, _memory(program, reports[program.name]))
             keep(report_so_far())
     except jax.errors.JaxRuntimeError as error:

@@ -94,7 +94,7 @@ def summarize(
 
 
 def total(components: Iterable[Component]) -> Component:
-    """Returns the sum of components."""
+    """Sums components, figure by figure."""
     fields = [field.name for field in dataclasses.fields(Component)]
     components = list(components)
     return Component(*(sum(getattr(part, name) for part in components) for name in fields))
@@ -131,11 +131,11 @@ def big_copies(operations: Iterable[ScheduledOperation]) -> list[ScheduledOperat
         for operation in operations
         if not operation.is_async
         and operation.instruction.num_bytes >= BIG_COPY_BYTES
-        and (operation.instruction.opcode in _MOVES or _names_a_move(operation.instruction))
+        and (operation.instruction.opcode in _MOVES or _only_moves_data(operation.instruction))
     ]
 
 
-def _names_a_move(instruction: Instruction) -> bool:
+def _only_moves_data(instruction: Instruction) -> bool:
     """Returns whether a fusion only moves data, judged by its name."""
     words = set(re.split(r"[-_.\d]+", instruction.name)) - {"", "fusion", "bitcast", "clone"}
     return instruction.opcode == "fusion" and bool(words) and words <= {*_MOVES, "slice", "dynamic"}

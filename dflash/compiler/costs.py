@@ -27,7 +27,7 @@ ControlFlowRule = Callable[[Instruction], int | None]
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledOperation:
-    """Scheduled operation, with the cost of a single execution.
+    """Operation of a compiled program, with the cost of a single execution.
 
     Attributes:
       instruction: Instruction of the program.
@@ -58,7 +58,7 @@ class ScheduledOperation:
 
     @property
     def is_async(self) -> bool:
-        """Returns whether it overlaps other operations; the compiler gives it no cycles."""
+        """Returns whether it overlaps other operations, so that the compiler gives no cycles."""
         opcode, name = self.instruction.opcode, self.instruction.name
         return opcode.endswith("-start") or name.startswith(_START_PREFIX)
 

@@ -37,7 +37,7 @@ class CurvePoint:
 def compile_curve(
     config: Any,
     rows: Sequence[int],
-    machine: Topology,
+    tpu: Topology,
     rates: RooflineRates,
     progress: Callable[[str, float], None] = lambda title, fraction: None,
     keep: Callable[[Sequence[CurvePoint]], None] = lambda points: None,
@@ -47,7 +47,7 @@ def compile_curve(
     Args:
       config: Config of the run.
       rows: Numbers of rows, each for a batch of one sequence.
-      machine: Topology to compile for.
+      tpu: Topology to compile for.
       rates: Rates of the compiler's roofline.
       progress: Called before each compilation with its title and the fraction that is done.
       keep: Called after each compilation with the points so far.
@@ -60,7 +60,7 @@ def compile_curve(
     if shape is None:
         raise errors.ConfigError("--rows: requires target.architecture in the config")
     mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(machine, mesh, config.sharding_rules)
+    sharding = topology.make_sharding(tpu, mesh, config.sharding_rules)
     shallow = dataclasses.replace(shape, num_hidden_layers=_LAYERS)
     group = dataclasses.replace(config.target, checkpoint=models.RANDOM, architecture=shallow)
     source = models.find_target(group)
@@ -70,7 +70,7 @@ def compile_curve(
     points = []
     for count in rows:
         progress(f"{count} rows", len(points) / len(rows))
-        cost = _cost(target, count, config, machine.chip, rates, shape.num_hidden_layers)
+        cost = _cost(target, count, config, tpu.chip, rates, shape.num_hidden_layers)
         points.append(CurvePoint(count, cost))
         keep(points)
     return points

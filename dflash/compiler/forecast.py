@@ -38,7 +38,7 @@ class CycleCost:
         return sum(self.limits.values())
 
     @property
-    def largest(self) -> tuple[str, float]:
+    def bottleneck(self) -> tuple[str, float]:
         """Returns the dominant bottleneck and its fraction of the roofline time."""
         name = max(self.limits, key=self.limits.get)
         return name, self.limits[name] / self.roofline_ms

@@ -94,7 +94,7 @@ def _costs(forecast: Forecast, context: int) -> list[str]:
 
 
 def _limit(cost: CycleCost) -> str:
-    name, fraction = cost.largest
+    name, fraction = cost.bottleneck
     return f"{_SHORT.get(name, name)} {100 * fraction:.0f} %"
 
 
@@ -152,7 +152,7 @@ def _averages(forecast: Forecast, contexts: Sequence[int]) -> list[str]:
 
 
 def _slower(forecast: Forecast, name: str, batch: int, context: int) -> list[str]:
-    """Returns a line with the tasks that a strategy slows down; empty if there are none."""
+    """Returns one line with the tasks that a strategy slows down; empty if there are none."""
     choices = {task: forecast.expected(name, task, batch, context) for task in forecast.tasks}
     slow = [
         f"{task} ({choice.speedup:.2f}×)"

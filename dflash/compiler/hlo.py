@@ -11,7 +11,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
-# Beginnings of the lines that continue an instruction: a kernel's metadata has lines of its own.
+# Prefixes of the lines that continue an instruction: XLA breaks lines inside a kernel's metadata.
 _CONTINUATIONS = ('"', "}}")
 # Attributes with the names of the computations that an instruction runs.
 _CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
@@ -92,7 +92,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Computation with its instructions in scheduled order."""
+    """Named sequence of instructions in scheduled order, such as the body of a loop."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -117,7 +117,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """Program: computations by name, and the one that execution starts with."""
+    """Compiled program: its computations by name, and its entry computation."""
 
     computations: Mapping[str, Computation]
     entry: Computation

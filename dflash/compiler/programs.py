@@ -38,7 +38,7 @@ class CompiledProgram:
       compiled: Compiled program.
       seconds: Compile time in seconds.
       context: Tokens per sequence that attention reads.
-      ideals: Lower bounds by component, per device; for unembed, of one read of the head.
+      ideals: Lower bounds on the bytes read per device, by component. The head counts once.
       arguments: Bytes of the arguments on each device, by kind.
       turns: Maximum iterations of the outermost loop per dispatch; 1 for a program without a loop.
     """
@@ -54,7 +54,7 @@ class CompiledProgram:
 
     @property
     def is_loop(self) -> bool:
-        """Returns whether it is one loop, whose figures are reported per iteration."""
+        """Returns whether the program is a loop, whose figures are reported per iteration."""
         return self.name == CYCLE
 
 
@@ -164,7 +164,7 @@ def cycle_ideals(
     cache: PagedCache,
     capacity: int,
 ) -> dict[str, Ideal]:
-    """Returns lower bounds on the bytes that a cycle reads, by component and per device.
+    """Returns lower bounds on the bytes that a cycle reads per device, by component.
 
     The drafter reads its weights and the part of its context cache that is in use.
 
@@ -181,10 +181,9 @@ def cycle_ideals(
 
 
 def target_ideals(target: Decoder, rows: int, context: int, cache: PagedCache) -> dict[str, Ideal]:
-    """Returns lower bounds on the bytes that a forward of the target reads, by component.
+    """Returns lower bounds on the bytes that a target forward reads per device, by component.
 
-    They are per device. Experts count in proportion to the expected share that a device's rows
-    activate; see `moe.shares`.
+    Only the experts that a device's rows are expected to activate count; see `moe.shares`.
 
     Args:
       target: Target, which may be abstract.

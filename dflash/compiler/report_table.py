@@ -72,7 +72,7 @@ def _collectives(program: ProgramReport) -> str:
     if not program.collectives:
         return "  collectives: none"
     kinds = ", ".join(
-        f"{count} × {kind} of {size / 1e6:.3f} MB in total"
+        f"{count} × {kind} ({size / 1e6:.3f} MB in total)"
         for kind, (count, size) in program.collectives.items()
     )
     return f"  collectives: {kinds}"

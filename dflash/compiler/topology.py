@@ -27,7 +27,7 @@ EXAMPLES = "v5p:2x2x1, v5e:2x2, v6e:16x16 or v5p:1x1x1"
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Chips that a program can be compiled for.
+    """TPU chips that a program can be compiled for.
 
     Attributes:
       name: Name, such as "v5p:2x2x1".
@@ -70,7 +70,7 @@ def prepare_environment(schedules: str | None = None) -> None:
 
 
 def find(name: str | None, slices: int = 1) -> Topology:
-    """Returns the topology of this name.
+    """Returns the topology with this name and number of slices.
 
     Args:
       name: Chip and shape, such as "v5p:2x2x1".

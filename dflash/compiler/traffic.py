@@ -115,7 +115,7 @@ def _batch(attributes: str, left, right, out) -> int:
 
 
 def _fusion_bytes(module: HloModule, instruction: Instruction, operands) -> tuple[int, int]:
-    """Returns (bytes read, bytes written); slices and updates count the part they touch."""
+    """Returns (bytes read, bytes written); slices and updates count only the part in use."""
     body = module.computations[instruction.called["calls"][0]]
     read = sum(
         _parameter_bytes(module, body, index, operand.hbm_bytes)

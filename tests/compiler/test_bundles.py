@@ -1,10 +1,10 @@
-"""Tests of reading static schedules, on the form in which the compiler writes them."""
+"""Tests of parsing static schedules in the compiler's format."""
 
 import pytest
 
 from dflash.compiler import bundles
 
-# The marks, the missing ones of an empty bundle, and the columns are as the compiler has them.
+# Excerpts of compiler dumps; an empty bundle has no marks.
 SCHEDULE = """= control target key start
 LB: loop body
 = control target key end
@@ -42,17 +42,17 @@ def test_sections_follow_the_depth_of_loops():
     assert (inner.depth, inner.matmuls, inner.spills) == (2, 4, 3)
 
 
-def test_without_a_matrix_unit_the_deepest_counts():
+def test_without_a_matrix_unit_the_deepest_section_is_the_inner_loop():
     zeros = UTILIZATION.replace("1 0 2 0 0 0 1", "0 0 2 0 0 0 1").replace("3 0 0", "0 0 0")
     assert bundles.inner_loop(bundles.sections(SCHEDULE, zeros)).depth == 2
 
 
-def test_texts_of_different_programs_are_refused():
+def test_texts_of_different_programs_are_rejected():
     with pytest.raises(ValueError, match="the schedule has 8 bundles, but the utilization has 7"):
         bundles.sections(SCHEDULE, UTILIZATION.rsplit("\n", 2)[0] + "\n")
 
 
-def test_the_longest_loop_of_the_greatest_depth_counts():
+def test_the_inner_loop_is_the_longest_of_the_deepest():
     loops = [bundles.Section(2, size, {"MXU": 1}) for size in (5, 9, 7)]
     found = bundles.inner_loop([bundles.Section(1, 50, {"MXU": 1}), *loops])
     assert found.bundles == 9

@@ -1,4 +1,4 @@
-"""Tests of what a forecast compiles, of what it keeps, and of how it adds up operations."""
+"""Tests of the points that a forecast compiles, stores and sums up."""
 
 import dataclasses
 
@@ -25,15 +25,15 @@ def config(*overrides):
 
 
 class Compiler:
-    """Makes points up, and remembers what it was asked for; fails at the first of `broken`."""
+    """Fake of `compile_point` that records its calls and raises for the points in `broken`."""
 
     def __init__(self, broken=()):
-        self.asked, self.broken = [], broken
+        self.calls, self.broken = [], broken
 
     def __call__(self, spec, machine):
         if (spec.strategy, spec.batch) in self.broken:
             raise KeyboardInterrupt
-        self.asked.append((spec.strategy, spec.batch))
+        self.calls.append((spec.strategy, spec.batch))
         cost = CycleCost(dict.fromkeys(LIMITS, 0.1 * spec.batch), 1 / 3)
         memory = DeviceMemory(1.0, 2.0)
         return StrategyPoint(
@@ -57,17 +57,17 @@ def test_plain_decoding_comes_first_and_every_batch_once(specs):
     assert [spec.strategy for spec in alone] == [PLAIN, "dflash"]
 
 
-def test_a_stopped_forecast_goes_on_where_it_was(specs, tmp_path):
+def test_a_stopped_forecast_resumes(specs, tmp_path):
     first = Compiler(broken={("a", 4)})
     with pytest.raises(KeyboardInterrupt):
         compile_points.compile_points(specs, None, tmp_path, compile_one=first)
-    assert first.asked == [(PLAIN, 1), (PLAIN, 4), ("a", 1)]
+    assert first.calls == [(PLAIN, 1), (PLAIN, 4), ("a", 1)]
     second = Compiler()
     found = compile_points.compile_points(specs, None, tmp_path, compile_one=second)
-    assert second.asked == [("a", 4), ("b", 1), ("b", 4)]
+    assert second.calls == [("a", 4), ("b", 1), ("b", 4)]
     again = Compiler()
     assert compile_points.compile_points(specs, None, tmp_path, compile_one=again) == found
-    assert not again.asked
+    assert not again.calls
     assert found["a", 4].cost(10).cycles_ms == pytest.approx(11 / 3)
     assert found["a", 4].collectives == {"all-reduce": (2, 4.0)}
 
@@ -78,10 +78,10 @@ def test_a_damaged_point_is_compiled_again(specs, tmp_path):
     damaged.write_text('{"strategy"')
     again = Compiler()
     compile_points.compile_points(specs, None, tmp_path, compile_one=again)
-    assert again.asked == [("b", 4)]
+    assert again.calls == [("b", 4)]
 
 
-def test_what_changes_a_program_changes_its_file(specs):
+def test_the_key_covers_what_changes_the_program(specs):
     spec = specs[-1]
     deeper = config("target.architecture.num_hidden_layers=3")
     assert dataclasses.replace(spec, config=deeper).key != spec.key
@@ -100,12 +100,12 @@ def test_what_changes_a_program_changes_its_file(specs):
         (["forecast.contexts=[]"], "forecast.contexts: expected at least one number"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(overrides, message):
+def test_unusable_forecast_configs_are_rejected(overrides, message):
     with pytest.raises(errors.ConfigError, match=message):
         compile_points.point_specs(config(*overrides))
 
 
-def test_sizes_chosen_by_acceptance_are_no_strategy():
+def test_adaptive_block_sizes_are_rejected():
     with pytest.raises(errors.ConfigError, match=r"strategies.x.block_size: auto depends on"):
         config("strategies.x.block_size=auto")
 
@@ -116,8 +116,8 @@ def operation(scope, *, name="fusion.1", opcode="fusion", flops=0.0, size=0, cyc
     return ScheduledOperation(instruction, scope, times, flops, size, 0, cycles, (), collective)
 
 
-def test_operations_are_added_up_by_what_limits_them():
-    """A byte and an operation take a nanosecond each, and so does a cycle."""
+def test_operations_are_summed_by_bottleneck():
+    """Uses rates at which a byte, an operation and a cycle take one nanosecond each."""
     million = 1_000_000
     found = [
         operation("target/mlp", size=2 * million, flops=million, cycles=3 * million),
@@ -131,7 +131,7 @@ def test_operations_are_added_up_by_what_limits_them():
         operation("", name="copy.1", opcode="copy", size=7 * million),
     ]  # fmt: skip
     cost = compile_points.cost_of(found, RATES, CHIP, fill=0.5, repeats=LayerRepeats(3, 2))
-    # Layers of the target three times, of the drafter twice; context by half.
+    # The target's layers repeat three times, the drafter's twice; the context is half full.
     assert cost.limits == pytest.approx(
         {
             "weights": 3 * 2 + 3 * 2 * 1,
@@ -141,12 +141,12 @@ def test_operations_are_added_up_by_what_limits_them():
             "rest": 7,
         }
     )
-    # The kernels at the roofline; what else has no cycles takes none.
+    # Kernels count by roofline; other operations without cycles count as 0.
     assert cost.cycles_ms == pytest.approx(3 * 3 + 3 * 2 * 1 + 36 + 1)
-    assert cost.largest == ("context", pytest.approx(36 / 69))
+    assert cost.bottleneck == ("context", pytest.approx(36 / 69))
 
 
-def test_collectives_of_layers_are_those_of_a_whole_cycle():
+def test_collectives_are_multiplied_by_the_layers():
     def reduce(scope, times):
         return operation(scope, opcode="all-reduce", times=times)
 
@@ -156,26 +156,26 @@ def test_collectives_of_layers_are_those_of_a_whole_cycle():
     assert found == {"all-reduce": (37, 0)}
 
 
-class Taps:
-    """As much of a drafter as tells which layers it reads."""
+class DrafterStub:
+    """Stub of a drafter with only its feature layers."""
 
     def __init__(self, *layers):
         self.feature_layers = layers
 
 
-def test_layers_that_are_alike_are_compiled_once():
+def test_identical_layers_are_truncated():
     target = make_target(num_hidden_layers=9)
-    drafter = Taps(1, 4, 8)
+    drafter = DrafterStub(1, 4, 8)
     compile_points._truncate(target, drafter)
     assert (len(target.layers), drafter.feature_layers) == (2, (0, 1, 0))
     target = make_target(num_hidden_layers=9)
-    compile_points._truncate(target, Taps())
+    compile_points._truncate(target, DrafterStub())
     assert len(target.layers) == 2
 
 
-def test_layers_that_differ_are_all_compiled():
+def test_different_layers_are_kept():
     target = make_target(num_hidden_layers=3)
     target.layers[1].mlp = make_target(intermediate_size=96).layers[0].mlp
-    drafter = Taps(2)
+    drafter = DrafterStub(2)
     compile_points._truncate(target, drafter)
     assert (len(target.layers), drafter.feature_layers) == (3, (2,))

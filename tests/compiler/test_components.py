@@ -1,4 +1,4 @@
-"""Tests of how operations are attributed and summed up."""
+"""Tests of attributing operations to components and summing them."""
 
 import pytest
 from support import hlo_snippets as snippets
@@ -90,7 +90,7 @@ def test_fusions_that_only_move_are_copies(name, moves):
 @pytest.mark.parametrize(
     ("context", "turns"), [(0, 1), (1, 1), (256, 1), (257, 2), (2048, 8), (32768, 128)]
 )
-def test_attention_walks_its_context(context, turns):
+def test_attention_loops_over_its_context(context, turns):
     module = hlo.parse(snippets.MODULE)
     loop = module.computations["body"].by_name()["while.1"]
     assert RunAssumptions(context).trips(loop) == turns

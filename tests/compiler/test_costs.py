@@ -1,4 +1,4 @@
-"""Tests of what operations cost, and of loops and branches around them."""
+"""Tests of the costs of operations inside loops and branches."""
 
 import pytest
 from support import hlo_snippets as snippets
@@ -19,7 +19,7 @@ def run(module, *, turns=8, sampled=0):
     return {one.instruction.name: one for one in found}
 
 
-def test_turns_multiply(module):
+def test_trip_counts_multiply(module):
     found = run(module)
     assert found["copy.1"].times == 1
     assert found["copy.9"].times == 3  # known to the compiler
@@ -34,7 +34,7 @@ def test_the_branch_that_is_taken_counts(module):
     assert run(module, sampled=None)["draw.3"].times == 3  # the most expensive, if unknown
 
 
-def test_a_slice_is_read_as_far_as_it_goes(module):
+def test_only_the_slice_is_read(module):
     assert run(module)["fusion.7"].read_bytes == TILE
     assert run(module)["fusion.7"].written_bytes == 0  # its result stays in VMEM
 
@@ -53,29 +53,29 @@ def test_a_copy_reads_and_writes(module):
     assert (copy.read_bytes, copy.written_bytes) == (WEIGHT, WEIGHT)
 
 
-def test_what_the_compiler_made_up_belongs_to_its_reader(module):
+def test_operations_of_the_compiler_have_the_scope_of_their_reader(module):
     found = run(module)
     assert found["copy-start.1"].scope.endswith("target/mlp/dot_general")
     assert found["copy.1"].scope == "state.keys"
 
 
-def test_matrix_products_in_fusions_are_counted(module):
+def test_matmuls_in_fusions_are_counted(module):
     assert run(module)["fusion.7"].flops == pytest.approx(2 * 8 * 64 * 256 * 128)
 
 
-def test_a_projection_by_heads_is_no_batch(module):
+def test_a_projection_to_heads_has_no_batch_dimension(module):
     heads = module.computations["heads"]
     flops = traffic.matmul_flops(module, heads.root, heads.by_name())
     assert flops == pytest.approx(2 * 16 * 2560 * 32 * 128)
 
 
-def test_collectives_are_told(module):
+def test_collectives_are_labeled(module):
     found = run(module)
     assert found["all-reduce.1"].collective == "all-reduce"
     assert found["fusion.8"].collective is None
 
 
-def test_a_kernel_costs_what_it_says(module):
+def test_a_kernel_costs_its_estimate(module):
     stated = '"cost_estimate":{"flops":"77","transcendentals":"0","bytes_accessed":"1234"}'
     kernel = 'custom_call_target="tpu_custom_call"'
     text = snippets.MODULE.replace(kernel, f"{kernel}, backend_config={{{stated}}}")
@@ -100,7 +100,7 @@ ENTRY %main (p0: bf16[8,2304,128], p1: bf16[8,16,128], p2: s32[]) -> bf16[8,2304
 """
 
 
-def test_an_update_in_place_costs_the_update():
+def test_an_in_place_update_costs_the_updated_part():
     fusion = run(hlo.parse(UPDATE))["fusion"]
     assert fusion.read_bytes == 8 * 16 * 128 * 2 + 4
     assert fusion.written_bytes == 8 * 16 * 128 * 2
@@ -116,6 +116,6 @@ ENTRY %main (p0: bf16[4096,3072]) -> bf16[1024,3072] {
 """  # noqa: E501
 
 
-def test_a_prefetched_part_is_read_as_far_as_it_goes():
+def test_only_the_prefetched_part_is_read():
     part = run(hlo.parse(PARTS))["slice-start"]
     assert (part.read_bytes, part.written_bytes) == (1024 * 3072 * 2, 0)

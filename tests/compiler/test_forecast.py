@@ -1,4 +1,4 @@
-"""Tests of forecasts: from costs and τ to speed-ups, with figures computed by hand."""
+"""Tests of speed-up forecasts against figures computed by hand."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def point(name, batch, rows, fixed, per_token=0.0, gigabytes=10.0):
     )
 
 
-# A plain token: 4 ms, and 1 ms more after 1,000 tokens of each of 8 sequences.
+# A plain cycle takes 4 ms; at batch 8, 1,000 tokens of context add 1 ms.
 POINTS = (
     point(PLAIN, 1, 1, cost(4.0, cycles=5.0)),
     point(PLAIN, 8, 1, cost(4.0, cycles=5.0), 0.001),
@@ -50,7 +50,7 @@ def test_a_speedup_is_tau_times_the_ratio_of_costs(found):
 
 
 def test_costs_are_linear_in_the_context(found):
-    # 4 + 1 over 5 + 1 ms.
+    # A plain cycle takes 4 + 1 ms, a block cycle 5 + 1 ms.
     assert found.expected("block_4", "math", 8, 1000).speedup == pytest.approx(3.0 * 5 / 6)
     assert found.points["block_4", 8].cost(1000).limits["context"] == pytest.approx(1.0)
 
@@ -58,14 +58,14 @@ def test_costs_are_linear_in_the_context(found):
 def test_the_best_choice_depends_on_the_task_and_the_batch(found):
     assert found.best("math", 1, 0).strategy == "block_16"
     assert found.best("chat", 1, 0).strategy == "block_4"
-    # 20 ms of arithmetic: 5 × 4 / 24 of plain decoding.
+    # The arithmetic takes 20 ms, so the speed-up is 5 × 4 / 24.
     assert found.expected("block_16", "math", 8, 0).speedup == pytest.approx(20 / 24)
     assert found.best("math", 8, 0).strategy == "block_4"
     assert found.best_on_average(1, 0) == ("block_16", pytest.approx((4.0 + 2.1 * 0.8) / 2))
 
 
-def test_what_does_not_fit_is_no_choice(found):
-    # 90 GB and 8 MB for each of 1,000 tokens and 16 rows.
+def test_strategies_that_do_not_fit_are_excluded(found):
+    # The strategy needs 90 GB and 8 MB for each token of context and each of its 16 rows.
     assert found.fits("block_16", 8, 600)
     assert not found.fits("block_16", 8, 610)
     assert found.expected("block_16", "math", 8, 610) is None
@@ -74,14 +74,14 @@ def test_what_does_not_fit_is_no_choice(found):
     assert found.best_on_average(8, 20_000) is None
 
 
-def test_what_a_strategy_of_unknown_acceptance_needs(found):
+def test_the_acceptance_that_a_strategy_needs(found):
     assert found.expected("other", "math", 1, 0) is None
     assert found.mean("other", 1, 0) is None
     assert found.needed_tokens("other", 1, 0) == pytest.approx(1.5)
     assert found.needed_tokens("other", 1, 0, speedup=2.0) == pytest.approx(3.0)
 
 
-def test_the_text_says_what_is_expected_and_what_is_slower(found):
+def test_the_text_labels_expectations_and_slow_downs(found):
     text = forecast_table.lines(found, [0, 20_000])
     assert all("expected" in line for line in text if line and not line.startswith(" "))
     everything = "\n".join(text)
@@ -89,26 +89,26 @@ def test_the_text_says_what_is_expected_and_what_is_slower(found):
     assert "arithmetic 83 %" in everything
     assert "does NOT fit" in everything
     assert ["math", "4.00×", "block_16", "2.40×", "block_4"] in [line.split() for line in text]
-    # Of "other": 6 ms over 4, and that times the best mean.
+    # "other" takes 6 ms instead of 4 ms; the best mean speed-up is 2.84.
     assert f"1.50 / {1.5 * 2.84:.2f}" in everything
     assert text[-1].split() == ["other", "1.50", "/", "4.26", "0.25"]
 
 
-def test_where_drafting_does_not_pay_plain_decoding_is_the_choice(found):
+def test_plain_decoding_is_the_choice_if_drafting_does_not_pay(found):
     slow = Forecast(found.points, {"block_16": {"math": 1.1}}, found.capacity_bytes)
     assert slow.best("math", 1, 0).strategy == PLAIN
     text = "\n".join(forecast_table.lines(slow, [0]))
     assert "drafting is not expected to pay on average at batch 1, 8" in text
 
 
-def test_without_acceptance_there_are_costs_alone(found):
+def test_without_acceptance_only_costs_are_reported(found):
     bare = Forecast(found.points, {}, found.capacity_bytes)
     text = "\n".join(forecast_table.lines(bare, [0]))
     assert "no expected speed-ups: no strategy has known acceptance" in text
     assert "block_16" in text
 
 
-def test_the_numbers_are_those_of_the_text(found):
+def test_the_json_matches_the_text(found):
     values = forecast_table.to_json(found, [0])
     assert values["label"] == forecast_table.LABEL
     cell = next(

@@ -1,4 +1,4 @@
-"""Tests of reading the compiler's text."""
+"""Tests of parsing the text of a compiled module."""
 
 import pytest
 from support import hlo_snippets as snippets
@@ -32,7 +32,7 @@ def test_the_entry_need_not_be_the_last():
     assert hlo.parse(text).entry.name == "first"
 
 
-def test_metadata_of_a_kernel_on_lines_of_its_own_is_part_of_its_instruction():
+def test_metadata_on_separate_lines_belongs_to_its_instruction():
     text = """ENTRY %main (a: f32[2]) -> f32[2] {
   %a = f32[2]{0} parameter(0)
   %kernel.1 = f32[2]{0} custom-call(%a), frontend_attributes={kernel_metadata={
@@ -46,7 +46,7 @@ def test_metadata_of_a_kernel_on_lines_of_its_own_is_part_of_its_instruction():
     assert entry.by_name()["kernel.1"].op_name == "jit(f)/attention/kernel"
 
 
-def test_a_tuple_has_its_arrays_and_where_they_live(module):
+def test_a_tuple_has_arrays_with_memory_spaces(module):
     start = module.computations["body"].by_name()["copy-start.1"]
     assert [array.in_hbm for array in start.results] == [False, True, False]
     assert start.results[0].dims == (2560, 9728)
@@ -54,7 +54,7 @@ def test_a_tuple_has_its_arrays_and_where_they_live(module):
     assert start.operands == ("body.4",)
 
 
-def test_a_loop_names_its_body_and_its_turns(module):
+def test_a_loop_has_a_body_and_a_trip_count(module):
     loop = module.entry.by_name()["while.2"]
     assert loop.called == {"condition": ("inner_condition",), "body": ("body",)}
     assert loop.trip_count == 3
@@ -93,6 +93,6 @@ def test_sizes(text, sizes):
     assert [array.num_bytes for array in hlo.arrays(text)] == sizes
 
 
-def test_other_text_is_refused():
+def test_other_text_is_rejected():
     with pytest.raises(ValueError, match="no entry computation"):
         hlo.parse("module @jit_f {}")

@@ -1,4 +1,4 @@
-"""Tests of how often loops turn."""
+"""Tests of the trip counts of loops."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from dflash.compiler import hlo, loops
 
 
 def turns(bound="constant(7)", begin="constant(1)", step="constant(2)", direction="LT", more=""):
-    """Of a loop whose counter is the second element of what it carries."""
+    """Returns the trip count of a loop whose counter is the second element of its carry."""
     module = hlo.parse(f"""HloModule small
 %condition (c: (f32[4], s32[])) -> pred[] {{
   %c = (f32[4]{{0}}, s32[]) parameter(0)
@@ -37,14 +37,14 @@ ENTRY %main (x0: f32[4]) -> (f32[4], s32[]) {{
     return loops.trip_count(module, by_name["loop"], by_name)
 
 
-def test_a_loop_counts_in_its_own_steps():
+def test_the_step_of_a_loop_counts():
     assert turns() == 3  # at 1, 3 and 5
     assert turns(bound="constant(8)") == 4
     assert turns(step="constant(1)") == 6
     assert turns(bound="constant(1)") == 0
 
 
-def test_a_counter_may_be_raised_more_than_once():
+def test_a_counter_may_be_incremented_in_several_steps():
     more = """
   %again = s32[] add(%next, %step)
   ROOT %carried = (f32[4]{0}, s32[]) tuple(%x, %again)
@@ -54,7 +54,7 @@ def test_a_counter_may_be_raised_more_than_once():
     assert turns(bound="constant(9)", more=more) == 2  # at 1 and 5
 
 
-def test_a_counter_may_be_copied_before_it_is_raised():
+def test_a_counter_may_be_copied_before_the_increment():
     copied = """s32[] iota()
   %mine = s32[] copy(%i)
   %one = s32[] constant(2)

@@ -1,4 +1,4 @@
-"""Tests of what a run cannot do without, and of what it asks its compiler."""
+"""Tests of the programs of a run and of their lower bounds."""
 
 import pytest
 from support.models import make_target
@@ -12,7 +12,7 @@ from dflash.config.tpu_schema import CompileDecode, TpuConfig
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_target_reads_its_weights_and_the_context_of_all_sequences(tied):
-    """D 32, F 48, V 48, 3 layers, N/K/H 4/2/16 in float32; pages have room for more."""
+    """Checks a float32 target of 3 layers with D 32, F 48, V 48, N/K/H 4/2/16."""
     target = make_target(tie_word_embeddings=tied)
     cache = target.new_cache(batch=2, pages_per_sequence=4, num_pages=9, page_size=8)
     found = programs.target_ideals(target, 4, 10, cache)
@@ -34,7 +34,7 @@ def test_a_drafter_reads_its_weights_and_the_context_in_use():
 
 
 def test_programs_share_their_memory():
-    """They run one after another, so that of each kind the larger one counts."""
+    """Checks the maximum by kind, since the programs execute one after another."""
     cycle = {"target weights": 5, "temporaries": 1, "draft KV": 4}
     prefill = {"target weights": 5, "temporaries": 3}
     wanted = {"target weights": 5, "temporaries": 3, "draft KV": 4}
@@ -53,12 +53,12 @@ def test_programs_share_their_memory():
         ({"repetition_penalty": 1.5}, RunAssumptions(7, shaped=True)),
     ],
 )
-def test_the_config_says_which_branches_run(changes, assumptions):
+def test_assumptions_follow_from_the_config(changes, assumptions):
     assert RunAssumptions.of(7, DecodeConfig(**changes)) == assumptions
 
 
 @pytest.mark.parametrize(("only", "number"), [("all", 2), ("cycle", 1), ("prefill", 1)])
-def test_the_programs_to_come_are_counted(only, number):
-    """So that a bar knows how far it is."""
+def test_the_number_of_programs(only, number):
+    """Checks the count by which the progress bar computes its fraction."""
     tpu = TpuConfig(topology="v5e:2x2", only=only)
     assert programs.count(CompileDecode(tpu=tpu), tpu) == number

@@ -1,4 +1,4 @@
-"""Tests of the report: what it says of a program, and when a budget is passed."""
+"""Tests of the compile report, its text and its budgets."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ WEIGHT = 2560 * 9728 * 2
 
 @dataclasses.dataclass
 class Compiled:
-    """The compiler's answers about the snippets' module, as jax hands them on."""
+    """Stub of `jax.stages.Compiled` for the module of the HLO snippets."""
 
     text: str = snippets.MODULE
 
@@ -57,7 +57,7 @@ def make_report(**changes):
     return CompileReport(**(values | changes))
 
 
-def test_a_loop_is_told_apart_from_what_stands_around_it():
+def test_a_loop_is_reported_apart_from_its_surroundings():
     found = examine()
     assert found.once.cycles_ms == pytest.approx(17032 / 1.75e6)
     assert [name for name, *_ in found.copies] == ["copy.9"]
@@ -72,8 +72,8 @@ def test_the_head_is_read_at_least_once():
     assert examine().components[UNEMBED].ideal_ms == pytest.approx(1)
 
 
-def test_the_head_counts_as_often_as_it_is_read():
-    """By what reads most of it in each of the loop's three turns; a slice of it is no reading."""
+def test_the_head_counts_once_per_read():
+    """Counts reads of most of the head, in each of three iterations, but not reads of a slice."""
     scope = ', metadata={op_name="jit(generate)/while/body/drafter/unembed/dot_general"}'
     text = snippets.MODULE.replace("copy(%body.4)", f"copy(%body.4){scope}")
     found = examine(text=text, head=WEIGHT).components[UNEMBED]
@@ -109,11 +109,11 @@ def test_two_devices_share_a_chip():
     ]
 
 
-def test_the_table_says_what_it_is():
+def test_the_table_is_labeled_as_estimates():
     text = "\n".join(report_table.lines(make_report()))
     assert "compiler estimates: nothing here was measured on a chip" in text
     assert "42.000 GB of 95 GB: fits" in text
-    assert "3 × all-reduce of 0.246 MB in total" in text
+    assert "3 × all-reduce (0.246 MB in total)" in text
     assert "3, 149.4 MB, 0.109 ms; the largest is copy.9 of 49.8 MB" in text
     assert "outside the loop, once per 8 iterations: 0.010 ms by cycles" in text
     refused = "\n".join(report_table.lines(make_report(refused="Ran out of memory")))
@@ -136,8 +136,8 @@ def test_rows_against_the_ridge():
     assert curve.lines([], CHIP) == []
 
 
-def test_two_layers_stand_for_all():
-    """Attention and mlp count as often as the target is deep, head and norm once."""
+def test_two_layers_are_scaled_to_the_depth():
+    """Scales attention and MLP to the target's depth, but not the head and the final norm."""
     two = Component(1, 1, 1.0, 1.0, 1.0, 0.0)
     whole = curve.at_depth({ATTENTION: two, MLP: two, UNEMBED: two, REST: two}, 36)
     assert whole.cycles_ms == 18 + 18 + 1 + 1

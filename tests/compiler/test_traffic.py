@@ -1,4 +1,4 @@
-"""Tests of bytes and operations of single instructions, in programs of a few lines."""
+"""Tests of the traffic and the operations of instructions in small modules."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from dflash.compiler import components, costs, hlo, traffic
 
 
 def entry(*lines, root="f32[8]{0} copy(%x)", computations=""):
-    """A module whose entry reads %x, f32 [64, 32] in main memory, and %v, the same in VMEM."""
+    """Returns a module with the f32 [64, 32] parameters %x in HBM and %v in VMEM."""
     body = "\n".join(f"  {line}" for line in lines)
     return hlo.parse(f"""HloModule small
 {computations}
@@ -21,7 +21,7 @@ ENTRY %main (x: f32[64,32], v: f32[64,32], i: s32[]) -> f32[8] {{
 
 
 def bytes_of(line, **options):
-    """Bytes read and written by the instruction %one."""
+    """Returns the bytes that an instruction reads and writes."""
     module = entry(f"%one = {line}", **options)
     names = module.entry.by_name()
     return traffic.hbm_bytes(module, names["one"], names)
@@ -43,12 +43,12 @@ X, ROW = 64 * 32 * 4, 32 * 4
         ("f32[2,32]{1,0:S(1)} slice(%x), slice={[0:2], [0:32]}", 2 * ROW, 0),
         ("f32[2,32]{1,0} slice(%v), slice={[0:2], [0:32]}", 0, 2 * ROW),
         ("f32[64,32]{1,0} copy(%x)", X, X),
-        ("f32[64,32]{1,0:S(0)} copy(%v)", 0, X),  # space 0 is main memory
-        # What an update in place is written from has been counted where it was made.
+        ("f32[64,32]{1,0:S(0)} copy(%v)", 0, X),  # Memory space 0 is HBM.
+        # The source of an in-place update counts for the operation that produced it.
         ("f32[64,32]{1,0} dynamic-update-slice(%x, %row, %i, %i)", 0, ROW),
-        # A scatter's updates come last, after its indices.
+        # The updates of a scatter are its last operand.
         ("f32[64,32]{1,0} scatter(%x, %at, %row), to_apply=%add", ROW, ROW),
-        # A copy names where to, where from and a semaphore; only main memory counts.
+        # The result of copy-start is (destination, source, semaphore); only HBM counts.
         ("(f32[64,32]{1,0:S(1)}, f32[64,32]{1,0}, u32[]{:S(2)}) copy-start(%x)", X, 0),
         ("(f32[64,32]{1,0}, f32[64,32]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%v)", 0, X),
     ],
@@ -71,8 +71,8 @@ FUSED = """
 """
 
 
-def test_slices_read_no_more_than_there_is():
-    """Two slices of 40 rows of 64: all of it at most, and the index."""
+def test_slices_read_at_most_the_whole_array():
+    """Reads two slices of 40 of 64 rows, which count as all rows, and the index."""
     line = "f32[40,32]{1,0:S(1)} fusion(%x, %i), kind=kLoop, calls=%twice"
     assert bytes_of(line, computations=FUSED) == (X + 4, 0)
 
@@ -84,13 +84,13 @@ def test_slices_read_no_more_than_there_is():
          2 * 64 * 64 * 32),
         ("f32[32,32]{1,0} dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}",
          2 * 32 * 32 * 64),
-        # A batch of 64 products of one row: each number meets one other.
+        # A batch of 64 dot products, which multiplies each element once.
         ("f32[64]{0} dot(%x, %x), lhs_batch_dims={0}, rhs_batch_dims={0}, "
          "lhs_contracting_dims={1}, rhs_contracting_dims={1}", 2 * 64 * 32),
         ("f32[64,32]{1,0} add(%x, %x)", 0),
     ],
 )  # fmt: skip
-def test_operations_of_matrix_products(line, flops):
+def test_operations_of_matmuls(line, flops):
     assert flops_of(line) == flops
 
 
@@ -98,8 +98,8 @@ def test_operations_of_matrix_products(line, flops):
     ("kernel", "products"),
     [("splash_mha_fwd_segmented_residuals", 2), ("splash_mha_dkv_segmented", 5), ("other", 0)],
 )
-def test_splash_attention_states_nothing_and_is_known_by_its_shapes(kernel, products):
-    """Two blocks of queries and keys: three of the four pairs are computed."""
+def test_splash_attention_is_counted_by_its_shapes(kernel, products):
+    """Uses two blocks of queries and keys, of whose four pairs three are computed."""
     module = entry(
         "%next = s8[1,2,2]{2,1,0} constant(0)",
         "%queries = bf16[8,1024,128]{2,1,0} constant(0)",
@@ -156,7 +156,7 @@ def operations(*lines):
     return {one.instruction.name: one for one in found}
 
 
-def test_a_computation_that_is_called_runs_as_often_as_its_caller():
+def test_a_called_computation_runs_as_often_as_its_caller():
     found = operations(
         "%t0 = (f32[64,32]{1,0}) tuple(%x)",
         "%loop = (f32[64,32]{1,0}) while(%t0), condition=%yes, body=%body",
@@ -166,7 +166,7 @@ def test_a_computation_that_is_called_runs_as_often_as_its_caller():
 
 
 def test_the_branch_of_most_cycles_counts_its_loops():
-    """500 cycles once against 100 in each of nine turns."""
+    """Compares one branch of 500 cycles with nine iterations of 100 cycles."""
     found = operations(
         "%t0 = (f32[64,32]{1,0}) tuple(%x)",
         "%if = f32[64,32]{1,0} conditional(%i, %t0, %t0), branch_computations={%cheap, %often}",
@@ -175,11 +175,11 @@ def test_the_branch_of_most_cycles_counts_its_loops():
     assert "slow" not in found
 
 
-def test_a_small_copy_is_no_big_one():
+def test_small_copies_are_left_out():
     assert not components.big_copies(operations("%small = f32[64,32]{0,1} copy(%x)").values())
 
 
-def test_an_asynchronous_collective_counts_what_arrives():
+def test_an_asynchronous_collective_counts_its_destination():
     found = operations(
         "%s = ((f32[64,32]{1,0}), f32[256,32]{1,0}) all-gather-start(%x), dimensions={0}",
         "%d = f32[256,32]{1,0} all-gather-done(%s)",
@@ -187,7 +187,7 @@ def test_an_asynchronous_collective_counts_what_arrives():
     assert components.collectives(found.values()) == {"all-gather": (1, 4 * X)}
 
 
-def test_a_collective_that_runs_within_a_product_counts_where_it_begins():
+def test_a_collective_that_overlaps_a_matmul_counts_at_its_start():
     share, whole, product = "bf16[320,9728]{1,0}", "bf16[2560,9728]{1,0}", "bf16[64,2560]{1,0}"
     both = f"({product}, {share}, {whole}, {whole})"
     module = hlo.parse(f"""HloModule small
