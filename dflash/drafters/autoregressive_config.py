@@ -18,8 +18,8 @@ class DraftModelArchitecture(DraftLayers):
     """Architecture of a draft model with random weights."""
 
     num_hidden_layers: int = option(4, minimum=1, maximum=MAX_LAYERS)
-    hidden_size: int | None = option(None, minimum=1, maximum=MAX_WIDTH)  # None: the target's
-    tie_word_embeddings: bool | None = None  # None: as in the target
+    hidden_size: int | None = option(None, minimum=1, maximum=MAX_WIDTH)  # None: the target's.
+    tie_word_embeddings: bool | None = None  # None: as in the target.
 
     def for_target(self, target: TargetArchitecture) -> TargetArchitecture:
         """Returns the complete architecture for a target.
@@ -41,6 +41,6 @@ class AutoregressiveConfig(CheckpointKey, DrafterConfig):
 
     name: str = "autoregressive"
     block_size: int | Literal["auto"] = option(5, minimum=2, maximum=MAX_BLOCK_SIZE)
-    quantization: Quantization | None = None  # None: as stored in the checkpoint
-    family: str = "qwen3"  # with random weights; a checkpoint names its own family
+    quantization: Quantization | None = None  # None: as stored in the checkpoint.
+    family: str = "qwen3"  # With random weights; a checkpoint names its own family.
     architecture: DraftModelArchitecture | None = None

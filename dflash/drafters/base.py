@@ -227,8 +227,8 @@ class Drafter(nnx.Module):
     ) -> tuple[Proposal, Any]:
         """Proposes `count` tokens, 0 < count < num_draft_tokens; otherwise the same as `draft`.
 
-        The default computes the whole draft and keeps its first tokens. Override it if a shorter
-        draft costs less, or if drafts are trees.
+        The default computes the whole draft, a chain, and keeps its first tokens. Override it if a shorter
+        draft costs less.
         """
         proposal, state = self.draft(state, anchor, position, sampler, heads)
         return proposal.first(count), state
@@ -334,7 +334,7 @@ class Drafter(nnx.Module):
         return ()
 
     def read_rows(self, state: Any, slot: jax.Array, start: jax.Array, count: int) -> Any:
-        """Returns the rows of `count` positions of a slot, in the layout of one page."""
+        """Returns the rows of `count` positions of a slot, in the layout of `context_pages`."""
         return ()
 
     def write_rows(self, state: Any, slot: jax.Array, start: jax.Array, rows: Any) -> Any:

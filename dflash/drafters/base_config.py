@@ -24,12 +24,12 @@ from dflash.config.schema import (
     option,
 )
 
-MAX_RANK = 2**16  # rank of low-rank matrices
+MAX_RANK = 2**16  # Of low-rank matrices.
 MAX_LAYERS = 2**12
 MAX_WIDTH = 2**20
 MAX_VOCABULARY = 2**24
-_MLP_RATIO = 3  # as in Qwen3 0.6B, 1.7B and 8B
-_MAX_KV_HEADS = 8  # as in every dense Qwen3
+_MLP_RATIO = 3  # As in Qwen3 0.6B, 1.7B and 8B.
+_MAX_KV_HEADS = 8  # As in every dense Qwen3.
 
 # --- Keys of the group `drafter` ------------------------------------------------------------------
 
@@ -38,15 +38,15 @@ _MAX_KV_HEADS = 8  # as in every dense Qwen3
 class LayeredDrafterConfig(DrafterConfig):
     """Keys of a drafter that is made of transformer layers."""
 
-    rope_scaling: RopeScaling | None = None  # None: from the checkpoint or architecture
-    quantization: Quantization | None = None  # None: as stored in the checkpoint
+    rope_scaling: RopeScaling | None = None  # None: from the checkpoint or architecture.
+    quantization: Quantization | None = None  # None: as stored in the checkpoint.
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointKey:
     """Key of every drafter with weights."""
 
-    checkpoint: str | None = location("checkpoint")  # directory, hf:org/name, or random
+    checkpoint: str | None = location("checkpoint")  # Directory, hf:org/name, or random.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +61,14 @@ class BlockSizeKey:
 class BlockDrafterConfig(BlockSizeKey, CheckpointKey, LayeredDrafterConfig):
     """Keys of DFlash and its descendants."""
 
-    short_pass: bool = False  # compute only as many rows as block_size needs
+    short_pass: bool = False  # Compute only as many rows as block_size needs.
 
 
 @dataclasses.dataclass(frozen=True)
 class MarginalTree:
     """Tree of the most likely prefixes, by the marginal distributions of the draft positions."""
 
-    budget: int = option(minimum=1, maximum=1024)  # drafts in the tree
+    budget: int = option(minimum=1, maximum=1024)  # Drafts in the tree.
 
 
 # --- Keys of `drafter.architecture` ---------------------------------------------------------------
@@ -142,7 +142,7 @@ def _default_heads(width: int, head_dim: int) -> int:
 
 
 class DrafterShape(abc.ABC):
-    """Base of shapes: frozen dataclasses of everything that a drafter's config.json states."""
+    """Base of shapes, frozen dataclasses with the contents of a drafter's config.json."""
 
     @classmethod
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Config keys and shape of DFlash2 drafters: DFlash's, with convolutions and a selector."""
+"""Config keys and shape of DFlash2 drafters, which add convolutions and a selector to DFlash."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from dflash.drafters import base_config
 from dflash.drafters.base_config import MAX_LAYERS, MAX_RANK, MAX_WIDTH, BlockDrafterConfig
 from dflash.drafters.dflash_config import GROUP, BlockArchitecture, DFlashShape
 
-_INNER = "transformer_layer_config"  # mapping of the decoder in files of speculators
+_INNER = "transformer_layer_config"  # Group of the decoder in speculators files.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class DFlash2Shape(DFlashShape, DFlash2Fields):
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads config.json, of z-lab or of speculators; see `DrafterShape.from_hf`.
 
-        Files of speculators have a group for the decoder, and do not state the target's depth.
+        Speculators files have a group for the decoder's fields, and omit the target's depth.
         """
         if _INNER in config:
             own = hf_config.read_fields(config, DFlash2Fields)

@@ -17,7 +17,7 @@ from dflash.drafters.base_config import (
     MarginalTree,
 )
 
-GROUP = "dflash_config"  # mapping in config.json
+GROUP = "dflash_config"  # Group in config.json.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Fields that some published drafters have, with the only value that is supported.
 _SUPPORTED = {"draft_shift": False}
@@ -69,7 +69,7 @@ class DFlashShape(DrafterShape):
 
     @property
     def rotary(self) -> TargetArchitecture:
-        """Decoder whose heads are as wide as the rotated part of the real ones."""
+        """Decoder in which `head_dim` is the width of the rotated part of a head."""
         width = int(self.decoder.head_dim * self.partial_rotary_factor)
         return dataclasses.replace(self.decoder, head_dim=width)
 
@@ -165,7 +165,7 @@ class DFlashShape(DrafterShape):
 
 @dataclasses.dataclass(frozen=True)
 class BlockArchitecture(DraftLayers):
-    """Architecture of a fresh drafter of DFlash's kind."""
+    """Architecture of a fresh DFlash drafter or of one of its descendants."""
 
     num_hidden_layers: int = option(5, minimum=1, maximum=MAX_LAYERS)
     block_size: int = option_like(DFlashShape, "block_size", 16)
@@ -175,7 +175,7 @@ class BlockArchitecture(DraftLayers):
     target_layer_ids: tuple[int, ...] | None = option_like(DFlashShape, "target_layer_ids", None)
     # Number of target layers to tap if target_layer_ids is left out.
     num_target_features: int = option(5, minimum=1, maximum=MAX_LAYERS)
-    causal: bool = False  # block rows attend only to earlier rows and themselves, as in JetSpec
+    causal: bool = False  # Block rows attend only to earlier rows and themselves, as in JetSpec.
 
     def shape_fields(self, target: TargetArchitecture) -> dict[str, Any]:
         """Returns the required fields of `DFlashShape` for a target.
@@ -209,7 +209,7 @@ class DFlashConfig(BlockDrafterConfig):
     """Keys of a DFlash drafter."""
 
     name: str = "dflash"
-    tree: MarginalTree | None = None  # None: a chain
+    tree: MarginalTree | None = None  # None: a chain.
     architecture: DFlashArchitecture | None = None
 
 
@@ -219,7 +219,7 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
         return (num_target_layers // 2,)
     span, last = num_target_layers - 4, num_target_layers - 1
     spread = (round(1 + i * span / (count - 1)) for i in range(count))
-    return tuple(min(max(layer, 0), last) for layer in spread)  # clamp: toy targets are too shallow
+    return tuple(min(max(layer, 0), last) for layer in spread)  # Toy targets are too shallow.
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _CommonFields:
-    """Fields that files have in `dflash_config` (newer ones) or beside it (older ones)."""
+    """Fields that newer files have inside `dflash_config` and older files next to it."""
 
     block_size: int | None = option_like(DFlashShape, "block_size", None)
     num_target_layers: int | None = option_like(DFlashShape, "num_target_layers", None)
@@ -240,7 +240,7 @@ class _CommonFields:
 
 @dataclasses.dataclass(frozen=True)
 class _GroupFields(_CommonFields):
-    """Fields of `dflash_config`; three of them mean the same."""
+    """Fields of `dflash_config`; `causal`, `causal_head` and `is_causal` mean the same."""
 
     use_swa: bool = False
     swa_window_size: int | None = option(None, minimum=1, maximum=2**30)
@@ -251,7 +251,7 @@ class _GroupFields(_CommonFields):
 
 @dataclasses.dataclass(frozen=True)
 class _FileFields(_CommonFields):
-    """Fields of the file itself."""
+    """Fields at the top level of config.json."""
 
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     sliding_window: int | None = option_like(_GroupFields, "swa_window_size", None)
@@ -261,7 +261,7 @@ class _FileFields(_CommonFields):
 
 
 def _merge(beside: _FileFields, within: _GroupFields) -> dict[str, Any]:
-    """Returns the common fields; those within the group take precedence."""
+    """Returns the common fields; those inside the group take precedence."""
     names = [field.name for field in dataclasses.fields(_CommonFields)]
     return {
         name: getattr(beside if getattr(within, name) in (None, ()) else within, name)
@@ -275,7 +275,7 @@ def _partial(draft_vocab_size: int | None, vocab_size: int) -> int | None:
 
 
 def _views(beside: _FileFields, within: _GroupFields, num_layers: int) -> tuple[LayerView, ...]:
-    """Combines the fields by which published checkpoints describe windows and causality."""
+    """Returns the views that the window and causality fields of published files describe."""
     types = beside.layer_types or (_FULL,) * num_layers
     if len(types) != num_layers:
         raise errors.CheckpointError(
@@ -285,7 +285,7 @@ def _views(beside: _FileFields, within: _GroupFields, num_layers: int) -> tuple[
     window = beside.sliding_window
     if within.use_swa:
         window = within.swa_window_size or window
-        if _SLIDING not in types:  # use_swa without sliding layer types applies to every layer
+        if _SLIDING not in types:  # Then use_swa applies to all layers.
             types = (_SLIDING,) * num_layers
     if _SLIDING in types and window is None:
         raise errors.CheckpointError(

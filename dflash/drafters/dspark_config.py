@@ -1,4 +1,4 @@
-"""Config keys and shape of DSpark drafters: DFlash's, with two further heads."""
+"""Config keys and shape of DSpark drafters, which add two heads to DFlash."""
 
 import dataclasses
 from collections.abc import Mapping

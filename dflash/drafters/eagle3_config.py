@@ -17,7 +17,7 @@ from dflash.drafters.base_config import (
     LayeredDrafterConfig,
 )
 
-_ROPE_THETA = 10000.0  # default for published files, which omit it
+_ROPE_THETA = 10000.0  # Default for published files, which omit it.
 _NUM_TAPS = 3
 
 
@@ -29,10 +29,10 @@ class BeamTree:
     anchor.
     """
 
-    budget: int = option(59, minimum=1, maximum=1024)  # drafts in the tree
+    budget: int = option(59, minimum=1, maximum=1024)  # Drafts in the tree.
     # Number of nodes per level that are extended, and of children per node.
     top_k: int = option(10, minimum=1, maximum=64)
-    depth: int = option(8, minimum=1, maximum=64)  # drafts on the longest path
+    depth: int = option(8, minimum=1, maximum=64)  # Drafts on the longest path.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Eagle3Config(CheckpointKey, LayeredDrafterConfig):
     """Keys of an EAGLE-3 drafter."""
 
     name: str = "eagle3"
-    num_draft_tokens: int = option(7, minimum=1, maximum=1023)  # length of a chain
-    tree: BeamTree | None = None  # None: a chain
+    num_draft_tokens: int = option(7, minimum=1, maximum=1023)  # Length of a chain.
+    tree: BeamTree | None = None  # None: a chain.
     # Number of steps for which training feeds the drafter its own output.
     training_steps: int = option(7, minimum=1, maximum=64)
     architecture: Eagle3Architecture | None = None
@@ -161,8 +161,8 @@ class Eagle3Shape(DrafterShape):
 
 
 def default_taps(num_target_layers: int) -> tuple[int, int, int]:
-    """Returns the layers before layers 2, L // 2 and L - 3 of L."""
+    """Returns the layers whose outputs enter layers 2, L // 2 and L - 3 of L layers."""
     taps = 1, num_target_layers // 2 - 1, num_target_layers - 4
     last = num_target_layers - 1
-    low, middle, high = (min(max(layer, 0), last) for layer in taps)  # clamp for toy targets
+    low, middle, high = (min(max(layer, 0), last) for layer in taps)  # Toy targets are too shallow.
     return low, middle, high

@@ -134,14 +134,14 @@ class Lookahead(Drafter):
         return Proposal(tokens, parents), state
 
     def review(self, state, proposal, sampled):
-        """Adds a Jacobi iteration, and pools an n-gram per column; see `Drafter.review`."""
+        """Adds a Jacobi iteration, and puts an n-gram per column into the pool."""
         newest = jnp.take_along_axis(sampled, state.rows, axis=1)[:, None] + 1
         columns = jnp.concatenate([state.window, newest], axis=1)
         pool = remember(state.pool, columns.swapaxes(1, 2))
         return dataclasses.replace(state, window=columns[:, 1:], pool=pool)
 
     def observe(self, state, position, tokens, num_committed, features, heads):
-        """Moves the window, and pools the committed tokens' n-grams; see `Drafter.observe`."""
+        """Moves the window, and puts the n-grams of committed tokens into the pool."""
         # `review` has dropped the first level, which already moved the window by one position.
         columns = jnp.arange(self.window) + jnp.maximum(num_committed - 1, 0)[:, None]
         moved = jnp.take_along_axis(state.window, columns[:, None], axis=2, mode="clip")

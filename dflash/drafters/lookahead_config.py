@@ -13,7 +13,7 @@ class LookaheadConfig(DrafterConfig):
     """
 
     name: str = "lookahead"
-    window: int = option(8, minimum=1, maximum=128)  # positions that are solved in parallel
+    window: int = option(8, minimum=1, maximum=128)  # Positions that are solved in parallel.
     ngram_size: int = option(4, minimum=2, maximum=16)
-    candidates: int = option(8, minimum=1, maximum=128)  # n-grams verified in each cycle
-    pool_size: int = option(256, minimum=1, maximum=16384)  # n-grams kept for each sequence
+    candidates: int = option(8, minimum=1, maximum=128)  # N-grams verified in each cycle.
+    pool_size: int = option(256, minimum=1, maximum=16384)  # N-grams kept for each sequence.

@@ -73,7 +73,8 @@ class MedusaShape(DrafterShape):
 class MedusaArchitecture:
     """Architecture of fresh Medusa heads."""
 
-    block_size: int = option_like(MedusaShape, "block_size", 5)  # the anchor and one token per head
+    # The anchor and one token per head.
+    block_size: int = option_like(MedusaShape, "block_size", 5)
     rms_norm_eps: float = option_like(MedusaShape, "rms_norm_eps", 1e-6)
 
 
@@ -82,5 +83,5 @@ class MedusaConfig(BlockSizeKey, CheckpointKey, DrafterConfig):
     """Keys of Medusa heads."""
 
     name: str = "medusa"
-    tree: MarginalTree | None = None  # None: a chain
+    tree: MarginalTree | None = None  # None: a chain.
     architecture: MedusaArchitecture | None = None

@@ -12,4 +12,4 @@ class NgramConfig(DrafterConfig):
 
     name: str = "ngram"
     block_size: int | Literal["auto"] = option(8, minimum=2, maximum=MAX_BLOCK_SIZE)
-    longest_match: int = option(3, minimum=1, maximum=64)  # in tokens
+    longest_match: int = option(3, minimum=1, maximum=64)  # Tokens.

@@ -1,1 +1,1 @@
-"""Targets: one file a family, over the shared decoder-only network in `decoder.py`."""
+"""Target families, one module each, over the shared decoder-only network in `decoder.py`."""

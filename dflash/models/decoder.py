@@ -48,9 +48,9 @@ class Decoder(nnx.Module):
     hf_architectures: ClassVar[tuple[str, ...]]
     hf_model_type: ClassVar[str]
     qk_norm: ClassVar[bool]
-    # Families with fields of their own name their subclass.
+    # A family with fields of its own sets its subclass of `TargetArchitecture`.
     architecture_class: ClassVar[type[TargetArchitecture]] = TargetArchitecture
-    # Tensors that some checkpoints store and that are computed here.
+    # Tensors that some checkpoints store, but this code computes.
     ignored_checkpoint_suffixes: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 
     def __init__(self, arch: TargetArchitecture, *, dtype: jnp.dtype, sharding: Sharding):

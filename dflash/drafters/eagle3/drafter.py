@@ -157,7 +157,7 @@ class Eagle3(WeightedDrafter):
         options, sampler = self.tree, sampler.among(self.vocabulary())
         width, batch = options.top_k, position.shape[0]
         over_branches = self.midlayer.attend_branches(state.cache, position)
-        size = (options.depth - 1) * width  # number of extended rows on all levels
+        size = (options.depth - 1) * width  # Number of extended rows on all levels.
 
         def candidates(hidden, positions):
             return sampler.candidates(self.draft_logits(hidden), positions, width)
@@ -249,7 +249,7 @@ class Eagle3(WeightedDrafter):
             parameters.assign_host(self, draft_vocabulary.choose(size, count_tokens))
 
     def loss(self, batch, heads, key, options, *, remat=False):
-        """Computes the loss of training-time test; see `Drafter.loss`.
+        """Computes the loss of EAGLE-3's "training-time test"; see `Drafter.loss`.
 
         From the second step on, the layer reads its own outputs instead of the target's features.
         `key` is not used.

@@ -20,7 +20,7 @@ from dflash.layers import losses
 from dflash.layers.losses import Unembed
 from dflash.layers.train_batch import TrainBatch
 
-STEP_DECAY = 0.8  # ratio of the weights of consecutive steps
+STEP_DECAY = 0.8  # Ratio of the weights of consecutive steps.
 
 
 class StepScores(NamedTuple):
@@ -38,7 +38,7 @@ class StepScores(NamedTuple):
 
 
 def shift(rows: jax.Array, count: int) -> jax.Array:
-    """Shifts rows [B, T, ...] so that row i becomes row i + count, or zeros outside [0, T)."""
+    """Returns `rows` [B, T, ...] with row i + count at row i, and zeros outside [0, T)."""
     padding = [(0, 0)] * rows.ndim
     padding[1] = (max(-count, 0), max(count, 0))
     return jax.lax.slice_in_dim(

@@ -47,7 +47,7 @@ class ConditionedDFlash(DFlash):
 
     @classmethod
     def options(cls, config: DrafterConfig) -> dict[str, Any]:
-        """Returns the options of `__init__`, which has none for trees; see `WeightedDrafter`."""
+        """Returns the options of `__init__`, without trees; see `WeightedDrafter.options`."""
         return {"block_size": config.block_size, "short_pass": config.short_pass}
 
     def fresh_memory(self, batch: int) -> Any:
@@ -109,10 +109,7 @@ class ConditionedDFlash(DFlash):
         return self.draft_fewer(self.num_draft_tokens, state, anchor, position, sampler, heads)
 
     def draft_fewer(self, count, state, anchor, position, sampler, heads):
-        """Runs the whole block, as in training, and draws the first tokens.
-
-        See `Drafter.draft_fewer`.
-        """
+        """Runs the whole block, but draws only its first tokens; see `Drafter.draft_fewer`."""
         block, _ = self.run_block(state, anchor, position, heads)
         hidden = block[:, self.first_row : self.first_row + count]
         positions = position[:, None] + 1 + jnp.arange(hidden.shape[1])
