@@ -227,8 +227,8 @@ class Drafter(nnx.Module):
     ) -> tuple[Proposal, Any]:
         """Proposes `count` tokens, 0 < count < num_draft_tokens; otherwise the same as `draft`.
 
-        The default computes the whole draft, a chain, and keeps its first tokens. Override it if a shorter
-        draft costs less.
+        The default computes the whole draft, which must be a chain, and keeps its first tokens.
+        Override it if a shorter draft costs less.
         """
         proposal, state = self.draft(state, anchor, position, sampler, heads)
         return proposal.first(count), state
