@@ -295,7 +295,7 @@ def backward(
 
 
 def _own_visible(tiling: AnchoredTiling, bounds_ref, causal):
-    """Returns the mask bool [own, R] of the block keys that each row sees."""
+    """Returns the mask bool [block rows, R] of the block keys that each row sees."""
     key = jax.lax.broadcasted_iota(jnp.int32, (tiling.block_rows, 1), 0)
     visible = flash_tpu.div(key, tiling.block) == bounds_ref[BLOCK : BLOCK + 1]
     if causal:
@@ -319,13 +319,13 @@ def _needed(tiling: AnchoredTiling, first_ref, end_ref):
 
 
 def _query_heads(tiling: AnchoredTiling, ref):
-    """Returns the columns [own, N/K·H] of a reference as rows of scores [R, H]."""
+    """Reads the query heads [block rows, N/K·H] of a reference as score rows [R, H]."""
     heads = [ref[:, begin : begin + tiling.width] for begin in _head_columns(tiling)]
     return jnp.concatenate(heads, axis=0)
 
 
 def _store_query_heads(tiling: AnchoredTiling, ref, heads):
-    """Stores rows of scores [R, H] to the columns [own, N/K·H] of a reference."""
+    """Writes score rows [R, H] to the query heads [block rows, N/K·H] of a reference."""
     for i, begin in enumerate(_head_columns(tiling)):
         own = heads[i * tiling.block_rows : (i + 1) * tiling.block_rows]
         ref[:, begin : begin + tiling.width] = own.astype(ref.dtype)

@@ -63,7 +63,7 @@ def causal_attention(
         )
 
     if implementation == "auto" and not unsupported:
-        # Without this, the residuals of both implementations would be kept for the backward pass.
+        # Recompute in the backward pass, as the residuals of both implementations would be kept.
         attend = jax.checkpoint(attend)
     return attend(queries, keys, values, segment_ids)
 
@@ -129,7 +129,7 @@ def attend_so_far(
 
 
 def _attend_chunk(queries, query_segments, keys, values, key_segments, *, scale):
-    """Attends from queries [B, C, N, H], the last C rows of the keys [B, S, K, H]."""
+    """Attends from queries [B, C, N, H] of the last C of S rows to keys [B, S, K, H]."""
     rows = online_softmax.group_queries(queries, keys.shape[2])
     partial = attend_so_far(rows, keys, values, query_segments, key_segments, scale=scale)
     whole = online_softmax.normalize(partial, queries.dtype)

@@ -26,7 +26,7 @@ HEAD_DIMS = (64, 128, 256)
 
 
 def row_tile(dtype: jnp.dtype) -> int:
-    """Returns the rows of a memory tile, to multiples of which copies of this dtype are aligned."""
+    """Returns the rows per memory tile; copies of this dtype begin and end at multiples of it."""
     return 32 // jnp.dtype(dtype).itemsize
 
 

@@ -5,9 +5,9 @@ Tiles of a group are consecutive, so its weights stay in VMEM, and weights of gr
 are never read. 8-bit weights are read as such and widened in VMEM; `jax.lax.ragged_dot` would need
 all of them widened in HBM.
 
-If there are few rows, all of them are kept in VMEM. Products with a 0/1 matrix, which are exact,
-select the rows of a tile and add its results to their rows. Tiles in HBM would then be mostly empty
-and larger than the weights that are read. If there are many rows, the caller gathers the tiles.
+If there are few rows, all of them are kept in VMEM, and exact products with a 0/1 matrix gather the
+rows of each tile and scatter its results. Tiles in HBM would then be mostly empty, and larger than
+the weights that are read. If there are many rows, the caller gathers the tiles.
 """
 
 import dataclasses

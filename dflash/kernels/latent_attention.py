@@ -31,7 +31,7 @@ def latent_attention(
     implementation: str = "auto",
     sizes: tuning.LatentSizes = tuning.LATENT_ATTENTION,
 ) -> tuple[jax.Array, Rows]:
-    """Appends T latent rows to each sequence's cache and attends over context and new rows.
+    """Appends T latent rows to each sequence's cache and attends to context and new rows.
 
     Args:
       queries: [B, T, N, W]; every head sees the same keys.

@@ -98,7 +98,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def with_sinks(partial: Partial, sinks: jax.Array) -> Partial:
-    """Adds its head's attention sink, a score [N] without a value, to the sum of each row.
+    """Adds each head's attention sink, a score [N] without a value, to its rows' softmax sums.
 
     Source: Xiao et al. 2023, arXiv 2309.17453; learned, as in gpt-oss.
     """

@@ -35,7 +35,7 @@ def paged_attention(
     implementation: str = "auto",
     sizes: tuning.BlockSizes | None = None,
 ) -> tuple[jax.Array, Rows, Rows]:
-    """Appends T rows to each sequence's cache and attends over context and new rows.
+    """Appends T rows to each sequence's cache and attends to context and new rows.
 
     Row r of sequence b is stored at cache position `start[b] + r`. It sees every position below
     `start[b]`, and the new rows that `tree_mask` selects (by default, rows up to and including r).

@@ -57,7 +57,7 @@ def unrolled_attention(
 def _attend_chunk(
     queries, keys, values, query_segments, first_keys, first_values, key_segments, *, scale
 ):
-    """Attends from queries [B, C, N, H], the last C rows of the first step's keys [B, S, K, H]."""
+    """Attends from queries [B, C, N, H] of the last C of S rows to all steps' keys."""
     rows = online_softmax.group_queries(queries, first_keys.shape[2])
     partial = online_softmax.merge(
         causal_attention.attend_so_far(

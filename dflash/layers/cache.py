@@ -60,7 +60,7 @@ class PagedCache:
 
     @property
     def page_size(self) -> int:
-        """Slots per page."""
+        """Rows per page."""
         return self.pools[0].shape[2]
 
     def compact(self, start: jax.Array, path: jax.Array, sharding: Sharding) -> "PagedCache":
@@ -97,8 +97,8 @@ class PagedCache:
 def batch_axes(batch: int, sharding: Sharding) -> tuple[str | None, str | None]:
     """Returns the logical axes of the batch and page dimensions for a batch of `batch` sequences.
 
-    A batch that does not divide over the data replicas is replicated, as a single sequence must be;
-    both axes are then None.
+    If the batch does not divide over the data replicas, both axes are None, and every replica
+    computes the whole batch.
     """
     return ("batch", "pages") if batch % sharding.size("batch") == 0 else (None, None)
 
@@ -138,7 +138,7 @@ def paged_cache(
 
 
 def _is_pool(node: Any) -> bool:
-    """Returns whether a node of `PagedCache.layers` is a pool that is itself a pytree."""
+    """Returns whether a node of `PagedCache.layers` is a quantized pool, itself a pytree."""
     return isinstance(node, Quantized)
 
 

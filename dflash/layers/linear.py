@@ -177,7 +177,7 @@ class Linear(Kernel):
         return (product * self.kernel_scale[0]).astype(x.dtype)
 
     def attend(self, hidden: jax.Array) -> jax.Array:
-        """Returns float32 logits [..., V] of hidden states [..., D], as an output head."""
+        """Applies an output head: returns float32 logits [..., V] of hidden states [..., D]."""
         return _project(hidden, self.kernel[...], self.sharding, dtype=jnp.float32)
 
     def columns(self, tokens: np.ndarray) -> jax.Array:
@@ -327,7 +327,7 @@ def _product_forward(x, weights, transposed, dtype):
 
 def _product_backward(transposed, dtype, residuals, cotangents):
     x, weights = residuals
-    # Narrow float32 gradients of logits, so that bfloat16 factors need not be widened.
+    # Cast float32 gradients of logits, so that bfloat16 factors need not be widened.
     cotangents = cotangents.astype(jnp.result_type(x, weights))
     by_x = jnp.einsum("...f,fd->...d" if transposed else "...f,df->...d", cotangents, weights)
     rows, cotangents = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))

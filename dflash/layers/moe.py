@@ -205,7 +205,7 @@ class Experts(nnx.Module):
         return out
 
     def _run_local(self, exchanged, x, experts, weights, *kernels):
-        """Runs on one device: computes the experts that it holds, and sums over all devices."""
+        """Computes the experts that this device holds, and sums the results over all devices."""
         if exchanged:
             x, experts, weights = (
                 jax.lax.all_gather(rows, exchanged, tiled=True) for rows in (x, experts, weights)
@@ -221,7 +221,8 @@ class Experts(nnx.Module):
         """Returns the weighted sum of the outputs of this device's experts, float32 [B, T, D]."""
         count, per_row = gate.shape[0], experts.shape[-1]
         local = experts.reshape(-1) - self.sharding.index("expert") * count
-        local = jnp.where((local >= 0) & (local < count), local, count)  # Others sort last.
+        # Experts of other devices get the index `count`, so that their rows sort last.
+        local = jnp.where((local >= 0) & (local < count), local, count)
         order = jnp.argsort(local, stable=True)
         sizes = jnp.bincount(local, length=count + 1)[:count].astype(jnp.int32)
         gate_scales, up_scales, down_scales = scales or (None, None, None)
