@@ -152,7 +152,7 @@ def test_figures_that_cannot_be_trusted_are_marked(measured):
     """Two conversations are too few, whatever they took."""
     directory, out = measured
     results = json.loads((directory / "results.json").read_text())
-    words = "2 prompts (or conversations): an interval takes 6 or more; raise prompts_per_task"
+    words = "2 prompts (or conversations): an interval needs 6 or more; raise prompts_per_task"
     for cell in results["cells"]:
         assert {"about": "speedup", "words": words} in cell["doubts"]
     assert f"not trustworthy (?), speed-up of every cell: {words}" in " ".join(out.split())
@@ -229,9 +229,7 @@ def test_a_sweep_runs_no_studies(tmp_path):
     (tmp_path / "s.yml").write_text(SWEEP)
     status, _, err = command(["study.name=cycle", "--workdir=w"], tmp_path, sweep, "s.yml")
     assert status == 2
-    assert (
-        err == "error: study: a sweep runs no studies: run this one by python -m dflash.benchmark\n"
-    )
+    assert err == "error: study: sweeps do not run studies; use dflash benchmark for this one\n"
     assert not (tmp_path / "w").exists()
 
 
@@ -278,14 +276,14 @@ def test_a_study_makes_a_table_and_a_plot(run, tmp_path, study, options, rows, k
         (["strategies.dfl.name=dflsh"], "unknown name 'dflsh'; did you mean 'dflash'?"),
         (["strategies.x=nowhere.yml"], "strategies.x: nowhere.yml: no such file"),
         (["strategies.short.block_size=5"], "5 exceeds strategies.short.architecture.block_size=4"),
-        (["strategies.none.name=dflash"], "strategies.none: the name of the baseline"),
+        (["strategies.none.name=dflash"], "strategies.none: this is the name of the baseline"),
         (["--trace=gone.json"], "gone.json: cannot be read: No such file or directory"),
         (["--trace=t.json", "strategies.short.block_size=3"], "t.json: prompt 0 (gsm8k): commits 4 "
          "tokens in a cycle, but strategy 'short' has a block of 3"),
         (["--trace=t.json", "trace_tasks=[gsm]"], "has no 'gsm'; did you mean 'gsm8k'?"),
         (["--trace=t.json", "decode.num_pages=40"],
-         "decode.num_pages: forced acceptance lengths do not survive the interruption of a "
-         "sequence; leave it unset"),
+         "decode.num_pages: a preempted sequence would lose its forced acceptance lengths; leave "
+         "it unset"),
         (["--acceptance=math50"], "nothing published on 'math50'; did you mean 'math500'?"),
         (["--acceptance=alpaca", "--trace=t.json"], "trace: excludes acceptance"),
         (["--workdir=file/out"], "cannot be written: Not a directory"),

@@ -12,7 +12,7 @@ from dflash.compiler.forecast import PLAIN, Forecast, StrategyPoint
 from dflash.config import loader
 from dflash.config.tpu_schema import CompileDecode
 from dflash.measure import acceptance, plots, published, table
-from dflash.measure.acceptance import Expected
+from dflash.measure.acceptance import ExpectedAcceptance
 from dflash.runs.display import Display
 from dflash.storage import files, paths
 
@@ -61,9 +61,9 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     return forecast
 
 
-def _shape(spec: PointSpec, point: StrategyPoint) -> acceptance.Shape:
+def _shape(spec: PointSpec, point: StrategyPoint) -> acceptance.DraftShape:
     tree = getattr(spec.drafter, "tree", None)
-    return acceptance.Shape(spec.drafter.name, point.rows, tree and tree.budget)
+    return acceptance.DraftShape(spec.drafter.name, point.rows, tree and tree.budget)
 
 
 def _machine_line(machine: TpuMachine, config: CompileDecode) -> str:
@@ -74,7 +74,7 @@ def _machine_line(machine: TpuMachine, config: CompileDecode) -> str:
 
 
 def _beside_published(
-    forecast: Forecast, expected: Mapping[str, Expected], context: int
+    forecast: Forecast, expected: Mapping[str, ExpectedAcceptance], context: int
 ) -> list[str]:
     """Compares the forecast with published measurements of the same models on TPU v5p.
 
@@ -87,8 +87,8 @@ def _beside_published(
         if strategy.published and strategy.longest == rows and forecast.batches[0] == 1:
             plain, own = (forecast.points[which, 1].cost(context) for which in (PLAIN, name))
             times = (
-                published.Times(plain.roofline_ms, own.roofline_ms),
-                published.Times(plain.cycles_ms, own.cycles_ms),
+                published.CycleTimes(plain.roofline_ms, own.roofline_ms),
+                published.CycleTimes(plain.cycles_ms, own.cycles_ms),
             )
             heading = f"{name}, batch 1, after {context:,} tokens"
             return ["", *published.beside(heading, strategy.tokens, *times)]

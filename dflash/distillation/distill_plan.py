@@ -14,7 +14,7 @@ from dflash.config.train_schema import TrainRun
 from dflash.loading import job as decode_jobs
 from dflash.loading.job import Job as DecodeJob
 from dflash.measure import roofline
-from dflash.measure.roofline import Machine, Work
+from dflash.measure.roofline import ForwardWork, Machine
 from dflash.parallel import chips, parameters
 from dflash.storage import paths
 from dflash.text import jsonl
@@ -130,7 +130,7 @@ def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> Sta
     if steps is None:
         steps = math.ceil(run.train.epochs * per_epoch / share / row)
     amount = f"{steps:,} steps of {row:,} tokens"
-    work = Work(step_flops(job.task), 0.0)
+    work = ForwardWork(step_flops(job.task), 0.0)
     learning = parameters.count(job.task.learner)
     kept = run.train.keep_last + 2  # The best one, and one that is being written.
     disk = kept * _OPTIMIZER_COPIES * 4 * learning
@@ -173,7 +173,7 @@ def _export(job: TrainJob) -> StagePlan:
     return StagePlan("export", f"{weights:,} weights", 0.0, 2 * size * weights)
 
 
-def _seconds(work: Work, times: float, machine: Machine | None) -> float | None:
+def _seconds(work: ForwardWork, times: float, machine: Machine | None) -> float | None:
     return None if machine is None else work.ideal_ms(machine) * times / 1e3
 
 

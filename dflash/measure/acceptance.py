@@ -16,7 +16,7 @@ Histograms = Mapping[str, Sequence[float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class KnownAcceptance:
     """Histograms of acceptance lengths by task, with their source.
 
     Attributes:
@@ -33,7 +33,7 @@ class Known:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class DraftShape:
     """Shape of a strategy's drafts.
 
     Attributes:
@@ -48,7 +48,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
+class ExpectedAcceptance:
     """Expected mean acceptance length (τ) of a strategy.
 
     Attributes:
@@ -65,8 +65,8 @@ class Expected:
 
 
 def expected(
-    known: Sequence[Known], shapes: Mapping[str, Shape], drafter: str
-) -> dict[str, Expected]:
+    known: Sequence[KnownAcceptance], shapes: Mapping[str, DraftShape], drafter: str
+) -> dict[str, ExpectedAcceptance]:
     """Returns what strategies are expected to commit per cycle, by name.
 
     Strategies without a matching recording are left out.
@@ -88,7 +88,7 @@ def expected(
     return expectations
 
 
-def _expected(known: Known, shape: Shape, *, own: bool) -> Expected | None:
+def _expected(known: KnownAcceptance, shape: DraftShape, *, own: bool) -> ExpectedAcceptance | None:
     longest = max(map(len, known.histograms.values()))
     if shape.tree is None or own:
         rows = longest if shape.tree is not None else shape.rows
@@ -97,13 +97,13 @@ def _expected(known: Known, shape: Shape, *, own: bool) -> Expected | None:
         tokens = {task: tau(shares, rows) for task, shares in known.histograms.items()}
         cut = f"; blocks of {longest} cut to {rows}, as if their first drafts were the same"
         source = known.source + (cut if rows < longest else "")
-        return Expected(tokens, source, longest, known.published)
+        return ExpectedAcceptance(tokens, source, longest, known.published)
     gain = published.TREE_GAINS.get(shape.tree)
     if gain is None or not known.published:
         return None
     tokens = {task: gain * tau(shares, longest) for task, shares in known.histograms.items()}
     words = f"{gain:g} times τ of the chain of {longest} on every task: {published.TREE_ORIGIN}"
-    return Expected(tokens, f"assumed: {words}", longest, published=True)
+    return ExpectedAcceptance(tokens, f"assumed: {words}", longest, published=True)
 
 
 def tau(shares: Sequence[float], rows: int) -> float:
@@ -119,7 +119,7 @@ def tau(shares: Sequence[float], rows: int) -> float:
     return sum(lengths) / sum(shares)
 
 
-def read(file: str | None) -> list[Known]:
+def read(file: str | None) -> list[KnownAcceptance]:
     """Reads acceptance lengths from a file; None returns the published ones.
 
     Args:
@@ -128,16 +128,20 @@ def read(file: str | None) -> list[Known]:
       InputError: The file cannot be read, or has another format.
     """
     if file is None:
-        return [Known(published.HISTOGRAMS, None, f"published: {published.ORIGIN}", published=True)]
+        return [
+            KnownAcceptance(
+                published.HISTOGRAMS, None, f"published: {published.ORIGIN}", published=True
+            )
+        ]
     content = _content(file)
     source = f"recorded: {file}"
     if isinstance(content, list):
-        return [Known(_of_trace(file), None, source)]
+        return [KnownAcceptance(_of_trace(file), None, source)]
     if isinstance(content, dict) and isinstance(content.get("cells"), list):
         return _of_benchmark(content["cells"], file, source)
     if isinstance(content, dict) and "acceptance_histogram" in content:
         shares = _shares(content["acceptance_histogram"], file)
-        return [Known({pathlib.Path(file).parent.name or "run": shares}, None, source)]
+        return [KnownAcceptance({pathlib.Path(file).parent.name or "run": shares}, None, source)]
     raise errors.InputError(
         f"{file}: expected a trace, results.json of a benchmark, or summary.json of a decode run"
     )
@@ -160,7 +164,7 @@ def _of_trace(file: str) -> Histograms:
     return histograms
 
 
-def _of_benchmark(cells: Sequence[Any], file: str, source: str) -> list[Known]:
+def _of_benchmark(cells: Sequence[Any], file: str, source: str) -> list[KnownAcceptance]:
     """Returns one entry for each strategy that ran cycles."""
     recorded: dict[str, dict[str, Sequence[float]]] = {}
     try:
@@ -169,8 +173,12 @@ def _of_benchmark(cells: Sequence[Any], file: str, source: str) -> list[Known]:
                 shares = _shares(cell["acceptance_histogram"], file)
                 recorded.setdefault(cell["strategy"], {})[cell["task"]] = shares
     except (KeyError, TypeError) as error:
-        raise errors.InputError(f"{file}: cells: not those of a benchmark: {error}") from error
-    return [Known(histograms, strategy, source) for strategy, histograms in recorded.items()]
+        raise errors.InputError(
+            f"{file}: cells: not in the format of a benchmark: {error}"
+        ) from error
+    return [
+        KnownAcceptance(histograms, strategy, source) for strategy, histograms in recorded.items()
+    ]
 
 
 def _shares(histogram: Any, file: str) -> Sequence[float]:
@@ -180,5 +188,7 @@ def _shares(histogram: Any, file: str) -> Sequence[float]:
     except (AttributeError, TypeError, ValueError):
         counts = {}
     if not counts or min(counts) < 1 or max(counts) > 2**12 or sum(counts.values()) <= 0:
-        raise errors.InputError(f"{file}: acceptance_histogram: expected cycles by length, from 1")
+        raise errors.InputError(
+            f"{file}: acceptance_histogram: expected numbers of cycles by length, from 1"
+        )
     return [counts.get(length, 0.0) for length in range(1, max(counts) + 1)]

@@ -15,7 +15,7 @@ from dflash.loading import job as jobs
 from dflash.loading import weights
 from dflash.measure import workload as workloads
 from dflash.measure.engine import MeasuredEngine
-from dflash.measure.forced import Forced
+from dflash.measure.forced import ForcedDrafter
 from dflash.measure.parts import Parts, Probe
 from dflash.measure.samples import Sample, TaskRound
 from dflash.measure.workload import Item, Workload
@@ -83,7 +83,9 @@ class Bench:
         """
         self.workload = self.workload.of_shard(shard)
         if not self.workload.tasks:
-            raise errors.ConfigError(f"--shard={shard}: no task has so many prompts")
+            raise errors.ConfigError(
+                f"--shard={shard}: no task has that many prompts; use fewer shards"
+            )
         prompts = tuple(item.prompt for item in self.workload.items)
         self.jobs = {
             name: dataclasses.replace(job, prompts=prompts) for name, job in self.jobs.items()
@@ -243,7 +245,7 @@ def make_engine(
     if script is not None and drafter.num_draft_tokens:
         sequences, cycles = script
         sharding = job.target.sharding
-        drafter = Forced(drafter, sequences=sequences, cycles=cycles, sharding=sharding)
+        drafter = ForcedDrafter(drafter, sequences=sequences, cycles=cycles, sharding=sharding)
     return MeasuredEngine(
         job.target,
         drafter,
@@ -294,8 +296,8 @@ def prepare(
     work = workloads.read(config, prepared[BASELINE.name])
     if work.forced and config.decode.num_pages is not None:
         raise errors.ConfigError(
-            "decode.num_pages: forced acceptance lengths do not survive the interruption of a "
-            "sequence; leave it unset"
+            "decode.num_pages: a preempted sequence would lose its forced acceptance lengths; "
+            "leave it unset"
         )
     prompts = [item.prompt for item in work.items]
     ready = {name: jobs.with_prompts(job, prompts) for name, job in prepared.items()}
@@ -327,7 +329,7 @@ def with_baseline(strategies: Mapping[str, DrafterConfig]) -> dict[str, DrafterC
     """
     if strategies.get(BASELINE.name, BASELINE) != BASELINE:
         raise errors.ConfigError(
-            f"strategies.{BASELINE.name}: the name of the baseline, which drafts nothing; "
-            "give the strategy another"
+            f"strategies.{BASELINE.name}: this is the name of the baseline, which drafts nothing; "
+            "choose another name"
         )
     return {BASELINE.name: BASELINE, **strategies}

@@ -86,7 +86,7 @@ def run(
       UserError: The config, a checkpoint, an input or the directory is unusable.
     """
     if shard is not None and config.study is not None:
-        raise errors.ConfigError("--shard, study.name: a study cannot be divided")
+        raise errors.ConfigError("--shard: studies cannot be divided; remove it or study.name")
     is_first = jax.process_index() == 0
     display = Display() if is_first else Display.silent()
     path = paths.to_path(workdir) if workdir and is_first else None

@@ -27,7 +27,7 @@ class BenchmarkPoints(Runner):
     def check(self, config: BenchmarkRun) -> None:
         if config.study is not None:
             raise errors.ConfigError(
-                "study: a sweep runs no studies: run this one by python -m dflash.benchmark"
+                "study: sweeps do not run studies; use dflash benchmark for this one"
             )
         benches.prepare(config)
 

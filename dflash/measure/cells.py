@@ -31,7 +31,7 @@ from dflash.measure.warnings import FigureWarning
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class CycleCost:
     """Milliseconds of a cycle and of its parts, which add up to it.
 
     The parts are None if the block size is chosen anew for every cycle.
@@ -105,7 +105,7 @@ class Cell:
     identical_share: float | None
     checked: int
     correct_share: float | None
-    cost_ms: Cost | None
+    cost_ms: CycleCost | None
     baseline_cycle_ms: float | None
     ideal_speedup: float | None
     share_of_ideal: float | None
@@ -321,18 +321,18 @@ def _roofline_ms(name: str, rounds: Sequence[TaskRound], setting: Setting) -> fl
     return setting.least_ms(name, round(statistics.median(contexts)))
 
 
-def _cost(samples: Sequence[Sample], rounds: Sequence[TaskRound], name: str) -> Cost | None:
+def _cost(samples: Sequence[Sample], rounds: Sequence[TaskRound], name: str) -> CycleCost | None:
     cycle = cycle_ms(samples)
     if cycle is None:
         return None
     if any(name not in round_.parts for round_ in rounds):
-        return Cost(cycle, None, None, None)
+        return CycleCost(cycle, None, None, None)
     draft = statistics.median(round_.parts[name].draft_ms for round_ in rounds)
     verify = statistics.median(round_.parts[name].verify_ms for round_ in rounds)
-    return Cost(cycle, draft, verify, cycle - draft - verify)
+    return CycleCost(cycle, draft, verify, cycle - draft - verify)
 
 
-def _losses(cost: Cost | None, baseline_ms: float | None) -> dict[str, float]:
+def _losses(cost: CycleCost | None, baseline_ms: float | None) -> dict[str, float]:
     if cost is None or not cost.verify or not baseline_ms:
         return {}
     return {

@@ -16,7 +16,7 @@ from dflash.inference.pages import Slot
 from dflash.inference.request import Request, Sampling
 from dflash.inference.sampling import SequenceSampler
 from dflash.inference.state import DecodeState
-from dflash.measure.forced import Canned, Forced
+from dflash.measure.forced import FixedDrafter, ForcedDrafter
 from dflash.models.decoder import Decoder
 
 
@@ -26,10 +26,10 @@ class MeasuredEngine(Engine):
     def __init__(self, target: Decoder, drafter: Drafter, config: DecodeConfig, **options):
         """Initializes the engine as `Engine` does.
 
-        The script of a `Forced` drafter determines what is accepted.
+        The script of a `ForcedDrafter` determines what is accepted.
         """
-        if isinstance(drafter, Forced):
-            options["revise"] = Forced.revise
+        if isinstance(drafter, ForcedDrafter):
+            options["revise"] = ForcedDrafter.revise
         super().__init__(target, drafter, config, **options)
         self._target_alone: MeasuredEngine | None = None
         self.add_program("propose", self._propose)
@@ -52,8 +52,8 @@ class MeasuredEngine(Engine):
         return self.config.sync_every
 
     def follow(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Forces acceptance lengths upon the next sequences; see `Forced.follow`."""
-        if isinstance(self.drafter, Forced):
+        """Forces acceptance lengths upon the next sequences; see `ForcedDrafter.follow`."""
+        if isinstance(self.drafter, ForcedDrafter):
             self.drafter.follow(lengths)
             self.set_drafter(self.drafter)
 
@@ -111,16 +111,16 @@ class MeasuredEngine(Engine):
 
         The two engines share only weights. Later calls reuse the compiled program.
         """
-        canned = Canned(proposal, self.drafter)
+        fixed = FixedDrafter(proposal, self.drafter)
         if self._target_alone is None:
             self._target_alone = MeasuredEngine(
                 self.target,
-                canned,
+                fixed,
                 self.config,
                 max_length=self.layout.max_length,
                 num_stop_ids=self.num_stop_ids,
             )
-        self._target_alone.set_drafter(canned)
+        self._target_alone.set_drafter(fixed)
         return self._target_alone
 
     def _draft(self, target, drafter, state: DecodeState, drafter_state, anchor):

@@ -22,7 +22,7 @@ from dflash.parallel.sharding import Sharding
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ScriptPosition:
     """Position of each slot in the script.
 
     Attributes:
@@ -40,7 +40,7 @@ class Script(nnx.Variable):
     """Acceptance lengths by sequence and cycle, int32 [sequences, cycles + 1]."""
 
 
-class Forced(Drafter):
+class ForcedDrafter(Drafter):
     """Wraps a drafter and accepts its drafts as far as a script says.
 
     The script has a row for each sequence, in the order in which they are inserted into a state.
@@ -77,11 +77,11 @@ class Forced(Drafter):
         self.script.set_value(jax.device_put(script, self._place.sharding))
 
     def init_state(self, batch, max_length):
-        """Returns the state of the inner drafter and the slots' `Place`, both abstract."""
+        """Returns the state of the inner drafter and the slots' `ScriptPosition`, both abstract."""
         name, _ = kv.batch_axes(batch, self.sharding)
         per_slot = self.sharding.abstract((batch,), (name,), jnp.int32)
         taken = self.sharding.abstract((), (), jnp.int32)
-        return self.inner.init_state(batch, max_length), Place(per_slot, per_slot, taken)
+        return self.inner.init_state(batch, max_length), ScriptPosition(per_slot, per_slot, taken)
 
     def draft(self, state, anchor, position, sampler, heads):
         """Returns the inner drafter's proposal and counts the cycle."""
@@ -89,8 +89,8 @@ class Forced(Drafter):
         proposal, inner = self.inner.draft(inner, anchor, position, sampler, heads)
         if proposal.parents is not None:
             raise errors.ConfigError(
-                f"{type(self.inner).__name__} drafts trees; acceptance lengths can be forced "
-                "upon chains only: leave the strategy out"
+                f"{type(self.inner).__name__} drafts trees, but acceptance lengths can be forced "
+                "only on chains; remove the strategy"
             )
         return proposal, (inner, dataclasses.replace(place, cycle=place.cycle + 1))
 
@@ -121,10 +121,10 @@ class Forced(Drafter):
         inner = self.inner.insert(state[0], other[0], row, slot)
         place, last = state[1], self._place.shape[0] - 1
         row = place.row.at[slot].set(jnp.minimum(place.taken, last))
-        return inner, Place(place.cycle.at[slot].set(0), row, place.taken + 1)
+        return inner, ScriptPosition(place.cycle.at[slot].set(0), row, place.taken + 1)
 
 
-class Canned(Drafter):
+class FixedDrafter(Drafter):
     """Returns the same proposal in every cycle, at no cost, to time the target's part alone."""
 
     def __init__(self, proposal: Proposal, drafter: Drafter):

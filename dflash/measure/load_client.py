@@ -2,8 +2,8 @@
 
     python -m dflash.measure.load_client < plan.json
 
-It reads a `Plan` as JSON from stdin, and writes a list of `Answer`s as JSON to stdout. It does not
-import jax, so that it leaves the processor to the server.
+It reads a `LoadPlan` as JSON from stdin, and writes a list of `Answer`s as JSON to stdout. It does
+not import jax, so that it leaves the processor to the server.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _TIMEOUT_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """Requests to send, and their times.
 
     Attributes:
@@ -59,7 +59,7 @@ class Answer:
     error: str | None = None
 
 
-async def run(plan: Plan) -> list[Answer]:
+async def run(plan: LoadPlan) -> list[Answer]:
     """Sends all requests, and returns their outcomes in the same order."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as client:
@@ -69,7 +69,7 @@ async def run(plan: Plan) -> list[Answer]:
         return await _closed_loop(plan, client, zero)
 
 
-async def _closed_loop(plan: Plan, client, zero: float) -> list[Answer]:
+async def _closed_loop(plan: LoadPlan, client, zero: float) -> list[Answer]:
     free = asyncio.Semaphore(plan.at_a_time)
 
     async def ask(body):
@@ -79,7 +79,7 @@ async def _closed_loop(plan: Plan, client, zero: float) -> list[Answer]:
     return await asyncio.gather(*map(ask, plan.bodies))
 
 
-async def _open_loop(plan: Plan, client, zero: float) -> list[Answer]:
+async def _open_loop(plan: LoadPlan, client, zero: float) -> list[Answer]:
     draw, at, tasks = random.Random(plan.seed), 0.0, []
     for body in plan.bodies:
         await asyncio.sleep(max(0.0, zero + at - time.perf_counter()))
@@ -113,5 +113,5 @@ async def _ask(client, url: str, body: dict[str, Any], zero: float) -> Answer:
 
 
 if __name__ == "__main__":
-    answers = asyncio.run(run(Plan(**json.load(sys.stdin))))
+    answers = asyncio.run(run(LoadPlan(**json.load(sys.stdin))))
     json.dump([dataclasses.asdict(answer) for answer in answers], sys.stdout)

@@ -13,7 +13,7 @@ _PLACE = "@DATA@"
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
+class TimedReplay:
     """Replay with the times to play it at.
 
     Attributes:
@@ -32,7 +32,7 @@ def render(
     *,
     notes: Sequence[str],
     plots: Mapping[str, Mapping[str, bytes]],
-    replays: Mapping[str, tuple[str, Mapping[str, Timed]]],
+    replays: Mapping[str, tuple[str, Mapping[str, TimedReplay]]],
 ) -> str:
     """Returns the page as HTML.
 
@@ -52,9 +52,9 @@ def render(
         "replays": {
             task: {
                 "prompt": prompt,
-                "strategies": {name: _lane(timed) for name, timed in lanes.items()},
+                "strategies": {name: _replay_values(timed) for name, timed in by_strategy.items()},
             }
-            for task, (prompt, lanes) in replays.items()
+            for task, (prompt, by_strategy) in replays.items()
         },
     }
     # Escape "<", because only "</" and "<!--" have a meaning inside a script element.
@@ -63,7 +63,7 @@ def render(
     return template.read_text(encoding="utf-8").replace(_PLACE, text)
 
 
-def _lane(timed: Timed) -> dict[str, Any]:
+def _replay_values(timed: TimedReplay) -> dict[str, Any]:
     return {
         "first": timed.replay.first,
         "frames": [dataclasses.asdict(frame) for frame in timed.replay.frames],

@@ -60,7 +60,7 @@ TREE_ORIGIN = "DDTree (arXiv 2604.12989) has about 22 % more at a budget of 32"
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredTask:
     """Figures of a task that others measured, at batch 1.
 
     Attributes:
@@ -85,21 +85,21 @@ PORT_ORIGIN = (
     "measured by others, README of tpu-spec-decode: the same pair, block 16, greedy, batch 1, on",
     "one device of a v5p-8; the host drives the loop (benchmarks/standalone_dflash.py there)",
 )
-PORT: Mapping[str, Measured] = {
-    "math500": Measured(8.80, 5.72, 8.02, 1.40),
-    "aime24": Measured(6.48, 3.98, 7.69, 1.93),
-    "aime25": Measured(6.14, 3.35, 6.85, 2.05),
-    "gsm8k": Measured(5.40, 3.17, 7.32, 2.31),
-    "humaneval": Measured(5.76, 3.53, 7.70, 2.18),
-    "mbpp": Measured(6.16, 2.77, 7.31, 2.64),
-    "mt-bench": Measured(3.87, 2.36, 7.20, 3.05),
-    "alpaca": Measured(2.86, 1.65, 6.72, 4.08),
-    "swe-bench": Measured(3.35, 1.60, 6.85, 4.27),
+PORT: Mapping[str, MeasuredTask] = {
+    "math500": MeasuredTask(8.80, 5.72, 8.02, 1.40),
+    "aime24": MeasuredTask(6.48, 3.98, 7.69, 1.93),
+    "aime25": MeasuredTask(6.14, 3.35, 6.85, 2.05),
+    "gsm8k": MeasuredTask(5.40, 3.17, 7.32, 2.31),
+    "humaneval": MeasuredTask(5.76, 3.53, 7.70, 2.18),
+    "mbpp": MeasuredTask(6.16, 2.77, 7.31, 2.64),
+    "mt-bench": MeasuredTask(3.87, 2.36, 7.20, 3.05),
+    "alpaca": MeasuredTask(2.86, 1.65, 6.72, 4.08),
+    "swe-bench": MeasuredTask(3.35, 1.60, 6.85, 4.27),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Times:
+class CycleTimes:
     """Milliseconds of a plain token and of a cycle."""
 
     plain_ms: float
@@ -111,7 +111,9 @@ class Times:
         return self.cycle_ms / self.plain_ms
 
 
-def beside(heading: str, tokens: Mapping[str, float], roofline: Times, cycles: Times) -> list[str]:
+def beside(
+    heading: str, tokens: Mapping[str, float], roofline: CycleTimes, cycles: CycleTimes
+) -> list[str]:
     """Returns a table that compares the expected speed-up with the measured figures in `PORT`.
 
     Args:
@@ -155,6 +157,6 @@ def beside(heading: str, tokens: Mapping[str, float], roofline: Times, cycles: T
     ]
 
 
-def _both(name: str, roofline: Times, cycles: Times) -> str:
+def _both(name: str, roofline: CycleTimes, cycles: CycleTimes) -> str:
     by_cycles = f", {getattr(cycles, name):.2f} by cycles" if cycles.plain_ms else ""
     return f"{getattr(roofline, name):.2f} by roofline{by_cycles}"

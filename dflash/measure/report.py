@@ -52,7 +52,7 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
     replays = {}
     for task in bench.workload.tasks:
         item = _longest(bench, task, done)
-        request, lanes = bench.request(item, at_most=size), {}
+        request, by_strategy = bench.request(item, at_most=size), {}
         for name, engine in bench.engines.items():
             if not engine.has_parts:
                 continue  # A replay runs cycles one by one, which cannot choose block sizes.
@@ -60,8 +60,8 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
             words = bench.jobs[name].tokenizer
             recorded = replay.record(engine, request, item.lengths or (), words)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
-            lanes[name] = page.Timed(recorded, cell.ttft_ms, cycle_ms)
-        replays[task] = (_as_text(item.prompt), lanes)
+            by_strategy[name] = page.TimedReplay(recorded, cell.ttft_ms, cycle_ms)
+        replays[task] = (_as_text(item.prompt), by_strategy)
     return replays
 
 

@@ -61,7 +61,7 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ForwardWork:
     """Least work of a forward.
 
     Attributes:
@@ -76,8 +76,8 @@ class Work:
         """Returns the least time on a machine, in milliseconds."""
         return 1e3 * max(self.flops / machine.flops_per_s, machine.read_s(self.size_bytes))
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, self.size_bytes + other.size_bytes)
+    def __add__(self, other: "ForwardWork") -> "ForwardWork":
+        return ForwardWork(self.flops + other.flops, self.size_bytes + other.size_bytes)
 
 
 def machine_of(sharding: Sharding) -> Machine:
@@ -91,7 +91,7 @@ def machine_of(sharding: Sharding) -> Machine:
         f"{count} × {device.device_kind}",
         flops_per_s,
         rates[-1][1],
-        "measured here, in float32, before all else",
+        "measured on this machine in float32, before the run",
         rates,
     )
 
@@ -109,7 +109,7 @@ def machine_of_chip(chip: chips.Chip, devices: int, name: str) -> Machine:
 
 def target_work(
     target: Decoder, *, batch: int, rows: int, context: int, kv_dtype: str = AUTO
-) -> Work:
+) -> ForwardWork:
     """Returns the work of a target forward over `rows` rows per sequence, with all their logits.
 
     Experts count by the fraction of them that the rows are expected to use; see
@@ -124,20 +124,20 @@ def target_work(
         batch=1, pages_per_sequence=1, num_pages=1, page_size=1, kv_dtype=kv_dtype
     )
     cached = decode_plan.measure(token.layers).total_bytes * batch * (context + rows)
-    return products + Work(scores, cached)
+    return products + ForwardWork(scores, cached)
 
 
-def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> Work:
+def draft_work(target: Decoder, drafter: Drafter, *, batch: int) -> ForwardWork:
     """Returns the work of drafting a block, with the target's head but without the context."""
     if not drafter.num_draft_tokens:
-        return Work(0, 0)
+        return ForwardWork(0, 0)
     rows = batch * drafter.block_size
     head = target.arch.vocab_size * target.arch.hidden_size
-    of_head = Work(2 * head * rows, head * target.dtype.itemsize)
+    of_head = ForwardWork(2 * head * rows, head * target.dtype.itemsize)
     return _products(drafter, rows) + of_head
 
 
-def _products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> Work:
+def _products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> ForwardWork:
     """Returns the work of reading all weights once and multiplying them with `rows` rows.
 
     Args:
@@ -145,7 +145,7 @@ def _products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> Wor
       rows: Number of rows.
       unread: Path prefixes of weights to leave out.
     """
-    share_of, work = moe.shares(model, rows), Work(0, 0)
+    share_of, work = moe.shares(model, rows), ForwardWork(0, 0)
     for path, param in parameters.named_parameters(model):
         if path.startswith(unread):
             continue
@@ -153,7 +153,7 @@ def _products(model: nnx.Module, rows: int, unread: tuple[str, ...] = ()) -> Wor
         share = share_of(path)
         # Scales of 8-bit weights are read, but not multiplied with rows.
         flops = 0 if path.endswith(".kernel_scale") else 2 * leaf.size * rows * share.used
-        work += Work(flops, leaf.size * leaf.dtype.itemsize * share.read)
+        work += ForwardWork(flops, leaf.size * leaf.dtype.itemsize * share.read)
     return work
 
 

@@ -82,7 +82,7 @@ def of_prompts(groups: int) -> tuple[FigureWarning, ...]:
     return (
         FigureWarning(
             SPEEDUP,
-            f"{groups} prompt{plural} (or conversation{plural}): an interval takes {MIN_GROUPS} "
+            f"{groups} prompt{plural} (or conversation{plural}): an interval needs {MIN_GROUPS} "
             "or more; raise prompts_per_task",
         ),
     )

@@ -245,8 +245,8 @@ def check_lengths(workload: Workload, block_sizes: Mapping[str, int]) -> None:
                 if longest > block_size:
                     raise errors.InputError(
                         f"{item.prompt.source} ({task}): commits {longest} tokens in a cycle, but "
-                        f"strategy {strategy!r} has a block of {block_size}; give it a larger "
-                        "block, or another recording"
+                        f"strategy {strategy!r} has a block of {block_size}; use a larger "
+                        "block or another recording"
                     )
 
 

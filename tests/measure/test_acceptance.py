@@ -6,7 +6,7 @@ import pytest
 
 from dflash import errors
 from dflash.measure import acceptance, published
-from dflash.measure.acceptance import Shape
+from dflash.measure.acceptance import DraftShape
 
 
 @pytest.mark.parametrize(("rows", "tau"), [(1, 1.0), (2, 1.75), (3, 2.0), (4, 2.25), (9, 2.25)])
@@ -18,12 +18,12 @@ def test_tau_of_a_shorter_block(rows, tau):
 def test_what_is_published_by_strategy():
     known = acceptance.read(None)
     shapes = {
-        "whole": Shape("dflash", 16),
-        "cut": Shape("dflash", 4),
-        "tree": Shape("dflash", 33, 32),
-        "large": Shape("dflash", 65, 64),
-        "wide": Shape("dflash", 32),
-        "other": Shape("eagle3", 8),
+        "whole": DraftShape("dflash", 16),
+        "cut": DraftShape("dflash", 4),
+        "tree": DraftShape("dflash", 33, 32),
+        "large": DraftShape("dflash", 65, 64),
+        "wide": DraftShape("dflash", 32),
+        "other": DraftShape("eagle3", 8),
     }
     found = acceptance.expected(known, shapes, "dflash")
     assert set(found) == {"whole", "cut", "tree"}
@@ -52,7 +52,11 @@ def test_a_trace_is_of_the_config_s_own_drafter(tmp_path):
         {"acceptance_lengths": [3]},
     ]
     known = acceptance.read(write(tmp_path / "trace.json", rows))
-    shapes = {"own": Shape("medusa", 4), "tree": Shape("medusa", 33, 32), "x": Shape("dflash", 4)}
+    shapes = {
+        "own": DraftShape("medusa", 4),
+        "tree": DraftShape("medusa", 33, 32),
+        "x": DraftShape("dflash", 4),
+    }
     found = acceptance.expected(known, shapes, "medusa")
     # Nothing is assumed of a tree whose chain was recorded here.
     assert set(found) == {"own"}
@@ -66,7 +70,7 @@ def test_a_benchmark_says_whose_acceptance_it_is(tmp_path):
         {"task": "b", "strategy": "tree", "cycles": 0, "acceptance_histogram": {}},
     ]
     known = acceptance.read(write(tmp_path / "results.json", {"cells": cells}))
-    shapes = {"tree": Shape("medusa", 33, 32), "chain": Shape("medusa", 4)}
+    shapes = {"tree": DraftShape("medusa", 33, 32), "chain": DraftShape("medusa", 4)}
     found = acceptance.expected(known, shapes, "medusa")
     assert {name: one.tokens for name, one in found.items()} == {"tree": {"a": 2.5}}
 
@@ -75,7 +79,7 @@ def test_a_decode_run_is_one_task(tmp_path):
     folder = tmp_path / "yesterday"
     folder.mkdir()
     path = write(folder / "summary.json", {"acceptance_histogram": {"1": 2, "2": 0, "3": 2}})
-    found = acceptance.expected(acceptance.read(path), {"x": Shape("dflash", 2)}, "dflash")
+    found = acceptance.expected(acceptance.read(path), {"x": DraftShape("dflash", 2)}, "dflash")
     assert found["x"].tokens == {"yesterday": 1.5}
 
 
@@ -84,9 +88,9 @@ def test_a_decode_run_is_one_task(tmp_path):
     [
         ("[", "not JSON"),
         ("3", "expected a trace, results.json of a benchmark, or summary.json"),
-        ('{"cells": [3]}', "cells: not those of a benchmark"),
-        ('{"acceptance_histogram": {"0": 1}}', "expected cycles by length, from 1"),
-        ('{"acceptance_histogram": {"1": 0}}', "expected cycles by length, from 1"),
+        ('{"cells": [3]}', "cells: not in the format of a benchmark"),
+        ('{"acceptance_histogram": {"0": 1}}', "expected numbers of cycles by length, from 1"),
+        ('{"acceptance_histogram": {"1": 0}}', "expected numbers of cycles by length, from 1"),
         ("[{}]", "expected an object with acceptance_lengths"),
     ],
 )
@@ -108,7 +112,7 @@ def test_the_published_figures_average_to_the_published_averages():
 def test_expected_beside_measured():
     tokens = {"gsm8k": 6.0, "alpaca": 3.0, "mine": 9.0}
     text = published.beside(
-        "block 16", tokens, published.Times(4.0, 5.0), published.Times(5.0, 7.5)
+        "block 16", tokens, published.CycleTimes(4.0, 5.0), published.CycleTimes(5.0, 7.5)
     )
     lines = [line.split() for line in text]
     # τ over 1.25 and over 1.5; their τ over 1.25.

@@ -116,7 +116,7 @@ def test_chosen_block_sizes_leave_a_cycle_without_parts():
     done = rounds()
     alone = [dataclasses.replace(one, parts={"none": one.parts["none"]}) for one in done]
     cell, wanted = cells_of(alone)["dflash"], cells_of(done)["dflash"]
-    assert cell.cost_ms == cells.Cost(wanted.cost_ms.cycle, None, None, None)
+    assert cell.cost_ms == cells.CycleCost(wanted.cost_ms.cycle, None, None, None)
     assert cell.ideal_speedup is cell.share_of_ideal is None
     assert cell.losses == {}
     assert (cell.speedup, cell.tau) == (wanted.speedup, wanted.tau)

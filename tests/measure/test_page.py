@@ -11,7 +11,7 @@ NASTY = '</script><script>alert("x")</script><!-- \u2028 "\\'
 
 def test_text_of_a_model_cannot_leave_its_place():
     frames = (Frame(tokens=2, accepted=(NASTY,), bonus=NASTY, rejected=(NASTY,)),)
-    timed = page.Timed(Replay(NASTY, frames), ttft_ms=1.0, cycle_ms=2.0)
+    timed = page.TimedReplay(Replay(NASTY, frames), ttft_ms=1.0, cycle_ms=2.0)
     text = page.render(
         {"cells": []},
         notes=[NASTY],

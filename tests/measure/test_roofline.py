@@ -9,7 +9,7 @@ from support.models import make_sharding, make_target
 
 from dflash.loading import quantization
 from dflash.measure import roofline
-from dflash.measure.roofline import Machine, Work
+from dflash.measure.roofline import ForwardWork, Machine
 from dflash.models.deepseek_v3 import DeepseekV3
 from dflash.models.qwen3 import Qwen3
 from dflash.models.qwen3_moe import Qwen3Moe
@@ -19,8 +19,8 @@ MACHINE = Machine("toy", flops_per_s=1e9, bytes_per_s=1e6, source="made up")
 
 
 def test_the_slower_of_computing_and_reading_counts():
-    assert Work(2e6, 1e3).ideal_ms(MACHINE) == pytest.approx(2.0)
-    assert Work(2e6, 5e3).ideal_ms(MACHINE) == pytest.approx(5.0)
+    assert ForwardWork(2e6, 1e3).ideal_ms(MACHINE) == pytest.approx(2.0)
+    assert ForwardWork(2e6, 5e3).ideal_ms(MACHINE) == pytest.approx(5.0)
     assert MACHINE.ridge_rows == 1000
 
 
@@ -86,8 +86,8 @@ def test_a_draft_reads_the_drafter_and_the_head_and_computes_every_row():
     drafter = models.drafter("dflash", arch=target.arch, block_size=8)
     weights = parameters.count(drafter) + 48 * 32
     found = roofline.draft_work(target, drafter, batch=3)
-    assert found == Work(2 * weights * 3 * 8, 4 * weights)
-    assert roofline.draft_work(target, models.drafter("none"), batch=3) == Work(0, 0)
+    assert found == ForwardWork(2 * weights * 3 * 8, 4 * weights)
+    assert roofline.draft_work(target, models.drafter("none"), batch=3) == ForwardWork(0, 0)
 
 
 @pytest.mark.parametrize(("kind", "chips"), [("TPU7x", 2), ("TPU v5p", 4)])
@@ -117,4 +117,4 @@ def test_what_fits_into_a_cache_is_read_at_the_rate_of_the_cache():
     machine = Machine("toy", 1e12, 1e9, "made up", rates)
     for size, rate in ((5e5, 8e9), (1e6, 8e9), (2e6, 8e9), (8e6, 4e9), (1e9, 1e9)):
         assert machine.read_s(size) == pytest.approx(size / rate)
-    assert Work(0, 2e6).ideal_ms(machine) == pytest.approx(0.25)
+    assert ForwardWork(0, 2e6).ideal_ms(machine) == pytest.approx(0.25)

@@ -49,7 +49,7 @@ CASES = {
     ),
     "one prompt": (
         cell(pairs=1), SPEEDUP,
-        "2 prompts (or conversations): an interval takes 6 or more; raise prompts_per_task",
+        "2 prompts (or conversations): an interval needs 6 or more; raise prompts_per_task",
     ),
     "other outputs": (
         cell(outputs_differ=True, exact=True), SPEEDUP,

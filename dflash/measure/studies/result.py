@@ -116,7 +116,7 @@ def in_turns(
             if turn:
                 measured[key].append(taken)
         if turn:
-            yield Step(f"{which} is over", done / total, result(measured))
+            yield Step(f"{which}, done", done / total, result(measured))
 
 
 def with_warnings(row: Mapping[str, Any], warnings: Iterable[FigureWarning]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dflash.config.serve_schema import ServeConfig, ServeDecode, ServeRun
 from dflash.inference.engine import Engine
 from dflash.loading.job import Job
 from dflash.measure import bench as benches
-from dflash.measure.load_client import Answer, Plan
+from dflash.measure.load_client import Answer, LoadPlan
 from dflash.measure.plots import Line
 from dflash.measure.studies.result import Step, StudyResult, with_warnings
 from dflash.measure.workload import Item
@@ -50,16 +50,17 @@ def serve(config: BenchmarkRun) -> Iterator[Step]:
     total, rows = len(bench.jobs) * (len(closed) + len(RATES)), []
 
     def over(where: str) -> Step:
-        return Step(f"{where}, is over", len(rows) / total, _result(rows))
+        return Step(f"{where}, done", len(rows) / total, _result(rows))
 
     for name, job in bench.jobs.items():
         yield Step(f"compiling for {name}", len(rows) / total)
         with _serving(bench, job, everything) as url:
-            _drive(Plan(url, _bodies(bench, warming), at_a_time=2))  # the first ones are slower
+            # The first requests are slower than all others.
+            _drive(LoadPlan(url, _bodies(bench, warming), at_a_time=2))
             for count, sent in zip(closed, loads, strict=True):
                 where = f"{name}, {count} at a time"
                 yield Step(where, len(rows) / total)
-                answers = _drive(Plan(url, _bodies(bench, sent), at_a_time=count))
+                answers = _drive(LoadPlan(url, _bodies(bench, sent), at_a_time=count))
                 rows.append(_row(name, count, None, answers))
                 yield over(where)
             plain = [row for row in rows if row["drafter"] == bench.baseline]
@@ -68,7 +69,7 @@ def serve(config: BenchmarkRun) -> Iterator[Step]:
                 where = f"{name}, {rate:.2g} requests/s"
                 yield Step(where, len(rows) / total)
                 rows.append(
-                    _row(name, None, rate, _drive(Plan(url, _bodies(bench, items), rate=rate)))
+                    _row(name, None, rate, _drive(LoadPlan(url, _bodies(bench, items), rate=rate)))
                 )
                 yield over(where)
 
@@ -118,11 +119,11 @@ def _enough(items: Sequence[Item], count: int) -> list[Item]:
     return list(itertools.islice(itertools.cycle(items), count))
 
 
-def _drive(plan: Plan) -> list[Answer]:
+def _drive(plan: LoadPlan) -> list[Answer]:
     """Carries out a plan in a process of its own.
 
     Raises:
-      UserError: A request has failed.
+      UserError: A request failed.
     """
     done = subprocess.run(
         [sys.executable, "-m", "dflash.measure.load_client"],
@@ -133,11 +134,11 @@ def _drive(plan: Plan) -> list[Answer]:
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
-        raise errors.UserError(f"study.name=serve: the client has failed: {lines[-1]}")
+        raise errors.UserError(f"study.name=serve: the client failed: {lines[-1]}")
     answers = [Answer(**values) for values in json.loads(done.stdout)]
     problem = next((answer.error for answer in answers if answer.error), None)
     if problem is not None:
-        raise errors.UserError(f"study.name=serve: a request has failed: {problem}")
+        raise errors.UserError(f"study.name=serve: a request failed: {problem}")
     return answers
 
 
@@ -192,8 +193,8 @@ def _result(rows: Sequence[dict]) -> StudyResult:
         notes=[
             "ttft: from sending a request to its first token; tpot: each further token; over "
             "loopback, from another process",
-            "at_a_time: the next request is sent when one ends; rate: arrivals at random, so many "
-            "per second",
+            "at_a_time: number of concurrent requests; rate: mean number of requests per second, "
+            "sent at random times",
         ],
         narrow=(
             "drafter",

@@ -16,7 +16,7 @@ from dflash.loading.job import Job
 from dflash.measure import bench as benches
 from dflash.measure import roofline, warnings
 from dflash.measure.engine import MeasuredEngine, seconds_of
-from dflash.measure.forced import Canned
+from dflash.measure.forced import FixedDrafter
 from dflash.measure.parts import Probe
 from dflash.measure.plots import Line
 from dflash.measure.roofline import Machine
@@ -79,7 +79,7 @@ def _cycle_result(
     ]
     batch = config.decode.batch_size
     notes = [f"context {context} tokens, batch {batch}", machine_note(machine)]
-    title = "A cycle beside its parts"
+    title = "Cost of a cycle and of its parts"
     return StudyResult(title, rows, lines, "rows", "milliseconds", notes=notes)
 
 
@@ -276,7 +276,8 @@ def with_block_size(name: str, drafter, size: int):
     """
     if not hasattr(drafter, "block_size"):
         raise errors.ConfigError(
-            f"strategies.{name}: drafter {drafter.name!r} has no block_size to vary; leave it out"
+            f"strategies.{name}: drafter {drafter.name!r} has no block_size to vary; "
+            "remove the strategy"
         )
     shape = drafter.architecture
     trained = getattr(shape, "block_size", size)
@@ -305,8 +306,7 @@ def _contexts(config: BenchmarkRun, jobs: dict[str, Job], usual: Iterable[int]) 
     beyond = [context for context in config.study.contexts if context > longest]
     if beyond:
         raise errors.ConfigError(
-            f"study.contexts: {beyond[0]} is more than the {longest} positions that the target "
-            "was made for"
+            f"study.contexts: {beyond[0]} exceeds the {longest} positions that the target supports"
         )
     return config.study.contexts or tuple(context for context in usual if context <= longest)
 
@@ -327,5 +327,5 @@ def _rows_engine(
     )
     tokens = jnp.broadcast_to(jnp.arange(drafts) % job.target.arch.vocab_size, (batch, drafts))
     room = max(contexts) + (config.decode.sync_every + 1) * most - count
-    canned = Canned(Proposal(tokens.astype(jnp.int32)), form)
-    return MeasuredEngine(job.target, canned, config.decode, max_length=room)
+    fixed = FixedDrafter(Proposal(tokens.astype(jnp.int32)), form)
+    return MeasuredEngine(job.target, fixed, config.decode, max_length=room)

@@ -88,8 +88,9 @@ def _check_full(bench: benches.Bench, size: int) -> None:
     for task, items in bench.workload.tasks.items():
         if len(items) < size:
             raise errors.InputError(
-                f"study.values: {size} slots, but {task} has only {len(items)} prompts; leave it "
-                "out, or draw lengths by --acceptance, of which there are as many as it takes"
+                f"study.values: {size} slots need as many prompts, but {task} has only "
+                f"{len(items)}; remove the value, or use --acceptance, which draws any "
+                "number of prompts"
             )
 
 
@@ -110,8 +111,8 @@ def _reshaped(name: str, drafter: DrafterConfig, field: str, value: int) -> Draf
     shape = getattr(drafter, "architecture", None)
     if shape is None or not hasattr(shape, field):
         raise errors.ConfigError(
-            f"strategies.{name}: drafter {drafter.name!r} states no architecture.{field} to vary; "
-            "state its architecture, or leave it out"
+            f"strategies.{name}: drafter {drafter.name!r} has no architecture.{field} to vary; "
+            "set its architecture, or remove the strategy"
         )
     changes = {field: value}
     if "num_target_features" in changes and hasattr(shape, "target_layer_ids"):
@@ -150,7 +151,7 @@ def _steps(
     total, rounds = bench.config.rounds * len(bench.workload.tasks), []
     for round_ in bench.run():
         rounds.append(round_)
-        where = f"round {round_.round + 1} of {bench.config.rounds}, {round_.task}, is over"
+        where = f"round {round_.round + 1} of {bench.config.rounds}, {round_.task}, done"
         yield Step(
             where, len(rounds) / total, make_result(machine, _rows(bench, keys, machine, rounds))
         )
