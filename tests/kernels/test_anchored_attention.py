@@ -34,7 +34,7 @@ FLOATS = NAMES[:5]
 def make_case(
     anchors, segments, *, valid=None, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed=0
 ):
-    """Random arguments, by name."""
+    """Returns random arguments, by name."""
     rng = np.random.default_rng(seed)
     anchors, segments = np.asarray(anchors, np.int32), np.asarray(segments, np.int32)
 
@@ -55,13 +55,13 @@ def make_case(
 
 
 def seen_context(row, anchor, window):
-    """Positions of a row of segment ids that a block sees."""
+    """Returns the positions of a row of segment ids that a block sees."""
     first = 0 if window is None else anchor - window
     return [p for p in range(anchor) if p >= first and row[p] == row[anchor]]
 
 
 def expected(case, *, window=None, causal=False):
-    """The same block by block: which keys each row sees is spelled out."""
+    """Computes the outputs block by block, from an explicit list of visible keys."""
     outputs = np.zeros(case["queries"].shape)
     for b, row in enumerate(np.asarray(case["segment_ids"])):
         for j, anchor in enumerate(case["anchors"][b].tolist()):
@@ -97,7 +97,7 @@ def test_first_and_last_positions():
 
 
 def test_packed_documents_and_padding():
-    anchors = [[0, 5, 6, 7, 14], [1, 6, 6, 12, 16]]  # the first and last of each document
+    anchors = [[0, 5, 6, 7, 14], [1, 6, 6, 12, 16]]  # First and last row of each document.
     check(make_case(anchors, [PACKED, PACKED]))
 
 
@@ -160,7 +160,7 @@ def test_equals_block_attention_of_the_decode_loop(sinks):
 def naive(
     queries, keys, values, context_keys, context_values, anchors, valid, segment_ids, window, causal
 ):
-    """The same with one mask over everything, for its gradients."""
+    """Computes the outputs with a single mask over all keys, for its gradients."""
     batch, blocks, block, heads, width = queries.shape
     positions = jnp.arange(segment_ids.shape[1])
     document = jnp.take_along_axis(segment_ids, anchors, axis=1)[..., None]
@@ -274,7 +274,7 @@ def test_wrong_shapes_are_named(name):
 
 
 def in_interpret_mode(case, queries, window, causal):
-    """Outputs and gradients by the kernels, forward and backward each checked for races."""
+    """Returns outputs and gradients of the kernels, with race detection in both passes."""
     call = functools.partial(
         anchored_attention,
         scale=SCALE,
@@ -301,7 +301,7 @@ def in_interpret_mode(case, queries, window, causal):
     ],
 )
 def test_kernel(kv_heads, group, width, dtype, window, causal):
-    # Two steps of eight blocks in float32; in bfloat16 one of sixteen.
+    # Two grid steps of eight blocks in float32, or one of sixteen in bfloat16.
     anchors = [[0, 5, 6, 14, 15, *range(5)], [1, 6, 9, 12, 18, *range(2, 12, 2)]]
     valid = np.ones((2, 10), bool)
     valid[0, 4] = valid[1, 1] = valid[1, 9] = False

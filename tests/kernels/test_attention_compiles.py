@@ -1,4 +1,4 @@
-"""The attention kernels pass the TPU compiler, for every chip and every kind of shape."""
+"""Tests that the attention kernels compile for every TPU and every kind of shape."""
 
 import functools
 import math
@@ -66,7 +66,7 @@ def test_trees():
 
 @pytest.mark.parametrize("kv_dtype", [BF16, jnp.int8])
 def test_a_tree_s_rows_move_within_their_pool(kv_dtype):
-    """A pool is written where it lies: no program has room for a copy of one."""
+    """A pool is updated in place, since no program has memory for a copy of it."""
     shapes = paged_shapes(17, 8, 4, 128, BF16, batch=16, pages=16, tree=True)
     pool, _ = shapes[3]
     pages = jax.ShapeDtypeStruct(pool, kv_dtype)

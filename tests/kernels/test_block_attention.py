@@ -17,14 +17,14 @@ from dflash.kernels import flash_tpu
 from dflash.kernels.tuning import BlockSizes
 
 SCALE = 0.3
-STALE = 1e6  # what lies past the length: it must never shine through
+STALE = 1e6  # Value of rows past the length, which must not affect any output.
 
 
 def make_case(
     lengths, rows, *, capacity=None, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed=0,
     sinks=False,
 ):  # fmt: skip
-    """Random arguments, by name; context past the lengths is stale."""
+    """Returns random arguments, by name; context past the lengths is stale."""
     rng = np.random.default_rng(seed)
     batch, capacity = len(lengths), capacity or max(lengths)
     past = np.arange(capacity) >= np.asarray(lengths)[:, None]
@@ -45,7 +45,7 @@ def make_case(
 
 
 def expected(case, *, window=None, causal=False):
-    """The same by loops: which keys each row sees is spelled out position by position."""
+    """Computes the outputs by loops, from an explicit list of visible positions."""
     outputs = []
     rows = case["queries"].shape[1]
     for b, length in enumerate(case["length"].tolist()):
@@ -65,7 +65,7 @@ def expected(case, *, window=None, causal=False):
 
 
 def check(case, *, tile=8, tolerance=1e-5, unread=slice(0), **view):
-    """Compares; tiles that must not even be read (`unread`) hold NaN, which no mask would stop."""
+    """Compares with `expected`; tiles that must not be read (`unread`) hold NaN."""
     reference = expected(case, **view)
     for name in ("context_keys", "context_values"):
         case[name] = case[name].at[:, :, unread].set(jnp.nan)
@@ -78,7 +78,7 @@ def check(case, *, tile=8, tolerance=1e-5, unread=slice(0), **view):
     )
 
 
-@pytest.mark.parametrize(("rows", "capacity"), [(1, 24), (2, 27), (16, 27)])  # of tiles of 8
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 24), (2, 27), (16, 27)])  # In tiles of 8.
 def test_ragged_lengths(rows, capacity):
     check(make_case([0, 1, 7, 8, 9, 16, 17, 24], rows, capacity=capacity))
 
@@ -140,7 +140,7 @@ def compiled(window, causal):
 )
 def test_any_lengths(lengths, window, causal, seed):
     case = make_case(lengths, 4, capacity=21, seed=seed)
-    with mock.patch.object(block, "TILE_TOKENS", 8):  # read while tracing
+    with mock.patch.object(block, "TILE_TOKENS", 8):  # It is read while tracing.
         outputs = compiled(window, causal)(**case)
     np.testing.assert_allclose(
         outputs, expected(case, window=window, causal=causal), rtol=1e-5, atol=1e-5
@@ -168,7 +168,7 @@ def test_wrong_shapes_are_named(name):
 
 
 def check_kernel(case, *, keys=16, **view):
-    """In interpret mode; what lies past the lengths, rounded up to a tile of memory, is NaN."""
+    """Checks the kernel in interpret mode; rows past the length's memory tile are NaN."""
     reference = expected(case, **view)
     dtype = case["context_keys"].dtype
     unit = flash_tpu.row_tile(dtype)
@@ -232,7 +232,7 @@ def test_what_the_kernel_does_not_cover():
 
 
 def test_branches_see_what_they_descend_of():
-    """Fewer queries than drafted rows, each of which sees some of them beside the context."""
+    """Each of a few queries sees some of the more numerous drafted rows, and the context."""
     lengths, queries, drafted = [0, 5, 13], 3, 7
     case = make_case(lengths, drafted, capacity=13)
     case["queries"] = case["queries"][:, :queries]

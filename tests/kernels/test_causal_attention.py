@@ -16,7 +16,7 @@ from dflash.kernels.causal_attention import causal_attention
 
 SCALE = 0.3
 LENGTH = 21
-# Documents and padding, as lengths: numbers count up from 1, None is padding.
+# Lengths of documents and padding: ids count up from 1, None is padding.
 LAYOUTS = {
     "one document": [(1, 21)],
     "two and padding": [(1, 9), (2, 7), (0, 5)],
@@ -43,7 +43,7 @@ def make_case(segments, *, group=2, kv_heads=2, width=8, dtype=jnp.float32, seed
 
 
 def expected(queries, keys, values, segments):
-    """What each row sees, spelled out; rows of padding are left at zero."""
+    """Computes the outputs row by row; padding rows are zero."""
     outputs = np.zeros(queries.shape)
     for b, row in enumerate(np.asarray(segments)):
         for t in np.flatnonzero(row):
@@ -83,7 +83,7 @@ def test_bfloat16():
 
 
 def naive(queries, keys, values, segments):
-    """The same with all scores at once, for its gradients."""
+    """Computes the outputs from all scores at once, for its gradients."""
     share = queries.shape[2] // keys.shape[2]
     keys, values = (jnp.repeat(array, share, axis=2) for array in (keys, values))
     visible = (segments[:, :, None] == segments[:, None, :]) & jnp.tri(
@@ -151,7 +151,7 @@ def test_wrong_shapes_are_named(argument):
     assert str(caught.value) == f"causal_attention: {message}"
 
 
-# --- the TPU kernels, played on the host ---------------------------------------------------------
+# --- the TPU kernels, in interpret mode -----------------------------------------------------------
 
 
 def test_the_kernels_compute_the_same(monkeypatch):

@@ -1,4 +1,4 @@
-"""The kernels of latent attention and of experts pass the TPU compiler, at published shapes."""
+"""Tests that the latent attention and expert kernels compile for TPUs, at published shapes."""
 
 import functools
 
@@ -14,7 +14,7 @@ pytestmark = needs_compiler
 
 BF16, F32, INT8, FP8 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn
 V5P = CHIPS[1]
-LATENT, KEPT = 512, 576  # of DeepSeek-V3 and Kimi K2
+LATENT, KEPT = 512, 576  # Shapes of DeepSeek-V3 and Kimi K2.
 
 
 def compile_latent(chip, length, heads, kv_dtype=BF16, tree=False, batch=2, pages=8, page=128):

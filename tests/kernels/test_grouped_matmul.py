@@ -14,7 +14,7 @@ from dflash.kernels import grouped_matmul_tpu, quantized
 from dflash.kernels.grouped_matmul import grouped_matmul
 
 TILES = jax.jit(lambda *arrays: grouped_matmul(*arrays, implementation="tiles"))
-# Shapes compile anew: few of them, filled in many ways.
+# Each shape is compiled, so there are few shapes with many different values.
 SHAPES = ((1, 1), (5, 3), (24, 4), (70, 2))
 
 
@@ -59,7 +59,7 @@ def test_a_row_does_not_depend_on_those_beside_it():
 
 
 def on_tpu(*arrays, **options):
-    """What the kernel gives, played on this machine."""
+    """Runs the kernel in interpret mode."""
     call = functools.partial(grouped_matmul, implementation="interpret", **options)
     return interpret(lambda arrays: call(*arrays), tuple(map(jnp.asarray, arrays)))
 

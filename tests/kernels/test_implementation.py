@@ -10,7 +10,7 @@ from dflash.kernels import implementation
 
 
 def double(x, how, unsupported=None):
-    """An op whose kernel doubles, and whose reference triples, so that they can be told apart."""
+    """Doubles in the kernel and triples in the reference, so that they can be told apart."""
 
     def kernel(x_ref, doubled_ref):
         doubled_ref[...] = x_ref[...] * 2

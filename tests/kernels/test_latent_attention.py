@@ -1,6 +1,6 @@
-"""Tests of latent attention: the reference, and the kernel in interpret mode, against a dense one.
+"""Tests of latent attention, reference and kernel in interpret mode, against dense attention.
 
-Slots that a sequence does not use hold NaN. Each case of the kernel compiles it, so there are few.
+Slots that a sequence does not use hold NaN. There are few cases, as each compiles the kernel anew.
 """
 
 import functools
@@ -24,7 +24,7 @@ NAMES = {"keys": "latents", "key_pages": "pages"}
 
 
 def latent_case(starts, length, *, heads, width, **options):
-    """Sequences whose rows are both keys and values."""
+    """Returns sequences whose rows are both keys and values."""
     case = make_case(starts, length, kv_heads=1, group=heads, width=width, **options)
     unit = flash_tpu.row_tile(case.arguments["key_pages"].dtype)
     case.poison(unit)
@@ -44,7 +44,7 @@ def reference(arguments, value_width):
 
 
 def check(case, value_width, outputs, pages):
-    """Dense attention over what is stored, head by head."""
+    """Compares with dense attention over the stored rows, head by head."""
     arguments = case.arguments
     stored = np.prod(np.broadcast_arrays(*row_parts(pages)), axis=0)[0]
     length, tree = arguments["queries"].shape[1], arguments.get("tree_mask")
@@ -61,7 +61,7 @@ def check(case, value_width, outputs, pages):
 
 
 def check_kernel(case, sizes=LATENT_ATTENTION):
-    """Outputs are dense attention's; pages as the reference leaves them, beside stale rows."""
+    """Compares outputs with dense attention, and pages, except stale rows, with the reference."""
     call = functools.partial(
         latent_attention, value_width=128, scale=SCALE, implementation="interpret", sizes=sizes
     )
@@ -76,7 +76,7 @@ def check_kernel(case, sizes=LATENT_ATTENTION):
 @settings(max_examples=40)
 @given(st.data())
 def test_the_reference_is_dense_attention(data):
-    """Shapes compile anew: two of them for every kind of pages, filled in many ways."""
+    """Each shape is compiled, so there are two per kind of pages, with many different values."""
     length = data.draw(st.sampled_from([1, 4]))
     starts = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=2))
     trees = None

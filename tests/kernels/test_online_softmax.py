@@ -1,4 +1,4 @@
-"""Tests of attention in pieces."""
+"""Tests of the online softmax."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from dflash.kernels import online_softmax
 
 
 def make(keys=9, seed=0):
-    """Queries [K, B, R, H] = [1, 1, 4, 8] with keys, values [1, 1, S, 8] and a mask [1, 4, S]."""
+    """Returns queries [K, B, R, H] = [1, 1, 4, 8], keys, values [1, 1, S, 8], a mask [1, 4, S]."""
     rng = np.random.default_rng(seed)
     queries, keys, values = (
         jnp.asarray(rng.normal(size=(1, 1, n, 8)), jnp.float32) for n in (4, keys, keys)

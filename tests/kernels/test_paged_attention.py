@@ -16,14 +16,14 @@ from dflash.kernels import paged_attention as paged
 
 
 def run(case, tile=8):
-    """Compiles and runs; small tiles so that short sequences take several."""
+    """Compiles and runs, with small tiles, so that short sequences take several."""
     with mock.patch.object(paged, "TILE_TOKENS", tile):
         return jax.jit(functools.partial(paged.paged_attention, scale=SCALE))(**case.arguments)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17])
 def test_ragged_starts_and_page_edges(length):
-    # Page size 4, tile 8: empty, one row, on and around the edges of pages and of tiles.
+    # Page size 4, tile 8: empty, a single row, and lengths around the edges of pages and tiles.
     make = make_case([0, 1, 3, 4, 5, 7, 8, 9, 16, 23], length)
     make.check(run(make), 1e-5)
 
@@ -41,7 +41,7 @@ def test_any_page_and_tile_size(tile, page_size):
 
 
 def test_table_longer_than_the_sequences():
-    # Five pages in tiles of two: the last tile reaches past the table.
+    # Five pages in tiles of two, so that the last tile extends past the table.
     case = make_case([0, 7, 17], 3, table_pages=5)
     case.check(run(case), 1e-5)
 
@@ -65,7 +65,7 @@ def test_tree_mask_differs_by_sequence():
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(("length", "group", "kv_heads"), [(1, 4, 1), (16, 2, 2), (17, 1, 3)])
 def test_quantized_pages(length, group, kv_heads, kv_dtype):
-    """As exact as plain ones, given what their eight bits stand for; new rows are rounded too."""
+    """Outputs match dense attention over the dequantized rows, including the new ones."""
     case = make_case(
         [0, 1, 3, 4, 8, 9, 16, 23], length, group=group, kv_heads=kv_heads, kv_dtype=kv_dtype
     )
@@ -80,7 +80,7 @@ def test_trees_over_quantized_pages(kv_dtype):
 
 
 def test_rows_overwritten_leave_no_trace():
-    """Slots that speculative rows were written to end up as if only the last rows had been."""
+    """Slots with rejected rows end up as if only the last rows had been written."""
     once = make_case([2, 7], 6, table_pages=4, kv_dtype="int8")
     pages = once.arguments["key_pages"], once.arguments["value_pages"]
     wrong = once.arguments | {
@@ -107,7 +107,7 @@ def test_any_lengths_and_trees(data):
     trees = np.stack([ancestry(tree) for tree in parents])
     seed = data.draw(st.integers(0, 99))
     case = make_case(starts, 5, table_pages=6, tree_mask=trees, seed=seed)
-    with mock.patch.object(paged, "TILE_TOKENS", 8):  # read while tracing, once
+    with mock.patch.object(paged, "TILE_TOKENS", 8):  # It is read once, while tracing.
         result = compiled(**case.arguments)
     case.check(result, 1e-5)
 
@@ -120,12 +120,12 @@ def test_idle_sequences_touch_scratch_alone():
         changed = np.any(after != case.arguments[name], axis=(0, 2, 3))
         mine = set(case.pages[1].tolist())
         assert set(np.flatnonzero(changed).tolist()) == {0} | mine
-    # Three rows share the scratch page, yet each sequence's own result is right.
+    # Three sequences share the scratch page, but their outputs are independent.
     np.testing.assert_allclose(outputs, case.expected, rtol=1e-5, atol=1e-5)
 
 
 def test_new_rows_become_context():
-    """Two calls of three rows leave and compute what one call of six does."""
+    """Two calls of three rows have the same results as one call of six."""
     whole = make_case([2, 7], 6, table_pages=4)
     everything, *whole_pages = run(whole)
 

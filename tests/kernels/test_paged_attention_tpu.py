@@ -1,7 +1,7 @@
 """Tests of the Pallas kernel of paged attention, in interpret mode, against dense attention.
 
 Slots that a sequence does not use hold NaN. Each test compiles a kernel, so there are few, and each
-mixes sequences with no context, with some, and with starts around the edges of pages and tiles.
+mixes sequences without context with sequences that start around the edges of pages and tiles.
 """
 
 import functools
@@ -69,7 +69,7 @@ def test_trees():
 
 
 def test_a_sequence_without_context_starts_no_copy():
-    """Nobody would wait for it. Copies run here as they start, and stray ones raise."""
+    """A copy that is started without a wait would raise in interpret mode."""
     case = make_case([3, 0], 2, kv_heads=1, width=64, page_size=8, table_pages=2)
     # No sequence has a second page.
     case.arguments["page_table"] = case.arguments["page_table"].at[:, 1].set(10**6)

@@ -29,13 +29,13 @@ def test_int8_by_hand():
 
 @pytest.mark.parametrize(("kv_dtype", "step"), [("int8", 1 / 127), ("float8_e4m3fn", 1 / 8)])
 def test_numbers_are_off_by_half_a_step(kv_dtype, step):
-    """A step is of the largest number of a row, or of the number itself where numbers float."""
+    """The step depends on the row's largest number in int8, and on the number itself in float8."""
     rng = np.random.default_rng(0)
     sizes = 10.0 ** rng.integers(-4, 5, (3, 40, 1))
     rows = (sizes * rng.normal(size=(3, 40, 64))).astype(np.float32)
     error = np.abs(decode(encode(rows, kv_dtype)) - rows)
     peak = np.abs(rows).max(axis=-1, keepdims=True)
-    # Below the smallest normal number, 2⁻⁶ of 448, steps stop shrinking.
+    # Steps are constant below the smallest normal number, 2⁻⁶ (scaled by 1 / 448).
     of = peak if kv_dtype == "int8" else np.maximum(np.abs(rows), peak * 2**-6 / 448)
     assert (error <= 1.0001 * step / 2 * of).all()
     assert (error > 0.4 * step / 2 * of).any()

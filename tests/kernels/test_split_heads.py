@@ -1,4 +1,4 @@
-"""Tests of splitting a projection into normed and rotated heads."""
+"""Tests of splitting a projection into normalized and rotated heads."""
 
 import functools
 
@@ -10,14 +10,14 @@ from support.interpreter import interpret
 
 from dflash.kernels.split_heads import Part, rms_norm, rotate, split_heads
 
-EPS = 1e-2  # large enough to be seen
+EPS = 1e-2  # Large enough to affect results.
 HEADS = (Part(),)
 VALUES = Part(rotated=False)
 QUERIES_KEYS_VALUES = (Part(4), Part(), VALUES)
 
 
 def make_case(length, heads, width, dtype, *, parts=HEADS, scaled=True, batch=2):
-    """Rows, the cosines and sines of any angles, and a scale for each part that is rotated."""
+    """Returns rows, cos and sin of random angles, and a scale for each rotated part."""
     rng = np.random.default_rng(0)
     angles = rng.uniform(0, 7, size=(batch, length, 1, width // 2))
     rows = jnp.asarray(rng.normal(size=(batch, length, heads * width)), dtype)
@@ -27,7 +27,7 @@ def make_case(length, heads, width, dtype, *, parts=HEADS, scaled=True, batch=2)
 
 
 def expected(rows, cos_sin, scales, parts=HEADS):
-    """In float64, as products of complex numbers."""
+    """Computes the outputs in float64, by products of complex numbers."""
     width = 2 * cos_sin[0].shape[-1]
     heads = np.asarray(rows, np.float64).reshape(*rows.shape[:2], -1, width)
     ends = np.cumsum([part.share for part in parts]) * heads.shape[2] // sum(p.share for p in parts)
@@ -77,7 +77,7 @@ def test_bfloat16_is_rounded_where_plain_jax_rounds():
     call = functools.partial(split_heads, parts=QUERIES_KEYS_VALUES, eps=EPS)
     kernel = interpret(functools.partial(call, implementation="interpret"), *case)
     plain = call(*case, implementation="reference")
-    # One unit in the last place where sums of squares were added up in another order.
+    # Sums of squares in another order may differ by one unit in the last place.
     different = [np.mean(np.asarray(a != b)) for a, b in zip(kernel, plain, strict=True)]
     assert max(different) < 0.01
     assert different[2] == 0

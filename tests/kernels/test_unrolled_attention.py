@@ -28,7 +28,7 @@ def make_case(later, *, group=2, kv_heads=2, width=8, seed=0):
 
 
 def expected(queries, keys, values, first_keys, first_values, segments):
-    """What each row sees, spelled out; rows of padding are left at zero."""
+    """Computes the outputs row by row; padding rows are zero."""
     outputs = np.zeros(queries.shape)
     for b, row in enumerate(np.asarray(segments)):
         for t in np.flatnonzero(row):

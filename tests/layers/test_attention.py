@@ -37,7 +37,7 @@ def test_shapes_and_norms(qk_norm):
     queries, keys, values = attention.project(x, cos_sin([[0, 1, 2]] * 2))
     assert queries.shape == (2, 3, 4, 8)
     assert keys.shape == values.shape == (2, 3, 2, 8)
-    # A norm with a scale of ones leaves a mean square of one, and rotation keeps it.
+    # A norm with scale 1 results in a mean square of 1, which rotation preserves.
     mean_squares = [np.mean(np.square(each), axis=-1) for each in (queries, keys, values)]
     normed = [np.allclose(each, 1, atol=1e-3) for each in mean_squares]
     assert normed == [qk_norm, qk_norm, False]

@@ -23,7 +23,7 @@ def make_paged(
     kv_dtype=None,
     specs=None,
 ):
-    """A cache whose every row holds a number of its own, or has such a scale; of two layers."""
+    """Returns a cache of two layers in which each row, or each row's scale, is a unique number."""
     rows = kv.CacheArray(2, 4, "kv_heads")
     abstract = kv.paged_cache(
         specs or [(rows, rows)] * 2,
@@ -44,7 +44,7 @@ def make_paged(
         for i, pool in enumerate(pools)
         for most in [100 if pool.dtype == jnp.int8 else 1e9]
     ]
-    # Within each share, pages are handed out backwards from the last.
+    # Allocate the pages of each shard from the last one downwards.
     local = batch // shares * pages_per_sequence
     table = np.tile(np.arange(local, 0, -1), shares).reshape(batch, pages_per_sequence)
     table = jax.device_put(table.astype(np.int32), abstract.page_table.sharding)
@@ -53,7 +53,7 @@ def make_paged(
 
 
 def rows_of(pages, table, page_base=0):
-    """One sequence's rows [K, positions, H] in order of their positions."""
+    """Returns a sequence's rows [K, positions, H] in order of position."""
     picked = np.asarray(pages)[:, page_base + np.asarray(table)]
     return picked.reshape(picked.shape[0], -1, picked.shape[-1])
 
@@ -76,7 +76,8 @@ def check_compacted(before, after, start, path, shares=1):
             np.testing.assert_array_equal(rows_of(new, after.page_table[b], base), expected)
             paged = expected.reshape(expected.shape[0], -1, old.shape[2], expected.shape[-1])
             expected_pool[:, base + np.asarray(before.page_table[b])] = paged
-        np.testing.assert_array_equal(new, expected_pool)  # scratch and the rest: as before
+        # This includes the scratch page and all other pages, which are unchanged.
+        np.testing.assert_array_equal(new, expected_pool)
 
 
 def test_compact_moves_an_accepted_path():
@@ -84,7 +85,7 @@ def test_compact_moves_an_accepted_path():
     start, path = [2, 7], [[0, 2, 4, 4], [0, 1, 3, 4]]
     after = cache.compact(jnp.array(start), jnp.array(path), make_sharding())
     check_compacted(cache, after, start, path)
-    # One row explicitly: row 2 of sequence 1's tree (position 9) gets what position 10 held.
+    # Check one row explicitly: position 10 moves to row 2 of sequence 1's tree (position 9).
     np.testing.assert_array_equal(
         rows_of(after.pools[0], after.page_table[1])[:, 9],
         rows_of(cache.pools[0], cache.page_table[1])[:, 10],
@@ -110,8 +111,8 @@ def test_compact_on_eight_devices(kv_dtype):
 
 
 MIXED = [
-    (kv.CacheArray(2, 4, "kv_heads"),) * 2,  # grouped queries
-    kv.CacheArray(1, 6, None),  # one array for all heads
+    (kv.CacheArray(2, 4, "kv_heads"),) * 2,  # Grouped-query attention.
+    kv.CacheArray(1, 6, None),  # Latent attention: one array for all heads.
     {"rows": kv.CacheArray(2, 2, "kv_heads"), "of all": kv.CacheArray(3, 8, None)},
 ]
 
@@ -124,7 +125,7 @@ def test_layers_keep_what_their_attention_names(kv_dtype):
         (2, 16, 4, 4),
         (2, 16, 4, 4),
         (1, 16, 4, 6),
-        (3, 16, 4, 8),  # a dictionary is ordered by its keys
+        (3, 16, 4, 8),  # Dictionaries are ordered by key.
         (2, 16, 4, 2),
     ]
     assert cache.axes == ("kv_heads", "kv_heads", None, None, "kv_heads")
@@ -158,7 +159,7 @@ def test_static_write():
     after = before.write(jnp.array(position), rows[:2], rows[2:])
     for i, cache in enumerate((*after.keys, *after.values)):
         assert cache.dtype == jnp.bfloat16
-        expected = np.zeros((3, 2, kv.SLOT_TILE, 4))  # 8 were asked for
+        expected = np.zeros((3, 2, kv.SLOT_TILE, 4))  # The requested capacity is 8.
         for b, begin in enumerate(position):
             expected[b, :, begin : begin + 3] = rows[i][b].swapaxes(0, 1)
         np.testing.assert_array_equal(np.asarray(cache, np.float32), expected)

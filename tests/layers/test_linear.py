@@ -1,4 +1,4 @@
-"""Tests of linear maps, embeddings, norms and the gated mlp."""
+"""Tests of linear maps, embeddings, norms and the gated MLP."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from dflash.parallel import parameters
 
 
 def build(kind, *args, dtype=jnp.float32):
-    """A module whose every weight is random, those of norms included."""
+    """Returns a module with random weights, including those of norms."""
     module = kind(*args, dtype=dtype, sharding=make_sharding())
     rng = np.random.default_rng(0)
     values = {
@@ -65,7 +65,7 @@ def test_logits_of_bfloat16_are_float32():
     logits = module.attend(hidden)
     assert logits.dtype == jnp.float32
     inputs, table = wide(hidden, module.embedding[...])
-    # Far closer than bfloat16 could be: nothing was rounded on the way.
+    # The error is far below that of bfloat16, so no intermediate result was rounded.
     np.testing.assert_allclose(logits, inputs @ table.T, rtol=1e-5, atol=1e-5)
 
 
@@ -85,7 +85,7 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
     expected = scale * inputs / np.sqrt((inputs**2).mean(-1, keepdims=True) + 1e-6)
     normed = module(x)
     assert normed.dtype == jnp.bfloat16
-    np.testing.assert_allclose(*wide(normed), expected, rtol=2**-7)  # two roundings
+    np.testing.assert_allclose(*wide(normed), expected, rtol=2**-7)  # Two roundings.
 
 
 def test_mlp():

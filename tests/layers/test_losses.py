@@ -1,4 +1,4 @@
-"""Tests of the chunked losses against logits that are whole, and of the weights against loops."""
+"""Tests of the chunked losses against full logits, and of the weights against loops."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ BATCH, ROWS, WIDTH, VOCAB = 2, 11, 6, 13
 
 
 def make_rows(seed=0, dtype=jnp.float32):
-    """Hidden states, labels, the target's hidden states, and a head."""
+    """Returns hidden states, labels, the target's hidden states, and an output head."""
     rng = np.random.default_rng(seed)
     hidden, target = (jnp.asarray(rng.normal(size=(BATCH, ROWS, WIDTH)), dtype) for _ in range(2))
     labels = jnp.asarray(rng.integers(0, VOCAB, (BATCH, ROWS)), jnp.int32)
@@ -29,7 +29,7 @@ def make_rows(seed=0, dtype=jnp.float32):
 
 
 def dense(hidden, labels, target, head, kl_weight):
-    """Objective, nll and correct from whole logits in float32."""
+    """Returns objective, nll and correct, computed from full float32 logits."""
     log_probs = jax.nn.log_softmax((hidden @ head).astype(jnp.float32))
     of_target = jax.nn.log_softmax((target @ jax.lax.stop_gradient(head)).astype(jnp.float32))
     of_target = jax.lax.stop_gradient(of_target)
@@ -51,7 +51,7 @@ def chunked(hidden, labels, target, head, kl_weight, **options):
 
 
 def weighted(scores):
-    """A scalar in which every row weighs differently."""
+    """Returns a sum in which every row has another weight."""
     return jnp.sum(scores.objective * jnp.arange(scores.objective.size).reshape(BATCH, ROWS))
 
 
@@ -70,7 +70,7 @@ def test_chunks_equal_the_whole(kl_weight, frozen_head, chunk_tokens):
             *rows
         )
 
-    # The target does not learn, nor does a frozen head, which dense() knows nothing of.
+    # Skip the gradient of a frozen head, which `dense` would compute. The target's must be zero.
     learn = (0, 2) if frozen_head else (0, 2, 3)
     gradients = gradient(ours, learn), gradient(dense, learn)
     for mine, theirs in zip(*gradients, strict=True):

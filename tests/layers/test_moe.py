@@ -1,4 +1,4 @@
-"""Tests of experts: what a row gets is what its own experts give it, whoever stands beside it."""
+"""Tests of experts: a row's output depends on its own experts only, not on other rows."""
 
 import functools
 
@@ -42,7 +42,7 @@ def rows(*shape, seed=0):
 
 
 def by_hand(model, x):
-    """Every row through its experts, one after the other, in float64."""
+    """Computes every row's experts one by one, in float64."""
 
     def silu(values):
         return values / (1 + np.exp(-values))
@@ -81,7 +81,7 @@ def test_a_row_does_not_depend_on_those_beside_it():
         others = rows(3, 7, seed=seed)
         others[1, 4] = x[1, 4]
         np.testing.assert_array_equal(run(others)[1, 4], alone)
-    crowd = np.broadcast_to(x[1, 4], x.shape)  # all rows want the same experts
+    crowd = np.broadcast_to(x[1, 4], x.shape)  # All rows choose the same experts.
     np.testing.assert_array_equal(run(crowd), np.broadcast_to(alone, x.shape))
 
 
@@ -112,7 +112,8 @@ def test_rows_are_exchanged_where_they_are_split_as_experts_are(mesh, changes, n
         ROUTINGS[name], WIDTH, HIDDEN, shared_hidden=8, dtype=jnp.float32, sharding=mixed
     )
     spread = move(layer(name), spread)
-    for batch, sent in ((4, True), (3, False)):  # three do not divide, and are whole everywhere
+    # Three rows do not divide over the devices, so they are replicated.
+    for batch, sent in ((4, True), (3, False)):
         x, run = rows(batch, 5), jax.jit(spread)
         np.testing.assert_allclose(run(x), jax.jit(layer(name))(x), atol=2e-5)
         program = run.lower(x).as_text()
