@@ -1,1 +1,1 @@
-"""Measuring: strategies × tasks, what a cycle is made of, and studies of costs."""
+"""Benchmarks of drafting strategies, and studies of what a cycle costs."""

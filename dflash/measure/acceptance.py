@@ -21,9 +21,9 @@ class KnownAcceptance:
 
     Attributes:
       histograms: Histogram of each task.
-      strategy: Strategy that was recorded; None if the source does not name it.
+      strategy: Name of the recorded strategy; None if the source does not name it.
       source: Description of the source.
-      published: Whether the histograms are those of `published`.
+      published: Whether the histograms are those in the module `published`.
     """
 
     histograms: Histograms
@@ -55,7 +55,7 @@ class ExpectedAcceptance:
       tokens: τ by task, bonus included.
       source: Description of the source and of its assumptions.
       longest: Longest recorded acceptance length.
-      published: Whether the source is `published`.
+      published: Whether the source is the module `published`.
     """
 
     tokens: Mapping[str, float]

@@ -24,7 +24,7 @@ from dflash.offline import decode_run
 from dflash.offline.decoding import decode
 from dflash.runs.shards import Shard
 
-BASELINE = DrafterConfig()  # the default strategy drafts nothing
+BASELINE = DrafterConfig()  # The default strategy drafts nothing.
 
 # Called before each step of a run with its description and the completed fraction of the run.
 Progress = Callable[[str, float], None]
@@ -209,7 +209,7 @@ class Bench:
                 marks = self.marks(queue, done)
                 samples.append(Sample(task, name, number, done, conversations, marks))
             probes = probes or self._probes(queue, samples[0])
-            # Time the parts once for each time that the queue fills the slots.
+            # Time the parts as many times as the queue fills the slots.
             for _ in range(math.ceil(len(queue) / self.config.decode.batch_size)):
                 for name, probe in probes.items():
                     times.setdefault(name, []).append(probe.parts())

@@ -22,7 +22,7 @@ class BenchmarkPoints(Runner):
 
     def __init__(self, display: Display):
         super().__init__(display)
-        self._targets: dict[str, Decoder] = {}  # at most one, by `job.target_key`
+        self._targets: dict[str, Decoder] = {}  # At most one, by `job.target_key`.
 
     def check(self, config: BenchmarkRun) -> None:
         if config.study is not None:

@@ -120,15 +120,15 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Properties of a run that its figures are judged by.
+    """Properties of a run that determine how its figures are judged.
 
     Attributes:
       baseline: Name of the strategy that the others are compared with.
       block_sizes: Rows per sequence that the target verifies, by strategy.
       longest_paths: Most tokens that a cycle may commit, by strategy.
       slots: Number of sequences decoded at once.
-      forced: Acceptance lengths are forced, so outputs are meaningless and not compared.
-      exact: Every output must equal the baseline's.
+      forced: Whether acceptance lengths are forced, so outputs are meaningless and not compared.
+      exact: Whether every output must equal the baseline's.
       least_ms: Maps a strategy and its context length in tokens to the roofline of a verification;
         None if the machine's peak rates are unknown.
       warnings: Warnings about the run as a whole.
@@ -163,7 +163,7 @@ def cells(rounds: Sequence[TaskRound], setting: Setting) -> list[Cell]:
 def setting_of(
     bench: Bench, machine: Machine | None = None, about_run: tuple[FigureWarning, ...] = ()
 ) -> Setting:
-    """Returns the properties of a benchmark that its figures are judged by.
+    """Returns the properties of a benchmark that determine how its figures are judged.
 
     Args:
       bench: Prepared benchmark.
@@ -248,7 +248,7 @@ def _cell(
     rounds: Sequence[TaskRound],
     setting: Setting,
 ) -> Cell:
-    """Computes the cell of a strategy's samples on one task, compared with the baseline's."""
+    """Computes a cell from the samples of a strategy and of the baseline on one task."""
     name, longest_path = samples[0].strategy, setting.longest_paths[samples[0].strategy]
     completions = [completion for sample in samples for completion in sample.completions]
     lengths = [length for completion in completions for length in completion.acceptance_lengths]

@@ -95,7 +95,7 @@ class MeasuredEngine(Engine):
         return self.run("propose", state)
 
     def draft_alone(self, state: DecodeState) -> DecodeState:
-        """Drafts sync_every times, each time from a token of the last draft; consumes `state`."""
+        """Drafts sync_every times, each time from the previous draft, and consumes `state`."""
         return self.run("draft_alone", state)
 
     def show_cycle(self, state: DecodeState):
@@ -133,7 +133,7 @@ class MeasuredEngine(Engine):
     def _draft_alone(self, target, drafter, state):
         def draft(_, carry):
             proposal, drafter_state = self._draft(target, drafter, state, *carry)
-            # Start the next draft from a sum over this one, so that XLA removes no part of it.
+            # Start the next draft from a sum over this draft, so that XLA removes no part of it.
             drawn = sum(_folded(leaf) for leaf in jax.tree.leaves(proposal))
             return drafter_state, jnp.abs(drawn) % self.vocab_size
 

@@ -52,7 +52,7 @@ class Probe:
 
     @classmethod
     def behind(cls, engine: MeasuredEngine, context: Sequence[int]) -> "Probe":
-        """Builds a probe behind token ids, truncated to leave room for a dispatch of cycles."""
+        """Builds a probe with this context, truncated to leave room for a dispatch of cycles."""
         room = engine.layout.max_length - engine.turns - engine.block_size
         return cls(engine, engine.occupied(context[: max(room, 1)]))
 

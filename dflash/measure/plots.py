@@ -38,7 +38,7 @@ class Theme:
     colours: tuple[str, ...]
 
 
-# Paul Tol's "bright" scheme, which color-blind readers can tell apart; lighter on a dark ground.
+# Paul Tol's "bright" scheme, which color-blind readers can tell apart; lighter if the page is dark.
 LIGHT = Theme(
     "#1c2430", "#ffffff", "#a03028",
     ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"),
@@ -56,9 +56,9 @@ class Line:
     Attributes:
       name: Name in the legend.
       places, values: Coordinates of its points.
-      flagged: Whether each point has a warning, which draws it hollow; None if no point has one.
-      roofline_of: Name of the line that this roofline belongs to, which draws it dashed in the same
-        color; None for measured values.
+      flagged: Whether each point has a warning, and is drawn hollow; None if no point has one.
+      roofline_of: Name of the line whose roofline this is; it is drawn dashed, in the same color.
+        None for measured values.
     """
 
     name: str

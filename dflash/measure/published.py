@@ -1,4 +1,4 @@
-"""Published acceptance lengths and speed-ups, to compare with or to force upon runs."""
+"""Published acceptance lengths and speed-ups, for forced acceptance and for comparison."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     ),
 }
 
-# By number of drafts: τ of a tree built from a drafter's marginals, over τ of its chain.
+# For trees of so many drafts, built from a drafter's marginals: their τ relative to a chain's.
 TREE_GAINS: Mapping[int, float] = {32: 1.22}
 TREE_ORIGIN = "DDTree (arXiv 2604.12989) has about 22 % more at a budget of 32"
 

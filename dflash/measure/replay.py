@@ -82,8 +82,8 @@ def split(
       parents: Row that each draft continues, counted from the anchor; None for a chain.
       committed: Tokens that the cycle committed.
     Returns:
-      The number of accepted drafts, which are the first tokens of `committed`; and the tokens of
-      the rejected drafts, in order.
+      The number of accepted drafts, which come first in `committed`; and the tokens of the rejected
+      drafts, in order.
     """
     parents = range(len(drafted)) if parents is None else parents
     row, taken = 0, set()

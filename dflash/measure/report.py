@@ -1,4 +1,4 @@
-"""Report of a benchmark: its plots, and an HTML page with them and with replays."""
+"""Report of a benchmark: plots, and an HTML page with plots and replays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +55,7 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
         request, by_strategy = bench.request(item, at_most=size), {}
         for name, engine in bench.engines.items():
             if not engine.has_parts:
-                continue  # A replay runs cycles one by one, which cannot choose block sizes.
+                continue  # A replay runs single cycles, which cannot choose block sizes.
             cell = next(cell for cell in cells if (cell.task, cell.strategy) == (task, name))
             words = bench.jobs[name].tokenizer
             recorded = replay.record(engine, request, item.lengths or (), words)

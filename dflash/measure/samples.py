@@ -1,4 +1,4 @@
-"""Measurements of a benchmark: the prompts of one queue, decoded together, and their times."""
+"""Samples of a benchmark: decoded prompts and their times, and statistics of them."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ class Sample:
 
     @property
     def clock_ms(self) -> float:
-        """Returns the time in which any prompt was decoded, which is the sum of all shares."""
+        """Returns the time during which any prompt was decoded: the sum of all shares."""
         return sum(time.share_ms for time in self.times)
 
     @property
@@ -117,7 +117,7 @@ def position_acceptance(
     is the plain fraction of cycles.
 
     Args:
-      sequences: For each sequence, its cycles' acceptance lengths (bonus included) and row counts.
+      sequences: Acceptance lengths (bonus included) and numbers of rows by cycle, per sequence.
       longest_path: G + 1.
     Returns:
       For each position, the fraction of cycles that accepted it; and the fraction among cycles that
@@ -150,7 +150,7 @@ def identical_share(samples: Sequence[Sample], plain: Sequence[Sample]) -> float
 
 
 def tokens_per_ms(samples: Sequence[Sample], *, prefill: bool = False) -> float | None:
-    """Returns tokens per millisecond; with `prefill`, first tokens and their prefills count too."""
+    """Returns tokens per millisecond; `prefill` includes first tokens and the time to them."""
     tokens = sum(sample.tokens for sample in samples)
     clock = sum(sample.clock_ms for sample in samples)
     if prefill:

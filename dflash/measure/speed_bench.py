@@ -1,7 +1,7 @@
 """Acceptance by category, with the names and definitions of SPEED-Bench's own harness.
 
 The harness is specdec_bench of github.com/NVIDIA/Model-Optimizer. `Request_AL` is the mean number
-of tokens that a question's steps emit, bonus tokens included, over all of its turns. `Category_AL`
+of tokens per step of a question, bonus tokens included, over all of its turns. `Category_AL`
 and `Average_AL` are means over questions. A step is a cycle here, so the first token, which prefill
 returns, is not counted. Times are in seconds; that of a request begins with its prefill.
 """

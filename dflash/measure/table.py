@@ -1,4 +1,4 @@
-"""Terminal output of a benchmark: a table, in 80 columns or complete, and sentences below it."""
+"""Terminal output of a benchmark: a table with all figures or a selection, and notes below it."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence

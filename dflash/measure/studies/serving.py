@@ -43,7 +43,7 @@ def serve(config: BenchmarkRun) -> Iterator[Step]:
     if bench.workload.has_later_turns:
         bench.converse()
     closed, items = config.study.values or AT_A_TIME, bench.workload.items
-    # For each load, its requests in the order in which they are sent.
+    # Each load sends its requests in this order.
     warming = items[:1] * 2
     loads = [_enough(items, max(len(items), 2 * count)) for count in closed]
     everything = [*warming, *itertools.chain(*loads), *items * len(RATES)]
@@ -89,7 +89,7 @@ class _Scripted(Job):
 
 
 def _serving(bench: benches.Bench, job: Job, sent: Sequence[Item]):
-    """Returns a context that serves one strategy in the background and gives the server's URL."""
+    """Returns a context manager that serves one strategy in the background; it yields the URL."""
     run = job.config
     values = vars(run) | {"decode": ServeDecode(**vars(run.decode))}
     served = ServeRun(**values, serve=ServeConfig(queue=_QUEUE, drain_s=0.0))
@@ -103,7 +103,7 @@ def _serving(bench: benches.Bench, job: Job, sent: Sequence[Item]):
 def _bodies(bench: benches.Bench, items: Sequence[Item]) -> list[dict[str, Any]]:
     """Returns the body of a request for each item.
 
-    Forced acceptance commits any drafted token, so stop tokens are then ignored.
+    Requests with forced acceptance ignore stop tokens, since they commit any drafted token.
     """
     always = {"seed": bench.config.decode.seed}
     if bench.workload.forced:

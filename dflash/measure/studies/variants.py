@@ -84,7 +84,7 @@ def batch(config: BenchmarkRun) -> Iterator[Step]:
 
 
 def _check_full(bench: benches.Bench, size: int) -> None:
-    """Raises InputError if a task cannot fill all slots: its figures would be of fewer."""
+    """Raises InputError if a task cannot fill all slots, so that its figures would mislead."""
     for task, items in bench.workload.tasks.items():
         if len(items) < size:
             raise errors.InputError(
