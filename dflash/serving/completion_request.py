@@ -252,11 +252,8 @@ def _logit_bias(
     for name, bias in biases.items():
         token = int(name) if name.isascii() and name.isdecimal() and len(name) < 10 else None
         if token is None or token >= model.vocab_size:
-            raise RequestError(
-                f"logit_bias.{name}: expected a token id below {model.vocab_size}, the size of the "
-                "vocabulary",
-                param="logit_bias",
-            )
+            message = f"logit_bias.{name}: expected a token id below {model.vocab_size}"
+            raise RequestError(message, param="logit_bias")
         pairs[token] = bias or 0.0
     if len(pairs) > MAX_BIASED:
         raise RequestError(f"logit_bias: expected at most {MAX_BIASED} tokens", param="logit_bias")
@@ -266,8 +263,9 @@ def _logit_bias(
 def _stop_ids(body: SamplingBody, model: ServedModel) -> tuple[int, ...]:
     ids = token_ids(body.stop_token_ids, "stop_token_ids", model)
     if len(set(ids)) > NUM_STOP_IDS:
-        message = f"stop_token_ids: expected at most {NUM_STOP_IDS} tokens"
-        raise RequestError(message, param="stop_token_ids")
+        raise RequestError(
+            f"stop_token_ids: expected at most {NUM_STOP_IDS}", param="stop_token_ids"
+        )
     ignore_eos = model.decode.ignore_eos if body.ignore_eos is None else body.ignore_eos
     eos_ids = () if ignore_eos else model.eos_ids
     return tuple(sorted({*eos_ids, *model.decode.stop_ids, *ids}))

@@ -62,15 +62,14 @@ def only(*values: Any) -> Any:
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
             return value
         expected = " or ".join(map(jsonl.quote, values))
-        message = f"only {expected} is supported, not {jsonl.quote(value)}"
-        raise PydanticCustomError("unsupported", message)
+        raise invalid(f"only {expected} is supported, not {jsonl.quote(value)}", "unsupported")
 
     return Annotated[Any, AfterValidator(check)]
 
 
-def invalid(message: str) -> PydanticCustomError:
+def invalid(message: str, kind: str = "invalid") -> PydanticCustomError:
     """Returns the exception with which a validator rejects a value."""
-    return PydanticCustomError("invalid", message)
+    return PydanticCustomError(kind, message)
 
 
 def check_unicode(text: str) -> str:

@@ -114,3 +114,34 @@ def test_decoding_may_include_special_tokens():
     assert tokenizer().decode(ids) == "one"
     assert tokenizer().decode(ids, special_tokens=True) == "one<|end|>"
     assert tokenizer().encode("one", add_special_tokens=False) == ids[:-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature: expected 0 or more; got -1"),
+        ({"temperature": 1e39}, "temperature: expected at most 3.402823466e+38; got 1e+39"),
+        ({"top_p": "1"}, 'top_p: expected a number; got "1"'),
+        ({"n": True}, "n: expected an integer; got true"),
+        ({"stop": 5}, "stop: expected a string or a list; got 5"),
+        ({"stop": ["x"] * 65}, "stop: expected at most 64 items; got "),
+        ({"store": True}, "store: only false is supported, not true"),
+        ({"temprature": 1}, "temprature: not supported; did you mean 'temperature'?"),
+        (
+            {"stream_options": {"include_usages": True}},
+            "stream_options.include_usages: not supported; did you mean "
+            "'stream_options.include_usage'?",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: required"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5: expected at most 100; got 101"),
+        (
+            {"guided_regex": "a", "structured_outputs": {"json": {}}},
+            "structured_outputs.json: guided_regex is given too; keep one of them",
+        ),
+    ],
+)
+def test_error_messages(fields, message):
+    body = {"messages": [{"role": "user", "content": "a"}]} | fields
+    with pytest.raises(RequestError) as caught:
+        read_chat(body, model())
+    assert caught.value.message.startswith(message)
