@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.compiler import components, costs, forecast, hlo, programs, topology
+from dflash.compiler import components, costs, forecast, hlo, programs
 from dflash.compiler.components import ATTENTION, DRAFTER, MLP, UNEMBED
 from dflash.compiler.costs import ScheduledOperation
 from dflash.compiler.forecast import PLAIN, CycleCost, DeviceMemory, StrategyPoint
 from dflash.compiler.report import RunAssumptions
-from dflash.compiler.topology import RooflineRates, Topology
+from dflash.compiler.topology import RooflineRates, TpuMachine
 from dflash.config.schema import DrafterConfig
 from dflash.config.tpu_schema import CompileDecode
 from dflash.inference import controls, cycle
@@ -37,7 +37,6 @@ from dflash.inference.request import Request, Sampling
 from dflash.loading import decode_plan, models
 from dflash.models.decoder import Decoder
 from dflash.parallel.chips import Chip
-from dflash.parallel.sharding import Sharding
 from dflash.storage import files
 
 # Capacity of the caches in tokens. Costs are linear in it, so any small value works.
@@ -47,21 +46,6 @@ _LAYERS = 2
 _ATTENTION_KERNELS = ("paged_attention", "block_attention", "latent_attention")
 _LAYER_SCOPES = "attention", "mlp"
 _FOLDER = "points"
-
-
-@dataclasses.dataclass(frozen=True)
-class TpuMachine:
-    """TPU topology that a forecast compiles for.
-
-    Attributes:
-      topology: Chips and their devices.
-      sharding: Sharding over these devices.
-      rates: Rates of the compiler's roofline.
-    """
-
-    topology: Topology
-    sharding: Sharding
-    rates: RooflineRates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +118,6 @@ def point_specs(config: CompileDecode) -> list[PointSpec]:
         for name, drafter in drafters.items()
         for batch in batches
     ]
-
-
-def find_machine(config: CompileDecode) -> TpuMachine:
-    """Returns the topology of a run, with its sharding and the compiler's rates."""
-    tpu = topology.find(config.tpu.topology, config.tpu.slices)
-    mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(tpu, mesh, config.sharding_rules)
-    return TpuMachine(tpu, sharding, topology.compiler_rates(tpu))
 
 
 def compile_points(

@@ -15,6 +15,7 @@ from dflash.compiler.bundles import Section
 from dflash.compiler.curve import CurvePoint
 from dflash.compiler.programs import CompiledProgram
 from dflash.compiler.report import CompileReport, ProgramReport, RunAssumptions
+from dflash.compiler.topology import TpuMachine
 from dflash.config import loader
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
 from dflash.runs.display import Display
@@ -60,7 +61,7 @@ def _run(
 ) -> CompileReport:
     display = Display()
 
-    def write(
+    def keep(
         run_report: CompileReport,
         points: Sequence[CurvePoint] = (),
         kernels: Mapping[str, Sequence[Section]] | None = None,
@@ -69,10 +70,11 @@ def _run(
     ) -> None:
         if workdir:
             content = _to_json(run_report, points, kernels or {}, complete=complete)
-            _write(config, paths.to_path(workdir), content)
+            write(config, paths.to_path(workdir), {"compile.json": json.dumps(content, indent=2)})
 
     with display.progress("compiling", every_s=0) as progress:
-        run_report = compile_programs(config, progress, write)
+        machine = topology.find_machine(config)
+        run_report = compile_programs(config, machine, progress, keep)
     print("\n".join(report_table.lines(run_report)), flush=True)
     kernels = {}
     if schedules:
@@ -85,34 +87,33 @@ def _run(
             points = curve.compile_curve(
                 config,
                 rows,
-                run_report.topology,
-                run_report.rates,
+                machine,
                 progress,
-                lambda points_so_far: write(run_report, points_so_far, kernels),
+                lambda points_so_far: keep(run_report, points_so_far, kernels),
             )
         print("\n".join(curve.lines(points, run_report.topology.chip)))
-    write(run_report, points, kernels, complete=True)
+    keep(run_report, points, kernels, complete=True)
     return run_report
 
 
 def compile_programs(
     config: CompileDecode | CompileTrain,
+    machine: TpuMachine,
     progress: Progress = lambda title, fraction: None,
     keep: Callable[[CompileReport], None] = lambda report_so_far: None,
 ) -> CompileReport:
     """Compiles every program of a run and reads the compiler's figures.
 
     Args:
-      config: Config of the run, with the topology in its `tpu` group.
+      config: Config of the run.
+      machine: Topology to compile for.
       progress: Called before each program is compiled.
       keep: Called after each program with the report so far.
     Raises:
-      ConfigError: The topology does not exist, or the mesh or the models do not fit it.
+      ConfigError: The models do not fit each other or the mesh.
     """
-    tpu = topology.find(config.tpu.topology, config.tpu.slices)
+    tpu, rates = machine.topology, machine.rates
     mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(tpu, mesh, config.sharding_rules)
-    rates = topology.compiler_rates(tpu)
     trains = isinstance(config, CompileTrain)
     decode = config.evaluation_decode if trains else config.decode
     capacity = tpu.chip.hbm_gb * 1e9 / tpu.chip.devices
@@ -126,9 +127,9 @@ def compile_programs(
         return CompileReport(tpu, mesh, rates, memory, capacity, refused, dict(reports))
 
     steps = (
-        programs.compile_training(config, sharding, on_start)
+        programs.compile_training(config, machine.sharding, on_start)
         if trains
-        else programs.compile_decoding(config, config.tpu, sharding, on_start)
+        else programs.compile_decoding(config, config.tpu, machine.sharding, on_start)
     )
     try:
         for program in steps:
@@ -177,10 +178,13 @@ def _to_json(
     }
 
 
-def _write(
-    config: CompileDecode | CompileTrain, directory: pathlib.Path, content: Mapping[str, Any]
+def write(
+    config: CompileDecode | CompileTrain,
+    directory: pathlib.Path,
+    results: Mapping[str, str | bytes],
 ) -> None:
+    """Writes result files, by name, and `config.yml` to the work directory."""
     with files.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        files.write_whole(directory / "compile.json", json.dumps(content, indent=2))
-        files.write_whole(directory / "config.yml", loader.to_yaml(config))
+        for name, content in {**results, "config.yml": loader.to_yaml(config)}.items():
+            files.write_whole(directory / name, content)

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash import errors
-from dflash.compiler import components, costs, hlo, programs, topology
+from dflash.compiler import components, costs, hlo, programs
 from dflash.compiler.components import ATTENTION, MLP, Component
 from dflash.compiler.report import RunAssumptions
-from dflash.compiler.topology import RooflineRates, Topology
+from dflash.compiler.topology import TpuMachine
 from dflash.config.schema import DecodeConfig
 from dflash.layers.linear import matmul_precision
 from dflash.loading import models, weights
+from dflash.models.decoder import Decoder
 from dflash.parallel.chips import Chip
 
 _LAYERS = 2
@@ -37,8 +38,7 @@ class CurvePoint:
 def compile_curve(
     config: Any,
     rows: Sequence[int],
-    tpu: Topology,
-    rates: RooflineRates,
+    machine: TpuMachine,
     progress: Callable[[str, float], None] = lambda title, fraction: None,
     keep: Callable[[Sequence[CurvePoint]], None] = lambda points: None,
 ) -> list[CurvePoint]:
@@ -47,8 +47,7 @@ def compile_curve(
     Args:
       config: Config of the run.
       rows: Numbers of rows, each for a batch of one sequence.
-      tpu: Topology to compile for.
-      rates: Rates of the compiler's roofline.
+      machine: Topology to compile for.
       progress: Called before each compilation with its title and the fraction that is done.
       keep: Called after each compilation with the points so far.
     Raises:
@@ -59,24 +58,22 @@ def compile_curve(
     shape = config.target.architecture
     if shape is None:
         raise errors.ConfigError("--rows: requires target.architecture in the config")
-    mesh = dataclasses.asdict(config.mesh)
-    sharding = topology.make_sharding(tpu, mesh, config.sharding_rules)
     shallow = dataclasses.replace(shape, num_hidden_layers=_LAYERS)
     group = dataclasses.replace(config.target, checkpoint=models.RANDOM, architecture=shallow)
     source = models.find_target(group)
     dtype = getattr(config, "dtype", "bfloat16")
-    target = models.build_target(group, source, dtype=dtype, sharding=sharding)
-    weights.arrange(target, sharding)
+    target = models.build_target(group, source, dtype=dtype, sharding=machine.sharding)
+    weights.arrange(target, machine.sharding)
     points = []
     for count in rows:
         progress(f"{count} rows", len(points) / len(rows))
-        cost = _cost(target, count, config, tpu.chip, rates, shape.num_hidden_layers)
+        cost = _cost(target, count, config, machine, shape.num_hidden_layers)
         points.append(CurvePoint(count, cost))
         keep(points)
     return points
 
 
-def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component:
+def _cost(target: Decoder, rows: int, config: Any, machine: TpuMachine, depth: int) -> Component:
     decode: DecodeConfig = getattr(config, "decode", None) or DecodeConfig()
     context = config.tpu.context or (decode.max_length or decode.prefill_chunk)
     pages = -(-(context + rows) // decode.page_size)
@@ -103,7 +100,8 @@ def _cost(target, rows: int, config, chip: Chip, rates, depth: int) -> Component
     module = hlo.parse(compiled.as_text())
     operations = costs.operations(module, trips=assumptions.trips, branch=assumptions.branch)
     ideals = programs.target_ideals(target, rows, context, cache)
-    return at_depth(components.summarize(operations, ideals, chip, rates), depth)
+    chip = machine.topology.chip
+    return at_depth(components.summarize(operations, ideals, chip, machine.rates), depth)
 
 
 def at_depth(parts: Mapping[str, Component], depth: int) -> Component:

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from dflash.compiler import compile_points, forecast_table, topology
-from dflash.compiler.compile_points import PointSpec, TpuMachine
+from dflash.compiler import compile_points, compile_run, forecast_table, topology
+from dflash.compiler.compile_points import PointSpec
 from dflash.compiler.forecast import PLAIN, Forecast, StrategyPoint
-from dflash.config import loader
+from dflash.compiler.topology import TpuMachine
 from dflash.config.tpu_schema import CompileDecode
 from dflash.measure import acceptance, plots, published, table
 from dflash.measure.acceptance import ExpectedAcceptance
@@ -32,7 +30,7 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     topology.prepare_environment()
     directory = paths.to_path(workdir) if workdir else None
     with Display().progress("compiling", every_s=0) as progress, files.explained(directory):
-        machine = compile_points.find_machine(config)
+        machine = topology.find_machine(config)
         points = compile_points.compile_points(specs, machine, directory, progress)
     shapes = {
         spec.strategy: _shape(spec, points[spec.strategy, spec.batch])
@@ -57,7 +55,8 @@ def run(config: CompileDecode, workdir: str | None = None) -> Forecast:
     if directory:
         content = forecast_table.to_json(forecast, contexts)
         content |= {"acceptance": {name: strategy.source for name, strategy in expected.items()}}
-        _write(config, directory, content, _plots(forecast, contexts))
+        results = {"forecast.json": json.dumps(content, indent=1), **_plots(forecast, contexts)}
+        compile_run.write(config, directory, results)
     return forecast
 
 
@@ -137,17 +136,3 @@ def _best_speedup(forecast: Forecast, task: str, batch: int, context: int) -> fl
 def _line(name: str, batches: Sequence[int], speedups: Sequence[float | None]) -> plots.Line:
     known = [pair for pair in zip(batches, speedups, strict=True) if pair[1]]
     return plots.Line(name, [batch for batch, _ in known], [speedup for _, speedup in known])
-
-
-def _write(
-    config: CompileDecode,
-    directory: pathlib.Path,
-    content: Mapping[str, Any],
-    images: Mapping[str, bytes],
-) -> None:
-    with files.explained(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        files.write_whole(directory / "forecast.json", json.dumps(content, indent=1))
-        files.write_whole(directory / "config.yml", loader.to_yaml(config))
-        for name, image in images.items():
-            files.write_whole(directory / name, image)

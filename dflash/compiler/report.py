@@ -56,16 +56,17 @@ class RunAssumptions:
 
     def branch(self, conditional: hlo.Instruction) -> int | None:
         """Returns the index of the branch that runs; None if the config does not determine it."""
-        if components.has_word(conditional.op_name, "if_tied"):
-            return 0  # Ties at the cutoff of top-k or top-p are rare.
-        if components.has_word(conditional.op_name, "if_filtered"):
-            return int(self.filtered)
-        if components.has_word(conditional.op_name, "if_sampled"):
-            return int(self.sampled)
-        if components.has_word(conditional.op_name, "if_shaped"):
-            return int(self.shaped)
-        if components.has_word(conditional.op_name, "if_logprobs"):
-            return 0
+        # The innermost scopes come first: "if_filtered" is nested in "if_sampled".
+        branches = {
+            "if_tied": False,  # Ties at the cutoff of top-k or top-p are rare.
+            "if_filtered": self.filtered,
+            "if_sampled": self.sampled,
+            "if_shaped": self.shaped,
+            "if_logprobs": False,
+        }
+        for scope, taken in branches.items():
+            if components.has_word(conditional.op_name, scope):
+                return int(taken)
         return None
 
 

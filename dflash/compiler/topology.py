@@ -11,6 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from dflash import errors
+from dflash.config.tpu_schema import CompileDecode, CompileTrain
 from dflash.parallel import chips, host, sharding
 from dflash.parallel.sharding import Sharding
 
@@ -156,3 +157,33 @@ def compiler_rates(topology: Topology) -> RooflineRates:
     square, square_s = cost(8192, 8192, 8192)
     thin, thin_s = cost(16, 4096, 65536)
     return RooflineRates(square["flops"] / square_s, thin["bytes accessed"] / thin_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuMachine:
+    """TPU topology that a run is compiled for.
+
+    Attributes:
+      topology: Chips and their devices.
+      sharding: Sharding over these devices.
+      rates: Rates of the compiler's roofline.
+    """
+
+    topology: Topology
+    sharding: Sharding
+    rates: RooflineRates
+
+
+def find_machine(config: CompileDecode | CompileTrain) -> TpuMachine:
+    """Returns the topology of a run, with its sharding and the compiler's rates.
+
+    Raises:
+      ConfigError: The topology is unknown, or the mesh does not fit it.
+    """
+    topology = find(config.tpu.topology, config.tpu.slices)
+    axis_sizes = dataclasses.asdict(config.mesh)
+    return TpuMachine(
+        topology,
+        make_sharding(topology, axis_sizes, config.sharding_rules),
+        compiler_rates(topology),
+    )
