@@ -81,7 +81,7 @@ def test_a_race_of_recipes_is_a_sweep_on_the_same_answers(config, whole, capsys)
     assert tested["math-tree5"]["baseline"]["identical"] == 2
     assert list(tested["math-block2"]["acceptance_histogram"]) == ["1", "2"]
     card = (point / "drafter" / "README.md").read_text()
-    assert "168 tokens, which an earlier distillation made." in card
+    assert "168 tokens, from an earlier distillation." in card
     assert "| math-tree5 |" in card
     (row,) = sweeps.read_rows(workdir / "sweep.csv")
     assert float(row["math.tau"]) == tested["math"]["tau"]
@@ -141,10 +141,10 @@ def test_a_race_tells_a_difference_from_noise(tmp_path):
             tau = float(np.mean(lengths)) if lengths else 2.0
             figures = {f"{cell}.tau": tau for cell in ("math", "math-tree5")}
             rows[f"{name}{seed}"] = {"loss.name": name, "train.seed": seed, **figures}
-    found = recipe_comparison.recipes([["loss.name", "train.seed"]], rows, tmp_path)
+    found = recipe_comparison.measured_recipes([["loss.name", "train.seed"]], rows, tmp_path)
     assert [one.name for one in found] == list(taken)
     assert [len(one.points) for one in found] == [2, 2, 2, 2]
-    first, second, third, gone = (one.ways["tree5"] for one in found)
+    first, second, third, gone = (one.variants["tree5"] for one in found)
     assert (first.ratio, first.interval) == (1, None)
     assert second.ratio == pytest.approx(np.mean(better) / np.mean(base))
     assert 1 < second.interval[0] < second.ratio < second.interval[1]
@@ -170,16 +170,18 @@ def test_points_of_a_recipe_may_have_been_tested_differently(tmp_path):
         "a": {"loss.name": "kl", "train.seed": 0, "math.tau": 2.0, "code.tau": 4.0},
         "b": {"loss.name": "dpace", "train.seed": 0, "code.tau": 8.0, "math.tau": 4.0},
     }
-    first, second = recipe_comparison.recipes([["loss.name", "train.seed"]], rows, tmp_path)
-    assert (second.ways[""].ratio, second.ways[""].interval) == (2.0, (2.0, 2.0))
+    first, second = recipe_comparison.measured_recipes(
+        [["loss.name", "train.seed"]], rows, tmp_path
+    )
+    assert (second.variants[""].ratio, second.variants[""].interval) == (2.0, (2.0, 2.0))
     rows["c"] = rows["a"] | {"train.seed": 1}
     rows["d"] = {"loss.name": "dpace", "train.seed": 1, "chat.tau": 3.0}
     rows["e"] = {"loss.name": "other", "train.seed": 0, "math.tau": None}
-    (only,) = recipe_comparison.recipes(
+    (only,) = recipe_comparison.measured_recipes(
         [["loss.name", "train.seed"]], {"c": rows["c"], **rows}, tmp_path
     )
     assert only.name == first.name
-    assert only.ways[""].ratio is None
+    assert only.variants[""].ratio is None
 
 
 def test_few_prompts_give_no_interval():
@@ -206,8 +208,8 @@ def test_a_second_start_does_nothing(config, whole, capsys):
     before = tree(whole)
     assert run(config, "--workdir", whole) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:-1] == [f"{stage.name}: done before" for stage in stages.STAGES]
-    changed = {name for name, facts in tree(whole).items() if before.get(name) != facts}
+    assert lines[:-1] == [f"{stage.name}: already done" for stage in stages.STAGES]
+    changed = {name for name, figures in tree(whole).items() if before.get(name) != figures}
     assert changed <= {"config.yml", "date.txt"}
 
 
@@ -249,7 +251,7 @@ def test_the_card_names_the_licence_of_the_target(readme, licence, tmp_path):
     overrides = [f"target.checkpoint={tmp_path}"]
     path = "configs/distill/tiny_dflash.yml"
     config = loader.load(path, overrides, distill_schema.DistillRun)
-    text = card.write(config, card.Facts(3, 30, 5, None, {}))
+    text = card.write(config, card.DistillationFigures(3, 30, 5, None, {}))
     assert card.target_licence(str(tmp_path)) == licence
     assert (f"\nlicense: {licence}\n" in text) == (licence is not None)
     assert ("states no licence" in text) == (licence is None)

@@ -21,7 +21,7 @@ from flax import nnx
 from dflash import errors
 from dflash.checkpoints import files, tensor_map
 from dflash.checkpoints.safetensors_header import INDEX, WEIGHTS, StoredTensor, read_headers
-from dflash.checkpoints.tensor_map import Piece
+from dflash.checkpoints.tensor_map import TensorPiece
 from dflash.parallel import parameters
 from dflash.storage import files as run_files
 
@@ -203,7 +203,10 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _read(
-    parts: Sequence[tuple[StoredTensor, Piece]], abstract: jax.ShapeDtypeStruct, *, transposed: bool
+    parts: Sequence[tuple[StoredTensor, TensorPiece]],
+    abstract: jax.ShapeDtypeStruct,
+    *,
+    transposed: bool,
 ) -> jax.Array:
     """Reads a parameter onto the devices of this process."""
     buffers = {}
@@ -310,7 +313,7 @@ def _aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
 class _Outgoing:
     """Tensor to be written, whose values are fetched from the devices only when needed."""
 
-    def __init__(self, name: str, parts: list[tuple[str, nnx.Variable, Piece]], dtype):
+    def __init__(self, name: str, parts: list[tuple[str, nnx.Variable, TensorPiece]], dtype):
         _, leaf, piece = parts[0]
         if isinstance(leaf, parameters.Buffer):
             dtype = leaf.stored_dtype
@@ -329,7 +332,7 @@ class _Outgoing:
             values[piece.first : piece.first + piece.count] = self._fetch(path, leaf, piece)
         return values
 
-    def _fetch(self, path: str, leaf: nnx.Variable, piece: Piece) -> np.ndarray:
+    def _fetch(self, path: str, leaf: nnx.Variable, piece: TensorPiece) -> np.ndarray:
         """Returns the rows of one piece."""
         value = leaf.get_value()
         # Convert a fresh array: a jax array keeps the host copy of its NumPy conversion while it

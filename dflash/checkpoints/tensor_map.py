@@ -1,8 +1,8 @@
 """Mapping between parameters and stored tensors, which need not be one to one.
 
-A module's `checkpoint_name(path)` returns the name of the stored tensor of a parameter, `Rows` of a
-tensor that holds several parameters, or a `Stack` of tensors that form one parameter. Reading and
-writing both use this mapping, one tensor at a time.
+A module's `checkpoint_name(path)` returns the name of the stored tensor of a parameter, or the
+`TensorRows` of a tensor that holds several parameters, or a `Stack` of tensors that form one
+parameter. Reading and writing both use this mapping, one tensor at a time.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from flax import nnx
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class TensorRows:
     """Rows of a stored tensor, such as one of several fused projections.
 
     The tensor's rows form `groups` runs of `of` rows each, such as one run per head. The parameter
@@ -31,17 +31,17 @@ class Rows:
 class Stack:
     """Tensors stacked along the first dimension of a parameter, such as one per expert."""
 
-    parts: tuple[str | Rows, ...]
+    parts: tuple[str | TensorRows, ...]
 
 
-Source = str | Rows | Stack
+Source = str | TensorRows | Stack
 
 _SCALES = ".kernel_scale"
 PACKED = "weight_packed"  # Replaces "weight" in names of packed tensors; see `StoredFormat`.
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """Rows of a stored tensor that are contiguous in a parameter, too.
 
     Attributes:
@@ -66,7 +66,7 @@ class Piece:
         return not self.lead and self.shape[:1] == (() if self.count is None else (self.count,))
 
 
-def pieces(source: Source, shape: tuple[int, ...]) -> list[Piece]:
+def pieces(source: Source, shape: tuple[int, ...]) -> list[TensorPiece]:
     """Returns the pieces of stored tensors that form a parameter.
 
     Args:
@@ -109,14 +109,14 @@ def source_of(module: nnx.Module, path: str) -> Source:
 
     if isinstance(kernel, Stack):
         return Stack(tuple(beside(part) for part in kernel.parts))
-    if isinstance(kernel, Rows):
+    if isinstance(kernel, TensorRows):
         return dataclasses.replace(kernel, name=beside(kernel.name))
     return beside(kernel)
 
 
 def by_tensor(
     module: nnx.Module, shapes: Iterable[tuple[str, tuple[int, ...]]]
-) -> dict[str, list[tuple[str, Piece]]]:
+) -> dict[str, list[tuple[str, TensorPiece]]]:
     """Returns the pieces of every stored tensor of a module, each with its parameter's path.
 
     Args:
@@ -125,7 +125,7 @@ def by_tensor(
     Raises:
       ValueError: The pieces do not cover each row of a tensor exactly once.
     """
-    tensors: dict[str, list[tuple[str, Piece]]] = {}
+    tensors: dict[str, list[tuple[str, TensorPiece]]] = {}
     for path, shape in shapes:
         for piece in pieces(source_of(module, path), stored_shape(path, shape)):
             tensors.setdefault(piece.name, []).append((path, piece))
@@ -140,19 +140,19 @@ def by_tensor(
     return tensors
 
 
-def _pieces(source: Source, shape: tuple[int, ...], lead: tuple[int, ...]) -> Iterable[Piece]:
+def _pieces(source: Source, shape: tuple[int, ...], lead: tuple[int, ...]) -> Iterable[TensorPiece]:
     if isinstance(source, Stack):
         if len(source.parts) != shape[0]:
             raise ValueError(f"{len(source.parts)} parts for a first dimension of {shape[0]}")
         parts = (_pieces(part, shape[1:], (i,)) for i, part in enumerate(source.parts))
         yield from itertools.chain.from_iterable(parts)
-    elif isinstance(source, Rows):
+    elif isinstance(source, TensorRows):
         count = source.end - source.begin
         if shape[0] != source.groups * count:
             raise ValueError(f"{source} does not make {shape[0]} rows")
         stored = (source.groups * source.of, *shape[1:])
         for group in range(source.groups):
             first = group * source.of + source.begin
-            yield Piece(source.name, stored, first, count, lead, group * count)
+            yield TensorPiece(source.name, stored, first, count, lead, group * count)
     else:
-        yield Piece(source, shape, 0, shape[0] if shape else None, lead, 0)
+        yield TensorPiece(source, shape, 0, shape[0] if shape else None, lead, 0)

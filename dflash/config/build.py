@@ -10,7 +10,7 @@ import ml_collections
 
 from dflash.config import registry, schema
 from dflash.config.keys import CHOICES, chosen_schema, known_keys, members, without_null
-from dflash.config.merging import Path, Tree, merge, text_of
+from dflash.config.merging import ConfigTree, Path, merge, text_of
 from dflash.config.strict_yaml import Malformed, Node
 
 _INVALID = object()  # Stands for a value whose problem has been reported.
@@ -44,7 +44,7 @@ def overriding_groups(run: type) -> list[tuple[str, str]]:
     return [(name, data["overrides_of"]) for name, data in fields if "overrides_of" in data]
 
 
-def build(tree: Tree, run: type, *, complete: bool) -> tuple[Any, set[Path], list[str]]:
+def build(tree: ConfigTree, run: type, *, complete: bool) -> tuple[Any, set[Path], list[str]]:
     """Builds the dataclass `run` from `tree`.
 
     Args:
@@ -110,7 +110,7 @@ def _json_node(value: Any, kind: Any, source: str) -> Node:
 
 
 class _Builder:
-    def __init__(self, tree: Tree, run: type, complete: bool):
+    def __init__(self, tree: ConfigTree, run: type, complete: bool):
         self.tree = tree
         self.complete = complete
         self.unusable: set[Path] = set()

@@ -189,7 +189,7 @@ def fitting(schemas: Sequence[type], files: Sequence[merging.Node]) -> type:
     )
 
 
-def _crossed(config: Any, tree: merging.Tree, unusable: set[merging.Path]) -> list[str]:
+def _crossed(config: Any, tree: merging.ConfigTree, unusable: set[merging.Path]) -> list[str]:
     """Returns problems between keys, except those with a value that is already reported."""
     lines = []
     for keys, message in checks.problems(config):

@@ -18,7 +18,7 @@ Path = tuple[str, ...]  # Path of a key, such as ("decode", "seed").
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class ConfigTree:
     """All layers, merged.
 
     Attributes:
@@ -118,7 +118,7 @@ def merge(
     named_groups: Collection[str],
     origin: str,
     alternatives: Sequence[Collection[Path]] = (),
-) -> Tree:
+) -> ConfigTree:
     """Merges layers: mappings merge, other values replace.
 
     A layer that gives one of `named_groups` another `name` resets that group, since keys of one
@@ -146,10 +146,10 @@ def merge(
                     _drop(content, path, places)
         for node in layer:
             _merge_into(content, node.value, (), places)
-    return Tree(content, places, origin)
+    return ConfigTree(content, places, origin)
 
 
-def inherit(tree: Tree, mapping: str, group: str, names: Collection[str]) -> list[str]:
+def inherit(tree: ConfigTree, mapping: str, group: str, names: Collection[str]) -> list[str]:
     """Completes the entries of `mapping`, each an override of `group`, in place.
 
     The name of an entry is its `name`, else its key if that is a known name, else the name of
@@ -222,7 +222,7 @@ def _merge_into(content, layer: Mapping[str, Node], path: Path, places: dict[Pat
 
 
 def _entry_from_file(
-    entry: Node, tree: Tree, here: Path, group: str, problems: list[str]
+    entry: Node, tree: ConfigTree, here: Path, group: str, problems: list[str]
 ) -> ml_collections.ConfigDict:
     """Returns the `group` of the config file that an entry names; empty if it names none."""
     content = _empty()

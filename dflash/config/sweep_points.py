@@ -33,7 +33,7 @@ _BLOCK = ("run", "product", "zip")
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One config of a sweep.
 
     Attributes:
@@ -59,7 +59,7 @@ class Sweep:
 
     run: str
     axes: tuple[tuple[str, ...], ...]
-    points: Mapping[str, Point]
+    points: Mapping[str, SweepPoint]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
     schema = registry.load(registry.RUNS[run].schema)
     files = [loader.without_sweep(node) for node in files]
     rest = [loader.without_sweep(node) for node in command_line]
-    points: dict[str, Point] = {}
+    points: dict[str, SweepPoint] = {}
     found: dict[str, list[str]] = {}
     for steps in itertools.product(*(axis.steps for axis in axes)):
         nodes = {
@@ -111,7 +111,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
             further = [*further, f"{origin}: {loader.SWEEP}: the point {name} occurs twice"]
         for problem in further:
             found.setdefault(problem, []).append(name)
-        points[name] = Point(name, values, config)
+        points[name] = SweepPoint(name, values, config)
     if found:
         raise errors.ConfigError(*_attributed(found, count))
     return Sweep(run, tuple(axis.keys for axis in axes), points)

@@ -18,7 +18,7 @@ _HUB = "hf:"
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class DistillationFigures:
     """Figures of a finished distillation for its model card.
 
     Attributes:
@@ -38,19 +38,19 @@ class Facts:
     @classmethod
     def read(
         cls, answers: pathlib.Path, trained: Mapping[str, Any], test: Mapping[str, Any]
-    ) -> "Facts":
+    ) -> "DistillationFigures":
         """Reads the figures from the file of answers and the results of the later stages."""
         with answers.open("rb") as lines:
             lengths = [len(json.loads(line)["output_ids"]) for line in lines]
         return cls(len(lengths), sum(lengths), trained["steps"], trained["best"], test)
 
 
-def write(config: DistillRun, facts: Facts) -> str:
+def write(config: DistillRun, figures: DistillationFigures) -> str:
     """Returns the text of the card.
 
     Args:
       config: Config of the distillation.
-      facts: Figures of the distillation.
+      figures: Figures of the distillation.
     """
     target = config.target.checkpoint
     licence = target_licence(target)
@@ -76,15 +76,15 @@ def write(config: DistillRun, facts: Facts) -> str:
         "",
         "## Results",
         "",
-        *_results(config, facts),
+        *_results(config, figures),
         "",
         "## Data",
         "",
-        *_data(config, facts),
+        *_data(config, figures),
         "",
         "## Recipe",
         "",
-        f"{facts.steps:,} steps of {config.train.batch_size} × {config.data.length} tokens. "
+        f"{figures.steps:,} steps of {config.train.batch_size} × {config.data.length} tokens. "
         "What differs from the defaults of `python -m dflash.distill`:",
         "",
         "```yaml",
@@ -109,8 +109,8 @@ def target_licence(target: str) -> str | None:
         return None
     readme = checkpoint.resolve(target) / "README.md"
     front = _FRONT_MATTER.match(readme.read_text(encoding="utf-8")) if readme.is_file() else None
-    found = _LICENSE.search(front[1]) if front else None
-    return found[1] if found else None
+    declared = _LICENSE.search(front[1]) if front else None
+    return declared[1] if declared else None
 
 
 def _licence(licence: str | None) -> str:
@@ -125,38 +125,39 @@ def _licence(licence: str | None) -> str:
     )
 
 
-def _results(config: DistillRun, facts: Facts) -> Iterator[str]:
-    if not facts.test:
+def _results(config: DistillRun, figures: DistillationFigures) -> Iterator[str]:
+    if not figures.test:
         yield "Not measured."
         return
-    decode, one = config.test.decode, next(iter(facts.test.values()))
+    decode, devices = config.test.decode, next(iter(figures.test.values()))["devices"]
     sampling = f"temperature {decode.temperature:g}" if decode.temperature else "greedy"
     yield (
         f"{config.test.prompts} prompts of each data set's {config.test.split} split, at most "
         f"{decode.max_new_tokens} tokens, {sampling}, {decode.batch_size} at a time, "
-        f"{config.train.dtype}, on {len(one['devices'])} × {one['devices'][0]}. τ is tokens per "
-        "forward of the target; the speed-up is over the same loop without drafting."
+        f"{config.train.dtype}, on {len(devices)} × {devices[0]}. τ is the mean number of tokens "
+        "per forward pass of the target; the speed-up is over the same loop without drafting."
     )
     yield ""
     yield "| data set | τ | speed-up | tokens/s | without drafting | same output | right |"
     yield "|---|---|---|---|---|---|---|"
-    for task, found in facts.test.items():
-        plain = found["baseline"]
+    for task, result in figures.test.items():
+        plain = result["baseline"]
         yield (
-            f"| {task} | {_number(found['tau'])} | {_number(plain['speed_up'])}× "
-            f"| {_number(found['tokens_per_second'], 0)} "
+            f"| {task} | {_number(result['tau'])} | {_number(plain['speed_up'])}× "
+            f"| {_number(result['tokens_per_second'], 0)} "
             f"| {_number(plain['tokens_per_second'], 0)} "
-            f"| {plain['identical']} of {plain['prompts']} | {_graded(found['answers'])} |"
+            f"| {plain['identical']} of {plain['prompts']} | {_graded(result['answers'])} |"
         )
-    if facts.best:
+    if figures.best:
         yield ""
-        yield f"The weights are of step {facts.best['step']:,}, the best by {facts.best['goal']}."
+        best = figures.best
+        yield f"The weights are of step {best['step']:,}, the best by {best['goal']}."
 
 
-def _data(config: DistillRun, facts: Facts) -> Iterator[str]:
-    amount = f"{facts.answers:,} answers of the target itself, {facts.answer_tokens:,} tokens"
+def _data(config: DistillRun, figures: DistillationFigures) -> Iterator[str]:
+    amount = f"{figures.answers:,} answers of the target itself, {figures.answer_tokens:,} tokens"
     if config.answers.made is not None:
-        yield f"{amount}, which an earlier distillation made."
+        yield f"{amount}, from an earlier distillation."
     else:
         yield f"{amount}, to questions of these sources:"
         yield ""

@@ -28,7 +28,7 @@ _OPTIMIZER_COPIES = 3  # Float32 arrays per weight in a checkpoint: the weight a
 
 
 @dataclasses.dataclass(frozen=True)
-class StagePlan:
+class StageEstimate:
     """Time and disk space of a stage.
 
     Attributes:
@@ -91,11 +91,11 @@ def _machine(config: DistillRun, job: DecodeJob | None) -> Machine | None:
     return None if job is None else roofline.machine_of(job.target.sharding)
 
 
-def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> StagePlan:
+def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> StageEstimate:
     decode, questions = job.config.decode, _num_questions(config)
     if config.answers.made is not None:
         size = paths.to_path(config.answers.made).stat().st_size
-        return StagePlan("answers", f"{questions:,} that were made before", 0.0, size)
+        return StageEstimate("answers", f"{questions:,} existing ones", 0.0, size)
     tokens = questions * decode.max_new_tokens
     context = config.plan.prompt_tokens + decode.max_new_tokens // 2
     forward = roofline.target_work(
@@ -104,7 +104,7 @@ def _answers(config: DistillRun, job: DecodeJob, machine: Machine | None) -> Sta
     seconds = _seconds(forward, tokens / decode.batch_size, machine)
     stored = questions * (config.plan.prompt_tokens + decode.max_new_tokens) * _BYTES_PER_TOKEN
     amount = f"{questions:,} questions, at most {decode.max_new_tokens:,} tokens each"
-    return StagePlan("answers", amount, seconds, stored)
+    return StageEstimate("answers", amount, seconds, stored)
 
 
 def _num_questions(config: DistillRun) -> int:
@@ -119,7 +119,7 @@ def _num_questions(config: DistillRun) -> int:
     return sum(config.answers.tasks.values()) + in_files
 
 
-def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> StagePlan:
+def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> StageEstimate:
     run: TrainRun = job.config
     row = run.train.batch_size * run.data.length
     steps = run.train.steps
@@ -136,7 +136,7 @@ def _training(config: DistillRun, job: TrainJob, machine: Machine | None) -> Sta
     disk = kept * _OPTIMIZER_COPIES * 4 * learning
     if run.train.features == "cached":
         disk += int(per_epoch / share) * _feature_bytes(job)
-    return StagePlan("training", amount, _seconds(work, steps, machine), disk)
+    return StageEstimate("training", amount, _seconds(work, steps, machine), disk)
 
 
 def _feature_bytes(job: TrainJob) -> int:
@@ -148,12 +148,12 @@ def _feature_bytes(job: TrainJob) -> int:
 
 def _test(
     config: DistillRun, decoding: DecodeJob, training: TrainJob, machine: Machine | None
-) -> StagePlan:
+) -> StageEstimate:
     test = config.test
     runs = list(config.test_runs(None).values())
     prompts = len(runs) * test.prompts
     if not prompts:
-        return StagePlan("test", "none: test.tasks is empty", 0.0, 0)
+        return StageEstimate("test", "none: test.tasks is empty", 0.0, 0)
     for run in runs[: len(runs) // len(test.tasks)]:  # Runs of the first data set.
         decode_jobs.prepare_models(run, dry=True)  # Raises if sizes do not fit.
     slots = runs[0].decode.batch_size
@@ -164,20 +164,20 @@ def _test(
     amount = f"{prompts:,} prompts, with the drafter and without"
     stored = 2 * tokens * _BYTES_PER_TOKEN
     # Assume that the run with drafts takes at most as long as the plain one.
-    return StagePlan("test", amount, _seconds(forward, 2 * tokens / slots, machine), stored)
+    return StageEstimate("test", amount, _seconds(forward, 2 * tokens / slots, machine), stored)
 
 
-def _export(job: TrainJob) -> StagePlan:
+def _export(job: TrainJob) -> StageEstimate:
     size = 2 if job.config.train.export_dtype == "bfloat16" else 4
     weights = parameters.count(job.task.learner)
-    return StagePlan("export", f"{weights:,} weights", 0.0, 2 * size * weights)
+    return StageEstimate("export", f"{weights:,} weights", 0.0, 2 * size * weights)
 
 
 def _seconds(work: ForwardWork, times: float, machine: Machine | None) -> float | None:
     return None if machine is None else work.ideal_ms(machine) * times / 1e3
 
 
-def _table(stages: Sequence[StagePlan], machine: Machine | None) -> Iterator[str]:
+def _table(stages: Sequence[StageEstimate], machine: Machine | None) -> Iterator[str]:
     yield f"{'stage':<12}{'at least':>10}{'disk':>12}   amount"
     for stage in stages:
         yield (

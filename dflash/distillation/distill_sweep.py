@@ -20,7 +20,7 @@ TABLE, PLOT = "recipes.md", "tau_by_training_time.png"
 class DistillPoints(Runner):
     """Runner that distills at each point; its directory is a work directory of `dflash.distill`.
 
-    The cells of a point are its tests, named by data set and way of drafting, such as math,
+    The cells of a point are its tests, named by data set and drafting variant, such as math,
     math-block8 and math-tree32. The further cell `training` has the cost of training.
     """
 
@@ -50,10 +50,10 @@ class DistillPoints(Runner):
     ) -> None:
         """Writes heat maps, a table of the recipes, and a plot of τ against training time."""
         super().draw(sweep, rows, directory)
-        found = recipe_comparison.recipes(sweep.axes, rows, directory / sweeps.POINTS)
-        if found:
-            files.write_whole(directory / TABLE, recipe_comparison.table(found))
-            files.write_whole(directory / PLOT, recipe_comparison.plot(found))
+        recipes = recipe_comparison.measured_recipes(sweep.axes, rows, directory / sweeps.POINTS)
+        if recipes:
+            files.write_whole(directory / TABLE, recipe_comparison.table(recipes))
+            files.write_whole(directory / PLOT, recipe_comparison.plot(recipes))
 
 
 def figures(
@@ -65,12 +65,12 @@ def figures(
       trained: Results of training.
       tested: Results of the tests by cell.
     """
-    for cell, found in tested.items():
-        tau, rate = found["tau"], found["tokens_per_second"]
+    for cell, test in tested.items():
+        tau, rate = test["tau"], test["tokens_per_second"]
         yield f"{cell}.tau", tau
-        yield f"{cell}.speed_up", found["baseline"]["speed_up"]
+        yield f"{cell}.speed_up", test["baseline"]["speed_up"]
         # Each slot commits τ tokens per cycle.
-        yield f"{cell}.cycle_ms", 1e3 * tau * found["slots"] / rate if tau and rate else None
+        yield f"{cell}.cycle_ms", 1e3 * tau * test["slots"] / rate if tau and rate else None
         yield f"{cell}.tokens_per_second", rate
     step_s = trained["step_seconds"]
     yield f"{recipe_comparison.TRAINING}.hours", step_s and step_s * trained["steps"] / 3600

@@ -21,13 +21,13 @@ from dflash.runs import records
 
 TRAINING = "training"  # Name of the cell with the training time.
 _SEED_KEY = "train.seed"
-_TAU = re.compile(r"(?P<task>.+?)(?:-(?P<way>(?:block|tree)\d+))?\.tau")  # Name of a cell.
+_TAU = re.compile(r"(?P<task>.+?)(?:-(?P<variant>(?:block|tree)\d+))?\.tau")  # Name of a cell.
 _RANDOM_SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """Results of a recipe's drafters with one way of drafting.
+class VariantResults:
+    """Results of a recipe's drafters in one variant, such as with a smaller block or a tree.
 
     Attributes:
       taus: Mean τ over seeds by data set.
@@ -57,15 +57,15 @@ class Recipe:
     Attributes:
       name: Short name that distinguishes the recipe from the others.
       points: Hours of training (None if unknown) and mean τ over data sets, for each seed.
-      ways: Results by way of drafting: "" for the config's own, "block8", "tree32", ….
+      variants: Results by variant: "" for the config's own drafting, "block8", "tree32", ….
     """
 
     name: str
     points: Sequence[tuple[float | None, float]]
-    ways: Mapping[str, Way]
+    variants: Mapping[str, VariantResults]
 
 
-def recipes(
+def measured_recipes(
     axes: Sequence[Sequence[str]], rows: Mapping[str, Mapping[str, Any]], points: pathlib.Path
 ) -> list[Recipe]:
     """Returns the measured recipes of a sweep, in the order of their first points.
@@ -79,68 +79,71 @@ def recipes(
     grouped: dict[str, list[str]] = {}
     for recipe, point in zip(names, rows, strict=True):
         grouped.setdefault(recipe, []).append(point)
-    found, first = [], None
+    recipes, first = [], None
     for name, members in grouped.items():
-        theirs = [rows[point] for point in members]
-        cells = _cells(theirs)
+        own_rows = [rows[point] for point in members]
+        cells = _cells(own_rows)
         if "" not in cells:  # No data set was measured on all points.
             continue
-        tests = {way: _read(points, members, way, tasks) for way, tasks in cells.items()}
+        tests = {
+            variant: _read(points, members, variant, tasks) for variant, tasks in cells.items()
+        }
         first = first or tests
-        ways = {
-            way: _way(theirs, way, tasks, tests[way], first.get(way))
-            for way, tasks in cells.items()
+        variants = {
+            variant: _variant_results(own_rows, variant, tasks, tests[variant], first.get(variant))
+            for variant, tasks in cells.items()
         }
         seeds = [
-            (row.get(f"{TRAINING}.hours"), _mean([row], cells[""], "", "tau")) for row in theirs
+            (row.get(f"{TRAINING}.hours"), _mean([row], cells[""], "", "tau")) for row in own_rows
         ]
-        found.append(Recipe(name, seeds, ways))
-    return found
+        recipes.append(Recipe(name, seeds, variants))
+    return recipes
 
 
-def table(found: Sequence[Recipe]) -> str:
-    """Returns a Markdown table with a line for each recipe and way of drafting.
+def table(recipes: Sequence[Recipe]) -> str:
+    """Returns a Markdown table with a line for each recipe and variant.
 
     Recipes are sorted by τ, the largest first.
     """
-    tasks = list(
-        dict.fromkeys(task for one in found for way in one.ways.values() for task in way.taus)
-    )
+    results = [variant for recipe in recipes for variant in recipe.variants.values()]
+    tasks = list(dict.fromkeys(task for variant in results for task in variant.taus))
     percent = bootstrap.INTERVAL_PERCENT
     out = io.StringIO()
     out.write(
-        f"τ by data set, means over seeds. Against {found[0].name}, drafting in the same way: "
+        f"τ by data set, means over seeds. Against {recipes[0].name}, drafting in the same way: "
         f"mean τ over its mean τ, and the {percent:g} % bootstrap interval over prompts and seeds; "
         "a difference is significant where the interval does not contain 1.\n\n"
     )
     head = ["recipe", "drafts", *tasks, "mean τ", "by seed", "against the first", "difference"]
     head += ["ms per cycle", "speed-up", "hours"]
     out.write(f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n")
-    for one in sorted(found, key=lambda one: one.ways[""].tau, reverse=True):
-        seeds = ", ".join(f"{tau:.2f}" for _, tau in one.points)
-        hours = [hours for hours, _ in one.points if hours is not None]
-        of_all = {"": (seeds, f"{statistics.mean(hours):.2f}" if hours else "–")}
-        for name, way in one.ways.items():
-            taus = [f"{way.taus[task]:.2f}" if task in way.taus else "–" for task in tasks]
-            seeds, trained = of_all.get(name, ("", ""))
-            cells = [one.name, name or "chain", *taus, f"{way.tau:.2f}", seeds, *_against(way)]
-            cells += ["–" if way.cycle_ms is None else f"{way.cycle_ms:.2f}"]
-            cells += ["–" if way.speed_up is None else f"{way.speed_up:.2f} ×", trained]
+    for recipe in sorted(recipes, key=lambda recipe: recipe.variants[""].tau, reverse=True):
+        seeds = ", ".join(f"{tau:.2f}" for _, tau in recipe.points)
+        known_hours = [hours for hours, _ in recipe.points if hours is not None]
+        hours = f"{statistics.mean(known_hours):.2f}" if known_hours else "–"
+        for name, variant in recipe.variants.items():
+            own = name == ""  # Only the line of the config's own drafting has seeds and hours.
+            taus = [f"{variant.taus[task]:.2f}" if task in variant.taus else "–" for task in tasks]
+            cells = [recipe.name, name or "chain", *taus, f"{variant.tau:.2f}"]
+            cells += [seeds if own else "", *_against(variant)]
+            cells += ["–" if variant.cycle_ms is None else f"{variant.cycle_ms:.2f}"]
+            cells += ["–" if variant.speed_up is None else f"{variant.speed_up:.2f} ×"]
+            cells += [hours if own else ""]
             out.write(f"| {' | '.join(cells)} |\n")
     return out.getvalue()
 
 
-def _against(way: Way) -> tuple[str, str]:
-    if way.ratio is None:
+def _against(variant: VariantResults) -> tuple[str, str]:
+    if variant.ratio is None:
         return "–", ""
-    if way.interval is None:
-        return f"{way.ratio:.2f}", ""
-    low, high = way.interval
+    if variant.interval is None:
+        return f"{variant.ratio:.2f}", ""
+    low, high = variant.interval
     verdict = "noise" if low <= 1 <= high else "significant"
-    return f"{way.ratio:.2f} ({low:.2f}–{high:.2f})", verdict
+    return f"{variant.ratio:.2f} ({low:.2f}–{high:.2f})", verdict
 
 
-def plot(found: Sequence[Recipe]) -> bytes:
+def plot(recipes: Sequence[Recipe]) -> bytes:
     """Returns a PNG image of mean τ against hours of training, with a dot for each seed."""
     # Avoid pyplot, which keeps figures alive and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -151,11 +154,11 @@ def plot(found: Sequence[Recipe]) -> bytes:
     figure = Figure((8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    timed = [one for one in found if all(hours is not None for hours, _ in one.points)]
-    for number, one in enumerate(timed):
+    timed = [x for x in recipes if all(hours is not None for hours, _ in x.points)]
+    for number, recipe in enumerate(timed):
         marker = "os^Dv"[number // 10 % 5]  # Colors repeat after ten.
-        hours, taus = zip(*one.points, strict=True)
-        axes.scatter(hours, taus, label=one.name, color=f"C{number % 10}", marker=marker)
+        hours, taus = zip(*recipe.points, strict=True)
+        axes.scatter(hours, taus, label=recipe.name, color=f"C{number % 10}", marker=marker)
     axes.set_xlabel("hours of training")
     axes.set_ylabel("τ, mean over data sets")
     axes.set_ylim(bottom=1)
@@ -165,22 +168,22 @@ def plot(found: Sequence[Recipe]) -> bytes:
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Returns the data sets that all points of a recipe were measured on, by way of drafting."""
-    found: dict[str, list[str]] = {}
+    """Returns the data sets on which all points of a recipe were measured, by variant."""
+    cells: dict[str, list[str]] = {}
     for key in rows[0]:
         cell = _TAU.fullmatch(key)
         if cell and all(row.get(key) is not None for row in rows):
-            found.setdefault(cell["way"] or "", []).append(cell["task"])
-    return found
+            cells.setdefault(cell["variant"] or "", []).append(cell["task"])
+    return cells
 
 
-def _name(task: str, way: str) -> str:
-    return f"{task}-{way}" if way else task
+def _name(task: str, variant: str) -> str:
+    return f"{task}-{variant}" if variant else task
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], way: str, figure: str):
+def _mean(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], variant: str, figure: str):
     """Returns the mean of a figure over points and data sets; None if one of them lacks it."""
-    values = [row.get(f"{_name(task, way)}.{figure}") for row in rows for task in tasks]
+    values = [row.get(f"{_name(task, variant)}.{figure}") for row in rows for task in tasks]
     return None if None in values else statistics.mean(values)
 
 
@@ -189,36 +192,36 @@ _Test = Mapping[str, np.ndarray]
 
 
 def _read(
-    points: pathlib.Path, members: Sequence[str], way: str, tasks: Sequence[str]
+    points: pathlib.Path, members: Sequence[str], variant: str, tasks: Sequence[str]
 ) -> _Test | None:
     """Returns the test outputs of a recipe's points by data set.
 
     The result is None if a file is missing, or if points were tested on different prompts.
     """
-    found = {}
+    test = {}
     for task in tasks:
         seeds = []
         for member in members:
-            file = points / member / stages.TESTS / _name(task, way) / records.OUTPUTS
+            file = points / member / stages.TESTS / _name(task, variant) / records.OUTPUTS
             try:
                 lengths = [record.acceptance_lengths for record in records.read(file)]
             except FileNotFoundError:
                 return None
-            seeds.append([[sum(some), len(some)] for some in lengths])
+            seeds.append([[sum(cycles), len(cycles)] for cycles in lengths])
         if len(set(map(len, seeds))) > 1:
             return None
-        found[task] = np.array(seeds, float).transpose(2, 0, 1)
-    return found
+        test[task] = np.array(seeds, float).transpose(2, 0, 1)
+    return test
 
 
-def _way(
+def _variant_results(
     rows: Sequence[Mapping[str, Any]],
-    way: str,
+    variant: str,
     tasks: Sequence[str],
     test: _Test | None,
     first: _Test | None,
-) -> Way:
-    taus = {task: _mean(rows, [task], way, "tau") for task in tasks}
+) -> VariantResults:
+    taus = {task: _mean(rows, [task], variant, "tau") for task in tasks}
     ratio = interval = None
     comparable = (
         test
@@ -227,8 +230,8 @@ def _way(
     )
     if comparable:
         ratio, interval = compare(list(test.values()), [first[task] for task in test])
-    cycle_ms, speed_up = (_mean(rows, tasks, way, name) for name in ("cycle_ms", "speed_up"))
-    return Way(taus, cycle_ms, speed_up, ratio, None if test is first else interval)
+    cycle_ms, speed_up = (_mean(rows, tasks, variant, name) for name in ("cycle_ms", "speed_up"))
+    return VariantResults(taus, cycle_ms, speed_up, ratio, None if test is first else interval)
 
 
 def compare(
@@ -247,21 +250,29 @@ def compare(
       `bootstrap.MIN_GROUPS`.
     """
     ratio = float(_tau(test) / _tau(first))
-    if min(one.shape[2] for one in test) < bootstrap.MIN_GROUPS:
+    if min(array.shape[2] for array in test) < bootstrap.MIN_GROUPS:
         return ratio, None
     random, draws = np.random.default_rng(_RANDOM_SEED), bootstrap.DRAWS
-    prompts = [random.integers(0, one.shape[2], (draws, 1, one.shape[2])) for one in test]
+    counts = [array.shape[2] for array in test]
+    prompts = [random.integers(0, count, (draws, 1, count)) for count in counts]
     drawn = []
     for side in (test, first):
         seeds = side[0].shape[1]
         chosen = random.integers(0, seeds, (draws, seeds, 1))
-        drawn.append(_tau([one[:, chosen, some] for one, some in zip(side, prompts, strict=True)]))
+        drawn.append(
+            _tau(
+                [
+                    x[:, chosen, drawn_prompts]
+                    for x, drawn_prompts in zip(side, prompts, strict=True)
+                ]
+            )
+        )
     return ratio, bootstrap.interval(drawn[0] / drawn[1])
 
 
 def _tau(test: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the mean τ over data sets [...] from tokens and cycles [2, ..., seeds, prompts]."""
-    sums = [one.sum(axis=(-2, -1)) for one in test]
+    sums = [array.sum(axis=(-2, -1)) for array in test]
     return np.mean([tokens / np.maximum(cycles, 1) for tokens, cycles in sums], axis=0)
 
 
@@ -277,17 +288,17 @@ def recipe_names(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list
     """
     learned = [key for key in keys if key != _SEED_KEY and not key.startswith("test")]
     points = [dict(_leaves({key: row[key] for key in learned})) for row in rows]
-    named = [{key: x for key, x in one.items() if key.endswith("name")} for one in points]
-    found = []
+    named = [{key: x for key, x in point.items() if key.endswith("name")} for point in points]
+    recipes = []
     for point, names in zip(points, named, strict=True):
-        like = [other for other, theirs in zip(points, named, strict=True) if theirs == names]
-        rest = [
+        alike = [other for other, others in zip(points, named, strict=True) if others == names]
+        values = [
             label(value) if value is not True else key.rpartition(".")[2]
             for key, value in point.items()
-            if key not in names and any(other.get(key) != value for other in like)
+            if key not in names and any(other.get(key) != value for other in alike)
         ]
-        found.append(", ".join([*map(label, names.values()), *rest]) or "all")
-    return found
+        recipes.append(", ".join([*map(label, names.values()), *values]) or "all")
+    return recipes
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

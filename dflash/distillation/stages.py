@@ -1,13 +1,13 @@
 """Stages of a distillation; a stage is skipped if its last file exists.
 
-WORKDIR/answers/NAME/    a decode run for each source of questions
-WORKDIR/answers.jsonl    all answers, in the order of the questions
-WORKDIR/training/        a training run on the answers
-WORKDIR/trained.json     the results of training
-WORKDIR/test/TASK/       a decode run with the drafter, and without, on held-out prompts;
-                         TASK-blockN/ with blocks of N rows, TASK-treeN/ with a tree of N drafts
-WORKDIR/test.json        τ and speed-up by data set
-WORKDIR/drafter/         the weights in the Hugging Face layout, and a model card
+    WORKDIR/answers/NAME/    decode run for each source of questions
+    WORKDIR/answers.jsonl    all answers, in the order of the questions
+    WORKDIR/training/        training run on the answers
+    WORKDIR/trained.json     results of training
+    WORKDIR/test/TASK/       decode run with the drafter, and without, on held-out prompts;
+                             TASK-blockN/ with blocks of N rows, TASK-treeN/ with N drafts a tree
+    WORKDIR/test.json        mean acceptance length (τ) and speed-up by data set
+    WORKDIR/drafter/         weights in the Hugging Face layout, and a model card
 
 The last file or directory of a stage is written atomically when the stage is done. Within a stage,
 runs resume as they do on their own, so a kill at any point does not change the result.
@@ -54,7 +54,7 @@ _REPORT_SECONDS = 30.0  # Seconds between two lines of progress.
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Distillation:
     """Distillation in its work directory.
 
     Attributes:
@@ -88,11 +88,11 @@ class Work:
         """Decodes the unfinished prompts of a run, and returns its results."""
         job = decode_jobs.prepare(run, stdin=io.StringIO(), date=self.date)
         first = jax.process_index() == 0
-        with decoding.open_records(self.path / name, run, self.date) as held:
+        with decoding.open_records(self.path / name, run, self.date) as kept:
             total = sum(len(prompt.indices) for prompt in job.prompts)
-            progress = _Progress(name, total, len(held.drafted.completed()))
+            progress = _Progress(name, total, len(kept.drafted.completed()))
             display = progress if first else Display.silent()
-            return decoding.run(job, held, display, load=load)
+            return decoding.run(job, kept, display, load=load)
 
     def read(self, name: str) -> dict[str, Any]:
         """Returns the content of the last file of an earlier stage."""
@@ -118,7 +118,7 @@ class Stage:
 
     name: str
     end: str
-    run: Callable[[Work], int]
+    run: Callable[[Distillation], int]
 
 
 def run(config: DistillRun, directory: RunDirectory, date: datetime.date, display: Display) -> int:
@@ -136,19 +136,19 @@ def run(config: DistillRun, directory: RunDirectory, date: datetime.date, displa
       UserError: Questions, checkpoints, numbers or files are unusable.
     """
     path = paths.absolute(directory.path)
-    work = Work(config, path, date, display)
+    distillation = Distillation(config, path, date, display)
     if not _agreed(is_used(path)):
         for line in distill_plan.make(config, answers=str(path / ANSWERS), dry=False):
-            work.display.note(line)
+            distillation.display.note(line)
     for stage in STAGES:
         if _agreed((path / stage.end).exists()):
-            work.display.note(f"{stage.name}: done before")
+            distillation.display.note(f"{stage.name}: already done")
             continue
-        work.display.note(f"{stage.name}: begins")
-        status = stage.run(work)
+        distillation.display.note(f"{stage.name}: begins")
+        status = stage.run(distillation)
         if status:
             return status
-    work.display.note(f"done: {path / DRAFTER} holds the drafter and its model card")
+    distillation.display.note(f"done: {path / DRAFTER} holds the drafter and its model card")
     return 0
 
 
@@ -175,48 +175,53 @@ def is_used(directory: pathlib.Path) -> bool:
     return any((directory / name).exists() for name in ("answers", _TRAINING, DRAFTER))
 
 
-def _answer(work: Work) -> int:
-    load, runs = Weights(Display.silent()), work.config.answer_runs()
-    for name, one in runs.items():
-        work.decode(one, f"answers/{name}", load)
+def _answer(distillation: Distillation) -> int:
+    load, runs = Weights(Display.silent()), distillation.config.answer_runs()
+    for name, run in runs.items():
+        distillation.decode(run, f"answers/{name}", load)
     if jax.process_index() == 0:
-        made = work.config.answers.made
-        with files.explained(made or work.path / ANSWERS):
-            lines = _all_answers(work.path / "answers", list(runs)) if runs else _lines(made)
-            files.write_whole(work.path / ANSWERS, lines)
+        existing, destination = distillation.config.answers.made, distillation.path / ANSWERS
+        with files.explained(existing or destination):
+            directory = distillation.path / "answers"
+            lines = _all_answers(directory, list(runs)) if runs else _lines(existing)
+            files.write_whole(destination, lines)
     agreement.barrier(f"{ANSWERS} written")
     return 0
 
 
-def _train(work: Work) -> int:
-    job = training_jobs.prepare(work.train_run, date=work.date)
-    with rundir.open_directory(work.training, work.train_run, work.date) as held:
-        outcome = training.run(job, held, job.drafting_test(DraftingTest))
+def _train(distillation: Distillation) -> int:
+    job = training_jobs.prepare(distillation.train_run, date=distillation.date)
+    with rundir.open_directory(
+        distillation.training, distillation.train_run, distillation.date
+    ) as directory:
+        outcome = training.run(job, directory, job.drafting_test(DraftingTest))
     if outcome.exit_status:
         return outcome.exit_status
     ended = {"steps": outcome.step, "best": outcome.best}
-    weights, step_s = parameters.count(job.task.learner), _step_seconds(work)
-    work.finish(TRAINED, {**ended, "weights": weights, "step_seconds": step_s})
+    weights, step_s = parameters.count(job.task.learner), _step_seconds(distillation)
+    distillation.finish(TRAINED, {**ended, "weights": weights, "step_seconds": step_s})
     return 0
 
 
-def _test(work: Work) -> int:
+def _test(distillation: Distillation) -> int:
     load = Weights(Display.silent())
-    kept = ("tau", "acceptance_histogram", "tokens_per_second", "prompts", "answers")
-    kept, tested = (*kept, "baseline", "devices"), {}
-    for name, one in work.config.test_runs(str(work.weights)).items():
-        found = work.decode(one, f"{TESTS}/{name}", load)
-        tested[name] = {key: found[key] for key in kept} | {"slots": one.decode.batch_size}
-    work.finish(TESTED, tested)
+    keys = ("tau", "acceptance_histogram", "tokens_per_second", "prompts", "answers")
+    keys, tested = (*keys, "baseline", "devices"), {}
+    for name, run in distillation.config.test_runs(str(distillation.weights)).items():
+        results = distillation.decode(run, f"{TESTS}/{name}", load)
+        tested[name] = {key: results[key] for key in keys} | {"slots": run.decode.batch_size}
+    distillation.finish(TESTED, tested)
     return 0
 
 
-def _export(work: Work) -> int:
-    facts = card.Facts.read(work.path / ANSWERS, work.read(TRAINED), work.read(TESTED))
-    text = card.write(work.config, facts)
-    with checkpoint_files.staged(work.path / DRAFTER) as directory:
+def _export(distillation: Distillation) -> int:
+    figures = card.DistillationFigures.read(
+        distillation.path / ANSWERS, distillation.read(TRAINED), distillation.read(TESTED)
+    )
+    text = card.write(distillation.config, figures)
+    with checkpoint_files.staged(distillation.path / DRAFTER) as directory:
         if jax.process_index() == 0:
-            files.copy_tree(work.weights, directory, checkpoint_files.CONFIG)
+            files.copy_tree(distillation.weights, directory, checkpoint_files.CONFIG)
             (directory / "README.md").write_text(text, encoding="utf-8")
     return 0
 
@@ -242,10 +247,10 @@ def _lines(path: str) -> Iterator[bytes]:
         yield from lines
 
 
-def _step_seconds(work: Work) -> float | None:
+def _step_seconds(distillation: Distillation) -> float | None:
     """Returns the time of a training step from the median logged rate; None without a log."""
-    tokens = work.config.train.batch_size * work.config.data.length
-    lines = (work.training / rundir.METRICS).read_text(encoding="utf-8").splitlines()
+    tokens = distillation.config.train.batch_size * distillation.config.data.length
+    lines = (distillation.training / rundir.METRICS).read_text(encoding="utf-8").splitlines()
     rates = [json.loads(line).get("tokens_per_second") for line in lines]
     rates = [rate for rate in rates if rate]
     return tokens / statistics.median(rates) if rates else None
@@ -273,15 +278,15 @@ class _Progress(Display):
         """
         super().__init__(stream=False)
         self._name, self._total, self._done = name, total, done
-        self._said = time.monotonic()
+        self._reported = time.monotonic()
 
     def finish(self, index: int, summary: str) -> None:
         """Counts a finished prompt."""
         del index, summary
         self._done += 1
         now = time.monotonic()
-        if self._done == self._total or now - self._said >= _REPORT_SECONDS:
-            self._said = now
+        if self._done == self._total or now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
             self.note(f"{self._name}: {self._done} of {self._total} prompts")
 
     def results(self, summary: outputs.Summary) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from dflash.checkpoints.tensor_map import Rows, Source, Stack
+from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
 from dflash.config.schema import subset
 from dflash.layers import moe, rotary
 from dflash.layers.latent_attention import LatentAttention, LatentShape
@@ -71,7 +71,7 @@ class DeepseekV3(Decoder):
         keys, values = self.arch.qk_nope_head_dim, self.arch.v_head_dim
         ranges = {"k_b_proj": (0, keys), "v_b_proj": (keys, keys + values)}
         if projection in ranges:
-            return Rows(
+            return TensorRows(
                 f"model.{layer}.kv_b_proj.weight",
                 *ranges[projection],
                 of=keys + values,

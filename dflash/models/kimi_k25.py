@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.checkpoints import hf_config
-from dflash.checkpoints.tensor_map import Rows, Source, Stack
+from dflash.checkpoints.tensor_map import Source, Stack, TensorRows
 from dflash.models.deepseek_v3 import DeepseekV3
 from dflash.models.deepseek_v3_config import DeepseekV3Architecture
 
@@ -30,8 +30,10 @@ class KimiK25(DeepseekV3):
         source = super().checkpoint_name(path)
         if isinstance(source, Stack):
             return Stack(tuple(_PREFIX + name for name in source.parts))
-        if isinstance(source, Rows):
-            return Rows(_PREFIX + source.name, source.begin, source.end, source.of, source.groups)
+        if isinstance(source, TensorRows):
+            return TensorRows(
+                _PREFIX + source.name, source.begin, source.end, source.of, source.groups
+            )
         return _PREFIX + source
 
     @classmethod

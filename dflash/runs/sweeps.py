@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from dflash import errors
 from dflash.config import loader
-from dflash.config.sweep_points import Point, Sweep, label
+from dflash.config.sweep_points import Sweep, SweepPoint, label
 from dflash.runs import heat_map, shards
 from dflash.runs.directory import another_config, check_config
 from dflash.runs.display import Display
@@ -76,7 +76,7 @@ class Runner(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class SweepOutcome:
     """State of a sweep.
 
     Attributes:
@@ -96,7 +96,7 @@ def run(
     *,
     index: int | None = None,
     shard: Shard = shards.WHOLE,
-) -> Outcome:
+) -> SweepOutcome:
     """Runs the unfinished points of a sweep; if one fails, the others still run.
 
     Args:
@@ -135,7 +135,7 @@ def run(
         rows[point.name] = _record(directory, point, _named(runner.metrics, metrics))
         main = _named(runner.shown, metrics)
         display.note(f"{title}: {', '.join(f'{key} {shown(main[key])}' for key in main)}")
-    return Outcome(_complete_table(sweep, directory), failed)
+    return SweepOutcome(_complete_table(sweep, directory), failed)
 
 
 def _complete_table(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -226,7 +226,7 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else label(value)
 
 
-def _chosen(sweep: Sweep, index: int | None) -> list[Point]:
+def _chosen(sweep: Sweep, index: int | None) -> list[SweepPoint]:
     points = list(sweep.points.values())
     if index is None:
         return points
@@ -235,7 +235,7 @@ def _chosen(sweep: Sweep, index: int | None) -> list[Point]:
     return [points[index]]
 
 
-def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) -> None:
+def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[SweepPoint]) -> None:
     """Raises ConfigError with a line for every point that cannot run."""
     problems: dict[str, list[str]] = {}
     for point in pending:
@@ -253,16 +253,18 @@ def _check(runner: Runner, directory: pathlib.Path, pending: Sequence[Point]) ->
         raise errors.ConfigError(*lines)
 
 
-def _in_order(runner: Runner, points: Sequence[Point]) -> Iterator[Point]:
+def _in_order(runner: Runner, points: Sequence[SweepPoint]) -> Iterator[SweepPoint]:
     """Yields the points, grouped by equal affinity."""
-    groups: dict[str, list[Point]] = {}
+    groups: dict[str, list[SweepPoint]] = {}
     for point in points:
         groups.setdefault(runner.affinity(point.config), []).append(point)
     for group in groups.values():
         yield from group
 
 
-def _record(directory: pathlib.Path, point: Point, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _record(
+    directory: pathlib.Path, point: SweepPoint, metrics: Mapping[str, Any]
+) -> dict[str, Any]:
     """Marks a point as finished, adds it to the table, and returns its row."""
     config_hash = loader.config_hash(point.config)
     content = {"config_hash": config_hash, "values": point.values, "metrics": metrics}
@@ -274,7 +276,7 @@ def _record(directory: pathlib.Path, point: Point, metrics: Mapping[str, Any]) -
     return row
 
 
-def _directory(directory: pathlib.Path, point: Point) -> pathlib.Path:
+def _directory(directory: pathlib.Path, point: SweepPoint) -> pathlib.Path:
     return directory / POINTS / point.name
 
 

@@ -22,7 +22,7 @@ from dflash.training.evaluation import Evaluation
 from dflash.training.report import TrainReport
 from dflash.training.state import Params, TrainState
 from dflash.training.train_job import DraftingTest, TrainJob
-from dflash.training.trainer import Batches, LoopConfig, StepFunctions, Trainer, TrainOutcome
+from dflash.training.trainer import BatchIterator, LoopConfig, StepFunctions, Trainer, TrainOutcome
 
 
 def run(job: TrainJob, directory: RunDirectory, drafting_test: DraftingTest | None) -> TrainOutcome:
@@ -127,7 +127,7 @@ def _loop_config(job: TrainJob, steps: int, evaluation: Evaluation) -> LoopConfi
 
 def _training_batches(
     job: TrainJob, directory: RunDirectory, frozen: Params, state: Any, report: TrainReport
-) -> Batches:
+) -> BatchIterator:
     """Returns the training batches, with target features if `train.features=cached`."""
     source = job.batches(job.training_rows, state=state)
     agreement.check_same("data", source.state())

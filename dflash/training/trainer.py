@@ -20,7 +20,7 @@ from dflash.training.signals import StopSignal
 from dflash.training.state import Params, TrainState
 
 
-class Batches(Protocol):
+class BatchIterator(Protocol):
     """Endless iterator over batches of this process's rows."""
 
     def __next__(self) -> dict[str, np.ndarray]: ...
@@ -128,7 +128,7 @@ class Trainer:
         *,
         state: TrainState,
         step: int,
-        batches: Batches,
+        batches: BatchIterator,
         sharding: Sharding,
         checkpoints: Checkpoints,
         metadata: Mapping[str, Any],

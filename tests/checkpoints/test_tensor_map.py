@@ -9,7 +9,7 @@ from support.models import make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint, safetensors_io, tensor_map
-from dflash.checkpoints.tensor_map import Rows, Stack
+from dflash.checkpoints.tensor_map import Stack, TensorRows
 from dflash.parallel import parameters
 from dflash.storage import files
 
@@ -43,7 +43,7 @@ class Mapped(nnx.Module):
             begin = 0 if name == "gate" else INNER
             return Stack(
                 tuple(
-                    Rows(expert_name(expert), begin, begin + INNER, of=2 * INNER)
+                    TensorRows(expert_name(expert), begin, begin + INNER, of=2 * INNER)
                     for expert in range(EXPERTS)
                 )
             )
@@ -52,7 +52,7 @@ class Mapped(nnx.Module):
         if name == "scalar":
             return name
         begin, count = (0, KEY) if name == "keys" else (KEY, VALUE)
-        return Rows(BOTH, begin, begin + count, of=KEY + VALUE, groups=HEADS)
+        return TensorRows(BOTH, begin, begin + count, of=KEY + VALUE, groups=HEADS)
 
 
 def make_tensors():
@@ -156,8 +156,8 @@ def test_a_tensor_of_another_shape_is_named(stored):
     ("source", "shape", "message"),
     [
         (Stack(("a", "b")), (3, 2), "2 parts for a first dimension of 3"),
-        (Rows("a", 0, 2, of=4), (3, 2), "does not make 3 rows"),
-        (Rows("a", 0, 2, of=4, groups=2), (2, 2), "does not make 2 rows"),
+        (TensorRows("a", 0, 2, of=4), (3, 2), "does not make 3 rows"),
+        (TensorRows("a", 0, 2, of=4, groups=2), (2, 2), "does not make 2 rows"),
     ],
 )
 def test_a_source_that_does_not_fill_its_parameter(source, shape, message):
@@ -175,11 +175,14 @@ class Named:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ({"a": Rows("x", 0, 2, of=4)}, "are not divided up"),
-        ({"a": Rows("x", 2, 4, of=4)}, "are not divided up"),
-        ({"a": Rows("x", 0, 2, of=4), "b": Rows("x", 1, 3, of=4)}, "are not divided up"),
+        ({"a": TensorRows("x", 0, 2, of=4)}, "are not divided up"),
+        ({"a": TensorRows("x", 2, 4, of=4)}, "are not divided up"),
+        (
+            {"a": TensorRows("x", 0, 2, of=4), "b": TensorRows("x", 1, 3, of=4)},
+            "are not divided up",
+        ),
         ({"a": "x", "b": "x"}, "are not divided up"),
-        ({"a": Rows("x", 0, 2, of=4), "b": Rows("x", 2, 4, of=5)}, "several shapes"),
+        ({"a": TensorRows("x", 0, 2, of=4), "b": TensorRows("x", 2, 4, of=5)}, "several shapes"),
     ],
 )
 def test_a_tensor_that_is_not_divided_up(sources, message):

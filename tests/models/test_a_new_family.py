@@ -20,7 +20,7 @@ from support.models import drafter, make_sharding
 
 from dflash import errors
 from dflash.checkpoints import checkpoint
-from dflash.checkpoints.tensor_map import Rows, Stack
+from dflash.checkpoints.tensor_map import Stack, TensorRows
 from dflash.config import registry
 from dflash.config.schema import TargetArchitecture, TargetConfig, option
 from dflash.kernels import paged_attention as paged
@@ -159,7 +159,7 @@ class Toy(Decoder):
             queries = arch.num_attention_heads * arch.head_dim
             begin, count = {"q": (0, queries), "k": (queries, kv), "v": (queries + kv, kv)}[rest[0]]
             name = f"model.{layer}.self_attn.qkv_proj.weight"
-            return Rows(name, begin, begin + count, of=queries + 2 * kv)
+            return TensorRows(name, begin, begin + count, of=queries + 2 * kv)
         layer, _, rest = path.rpartition(".mlp.")
         if rest in ("up_proj.kernel", "down_proj.kernel") and not self._is_even(layer):
             prefix, part = f"model.{layer}.mlp.experts", rest.removesuffix(".kernel")
