@@ -25,7 +25,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 DONE = b"data: [DONE]\n\n"
 _REQUEST_ID = "x-request-id"
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,200}")
-_DISCONNECTED = 499  # nginx's status for a client that disconnected; no one receives it
+_DISCONNECTED = 499  # nginx's status for a client that disconnected; no client receives it.
 _JSON_TYPES = ("application/json", "")
 
 
@@ -160,7 +160,7 @@ class EventStream(Response):
         self.raw_headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # keeps nginx from buffering events
+            (b"x-accel-buffering", b"no"),  # Keep nginx from buffering events.
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

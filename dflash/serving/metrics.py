@@ -32,7 +32,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _CHOICES = (1, 2, 5, 10, 20)
 _LABELS = ("model_name", "engine")
 
-# name: (help text, labels beside `_LABELS`). prometheus_client appends _total to counters.
+# name: (help text, labels besides `_LABELS`). prometheus_client appends _total to counters.
 _COUNTERS = {
     "vllm:spec_decode_num_drafts": ("Verified cycles with drafts.", ()),
     "vllm:spec_decode_num_draft_tokens": ("Drafted tokens.", ()),
@@ -131,10 +131,12 @@ class Metrics:
         """Creates all metrics, at zero."""
         self.registry = CollectorRegistry()
         self.totals = Totals()
-        self._reported: dict[str, int] = {}  # schedulers' totals that counters already include
+        self._reported: dict[
+            str, int
+        ] = {}  # Totals of the schedulers that counters include already.
         self._labels = {"model_name": "", "engine": "0"}
         self._metrics: dict[str, Any] = {}
-        self._unlabeled: list[Any] = []  # metrics that have no labels beside `_LABELS`
+        self._unlabeled: list[Any] = []  # Metrics without labels besides `_LABELS`.
         for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
             for name, (help, labels) in table.items():
                 metric = kind(name, help, (*_LABELS, *labels), registry=self.registry)

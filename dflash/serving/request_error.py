@@ -5,7 +5,7 @@ from typing import Any
 from dflash import errors
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_MAX_PARAM = 200  # characters; a client may send a field name of any length
+_MAX_PARAM = 200  # Characters; a client may send a field name of any length.
 
 
 class RequestError(Exception):

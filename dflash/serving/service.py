@@ -33,7 +33,7 @@ from dflash.serving.request_error import RequestError
 from dflash.serving.served_requests import CancelReason, RequestGroup, ServedRequest
 
 _MAX_RETRY_S = 60
-_DEFAULT_RETRY_S = 1  # used before any request has finished
+_DEFAULT_RETRY_S = 1  # Used until a request has finished.
 
 
 class ServiceState(enum.Enum):
@@ -84,7 +84,7 @@ class Service:
         self._thread: EngineThread | None = None
         self._requests: dict[int, ServedRequest] = {}
         self._ids = itertools.count()
-        self._mean_s: float | None = None  # moving average of the time that a request takes
+        self._mean_s: float | None = None  # Moving average of request latency, in seconds.
 
     # --- called by the endpoints -----------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Service:
         self._call_soon(self._on_end, error)
 
     def _call_soon(self, function, *arguments) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed while the server shuts down
+        with contextlib.suppress(RuntimeError):  # The loop is closed during shutdown.
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # --- on the event loop ----------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Service:
         self.metrics.stepped(events, stats, seconds)
         for event in events:
             served = self._requests.get(event.id)
-            if served is None:  # cancelled in the meantime
+            if served is None:  # The request was cancelled in the meantime.
                 continue
             if isinstance(event, Tokens):
                 if event.ids:
