@@ -159,8 +159,8 @@ class Service:
         """Starts or stops a profiler trace.
 
         Raises:
-          RequestError: The server was started without --profile_dir, or the profiler already is
-            in that state.
+          RequestError: The server was started without --profile_dir, a trace is already running
+            (on start), or no trace is running (on stop).
         """
         if self.profile_dir is None:
             raise RequestError("profiling is off; start the server with --profile_dir", status=404)
