@@ -314,7 +314,7 @@ def _as_configured(state, engine: Engine):
         return jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
 
     of_batch = dataclasses.replace(
-        jax.tree.map(broadcast, state.controls, of_request), text=state.controls.text
+        jax.tree.map(broadcast, state.controls, of_request), token_ids=state.controls.token_ids
     )
     sampling = state.sampling.filled(config)
     return dataclasses.replace(state, sampling=sampling, controls=of_batch)

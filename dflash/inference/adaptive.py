@@ -12,7 +12,7 @@ from dflash.inference.backlog import Backlog
 from dflash.inference.block_choice import BlockChoice, Pool
 from dflash.parallel.sharding import Sharding
 
-PLAIN = 0  # index of block size 1, at which nothing is drafted
+PLAIN = 0  # Index of block size 1, at which nothing is drafted.
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class Adaptive:
             backlog=dataclasses.replace(self.backlog, count=count),
         )
 
-    def at_width(self, index: int) -> "Adaptive":
+    def at_bucket(self, index: int) -> "Adaptive":
         """Selects the cycle times of the batch bucket with this index."""
         choice = dataclasses.replace(self.choice, seconds=self.seconds[index])
         return dataclasses.replace(self, choice=choice)
@@ -87,7 +87,7 @@ def abstract(
     width: int,
     dtype: jnp.dtype,
     sharding: Sharding,
-    num_widths: int = 1,
+    num_buckets: int = 1,
 ) -> Adaptive | None:
     """Returns the abstract state, zero-initialized; None if there is only one block size.
 
@@ -97,20 +97,20 @@ def abstract(
       width: Width C·D of the features that the drafter observes.
       dtype: Dtype of the features.
       sharding: Sharding of the arrays.
-      num_widths: Number W of batch buckets.
+      num_buckets: Number W of batch buckets.
     """
     if len(sizes) == 1:
         return None
     return Adaptive(
         block_choice.abstract(batch, sizes, sharding),
         backlog.abstract(batch, width, dtype, sharding),
-        sharding.abstract((num_widths, len(sizes)), (None, None), jnp.float32),
+        sharding.abstract((num_buckets, len(sizes)), (None, None), jnp.float32),
     )
 
 
 def with_seconds(state: Adaptive | None, seconds: jax.Array) -> Adaptive | None:
     """Returns the state with this table of cycle times, float32 [W, S]."""
-    return state and dataclasses.replace(state, seconds=seconds).at_width(-1)
+    return state and dataclasses.replace(state, seconds=seconds).at_bucket(-1)
 
 
 def with_pool(state: Adaptive | None, pool: Pool | None) -> Adaptive | None:

@@ -20,9 +20,9 @@ _STEP = 4  # Ratio of consecutive batch buckets.
 def bucket_sizes(slots_per_replica: int) -> tuple[int, ...]:
     """Returns the batch buckets: slots per replica that a dispatch may cover, ascending."""
     sizes = {1, slots_per_replica}
-    bucket = slots_per_replica
-    while bucket := bucket // _STEP:
-        sizes.add(bucket)
+    size = slots_per_replica
+    while size := size // _STEP:
+        sizes.add(size)
     return tuple(sorted(sizes))
 
 

@@ -1,8 +1,8 @@
-"""What shapes the target's logits before a token is drawn from them.
+"""Logit controls: biases, penalties and masks, applied before a token is sampled.
 
-The logits of a row, which follow the committed text and the drafts on the path to the row, go
-through these steps. The order is vLLM's (v1/sample/sampler.py) up to the penalties; what filters
-comes in the order of Hugging Face's generation.
+The logits of a row, which depend on the committed tokens and on the drafts on the path to the row,
+go through these steps. The order is vLLM's (v1/sample/sampler.py) up to the penalties, and that of
+Hugging Face's generation for the filters.
 
     1. logit_bias is added.
     2. repetition_penalty r, for tokens of prompt, output or path: l / r if l > 0, else l * r
@@ -13,11 +13,12 @@ comes in the order of Hugging Face's generation.
     5. Temperature, top-k, top-p, min-p (`inference/sampling.py`); a greedy sequence takes the
        largest logit after step 4.
 
-Drafts count as said in the rows after them, so every row of a block is shaped as plain decoding
-would shape it. Batches in which nobody asks for any of it skip all of it.
+Drafts count as output in the rows after them, so every row of a block is shaped as plain decoding
+would shape it. A batch in which no sequence uses a control skips all steps up to 4.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,25 +27,25 @@ import numpy as np
 from dflash.inference.request import MAX_BIASED, Request
 from dflash.parallel.sharding import Sharding
 
-_NO_TOKEN = -1  # fills up the biased tokens
+_NO_TOKEN = -1  # Pads the biased tokens.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Controls:
-    """What each of B sequences asks for.
+    """Logit controls of B sequences.
 
     Attributes:
-      presence: float32 [B]; the presence penalty.
-      frequency: float32 [B]; the frequency penalty.
-      repetition: float32 [B]; the repetition penalty; 1 is off.
-      bias_ids: int32 [B, MAX_BIASED]; tokens with a bias, filled up with -1.
-      biases: float32 [B, MAX_BIASED]; theirs.
-      min_length: int32 [B]; tokens of prompt and output before which no stop token is drawn.
-      prompt_length: int32 [B]; tokens of the prompt.
-      constrained: bool [B]; the output must match a grammar.
-      logprobs: bool [B]; log-probabilities are reported.
-      text: int32 [B, L]; committed tokens, of those that ask for a penalty.
+      presence: float32 [B]; presence penalty.
+      frequency: float32 [B]; frequency penalty.
+      repetition: float32 [B]; repetition penalty, 1 is off.
+      bias_ids: int32 [B, MAX_BIASED]; biased tokens, padded with -1.
+      biases: float32 [B, MAX_BIASED]; bias of each of `bias_ids`.
+      min_length: int32 [B]; length of prompt and output before which no stop token is drawn.
+      prompt_length: int32 [B]; number of prompt tokens.
+      constrained: bool [B]; whether the output must match a grammar.
+      logprobs: bool [B]; whether log-probabilities are reported.
+      token_ids: int32 [B, L]; committed tokens; valid only for sequences with controls.
     """
 
     presence: jax.Array
@@ -56,15 +57,15 @@ class Controls:
     prompt_length: jax.Array
     constrained: jax.Array
     logprobs: jax.Array
-    text: jax.Array
+    token_ids: jax.Array
 
     def with_tokens(self, start: jax.Array, tokens: jax.Array, count: jax.Array) -> "Controls":
-        """The text with count[b] more tokens from position start[b] on.
+        """Writes committed tokens to `token_ids`.
 
         Args:
-          start: int32 [B].
+          start: int32 [B]; position of the first token.
           tokens: int32 [B, T].
-          count: int32 [B].
+          count: int32 [B]; number of tokens to write.
         """
         offset = jnp.arange(tokens.shape[1])
 
@@ -72,14 +73,14 @@ class Controls:
             places = jnp.where(offset < count, start + offset, row.shape[0])
             return row.at[places].set(tokens, mode="drop")
 
-        text = jax.vmap(put)(self.text, start, tokens, count)
-        return dataclasses.replace(self, text=text)
+        token_ids = jax.vmap(put)(self.token_ids, start, tokens, count)
+        return dataclasses.replace(self, token_ids=token_ids)
 
     def shapes(self, length: jax.Array, active: jax.Array) -> jax.Array:
-        """bool []; whether the logits of any active sequence of `length` tokens are changed."""
+        """Returns whether the logits of any active sequence are changed, bool []."""
         penalized = (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
         biased = self.bias_ids[:, 0] != _NO_TOKEN
-        # Said in two parts so that the compiler sees it where no least length is asked for.
+        # Two separate conditions, so that XLA can fold the first one if `min_length` is constant 0.
         too_short = (self.min_length > 0) & (length < self.min_length)
         return jnp.any(active & (penalized | biased | too_short))
 
@@ -93,16 +94,17 @@ def shape_logits(
     ancestry: jax.Array | None = None,
     allowed: jax.Array | None = None,
 ) -> jax.Array:
-    """The logits [B, R, V] after steps 1 to 4.
+    """Applies steps 1 to 4 to logits, and returns them, float32 [B, R, V].
 
     Args:
-      logits: float32 [B, R, V]; the target's, after each row.
-      controls: of the B sequences.
+      logits: float32 [B, R, V]; the target's logits after each row.
+      controls: Logit controls of the B sequences.
       length: int32 [B]; committed tokens, the anchor included.
-      stop_ids: int32 [B, E]; tokens that end each sequence, filled up with -1.
-      drafts: int32 [B, R - 1]; the tokens of the rows after the anchor's.
-      ancestry: bool [B, R, R]; see `tree.Tree`; None: a chain.
-      allowed: int32 [B, R, ceil(V / 32)] or None; bit v % 32 of word v // 32: token v may follow.
+      stop_ids: int32 [B, E]; tokens that end each sequence, padded with -1.
+      drafts: int32 [B, R - 1]; tokens of the rows after the anchor's.
+      ancestry: bool [B, R, R]; see `tree.Tree`. None for a chain.
+      allowed: int32 [B, R, ceil(V / 32)] or None; token v may follow if bit v % 32 of word v // 32
+        is set.
     """
     rows, vocab_size = logits.shape[1:]
     if ancestry is None:
@@ -110,12 +112,14 @@ def shape_logits(
     on_path = ancestry[:, :, 1:]
     logits += _scatter(controls.bias_ids, controls.biases, vocab_size)[:, None]
 
-    place = jnp.arange(controls.text.shape[1])
-    said = place < length[:, None]
-    output = said & (place >= controls.prompt_length[:, None])
+    position = jnp.arange(controls.token_ids.shape[1])
+    committed = position < length[:, None]
+    output = committed & (position >= controls.prompt_length[:, None])
     drafted = _count_drafts(drafts, on_path, vocab_size)
-    counts = _scatter(controls.text, output.astype(jnp.float32), vocab_size)[:, None] + drafted
-    seen = _scatter(controls.text, said.astype(jnp.float32), vocab_size)[:, None] + drafted
+    counts = _scatter(controls.token_ids, output.astype(jnp.float32), vocab_size)[:, None] + drafted
+    seen = (
+        _scatter(controls.token_ids, committed.astype(jnp.float32), vocab_size)[:, None] + drafted
+    )
     repetition = controls.repetition[:, None, None]
     penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen > 0, penalized, logits)
@@ -129,7 +133,7 @@ def shape_logits(
 
 
 def _scatter(ids: jax.Array, values: jax.Array, vocab_size: int) -> jax.Array:
-    """Sums of the values [B, T] of each id, float32 [B, V]; negative ids are ignored."""
+    """Sums the values [B, T] of each id, float32 [B, V]; negative ids are ignored."""
 
     def one(ids, values):
         places = jnp.where(ids < 0, vocab_size, ids)
@@ -139,20 +143,20 @@ def _scatter(ids: jax.Array, values: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def _count_drafts(drafts: jax.Array, on_path: jax.Array, vocab_size: int) -> jax.Array:
-    """How often each token was drafted on the way to each row, float32 [B, R, V].
+    """Counts how often each token was drafted on the path to each row, float32 [B, R, V].
 
     Args:
       drafts: int32 [B, G].
-      on_path: bool [B or 1, R, G]; whether a draft is on the way to a row.
+      on_path: bool [B or 1, R, G]; whether a draft is on the path to a row.
     """
     tokens = jax.nn.one_hot(drafts, vocab_size, dtype=jnp.float32)
     paths = jnp.broadcast_to(on_path, (drafts.shape[0], *on_path.shape[1:]))
-    # Sums of ones: exact in the lowest precision of a product that there is.
+    # Sums of ones are exact at any matmul precision.
     return jnp.einsum("brg,bgv->brv", paths.astype(jnp.float32), tokens)
 
 
 def _bits(words: jax.Array, count: int) -> jax.Array:
-    """The first `count` bits of words int32 [..., W], as bool [..., count]."""
+    """Unpacks the first `count` bits of words int32 [..., W], as bool [..., count]."""
     bits = (words[..., None] >> jnp.arange(32)) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :count] != 0
 
@@ -161,10 +165,13 @@ def _bits(words: jax.Array, count: int) -> jax.Array:
 
 
 def abstract(batch: int, name: str | None, max_length: int, sharding: Sharding) -> Controls:
-    """Shapes of the controls of `batch` sequences of at most `max_length` tokens.
+    """Returns abstract controls.
 
     Args:
-      name: logical axis of the batch.
+      batch: Batch size B.
+      name: Logical axis of the batch; None replicates it.
+      max_length: Length L of the longest sequence, in tokens.
+      sharding: Sharding of the arrays.
     """
 
     def array(dtype, *shape):
@@ -180,18 +187,18 @@ def abstract(batch: int, name: str | None, max_length: int, sharding: Sharding) 
         prompt_length=array(jnp.int32),
         constrained=array(jnp.bool_),
         logprobs=array(jnp.bool_),
-        text=array(jnp.int32, max_length),
+        token_ids=array(jnp.int32, max_length),
     )
 
 
-def plain(batch: int, max_length: int) -> Controls:
-    """The controls of `batch` sequences that ask for nothing; numpy arrays."""
+def default(batch: int, max_length: int) -> Controls:
+    """Returns the controls of `batch` sequences that use none, as numpy arrays."""
     one = of_request(Request(0, (), 1), (), max_length)
     return jax.tree.map(lambda x: np.broadcast_to(x, (batch, *x.shape)), one)
 
 
-def is_plain(request: Request) -> bool:
-    """Whether a request asks for nothing of this, nor for log-probabilities."""
+def is_default(request: Request) -> bool:
+    """Returns whether a request uses no control and requests no log-probabilities."""
     sampling = request.sampling
     penalties = sampling.presence_penalty, sampling.frequency_penalty, request.min_new_tokens
     return (
@@ -203,20 +210,25 @@ def is_plain(request: Request) -> bool:
     )
 
 
-def of_request(request: Request, said: tuple[int, ...], max_length: int) -> Controls:
-    """The controls of a request whose output so far is `said`: numpy arrays without batch.
+def of_request(request: Request, output_ids: Sequence[int], max_length: int) -> Controls:
+    """Returns the controls of a request, as numpy arrays without a batch axis.
 
-    A grammar's masks also say where the output may end, so `min_length` is not for constrained
-    sequences.
+    The masks of a grammar also determine where the output may end, so `min_length` is 0 for
+    constrained sequences.
+
+    Args:
+      request: Request.
+      output_ids: Its output so far.
+      max_length: Length L of the longest sequence, in tokens.
     """
     sampling = request.sampling
     bias_ids = np.full(MAX_BIASED, _NO_TOKEN, np.int32)
     biases = np.zeros(MAX_BIASED, np.float32)
     for place, (token, bias) in enumerate(sampling.logit_bias):
         bias_ids[place], biases[place] = token, bias
-    text = np.zeros(max_length, np.int32)
-    tokens = (*request.prompt, *said)
-    text[: len(tokens)] = tokens
+    token_ids = np.zeros(max_length, np.int32)
+    tokens = (*request.prompt, *output_ids)
+    token_ids[: len(tokens)] = tokens
     constrained = request.grammar is not None
     shortest = 0 if constrained else len(request.prompt) + request.min_new_tokens
     return Controls(
@@ -229,5 +241,5 @@ def of_request(request: Request, said: tuple[int, ...], max_length: int) -> Cont
         prompt_length=np.int32(len(request.prompt)),
         constrained=np.bool_(constrained),
         logprobs=np.bool_(request.logprobs is not None),
-        text=text,
+        token_ids=token_ids,
     )

@@ -44,13 +44,13 @@ class Outcome(NamedTuple):
       tokens: int32 [B, longest path].
       count: int32 [B]; number of valid entries in each row of `tokens`.
       logprobs: Log-probabilities of the tokens, zero where no sequence requests them.
-      refused: int32 [B, drafts]; rejected drafts, and -1 in place of accepted ones.
+      rejected: int32 [B, drafts]; rejected drafts, and -1 in place of accepted ones.
     """
 
     tokens: jax.Array
     count: jax.Array
     logprobs: Logprobs
-    refused: jax.Array
+    rejected: jax.Array
 
 
 def cycle(
@@ -127,7 +127,7 @@ def conclude(
         committed,
         num_committed,
         logprobs.of_tokens(logits, committed, with_logprobs, result.path),
-        _refused(proposal.tokens, result),
+        _rejected(proposal.tokens, result),
     )
     state = dataclasses.replace(state, drafter=drafter_state)
     following = jnp.concatenate([state.anchor[:, None], committed], axis=1)
@@ -279,7 +279,7 @@ def _following_tokens(rows: jax.Array, result: verify.VerifyResult) -> jax.Array
     return jnp.where(is_bonus, result.next_token[:, None], following)
 
 
-def _refused(drafts: jax.Array, result: verify.VerifyResult) -> jax.Array:
+def _rejected(drafts: jax.Array, result: verify.VerifyResult) -> jax.Array:
     """Returns the rejected drafts [B, G], with -1 in place of accepted ones."""
     batch, count = drafts.shape
     rows = jnp.arange(count + 1)[None] if result.path is None else result.path

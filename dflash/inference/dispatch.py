@@ -104,24 +104,24 @@ def _empty_report(
         block_sizes=jnp.zeros(max_cycles, jnp.int32),
         nonfinite_at=state.nonfinite_at,
         logprobs=logprobs.zeros(shape, target.arch.vocab_size),
-        refused=jnp.full((*shape[:2], rows - 1), -1, jnp.int32),
+        rejected=jnp.full((*shape[:2], rows - 1), -1, jnp.int32),
     )
 
 
 def _record(report: Report, state: DecodeState, outcome: Outcome, size: int) -> Report:
     """Appends a cycle of block size `size` to the report; `state` is the state after it."""
-    i, width = report.cycles, outcome.tokens.shape[1]
+    i, length = report.cycles, outcome.tokens.shape[1]
     return Report(
         cycles=i + 1,
-        tokens=report.tokens.at[i, :, :width].set(outcome.tokens),
+        tokens=report.tokens.at[i, :, :length].set(outcome.tokens),
         num_committed=report.num_committed.at[i].set(outcome.count),
         active=state.active,
         block_sizes=report.block_sizes.at[i].set(size),
         nonfinite_at=state.nonfinite_at,
         logprobs=jax.tree.map(
-            lambda all, one: all.at[i, :, :width].set(one), report.logprobs, outcome.logprobs
+            lambda all, one: all.at[i, :, :length].set(one), report.logprobs, outcome.logprobs
         ),
-        refused=report.refused.at[i, :, : outcome.refused.shape[1]].set(outcome.refused),
+        rejected=report.rejected.at[i, :, : outcome.rejected.shape[1]].set(outcome.rejected),
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from dflash import errors
 from dflash.inference import nonfinite
 from dflash.inference.engine import Engine
-from dflash.inference.pieces import padded
+from dflash.inference.prefill import padded
 from dflash.inference.request import Request
 
 

@@ -1,4 +1,4 @@
-"""The first token of an output, which comes from the prompt's own pass."""
+"""Sampling of the first output token, from the logits of the prefill."""
 
 import dataclasses
 
@@ -18,11 +18,11 @@ from dflash.text import grammar
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FirstTokenConstraints:
-    """What n sequences ask of their first tokens.
+    """Constraints on the first tokens of n sequences.
 
     Attributes:
-      controls: what shapes their logits; `text` holds the prompts.
-      allowed: int32 [n, ceil(V / 32)]; tokens that may be drawn; see `allowed_first`.
+      controls: Logit controls; `token_ids` holds the prompts.
+      allowed: int32 [n, ceil(V / 32)]; bit mask of allowed tokens, see `allowed_first`.
     """
 
     controls: Controls
@@ -30,17 +30,20 @@ class FirstTokenConstraints:
 
 
 def draw(
-    logits: jax.Array, length: jax.Array, sampling: SamplingParams, asked: FirstTokenConstraints
+    logits: jax.Array,
+    length: jax.Array,
+    sampling: SamplingParams,
+    constraints: FirstTokenConstraints,
 ) -> tuple[jax.Array, Logprobs]:
-    """Draws the token after each prompt.
+    """Samples the token after each prompt.
 
     Args:
-      logits: float32 [n, 1, V]; after the last token of each.
-      length: int32 [n]; tokens of each.
-      sampling: how each sequence draws.
-      asked: by the sequences.
+      logits: float32 [n, 1, V]; logits after the last token of each prompt.
+      length: int32 [n]; number of tokens of each prompt.
+      sampling: Sampling parameters of the n sequences.
+      constraints: Constraints of the n sequences.
     Returns:
-      tokens int32 [n], `nonfinite.NO_TOKEN` where logits are not finite; log-probabilities [n].
+      Tokens int32 [n], `nonfinite.NO_TOKEN` where logits are not finite; log-probabilities [n].
     """
 
     def judge(logits):
@@ -49,54 +52,54 @@ def draw(
 
     def judge_shaped():
         nothing = jnp.zeros((logits.shape[0], 0), jnp.int32)
-        # Stop tokens that come too early are not allowed in the first place.
+        # `allowed` already excludes stop tokens before min_new_tokens.
         shaped = controls.shape_logits(
-            logits, own, length, nothing, nothing, allowed=asked.allowed[:, None]
+            logits, own, length, nothing, nothing, allowed=constraints.allowed[:, None]
         )
         return judge(shaped)
 
-    own = asked.controls
-    shapes = own.shapes(length, jnp.ones(length.shape, bool)) | jnp.any(asked.allowed != -1)
+    own = constraints.controls
+    shapes = own.shapes(length, jnp.ones(length.shape, bool)) | jnp.any(constraints.allowed != -1)
     with jax.named_scope("if_shaped"):
-        drawn, sound = jax.lax.cond(shapes, judge_shaped, lambda: judge(logits))
-    found = logprobs.of_tokens(logits, drawn, own.logprobs)
-    tokens = jnp.where(sound, drawn, nonfinite.NO_TOKEN)[:, 0]
-    return tokens, jax.tree.map(lambda x: x[:, 0], found)
+        drawn, finite = jax.lax.cond(shapes, judge_shaped, lambda: judge(logits))
+    drawn_logprobs = logprobs.of_tokens(logits, drawn, own.logprobs)
+    tokens = jnp.where(finite, drawn, nonfinite.NO_TOKEN)[:, 0]
+    return tokens, jax.tree.map(lambda x: x[:, 0], drawn_logprobs)
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a mask over the vocabulary."""
+    """Returns the number of int32 words of a bit mask over the vocabulary."""
     return -(-vocab_size // 32)
 
 
 def abstract(
-    lanes: int, max_length: int, vocab_size: int, sharding: Sharding
+    batch: int, max_length: int, vocab_size: int, sharding: Sharding
 ) -> FirstTokenConstraints:
-    """Shapes of what the sequences of `lanes` lanes ask for, on every device."""
+    """Returns abstract constraints of `batch` sequences, replicated on every device."""
     return FirstTokenConstraints(
-        controls.abstract(lanes, None, max_length, sharding),
-        sharding.abstract((lanes, num_words(vocab_size)), (None, None), jnp.int32),
+        controls.abstract(batch, None, max_length, sharding),
+        sharding.abstract((batch, num_words(vocab_size)), (None, None), jnp.int32),
     )
 
 
-def plain(lanes: int, max_length: int, vocab_size: int) -> FirstTokenConstraints:
-    """What the sequences of `lanes` lanes ask for that ask for nothing; numpy arrays."""
-    allowed = np.tile(allow_all(vocab_size), (lanes, 1))
-    return FirstTokenConstraints(controls.plain(lanes, max_length), allowed)
+def unconstrained(batch: int, max_length: int, vocab_size: int) -> FirstTokenConstraints:
+    """Returns the constraints of `batch` unconstrained sequences, as numpy arrays."""
+    allowed = np.tile(allow_all(vocab_size), (batch, 1))
+    return FirstTokenConstraints(controls.default(batch, max_length), allowed)
 
 
 def allow_all(vocab_size: int) -> np.ndarray:
-    """The mask that allows every token."""
+    """Returns the mask that allows every token, int32 [ceil(V / 32)]."""
     return np.full(num_words(vocab_size), -1, np.int32)
 
 
 def allowed_first(request: Request, matcher: grammar.Matcher | None, vocab_size: int) -> np.ndarray:
-    """The mask of a request's first token, int32 [ceil(V / 32)].
+    """Returns the mask of tokens that may begin a request's output, int32 [ceil(V / 32)].
 
     Args:
-      request: with its grammar, its stop tokens and its least number of tokens.
-      matcher: of the grammar, at the beginning of the output.
-      vocab_size: of the target.
+      request: Request with its grammar, stop tokens and minimal number of tokens.
+      matcher: Matcher of the grammar at the start of the output; None without grammar.
+      vocab_size: Vocabulary size of the target.
     """
     mask = allow_all(vocab_size)
     if matcher is not None:

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request in flight, and of what the device was given to do."""
+"""Requests in flight, and the work of the device whose results the host has not read."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,22 +15,32 @@ from dflash.text.grammar import Matcher
 
 @dataclasses.dataclass(eq=False)
 class ActiveRequest:
-    """A request and how far it has come; it holds a slot and pages from its prefill to its end.
+    """Request in flight and its progress; it holds a slot and pages from prefill to its end.
 
     Attributes:
-      slot: index of the slot; None while it waits, and once it has ended.
-      pages: of the target's cache.
-      prefilled: tokens of its context that are in them, until it decodes.
-      published: pages that the prefix cache knows.
-      touched: whether the drafter has seen anything of it in its lane.
-      matcher: of its grammar; it has seen all of the output.
-      asked: what it asks of its first token; None: nothing.
+      request: The request.
+      submitted_at: Time of submission, in seconds of time.perf_counter.
+      matcher: Matcher of its grammar, which has consumed all of the output; None without grammar.
+      constraints: Constraints on its first token; None for an unconstrained request.
+      output_ids: Committed output tokens.
+      acceptance_lengths: Tokens committed by each cycle.
+      block_sizes: Rows verified in each cycle.
+      slot: Index of its slot; None while it waits and after its end.
+      pages: Its pages of the target's cache.
+      prefilled: Number of context tokens in these pages, until it decodes.
+      published: Number of its pages that the prefix cache contains.
+      touched: Whether the drafter has observed any of its tokens in the prefill slot.
+      queued_ms: Time from submission to the first prefill, in milliseconds; None before that.
+      first_token_at: Time of the first token, in seconds of time.perf_counter.
+      prefill_ms: Time of its prefill chunks, in milliseconds.
+      preemptions: Number of times that it lost its slot.
+      cached_tokens: Prompt tokens found in the prefix cache.
     """
 
     request: Request
     submitted_at: float
     matcher: Matcher | None = None
-    asked: FirstTokenConstraints | None = None
+    constraints: FirstTokenConstraints | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     block_sizes: list[int] = dataclasses.field(default_factory=list)
@@ -46,72 +56,93 @@ class ActiveRequest:
     cached_tokens: int = 0
 
     @property
-    def text(self) -> tuple[int, ...]:
-        """Committed tokens, prompt included."""
+    def token_ids(self) -> tuple[int, ...]:
+        """Committed tokens of prompt and output."""
         return (*self.request.prompt, *self.output_ids)
 
     @property
     def length(self) -> int:
-        """Number of committed tokens, prompt included."""
+        """Number of committed tokens of prompt and output."""
         return len(self.request.prompt) + len(self.output_ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Takes newly committed tokens."""
+        """Appends newly committed tokens."""
         self.output_ids += tokens
         if self.matcher:
             self.matcher.advance([one for one in tokens if one not in self.request.stop_ids])
 
     @property
     def finish_reason(self) -> str:
-        """See `Completion`."""
+        """Reason of the request's end; see `Completion`."""
         if self.output_ids[-1] not in self.request.stop_ids:
             return "length"
         return "error" if self.matcher and not self.matcher.may_end else "stop"
 
     @property
     def context(self) -> int:
-        """Tokens to prefill: the prompt, or all before the anchor where there is one already."""
+        """Number of tokens to prefill: the prompt, or all tokens before a known anchor."""
         return self.length - bool(self.output_ids)
 
 
 @dataclasses.dataclass(frozen=True)
-class GivenPrefill:
-    """A chunk that the device was given: by lane, its sequences and whether they are complete."""
+class PendingPrefill:
+    """Prefill chunks that the device was given.
+
+    Attributes:
+      enqueued_at: Time of the call, in seconds of time.perf_counter.
+      requests: Requests by prefill slot, each with whether its prompt is complete.
+      anchors: Token after each chunk, int32 [n].
+      logprobs: Log-probabilities of these tokens, [n].
+      others_wait: Whether running requests wait meanwhile.
+    """
 
     enqueued_at: float
-    sequences: dict[int, tuple[ActiveRequest, bool]]
+    requests: dict[int, tuple[ActiveRequest, bool]]
     anchors: jax.Array
     logprobs: Logprobs
-    others_wait: bool  # whether sequences of the batch stand still meanwhile
+    others_wait: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class GivenCycles:
-    """A dispatch of cycles that the device was given."""
+class PendingCycles:
+    """Dispatch of cycles that the device was given.
+
+    Attributes:
+      enqueued_at: Time of the call, in seconds of time.perf_counter.
+      reports: Reports of the parts of the dispatch.
+      queued: Whether requests waited for a slot.
+    """
 
     enqueued_at: float
     reports: list[Report]
-    queued: bool  # whether requests waited for a slot
+    queued: bool
 
 
-def committed(report: Report, index: int, cycles: np.ndarray) -> list[int]:
-    """What a slot has committed in these cycles."""
-    counts = report.num_committed[:, index]
-    return [token for i in cycles for token in report.tokens[i, index, : counts[i]].tolist()]
+def committed(report: Report, slot: int, cycles: np.ndarray) -> list[int]:
+    """Returns the tokens that a slot committed in these cycles."""
+    counts = report.num_committed[:, slot]
+    return [token for i in cycles for token in report.tokens[i, slot, : counts[i]].tolist()]
 
 
-def refused(report: Report, index: int, cycles: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """The drafts of a slot that were not accepted, of each of these cycles."""
-    found = (report.refused[i, index] for i in cycles)
-    return tuple(tuple(drafts[drafts >= 0].tolist()) for drafts in found)
+def rejected(report: Report, slot: int, cycles: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Returns the rejected drafts of a slot, by cycle."""
+    rows = (report.rejected[i, slot] for i in cycles)
+    return tuple(tuple(drafts[drafts >= 0].tolist()) for drafts in rows)
 
 
 def committed_logprobs(
-    report: Report, index: int, cycles: np.ndarray, wanted: int | None
+    report: Report, slot: int, cycles: np.ndarray, count: int | None
 ) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of what a slot has committed in these cycles, if it wants them."""
-    if wanted is None:
+    """Returns the log-probabilities of the tokens that a slot committed in these cycles.
+
+    Args:
+      report: Report of the dispatch.
+      slot: Index of the slot.
+      cycles: Indices of the cycles.
+      count: Number of likeliest tokens to report; None returns nothing.
+    """
+    if count is None:
         return ()
-    counts = report.num_committed[:, index]
-    found = (report.logprobs.of((i, index), counts[i], wanted) for i in cycles)
-    return tuple(one for cycle in found for one in cycle)
+    counts = report.num_committed[:, slot]
+    by_cycle = (report.logprobs.of((i, slot), counts[i], count) for i in cycles)
+    return tuple(token for tokens in by_cycle for token in tokens)

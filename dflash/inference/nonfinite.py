@@ -74,24 +74,24 @@ def stages(target: Decoder) -> list[tuple[str, str]]:
 
 
 def error(
-    target: Decoder, request: Request, said: Sequence[int], sound: Sequence[bool] | None
+    target: Decoder, request: Request, output_ids: Sequence[int], finite: Sequence[bool] | None
 ) -> errors.NumericsError:
     """Returns the error that reports where non-finite logits came from.
 
     Args:
       target: Target model with its weights.
       request: Request whose decoding failed.
-      said: Output before the token that could not be drawn.
-      sound: Whether each of `stages` is finite; None if there was no memory to find out.
+      output_ids: Output before the token that could not be sampled.
+      finite: Whether each of `stages` is finite; None if there was no memory to find out.
     """
-    position = len(request.prompt) + len(said)
+    position = len(request.prompt) + len(output_ids)
     where = (
-        f"prompt {request.id}: the target's logits for token {len(said) + 1} of the output "
+        f"prompt {request.id}: the target's logits for token {len(output_ids) + 1} of the output "
         f"(position {position}) are not finite"
     )
-    if sound is None:
+    if finite is None:
         return errors.NumericsError(f"{where}; no memory is left to find the layer")
-    wrong = [stage for stage, fine in zip(stages(target), sound, strict=True) if not fine]
+    wrong = [stage for stage, fine in zip(stages(target), finite, strict=True) if not fine]
     if not wrong:
         return errors.NumericsError(f"{where}, but computed once more they are: check the machine")
     name, path = wrong[0]

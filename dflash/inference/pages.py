@@ -1,4 +1,4 @@
-"""Handing out pages of the target's cache: plain host code, run between dispatches."""
+"""Allocation of the target's cache pages, as host code that runs between dispatches."""
 
 import dataclasses
 import itertools
@@ -6,73 +6,74 @@ import math
 from collections.abc import Iterable
 
 from dflash import errors
+from dflash.config.schema import DecodeConfig
 from dflash.inference import batch_buckets
 
-# Chunks of a prompt have at least so many rows, padding included. On a TPU or GPU a pass over 128
-# rows takes as long as one over 16, as long as reading the weights; on a CPU fewer take less.
+# Fewest rows of a prefill chunk, padding included. On a TPU or GPU a pass over 16 rows takes as
+# long as one over 128, since reading the weights dominates; on a CPU fewer rows take less time.
 MIN_CHUNK = 32
-_STEP = 16  # rows that the capacity of short sequences is a multiple of
+_STEP = 16  # The capacity of short sequences is a multiple of this number of rows.
 
 
 class PagePool:
-    """The pages of each share of the pool: their holders, and what unused ones still contain.
+    """Pages of every data replica: which are free, held by sequences, or cached.
 
-    The pool is split over the data axes of the mesh; a slot takes pages from the share that its
-    own device holds. Page 0 of a share is scratch and never handed out.
+    The pool is sharded over the data axes of the mesh; a slot takes pages of its own replica. Page
+    0 of a replica is scratch and never allocated.
 
-    A page may be *published* under a key that names its content. Other sequences that need the same
-    content then hold the same page. A published page that nobody holds stays *idle* until it is
-    taken for something else, the one that was given back first before all others.
+    A page may be *published* under a key that identifies its content, so that other sequences with
+    the same content hold the same page. A published page without holders stays *idle* until it is
+    reused; the page that has been idle longest is reused first.
     """
 
     def __init__(self, num_replicas: int, pages_per_replica: int):
-        """Every page is free."""
-        self._shares = [_Share(pages_per_replica) for _ in range(num_replicas)]
+        """Creates a pool in which all pages are free."""
+        self._replicas = [_ReplicaPages(pages_per_replica) for _ in range(num_replicas)]
 
-    def take(self, share: int, count: int) -> tuple[int, ...] | None:
-        """Takes `count` pages of a share, idle ones last; None if there are fewer."""
-        return self._shares[share].take(count)
+    def take(self, replica: int, count: int) -> tuple[int, ...] | None:
+        """Takes `count` pages of a replica, idle ones last; None if there are fewer."""
+        return self._replicas[replica].take(count)
 
-    def give_back(self, share: int, pages: tuple[int, ...]) -> None:
-        """Lets go of pages that were taken or held; of a sequence's, its last one goes first."""
+    def give_back(self, replica: int, pages: tuple[int, ...]) -> None:
+        """Releases the pages of a sequence, the last one first."""
         for page in reversed(pages):
-            self._shares[share].let_go(page)
+            self._replicas[replica].let_go(page)
 
-    def find(self, share: int, keys: Iterable[bytes]) -> tuple[int, ...]:
-        """Pages published under these keys, up to the first key that there is none for."""
-        pages = map(self._shares[share].page_of.get, keys)
+    def find(self, replica: int, keys: Iterable[bytes]) -> tuple[int, ...]:
+        """Returns the pages published under these keys, up to the first key without a page."""
+        pages = map(self._replicas[replica].page_of.get, keys)
         return tuple(itertools.takewhile(lambda page: page is not None, pages))
 
-    def hold(self, share: int, pages: tuple[int, ...]) -> None:
-        """Holds pages that were found, beside those who hold them already."""
+    def hold(self, replica: int, pages: tuple[int, ...]) -> None:
+        """Adds a holder to published pages."""
         for page in pages:
-            self._shares[share].hold(page)
+            self._replicas[replica].hold(page)
 
-    def publish(self, share: int, page: int, key: bytes) -> bool:
-        """Publishes a page that is held; False if another one is published under this key."""
-        return self._shares[share].publish(page, key)
+    def publish(self, replica: int, page: int, key: bytes) -> bool:
+        """Publishes a held page; False if another page is published under this key."""
+        return self._replicas[replica].publish(page, key)
 
     def forget(self) -> None:
-        """Makes all published pages ordinary ones."""
-        for share in self._shares:
-            share.forget()
+        """Unpublishes all pages; idle ones become free."""
+        for pages in self._replicas:
+            pages.forget()
 
-    def num_free(self, share: int) -> int:
-        """Pages of a share that can be taken, idle ones included."""
-        return len(self._shares[share].free) + self.num_idle(share)
+    def num_free(self, replica: int) -> int:
+        """Returns the number of pages of a replica that can be taken, idle ones included."""
+        return len(self._replicas[replica].free) + self.num_idle(replica)
 
-    def num_idle(self, share: int) -> int:
-        """Published pages of a share that nobody holds."""
-        return len(self._shares[share].idle)
+    def num_idle(self, replica: int) -> int:
+        """Returns the number of published pages of a replica without holders."""
+        return len(self._replicas[replica].idle)
 
 
-class _Share:
-    """One share of a `PagePool`. A page is free, idle, or has a count of holders."""
+class _ReplicaPages:
+    """Pages of one data replica: each is free, idle, or has a count of holders."""
 
     def __init__(self, num_pages: int):
         self.free = list(range(num_pages - 1, 0, -1))
         self.holders: dict[int, int] = {}
-        self.idle: dict[int, None] = {}  # in the order in which they will be taken
+        self.idle: dict[int, None] = {}  # In the order of reuse.
         self.page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
@@ -120,7 +121,7 @@ class _Share:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A place in the batch, and the pages that its sequence owns so far."""
+    """Slot of the batch, and the pages that its sequence owns so far."""
 
     index: int
     pages: tuple[int, ...]
@@ -128,19 +129,19 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Static sizes of the decode loop, all derived from the configuration.
+    """Static sizes of the decode loop, derived from the config.
 
     Attributes:
-      batch_size: B, slots.
-      max_length: longest sequence in tokens, prompt and output together.
-      block_size: R, rows that the target verifies.
-      page_size: S, rows of a page.
-      prefill_chunk: longest piece of a prompt that runs at once, in tokens.
-      num_replicas: pieces that the page pool is split into, one per data replica.
-      growth: tokens that one dispatch may add to a sequence.
-      num_pages: pages of all shares together; None for enough to fill every slot.
-      prefix_cache: sequences may begin with pages that others have filled.
-      partial: dispatches may cover fewer slots than there are.
+      batch_size: Number B of slots.
+      max_length: Length of the longest sequence in tokens, prompt and output together.
+      block_size: Number R of rows that the target verifies per sequence.
+      page_size: Number S of rows per page.
+      prefill_chunk: Longest chunk of a prompt that runs at once, in tokens.
+      num_replicas: Number of data replicas, which split the page pool.
+      growth: Most tokens that one dispatch adds to a sequence.
+      num_pages: Pages of all replicas together; None for enough to fill every slot.
+      prefix_cache: Whether sequences may start with cached pages.
+      partial: Whether dispatches may cover fewer than all slots; see `batch_buckets`.
     """
 
     batch_size: int
@@ -155,7 +156,11 @@ class Layout:
     partial: bool = False
 
     def __post_init__(self):
-        """Raises ConfigError if the pool cannot hold the longest sequence in every share."""
+        """Checks the sizes.
+
+        Raises:
+          ConfigError: The pool of a replica cannot hold the longest sequence.
+        """
         if self.pages_per_replica <= self.pages_per_sequence:
             raise errors.ConfigError(
                 f"decode.num_pages: {self.num_pages} is {self.pages_per_replica - 1} for each of "
@@ -164,14 +169,50 @@ class Layout:
                 f"{self.num_replicas * self.pages_per_sequence}"
             )
 
+    @classmethod
+    def from_config(
+        cls,
+        config: DecodeConfig,
+        *,
+        max_length: int,
+        block_size: int,
+        longest_path: int,
+        num_replicas: int,
+        prefix_cache: bool,
+    ) -> "Layout":
+        """Returns the layout of a config for a drafter.
+
+        Args:
+          config: Config of the decode loop.
+          max_length: Length of the longest sequence in tokens, prompt and output together.
+          block_size: Rows of the drafter's largest block.
+          longest_path: Most tokens that one cycle commits.
+          num_replicas: Number of data replicas.
+          prefix_cache: Whether sequences may start with cached pages.
+        Raises:
+          ConfigError: `num_pages` is too small for the longest sequence.
+        """
+        return cls(
+            batch_size=config.batch_size,
+            max_length=max_length,
+            block_size=block_size,
+            page_size=config.page_size,
+            prefill_chunk=config.prefill_chunk,
+            num_replicas=num_replicas,
+            growth=config.sync_every * longest_path,
+            num_pages=config.num_pages,
+            prefix_cache=prefix_cache,
+            partial=config.partial_dispatches,
+        )
+
     @property
     def longest_chunk(self) -> int:
-        """Rows of the longest piece of a prompt that runs at once."""
+        """Rows of the longest prefill chunk."""
         return min(self.prefill_chunk, _round_up(self.max_length, _STEP))
 
     @property
     def capacity(self) -> int:
-        """Positions of a sequence that a chunk may write, its padding included.
+        """Number of positions that the chunks of a sequence may write, padding included.
 
         Chunks begin at multiples of the longest one, unless pages came from the prefix cache.
         """
@@ -182,12 +223,12 @@ class Layout:
 
     @property
     def pages_per_sequence(self) -> int:
-        """Pages of the longest sequence, with room for a block written past its end."""
+        """Pages of the longest sequence, with room for a block past its end."""
         return self.pages_for(self.max_length)
 
     @property
     def slots_per_replica(self) -> int:
-        """Slots that take their pages from the same share."""
+        """Number of slots of each data replica."""
         return self.batch_size // self.num_replicas
 
     @property
@@ -197,80 +238,82 @@ class Layout:
         return batch_buckets.bucket_sizes(whole) if self.partial else (whole,)
 
     def bucket_for(self, slots: Iterable[int]) -> int:
-        """Returns the smallest batch bucket that covers these slots."""
+        """Returns the smallest batch bucket that covers the given slots."""
         needed = max((slot % self.slots_per_replica + 1 for slot in slots), default=1)
-        return next(size for size in self.bucket_sizes if size >= needed)
+        return next(bucket for bucket in self.bucket_sizes if bucket >= needed)
 
     @property
     def pages_per_replica(self) -> int:
-        """Pages of one share, the scratch page included."""
+        """Pages of one replica, the scratch page included."""
         enough = self.slots_per_replica * self.pages_per_sequence
         if self.num_pages is not None:
-            given = self.num_pages // self.num_replicas
-            # Pages that no sequence can use are of use to the prefix cache alone.
-            enough = given if self.prefix_cache else min(enough, given)
+            configured = self.num_pages // self.num_replicas
+            # Only the prefix cache can use more pages than all slots together.
+            enough = configured if self.prefix_cache else min(enough, configured)
         return enough + 1
 
     @property
     def overcommits(self) -> bool:
-        """Whether the pool is too small for every slot to be full at once."""
+        """Returns whether the pool is too small to fill every slot at once."""
         return self.pages_per_replica <= self.slots_per_replica * self.pages_per_sequence
 
     def pages_for(self, length: int) -> int:
-        """Pages of a sequence of `length` tokens, with room for a block written past its end."""
+        """Returns the number of pages of `length` tokens, with room for a block past the end."""
         return math.ceil((length + self.block_size) / self.page_size)
 
     def pages_ahead(self, length: int, limit: int) -> int:
-        """Pages that a sequence must own before the next dispatch.
+        """Returns the number of pages that a sequence must own before the next dispatch.
+
+        In a pool that overcommits, these are the pages that one dispatch may fill. Otherwise they
+        are all pages that the sequence will need, so that its row of the table never changes.
 
         Args:
-          length: committed tokens.
-          limit: tokens at which the sequence ends.
-        Returns:
-          As many as one dispatch may fill; where the pool has room for all, as many as it will ever
-          need, so that no table changes while it runs.
+          length: Number of committed tokens.
+          limit: Length at which the sequence ends, in tokens.
         """
         return self.pages_for(min(length + self.growth, limit) if self.overcommits else limit)
 
     def standing_pages(self, slot: int) -> tuple[int, ...]:
-        """Pages of a slot when every slot is as full as can be, for timing.
+        """Returns pages for a full sequence in a slot, for timing with every slot full.
 
-        In a pool that overcommits several slots share pages: the work is the same.
+        In a pool that overcommits, several slots share pages; the work is the same.
         """
-        first, usable = (
-            slot % self.slots_per_replica * self.pages_per_sequence,
-            self.pages_per_replica,
-        )
-        return tuple(1 + (first + i) % (usable - 1) for i in range(self.pages_per_sequence))
+        first = slot % self.slots_per_replica * self.pages_per_sequence
+        usable = self.pages_per_replica - 1
+        return tuple(1 + (first + i) % usable for i in range(self.pages_per_sequence))
 
     def replica_of(self, slot: int) -> int:
-        """The share of the pool that slot `slot` takes its pages from."""
+        """Returns the data replica of a slot, which holds its pages."""
         return slot // self.slots_per_replica
 
     def chunk(self, tokens: int) -> int:
-        """Rows of the next chunk of a prompt of which so many tokens are left, padding included.
+        """Returns the rows of the next chunk of a prompt with `tokens` tokens left.
 
-        A power of two, or the longest chunk: few programs serve all prompts.
+        The number includes padding: it is a power of two or the longest chunk, so that few programs
+        serve all prompts.
         """
         power = max(MIN_CHUNK, 1 << (tokens - 1).bit_length())
         return min(power, self.longest_chunk)
 
     def chunks(self, lengths: Iterable[int]) -> list[int]:
-        """Rows of all chunks that prompts of these lengths (in tokens) may need, ascending.
+        """Returns the rows of all chunks that prompts of these lengths may need, ascending.
 
-        Where the pool overcommits, a preempted sequence comes back as a longer prompt, and where
-        prompts are cached any part of one may be left: then all sizes up to the longest are needed.
+        If the pool overcommits, preempted sequences return as longer prompts; with a prefix cache,
+        any part of a prompt may be left. In these cases all sizes up to the longest are needed.
+
+        Args:
+          lengths: Lengths of the prompts, in tokens.
         """
         lengths, longest = set(lengths), self.longest_chunk
         if lengths and (self.overcommits or self.prefix_cache):
             most = self.max_length if self.overcommits else max(lengths)
             return sorted({self.chunk(min(1 << i, most)) for i in range(most.bit_length() + 1)})
         whole = {longest for length in lengths if length >= longest}
-        return sorted(whole | {self.chunk(rest) for n in lengths if (rest := n % longest)})
+        return sorted(whole | {self.chunk(left) for n in lengths if (left := n % longest)})
 
     @property
     def prefill_pages(self) -> int:
-        """Entries of the page table of a sequence in prefill, whose padding goes to scratch."""
+        """Entries of the page table of a sequence in prefill, padding rows included."""
         return max(self.pages_per_sequence, math.ceil(self.capacity / self.page_size))
 
 

@@ -1,36 +1,87 @@
-"""Prefill: a prompt's context for target and drafter, chunk by chunk, and its first new token.
+"""Prefill: the context of a prompt for target and drafter, chunk by chunk, and its first token.
 
-Prompts are prefilled in *lanes*, one for each data replica. The target's rows go straight into the
-pages that the sequence owns in the cache of the batch. The drafter's state is one of its own until
-the prompt is complete: cycles of the batch meanwhile would disturb it in a slot.
+Prompts run in *prefill slots*, one per data replica. The target's rows go straight into the pages
+that the sequence owns in the batch's cache. The drafter's state is kept apart until the prompt is
+complete, because cycles of the batch would change it in a slot.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash.drafters.base import Drafter
 from dflash.inference import first_token
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logprobs import Logprobs
+from dflash.inference.pages import Layout
+from dflash.inference.request import Sampling
 from dflash.inference.sampling import SamplingParams
 from dflash.layers.cache import PagedCache
 from dflash.models.decoder import Decoder
+
+GREEDY = Sampling()
+UNKNOWN = -1  # Placeholder for the token after a chunk that the target samples.
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens of a sequence that one call runs.
+
+    Attributes:
+      tokens: Tokens of the chunk.
+      start: Position of the first token.
+      following: Token after the chunk; negative if the target samples it.
+      pages: Pages of the sequence, at least up to the end of the chunk.
+      sampling: Sampling parameters of the sequence.
+      fresh: Whether this is the first chunk of the sequence that the drafter observes.
+      constraints: Constraints on the sampled token, without a batch axis; None for none.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    following: int
+    pages: Sequence[int]
+    sampling: Sampling
+    fresh: bool
+    constraints: FirstTokenConstraints | None = None
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        start: int,
+        end: int,
+        pages: Sequence[int],
+        sampling: Sampling,
+        *,
+        fresh: bool,
+        constraints: FirstTokenConstraints | None = None,
+    ) -> "PrefillChunk":
+        """Returns the chunk of tokens start … end - 1 of a sequence."""
+        following = token_ids[end] if end < len(token_ids) else UNKNOWN
+        constraints = None if end < len(token_ids) else constraints
+        return cls(token_ids[start:end], start, following, pages, sampling, fresh, constraints)
+
+
+# Chunk of an empty prefill slot: its rows go to the scratch page.
+IDLE = PrefillChunk((), 0, UNKNOWN, (), GREEDY, fresh=False)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkInputs:
-    """The next tokens of the prompts in n lanes, of at most T tokens each.
+    """Chunks of n prefill slots, of at most T tokens each.
 
     Attributes:
-      tokens: int32 [n, T]; the chunk's, and padding.
-      start: int32 [n]; position of the first one.
-      count: int32 [n]; how many are the prompt's; 0 for a lane without a prompt.
-      following: int32 [n]; the token after them, or -1 where the target is to draw it.
-      fresh: bool [n]; the lane's drafter state is that of another prompt, to be dropped.
+      tokens: int32 [n, T]; tokens of the chunks, padded.
+      start: int32 [n]; position of the first token.
+      count: int32 [n]; number of valid tokens, 0 for an empty prefill slot.
+      following: int32 [n]; token after the chunk, or -1 if the target samples it.
+      fresh: bool [n]; whether the drafter's state belongs to another prompt and must be cleared.
       table: int32 [n, M]; pages of each sequence.
     """
 
@@ -42,28 +93,63 @@ class ChunkInputs:
     table: jax.Array
 
 
+def pack(chunks: Mapping[int, PrefillChunk], num_slots: int, layout: Layout) -> ChunkInputs:
+    """Returns the chunks of all prefill slots, padded to the size of one program.
+
+    Args:
+      chunks: Chunks by prefill slot.
+      num_slots: Number n of prefill slots.
+      layout: Layout of the batch.
+    Raises:
+      ValueError: A chunk is empty or too long.
+    """
+    lengths = [len(chunk.tokens) for chunk in chunks.values()]
+    shortest, longest = min(lengths), max(lengths)
+    if not 0 < shortest <= longest <= layout.longest_chunk:
+        raise ValueError(
+            f"chunks of {shortest} to {longest} tokens, expected 1 to {layout.longest_chunk}"
+        )
+    rows = layout.chunk(longest)
+    all_chunks = [chunks.get(slot, IDLE) for slot in range(num_slots)]
+    return ChunkInputs(
+        tokens=np.stack([padded(chunk.tokens, rows) for chunk in all_chunks]),
+        start=np.array([chunk.start for chunk in all_chunks], np.int32),
+        count=np.array([len(chunk.tokens) for chunk in all_chunks], np.int32),
+        following=np.array([chunk.following for chunk in all_chunks], np.int32),
+        fresh=np.array([chunk.fresh for chunk in all_chunks]),
+        table=np.stack([padded(chunk.pages, layout.prefill_pages) for chunk in all_chunks]),
+    )
+
+
+def padded(numbers: Sequence[int], length: int) -> np.ndarray:
+    """Returns the numbers as int32 [length], padded with zeros."""
+    row = np.zeros(length, np.int32)
+    row[: len(numbers)] = numbers
+    return row
+
+
 def prefill_chunk(
     target: Decoder,
     drafter: Drafter,
     cache: PagedCache,
-    lanes: Any,
+    prefill_state: Any,
     chunk: ChunkInputs,
     sampling: SamplingParams,
-    asked: FirstTokenConstraints,
+    constraints: FirstTokenConstraints,
 ) -> tuple[PagedCache, Any, jax.Array, Logprobs]:
     """Runs one chunk of each prompt.
 
     Args:
-      target: the model.
-      drafter: observes the rows.
-      cache: of the batch; its own page table is left alone.
-      lanes: the drafter's state of n sequences.
-      chunk: what to run.
-      sampling: of the n sequences.
-      asked: what they ask of their first tokens.
+      target: Target model.
+      drafter: Drafter, which observes the rows.
+      cache: Cache of the batch; its page table is not used and not changed.
+      prefill_state: The drafter's state of the n sequences.
+      chunk: Chunks to run.
+      sampling: Sampling parameters of the n sequences.
+      constraints: Constraints on their first tokens.
     Returns:
-      cache; lanes; the token after each chunk, int32 [n], or `nonfinite.NO_TOKEN` if its logits
-      were not finite; log-probabilities [n] of those that the target has drawn.
+      The cache; the prefill state; the token after each chunk, int32 [n], `nonfinite.NO_TOKEN` if
+      its logits are not finite; and log-probabilities [n] of the sampled tokens.
     """
     rows = jnp.arange(chunk.tokens.shape[1])
     with jax.named_scope("target"):
@@ -76,38 +162,48 @@ def prefill_chunk(
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
     logits = target.unembed(jnp.take_along_axis(output.hidden, last, axis=1))
     end = chunk.start + chunk.count
-    drawn, logprobs = first_token.draw(logits, end, sampling, asked)
+    drawn, logprobs = first_token.draw(logits, end, sampling, constraints)
     following = jnp.where(chunk.following >= 0, chunk.following, drawn)
-    lanes = observe_chunk(drafter, lanes, chunk, following, output.features, target)
+    prefill_state = observe_chunk(drafter, prefill_state, chunk, following, output.features, target)
     cache = dataclasses.replace(output.cache, page_table=cache.page_table)
-    return cache, lanes, following, logprobs
+    return cache, prefill_state, following, logprobs
 
 
 def observe_chunk(
     drafter: Drafter,
-    lanes: Any,
+    prefill_state: Any,
     chunk: ChunkInputs,
     following: jax.Array,
     features: jax.Array,
     heads: Decoder,
 ) -> Any:
-    """Lets the drafter observe a chunk whose next tokens are `following`: its state.
+    """Lets the drafter observe a chunk, and returns its state.
 
-    Args: see `prefill_chunk` and `Drafter.observe`.
+    Args:
+      drafter: Drafter.
+      prefill_state: The drafter's state of the n sequences.
+      chunk: Chunks that the target has run.
+      following: Token after each chunk, int32 [n].
+      features: Features of the chunk's rows; see `Drafter.observe`.
+      heads: The target's embedding and output head.
     """
     rows = jnp.arange(chunk.tokens.shape[1] + 1)
     padded = jnp.pad(chunk.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(rows == chunk.count[:, None], following[:, None], padded)
     with jax.named_scope("drafter"):
-        lanes = drafter.clear(lanes, chunk.fresh)
-        return drafter.observe(lanes, chunk.start, tokens, chunk.count, features, heads)
+        prefill_state = drafter.clear(prefill_state, chunk.fresh)
+        return drafter.observe(prefill_state, chunk.start, tokens, chunk.count, features, heads)
 
 
-def replay_chunk(drafter: Drafter, lanes: Any, chunk: ChunkInputs, heads: Decoder) -> Any:
-    """Shows cached tokens to a drafter whose state depends on tokens alone.
+def replay_chunk(drafter: Drafter, prefill_state: Any, chunk: ChunkInputs, heads: Decoder) -> Any:
+    """Lets a drafter whose state depends only on tokens observe cached tokens.
 
-    Args: see `prefill_chunk`; `chunk.following` is known.
+    Args:
+      drafter: Drafter.
+      prefill_state: The drafter's state of the n sequences.
+      chunk: Cached tokens, whose `following` is known.
+      heads: The target's embedding and output head.
     """
     width = len(drafter.feature_layers) * heads.arch.hidden_size
     features = jnp.zeros((*chunk.tokens.shape, width), heads.dtype)
-    return observe_chunk(drafter, lanes, chunk, chunk.following, features, heads)
+    return observe_chunk(drafter, prefill_state, chunk, chunk.following, features, heads)

@@ -1,9 +1,9 @@
-"""The prefix cache: full pages of what was computed, for later prompts that begin alike.
+"""Prefix cache: full pages of computed tokens, for later prompts with the same beginning.
 
-A page is published under a key that names all tokens up to its end, and whatever its rows depend on
-beside them. It counts only when the rows of target and drafter are both there. The target's rows
-stay where they are: sequences share pages. The drafter's rows are copied out of the slot, into
-pages of their own with the same numbers, and from there into the lane of a prompt that has a hit.
+A page is published under a key that identifies all tokens up to its end, and everything else that
+its rows depend on. It is published once the rows of both target and drafter exist. The target's
+rows stay in place, since sequences share pages. The drafter's rows are copied from the slot to
+pages of their own with the same numbers, and from there to the prefill slot of a prompt with a hit.
 """
 
 import hashlib
@@ -15,21 +15,22 @@ import numpy as np
 from dflash.inference import program_table
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool, Slot
-from dflash.inference.pieces import GREEDY, PrefillChunk, pack
+from dflash.inference.prefill import GREEDY, PrefillChunk, pack
 from dflash.inference.state import DecodeState
 
 
-def page_keys(text: Sequence[int], page_size: int, ahead: int = 0) -> Iterator[bytes]:
-    """Keys of the pages that a text fills, in order: a chain of hashes.
+def page_keys(token_ids: Sequence[int], page_size: int, ahead: int = 0) -> Iterator[bytes]:
+    """Yields the keys of the pages that a sequence fills, in order, as a chain of hashes.
 
     Args:
-      text: token ids.
-      page_size: tokens of a page.
-      ahead: tokens past its end that a page depends on too; a page without them is left out.
+      token_ids: Tokens of the sequence.
+      page_size: Tokens per page.
+      ahead: Number of tokens past its end that a page depends on too; pages without them are left
+        out.
     """
-    tokens, key = np.asarray(text, np.uint32), b""
+    tokens, key = np.asarray(token_ids, np.uint32), b""
     for end in range(page_size, len(tokens) - ahead + 1, page_size):
-        # What follows belongs to this page's key, but not to the chain.
+        # The tokens that follow belong to the key of this page, but not to the chain.
         key = hashlib.blake2b(
             key + tokens[end - page_size : end].tobytes(), digest_size=16
         ).digest()
@@ -37,76 +38,83 @@ def page_keys(text: Sequence[int], page_size: int, ahead: int = 0) -> Iterator[b
 
 
 class PrefixCache:
-    """Finds and publishes the pages of an engine; does nothing where the engine has no cache."""
+    """Prefix cache of an engine; empty if the engine has none."""
 
     def __init__(self, engine: Engine, pool: PagePool):
-        """Starts empty.
+        """Creates an empty cache.
 
         Args:
-          engine: computes the pages.
-          pool: hands them out.
+          engine: Engine that computes the pages.
+          pool: Pool that allocates the pages.
         """
         self._engine, self._pool = engine, pool
         self._keeps_rows = program_table.keeps_rows(engine.shapes)
-        # Pages of the drafter's rows, beside those of the target.
+        # Pages of the drafter's rows, with the numbers of the target's pages.
         self._context = engine.program("new_context")() if self._keeps_rows else ()
 
-    def find(self, share: int, text: Sequence[int], length: int) -> tuple[int, ...]:
-        """Pages of a share that hold the first tokens of a text, for a prompt of `length` of them.
+    def find(self, replica: int, token_ids: Sequence[int], length: int) -> tuple[int, ...]:
+        """Returns a replica's cached pages of the first `length` tokens of a sequence.
 
-        At least one token of the prompt is left to compute.
+        At least one of these tokens is left to compute.
         """
         if not self._engine.prefix_cache:
             return ()
         most = (length - 1) // self._engine.layout.page_size
-        return self._pool.find(share, list(self._keys(text))[:most])
+        return self._pool.find(replica, list(self._keys(token_ids))[:most])
 
-    def restore(self, lanes: Any, lane: int, pages: Sequence[int], text: Sequence[int]) -> Any:
-        """Returns the drafter's state with that of a cached prefix in a lane.
+    def restore(
+        self,
+        prefill_state: Any,
+        prefill_slot: int,
+        pages: Sequence[int],
+        token_ids: Sequence[int],
+    ) -> Any:
+        """Returns the prefill state with a cached prefix in one prefill slot.
 
         Args:
-          lanes: The drafter's state of the prompts in prefill; consumed.
-          lane: Lane of the prompt.
-          pages: The cached pages.
-          text: Token ids of the prompt, which is longer than they are.
+          prefill_state: The drafter's state of the prompts in prefill; consumed.
+          prefill_slot: Prefill slot of the prompt.
+          pages: Cached pages.
+          token_ids: Tokens of the prompt, which extends beyond these pages.
         """
         engine = self._engine
         if self._keeps_rows:
-            row = engine.page_row(Slot(lane, tuple(pages)))
-            where = np.int32(lane), row, np.int32(len(pages))
-            return engine.program("restore")(lanes, self._context, *where)
+            row = engine.page_row(Slot(prefill_slot, tuple(pages)))
+            where = np.int32(prefill_slot), row, np.int32(len(pages))
+            return engine.program("restore")(prefill_state, self._context, *where)
         if program_table.replays(engine.shapes):
             end, step = len(pages) * engine.layout.page_size, engine.layout.longest_chunk
             for start in range(0, end, step):
                 last = min(start + step, end)
-                piece = PrefillChunk.of(text, start, last, pages, GREEDY, fresh=not start)
-                chunk = pack({lane: piece}, engine.num_lanes, engine.layout)
-                run = engine.program("replay", chunk.tokens.shape[1])
-                lanes = run(engine.target_params, engine.drafter_params, lanes, chunk)
-        return lanes
+                chunk = PrefillChunk.of(token_ids, start, last, pages, GREEDY, fresh=not start)
+                inputs = pack({prefill_slot: chunk}, engine.num_prefill_slots, engine.layout)
+                run = engine.program("replay", inputs.tokens.shape[1])
+                weights = engine.target_params, engine.drafter_params
+                prefill_state = run(*weights, prefill_state, inputs)
+        return prefill_state
 
     def publish(
-        self, state: DecodeState, slot: Slot, text: Sequence[int], rows: int, begin: int
+        self, state: DecodeState, slot: Slot, token_ids: Sequence[int], rows: int, begin: int
     ) -> int:
-        """Publishes pages of a slot.
+        """Publishes the full pages of a sequence.
 
         Args:
-          state: the batch.
-          slot: where the sequence is.
-          text: its tokens.
-          rows: positions of it that the cache and the drafter's state hold.
-          begin: pages that were published before.
+          state: State of the batch.
+          slot: Slot and pages of the sequence.
+          token_ids: Tokens of the sequence.
+          rows: Number of its positions that both the cache and the drafter's state hold.
+          begin: Number of its pages that were published before.
         Returns:
-          pages that are published now; those that another sequence has published count too.
+          The number of its published pages, including those published by other sequences.
         """
         if not self._engine.prefix_cache:
             return begin
         layout = self._engine.layout
-        share, full = layout.replica_of(slot.index), rows // layout.page_size
-        keys = list(self._keys(text))[:full]
+        replica, full = layout.replica_of(slot.index), rows // layout.page_size
+        keys = list(self._keys(token_ids))[:full]
         fresh = [0] * len(keys)
         for i in range(begin, len(keys)):
-            if self._pool.publish(share, slot.pages[i], keys[i]):
+            if self._pool.publish(replica, slot.pages[i], keys[i]):
                 fresh[i] = slot.pages[i]
         if any(fresh) and self._keeps_rows:
             row = self._engine.page_row(Slot(slot.index, tuple(fresh)))
@@ -115,6 +123,6 @@ class PrefixCache:
             self._context = run(self._context, state.drafter, *where)
         return max(begin, len(keys))
 
-    def _keys(self, text: Sequence[int]) -> Iterator[bytes]:
+    def _keys(self, token_ids: Sequence[int]) -> Iterator[bytes]:
         ahead = self._engine.drafter.rows_ahead
-        return page_keys(text, self._engine.layout.page_size, ahead)
+        return page_keys(token_ids, self._engine.layout.page_size, ahead)

@@ -1,13 +1,15 @@
-"""How each of the engine's programs is compiled, in one table.
+"""Table of the engine's programs, with the way each is compiled.
 
 Every program is compiled ahead of time for shapes that are known beforehand, so that nothing
 compiles inside a measured call. A program is named by its entry in `TABLE`, followed by its sizes,
 such as ("prefill", 64).
 """
 
+import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +21,13 @@ from dflash.inference.state import DecodeState
 from dflash.layers.linear import matmul_precision
 from dflash.parallel.sharding import zeros
 
-Name = tuple  # an entry of the table and its sizes
+Name = tuple  # Entry of the table, followed by its sizes.
+_MAX_THREADS = 4  # Most programs that compile at once.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """How a function is compiled. All fields but the last two are called with shapes and sizes.
+    """Function with the way it is compiled; all fields but the last two take shapes and sizes.
 
     Attributes:
       function: Returns the pure function, bound to what is static.
@@ -54,10 +57,10 @@ class Program:
 
 
 class Programs:
-    """The programs of one engine, compiled when they are first asked for."""
+    """Programs of one engine, each compiled at its first use."""
 
     def __init__(self, shapes: Shapes):
-        """Starts with the programs of `TABLE`."""
+        """Creates the table, with the programs of `TABLE`."""
         self._shapes = shapes
         self._table = dict(TABLE)
         self._compiled: dict[Name, jax.stages.Compiled] = {}
@@ -84,6 +87,28 @@ class Programs:
         needed = names(self._shapes, prompt_lengths, grammars=grammars)
         return [name for name in needed if name not in self._compiled]
 
+    def compile_all(self, names: Sequence[Name], progress: Callable[[int, int], None]) -> None:
+        """Compiles programs in parallel threads; the compiler works while others are traced.
+
+        Args:
+          names: Names of the programs.
+          progress: Called before the first and after each program with the number of programs that
+            are ready, and of all.
+        """
+        if names:
+            progress(0, len(names))
+        # All processes of a run must compile in the same order.
+        threads = min(_MAX_THREADS, os.cpu_count() or 1) if jax.process_count() == 1 else 1
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            started = [pool.submit(self.get, *name) for name in names]
+            try:
+                for ready, one in enumerate(concurrent.futures.as_completed(started), start=1):
+                    one.result()
+                    progress(ready, len(names))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
 
 def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = False) -> list[Name]:
     """Returns the names of the programs that prompts of some lengths need.
@@ -95,8 +120,12 @@ def names(shapes: Shapes, prompt_lengths: Iterable[int], *, grammars: bool = Fal
     """
     layout = shapes.layout
     chunks = layout.chunks(prompt_lengths)
-    needed: list[Name] = [("new_state",), ("new_lanes",), *(("prefill", rows) for rows in chunks)]
-    needed += [("plain", lanes) for lanes in sorted({1, shapes.num_lanes})]
+    needed: list[Name] = [
+        ("new_state",),
+        ("new_prefill_state",),
+        *(("prefill", rows) for rows in chunks),
+    ]
+    needed += [("unconstrained", count) for count in sorted({1, shapes.num_prefill_slots})]
     needed += [("insert",), ("generate",), ("release",)]
     needed += [("generate", bucket) for bucket in layout.bucket_sizes[:-1]]
     if grammars:
@@ -161,22 +190,22 @@ def _conclude_arguments(shapes: Shapes) -> tuple:
 
 
 def _insert_arguments(shapes: Shapes) -> tuple:
-    number, anchors = shapes.scalar(), shapes.whole((shapes.num_lanes,))
+    number, anchors = shapes.scalar(), shapes.whole((shapes.num_prefill_slots,))
     stop_ids = shapes.whole((shapes.num_stop_ids,))
     where = number, number, shapes.table_row(), number, number, stop_ids
-    asked = shapes.constraints(1).controls
-    return shapes.state(), shapes.lanes(), anchors, *where, asked, shapes.one_sampling()
+    default = shapes.constraints(1).controls
+    return shapes.state(), shapes.prefill_state(), anchors, *where, default, shapes.one_sampling()
 
 
 def _prefill_arguments(shapes: Shapes, rows: int) -> tuple:
-    lanes = shapes.num_lanes
-    prompts = shapes.chunk(rows), shapes.constraints(lanes), shapes.sampling(lanes)
-    return *shapes.weights, shapes.state().cache, shapes.lanes(), *prompts
+    count = shapes.num_prefill_slots
+    prompts = shapes.chunk(rows), shapes.constraints(count), shapes.sampling(count)
+    return *shapes.weights, shapes.state().cache, shapes.prefill_state(), *prompts
 
 
 def _prefill_results(shapes: Shapes, rows: int) -> tuple:
     replicated = shapes.replicated
-    return places(shapes.state().cache), places(shapes.lanes()), replicated, replicated
+    return places(shapes.state().cache), places(shapes.prefill_state()), replicated, replicated
 
 
 def _store_arguments(shapes: Shapes) -> tuple:
@@ -185,8 +214,8 @@ def _store_arguments(shapes: Shapes) -> tuple:
 
 
 def _restore_arguments(shapes: Shapes) -> tuple:
-    lanes, context = shapes.lanes(), shapes.context()
-    return lanes, context, shapes.scalar(), shapes.table_row(), shapes.scalar()
+    prefill_state, context = shapes.prefill_state(), shapes.context()
+    return prefill_state, context, shapes.scalar(), shapes.table_row(), shapes.scalar()
 
 
 def _store(shapes: Shapes) -> Callable:
@@ -196,7 +225,7 @@ def _store(shapes: Shapes) -> Callable:
 
 def _restore(shapes: Shapes) -> Callable:
     function = functools.partial(programs.restore, shapes)
-    return _per_device(shapes, function, _restore_arguments(shapes), places(shapes.lanes()))
+    return _per_device(shapes, function, _restore_arguments(shapes), places(shapes.prefill_state()))
 
 
 def _examine_arguments(shapes: Shapes, rows: int) -> tuple:
@@ -269,15 +298,15 @@ TABLE: dict[str, Program] = {
         _conclude, _conclude_arguments, _state_and_report, donated=(2,), loops=True
     ),
     # Prompts.
-    "new_lanes": Program(
-        lambda shapes: lambda: zeros(shapes.lanes()),
+    "new_prefill_state": Program(
+        lambda shapes: lambda: zeros(shapes.prefill_state()),
         lambda shapes: (),
-        lambda shapes: places(shapes.lanes()),
+        lambda shapes: places(shapes.prefill_state()),
     ),
-    "plain": Program(
-        lambda shapes, lanes: functools.partial(programs.plain, shapes, lanes),
-        lambda shapes, lanes: (),
-        lambda shapes, lanes: shapes.replicated,
+    "unconstrained": Program(
+        lambda shapes, count: functools.partial(programs.unconstrained, shapes, count),
+        lambda shapes, count: (),
+        lambda shapes, count: shapes.replicated,
     ),
     "prefill": Program(
         lambda shapes, rows: shapes.over_models(programs.prefill),
@@ -295,12 +324,12 @@ TABLE: dict[str, Program] = {
         _store, _store_arguments, lambda shapes: places(shapes.context()), donated=(0,)
     ),
     "restore": Program(
-        _restore, _restore_arguments, lambda shapes: places(shapes.lanes()), donated=(0,)
+        _restore, _restore_arguments, lambda shapes: places(shapes.prefill_state()), donated=(0,)
     ),
     "replay": Program(
         lambda shapes, rows: shapes.over_models(programs.replay),
-        lambda shapes, rows: (*shapes.weights, shapes.lanes(), shapes.chunk(rows)),
-        lambda shapes, rows: places(shapes.lanes()),
+        lambda shapes, rows: (*shapes.weights, shapes.prefill_state(), shapes.chunk(rows)),
+        lambda shapes, rows: places(shapes.prefill_state()),
         donated=(2,),
     ),
     # Non-finite logits: one sequence runs again, alone.

@@ -1,4 +1,4 @@
-"""The functions of the engine's programs; `program_table` says how each is compiled."""
+"""Functions of the engine's programs; `program_table` defines how each is compiled."""
 
 import dataclasses
 import functools
@@ -33,12 +33,12 @@ from dflash.parallel.sharding import zeros
 def new_state(shapes: Shapes, seconds: jax.Array) -> DecodeState:
     """Creates a batch of empty slots."""
     state = zeros(shapes.state())
-    plain = controls.plain(shapes.layout.batch_size, shapes.layout.max_length)
+    default = controls.default(shapes.layout.batch_size, shapes.layout.max_length)
     return dataclasses.replace(
         state,
         # An empty slot has a length of 1: its rows go to the start of the scratch page.
         length=jnp.ones_like(state.length),
-        controls=jax.tree.map(jnp.asarray, plain),
+        controls=jax.tree.map(jnp.asarray, default),
         adaptive=adaptive.with_seconds(state.adaptive, seconds),
     )
 
@@ -46,36 +46,36 @@ def new_state(shapes: Shapes, seconds: jax.Array) -> DecodeState:
 def insert(
     drafter: Drafter,
     state: DecodeState,
-    lanes: Any,
+    prefill_state: Any,
     anchors: jax.Array,
-    lane: jax.Array,
+    prefill_slot: jax.Array,
     slot: jax.Array,
     table: jax.Array,
     length: jax.Array,
     limit: jax.Array,
     stop_ids: jax.Array,
-    asked: Controls,
+    stated: Controls,
     sampling: SamplingParams,
 ) -> DecodeState:
     """Puts a prefilled sequence into a slot, and decides whether it has ended already.
 
     Args:
-      drafter: The drafter; it copies its state from the lane.
-      state: The batch.
-      lanes: The drafter's state of the prompts in prefill.
-      anchors: The last token of each of them, int32 [n].
-      lane: Lane of the sequence.
+      drafter: The drafter, whose state is copied from the prefill slot.
+      state: State of the batch.
+      prefill_state: The drafter's state of the prompts in prefill.
+      anchors: Token after the last chunk of each prompt, int32 [n].
+      prefill_slot: Prefill slot of the sequence.
       slot: Slot to fill.
       table: Pages of the sequence, int32 [M].
       length: Committed tokens, the anchor included.
       limit: Length at which the sequence ends.
       stop_ids: Tokens that end it, int32 [E].
-      asked: Its controls, with a batch dimension of 1.
-      sampling: Its sampling parameters, without a batch dimension.
+      stated: Its logit controls, with a batch axis of size 1.
+      sampling: Its sampling parameters, without a batch axis.
     """
-    anchor = anchors[lane]
-    # The anchor of a new sequence may be on the device alone.
-    asked = asked.with_tokens(
+    anchor = anchors[prefill_slot]
+    # The host does not know the anchor of a new sequence yet.
+    stated = stated.with_tokens(
         jnp.reshape(length - 1, 1), anchor[None, None], jnp.ones(1, jnp.int32)
     )
     ended = (length >= limit) | jnp.any(anchor == stop_ids) | (anchor == nonfinite.NO_TOKEN)
@@ -92,9 +92,9 @@ def insert(
         active=state.active.at[slot].set(~ended),
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
         sampling=jax.tree.map(put, state.sampling, params),
-        controls=jax.tree.map(put, state.controls, asked),
+        controls=jax.tree.map(put, state.controls, stated),
         cache=dataclasses.replace(state.cache, page_table=page_table),
-        drafter=drafter.insert(state.drafter, lanes, lane, slot),
+        drafter=drafter.insert(state.drafter, prefill_state, prefill_slot, slot),
         adaptive=state.adaptive and state.adaptive.insert(slot),
         nonfinite_at=state.nonfinite_at.at[slot].set(0),
         concluded=state.concluded,
@@ -102,7 +102,7 @@ def insert(
 
 
 def release(state: DecodeState, slot: jax.Array) -> DecodeState:
-    """Empties a slot, so that its pages may be handed out again."""
+    """Empties a slot, so that its pages can be reused."""
     table = state.cache.page_table.at[slot].set(0)
     # An empty slot is greedy, so that a batch of greedy sequences skips all noise.
     temperature = state.sampling.temperature.at[slot].set(0)
@@ -127,7 +127,7 @@ def generate(shapes: Shapes, bucket: int | None = None) -> Callable:
 
     def run(target: Decoder, drafter: Drafter, state: DecodeState):
         if state.adaptive is not None:
-            state = dataclasses.replace(state, adaptive=state.adaptive.at_width(entry))
+            state = dataclasses.replace(state, adaptive=state.adaptive.at_bucket(entry))
         return dispatch.run_cycles(
             target, drafter, state, max_cycles=shapes.config.sync_every, rules=shapes.rules
         )
@@ -151,19 +151,26 @@ def occupied(shapes: Shapes) -> Callable:
 
 
 def prefill(
-    target: Decoder, drafter: Drafter, cache, lanes, chunk: ChunkInputs, asked, sampling
+    target: Decoder,
+    drafter: Drafter,
+    cache,
+    prefill_state,
+    chunk: ChunkInputs,
+    constraints,
+    sampling,
 ) -> tuple:
     """Runs one chunk of each prompt; see `prefill_chunk`."""
-    return prefill_chunk(target, drafter, cache, lanes, chunk, sampling.with_keys(), asked)
+    sampling = sampling.with_keys()
+    return prefill_chunk(target, drafter, cache, prefill_state, chunk, sampling, constraints)
 
 
-def plain(shapes: Shapes, lanes: int) -> first_token.FirstTokenConstraints:
+def unconstrained(shapes: Shapes, count: int) -> first_token.FirstTokenConstraints:
     """Creates the constraints of unconstrained sequences on the device.
 
     They stay there, so that they are not transferred on every call.
     """
-    asked = first_token.plain(lanes, shapes.layout.max_length, shapes.vocab_size)
-    return jax.tree.map(jnp.asarray, asked)
+    default = first_token.unconstrained(count, shapes.layout.max_length, shapes.vocab_size)
+    return jax.tree.map(jnp.asarray, default)
 
 
 # --- the prefix cache ---------------------------------------------------------------------------
@@ -177,7 +184,7 @@ def store(shapes: Shapes, context: Any, state: Any, slot, pages, end) -> Any:
       context: Pages of the drafter's rows.
       state: The drafter's state.
       slot: Slot to copy from.
-      pages: Pages to copy to, int32 [M]; 0 for rows that are not wanted.
+      pages: Pages to copy to, int32 [M]; 0 (scratch) for rows to skip.
       end: Number of pages.
     """
     size, slots = shapes.layout.page_size, shapes.layout.slots_per_replica
@@ -191,22 +198,31 @@ def store(shapes: Shapes, context: Any, state: Any, slot, pages, end) -> Any:
     return jax.lax.fori_loop(0, jnp.where(is_mine, end, 0), put, context)
 
 
-def restore(shapes: Shapes, lanes: Any, context: Any, lane, pages, end) -> Any:
-    """Copies pages to the first rows of a lane; the arguments are those of `store`."""
+def restore(shapes: Shapes, prefill_state: Any, context: Any, prefill_slot, pages, end) -> Any:
+    """Copies pages to the first rows of a prefill slot.
+
+    Args:
+      shapes: Shapes of the engine.
+      prefill_state: The drafter's state of the prompts in prefill.
+      context: Pages of the drafter's rows.
+      prefill_slot: Prefill slot to copy to.
+      pages: Pages to copy from, int32 [M].
+      end: Number of pages.
+    """
     size = shapes.layout.page_size
-    is_mine = lane == shapes.sharding.index("pages")
+    is_mine = prefill_slot == shapes.sharding.index("pages")
 
-    def put(i, lanes):
+    def put(i, prefill_state):
         rows = jax.tree.map(lambda pool: pool[pages[i]], context)
-        return shapes.drafter.write_rows(lanes, jnp.int32(0), i * size, rows)
+        return shapes.drafter.write_rows(prefill_state, jnp.int32(0), i * size, rows)
 
-    lanes = shapes.drafter.clear(lanes, jnp.reshape(is_mine, (1,)))
-    return jax.lax.fori_loop(0, jnp.where(is_mine, end, 0), put, lanes)
+    prefill_state = shapes.drafter.clear(prefill_state, jnp.reshape(is_mine, (1,)))
+    return jax.lax.fori_loop(0, jnp.where(is_mine, end, 0), put, prefill_state)
 
 
-def replay(target: Decoder, drafter: Drafter, lanes: Any, chunk: ChunkInputs) -> Any:
+def replay(target: Decoder, drafter: Drafter, prefill_state: Any, chunk: ChunkInputs) -> Any:
     """Lets the drafter observe cached tokens again; see `replay_chunk`."""
-    return replay_chunk(drafter, lanes, chunk, target)
+    return replay_chunk(drafter, prefill_state, chunk, target)
 
 
 # --- non-finite logits --------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Request:
       logprobs: Number of the target's likeliest tokens to report beside each output token, 0 to
         MAX_LOGPROBS; None reports nothing.
       grammar: Grammar that the whole output must match; None leaves it unconstrained.
-      refused: Whether to report rejected drafts.
+      rejected: Whether to report rejected drafts.
     """
 
     id: int
@@ -70,7 +70,7 @@ class Request:
     min_new_tokens: int = 0
     logprobs: int | None = None
     grammar: Grammar | None = None
-    refused: bool = False
+    rejected: bool = False
 
     @property
     def limit(self) -> int:
@@ -107,7 +107,7 @@ class Tokens:
         of a cycle is the target's own, unless the output ended within the draft.
       logprobs: Log-probabilities of each token, if requested.
       block_sizes: Rows that the target verified in each cycle.
-      refused: Rejected drafts of each cycle in the order of drafting, if requested.
+      rejected: Rejected drafts of each cycle in the order of drafting, if requested.
       cached_tokens: Prompt tokens taken from the prefix cache; set with the first token only.
     """
 
@@ -116,7 +116,7 @@ class Tokens:
     acceptance_lengths: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     block_sizes: tuple[int, ...] = ()
-    refused: tuple[tuple[int, ...], ...] = ()
+    rejected: tuple[tuple[int, ...], ...] = ()
     cached_tokens: int = 0
 
 

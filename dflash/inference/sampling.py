@@ -1,8 +1,8 @@
-"""Sampling with noise that belongs to positions.
+"""Sampling with noise that is a function of the position.
 
-The noise that draws the token at absolute position p of a sequence depends on the sequence's seed
-and on p alone. Drafter and target get the same noise, in any block, batch or tree, so a sampled
-output does not depend on how it was drafted.
+The noise for the token at absolute position p of a sequence depends only on the sequence's seed and
+on p. Drafter and target use the same noise, in any block, batch or tree, so a sampled output does
+not depend on how it was drafted.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from dflash.drafters.parts.draft_vocabulary import DraftTokens
 from dflash.inference import top_k_top_p
 from dflash.inference.request import Sampling
 
-# Rejection verification needs noise that is independent between its three uses; coupled
-# verification needs it to be the same, and uses COUPLED alone.
+# Streams of noise. Rejection verification needs independent noise for its three uses; coupled
+# verification needs the same noise everywhere, and uses only COUPLED.
 COUPLED, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How each sequence draws its tokens.
+    """Sampling parameters of B sequences.
 
     Attributes:
       seed: uint32 [B, 2]; threefry key data of the sequence.
@@ -43,9 +43,9 @@ class SamplingParams:
 
     @classmethod
     def of(cls, sampling: Sampling) -> "SamplingParams":
-        """Returns the host's numbers of one sequence, as numpy scalars without a batch axis.
+        """Returns the parameters of one sequence, as numpy scalars without a batch axis.
 
-        Its seed is the pair (seed, sequence number); `with_keys` makes key data of it.
+        Its seed is the pair (seed, sequence number), which `with_keys` converts to key data.
         """
         return cls(
             seed=np.array([sampling.seed, sampling.sequence], np.uint32),
@@ -53,7 +53,7 @@ class SamplingParams:
         )
 
     def with_keys(self) -> "SamplingParams":
-        """Returns the parameters with the key data of each (seed, sequence number) as seeds."""
+        """Returns the parameters with each (seed, sequence number) converted to key data."""
 
         def key_data(pair):
             key = jax.random.key(pair[0], impl="threefry2x32")
@@ -62,7 +62,7 @@ class SamplingParams:
         return dataclasses.replace(self, seed=jax.vmap(key_data)(self.seed))
 
     def filled(self, config: SamplingConfig) -> "SamplingParams":
-        """Returns the parameters with the config's in every sequence; seeds stay."""
+        """Returns the parameters with the config's values for every sequence; keeps the seeds."""
         values = {
             name: jnp.full_like(getattr(self, name), _on_device(config, name)) for name in _NUMBERS
         }
@@ -76,8 +76,8 @@ _NUMBERS = {
     "top_p": np.float32,
     "min_p": np.float32,
 }
-# Beyond these, scaled logits overflow or vanish in float32. The draw has converged long before: to
-# the likeliest token below, to the uniform distribution above.
+# Beyond these bounds, scaled logits overflow or vanish in float32. Sampling has converged long
+# before: to the likeliest token below, and to the uniform distribution above.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 
 
@@ -91,14 +91,14 @@ def _on_device(config: SamplingConfig, name: str) -> np.generic:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSampler:
-    """Draws for every sequence of a batch under its own parameters.
+    """Samples for every sequence of a batch with its own parameters.
 
     Attributes:
-      params: of the sequences.
-      with_probs: drafts are drawn with independent noise, and their probabilities are returned, as
-        rejection verification requires.
-      vocabulary: that the logits are of, [B, T, Q] instead of [B, T, V]; None: all tokens. Tokens
-        and probabilities are of all V tokens either way.
+      params: Sampling parameters of the B sequences.
+      with_probs: Whether drafts are drawn with independent noise and returned with their
+        probabilities, as rejection verification requires.
+      vocabulary: Draft vocabulary of the logits, which are [B, T, Q] instead of [B, T, V]; None for
+        the whole vocabulary. Tokens and probabilities are those of all V tokens in both cases.
     """
 
     params: SamplingParams
@@ -106,48 +106,48 @@ class SequenceSampler:
     vocabulary: DraftTokens | None = None
 
     def among(self, vocabulary: DraftTokens) -> "SequenceSampler":
-        """See `drafters.base.Sampler`."""
+        """Returns a sampler for logits of a draft vocabulary; see `drafters.base.Sampler`."""
         return dataclasses.replace(self, vocabulary=vocabulary)
 
     def sample(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
-        """The target's own tokens, int32 [B, T], from logits float32 [B, T, V]."""
+        """Samples the target's tokens, int32 [B, T], from logits float32 [B, T, V]."""
         with jax.named_scope("sample"):
             return sample(logits, positions, self.params, COUPLED, self.vocabulary)
 
     def propose(
         self, logits: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """A drafter's tokens int32 [B, T], and their probabilities [B, T, V] where wanted."""
+        """Returns a drafter's sampled tokens, int32 [B, T], and probabilities [B, T, V] or None."""
         if not self.with_probs:
             return self.sample(logits, positions), None
         tokens = sample(logits, positions, self.params, DRAFT, self.vocabulary)
         return tokens, self._probabilities(logits)
 
     def candidates(self, logits: jax.Array, positions: jax.Array, count: int) -> Candidates:
-        """The likeliest tokens of each position; see `drafters.base.Sampler`.
+        """Returns the likeliest tokens of each position; see `drafters.base.Sampler`.
 
         Coupled verification accepts the token whose logit plus noise is largest, so candidates are
-        ranked by that sum. Scores are the log-softmax of the sums times the temperature: as the
-        temperature falls they become those of greedy decoding.
+        ranked by that sum. Scores are the log-softmax of the sums times the temperature, which
+        approach those of greedy decoding as the temperature falls.
 
-        For rejection, the tokens with the largest sums are draws without replacement, in this order
-        (Kool et al. 2019, arXiv 1903.06059). Scores are the largest probabilities, independent of
-        what was drawn.
+        For rejection verification, the tokens with the largest sums are draws without replacement,
+        in this order (Kool et al. 2019, arXiv 1903.06059). Scores are the largest probabilities,
+        independent of the draws.
         """
         samples = self.params.temperature[:, None, None] > 0
         if not self.with_probs:
             sums = perturbed(logits, positions, self.params, COUPLED, self.vocabulary)
             sums = sums * jnp.where(samples, self.params.temperature[:, None, None], 1.0)
             values, tokens = jax.lax.top_k(sums, count)
-            return Candidates(_name(tokens, self.vocabulary), _log_share(values, sums), None)
+            return Candidates(_name(tokens, self.vocabulary), _log_probs(values, sums), None)
         noisy = perturbed(logits, positions, self.params, DRAFT, self.vocabulary)
         tokens = _name(jax.lax.top_k(noisy, count)[1], self.vocabulary)
         likely = jnp.where(samples, filter_logits(logits, self.params), logits)
-        scores = _log_share(jax.lax.top_k(likely, count)[0], likely)
+        scores = _log_probs(jax.lax.top_k(likely, count)[0], likely)
         return Candidates(tokens, scores, self._probabilities(logits))
 
     def _probabilities(self, logits: jax.Array) -> jax.Array:
-        """What drafts are drawn from, [B, T, V]."""
+        """Returns the distribution of drafts, [B, T, V]."""
         probs = probabilities(logits, self.params)
         return probs if self.vocabulary is None else self.vocabulary.spread(probs, 0.0)
 
@@ -159,16 +159,16 @@ def sample(
     stream: int,
     vocabulary: DraftTokens | None = None,
 ) -> jax.Array:
-    """Draws one token per row by the Gumbel-max trick; greedy rows take the largest logit.
+    """Samples one token per row by the Gumbel-max trick; greedy rows take the largest logit.
 
     Args:
-      logits: float32 [B, T, V]; [B, T, Q] of a draft vocabulary.
-      positions: int32 [B, T]; of the tokens to be drawn.
-      params: of the B sequences.
-      stream: which of the independent noises to use.
-      vocabulary: that the logits are of; None: all tokens.
+      logits: float32 [B, T, V], or [B, T, Q] for a draft vocabulary.
+      positions: int32 [B, T]; positions of the tokens to sample.
+      params: Sampling parameters of the B sequences.
+      stream: Stream of noise: COUPLED, DRAFT, ACCEPT or RESIDUAL.
+      vocabulary: Draft vocabulary of the logits; None for the whole vocabulary.
     Returns:
-      int32 [B, T]; the target's tokens.
+      Token ids of the target, int32 [B, T].
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -190,7 +190,7 @@ def perturbed(
     stream: int,
     vocabulary: DraftTokens | None = None,
 ) -> jax.Array:
-    """The values, of the logits' shape, that `sample` takes the largest of; greedy: the logits."""
+    """Returns the values whose argmax `sample` takes: logits plus noise, or greedy rows' logits."""
 
     def perturb():
         noisy = _add_noise(logits, positions, params, stream, vocabulary)
@@ -200,7 +200,7 @@ def perturbed(
 
 
 def _add_noise(logits, positions, params, stream, vocabulary) -> jax.Array:
-    """The noise is the token's, whatever tokens the logits are of."""
+    """Adds noise that depends on the target's token id, in a draft vocabulary too."""
     keys = position_keys(params.seed, positions, stream)
     size = logits.shape[-1] if vocabulary is None else vocabulary.target_size
     noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (size,))))(keys)
@@ -210,25 +210,25 @@ def _add_noise(logits, positions, params, stream, vocabulary) -> jax.Array:
 
 
 def _name(tokens: jax.Array, vocabulary: DraftTokens | None) -> jax.Array:
-    """The target's tokens for `tokens` of a vocabulary; None: these are the target's."""
+    """Converts indices of a draft vocabulary to the target's token ids."""
     return tokens if vocabulary is None else vocabulary.name(tokens)
 
 
-def _log_share(values: jax.Array, logits: jax.Array) -> jax.Array:
-    """Log-probabilities of `values` [B, T, k], which are some of the logits [B, T, V]."""
+def _log_probs(values: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns log-probabilities of `values` [B, T, k], a subset of the logits [B, T, V]."""
     return jnp.minimum(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
 
 
 def uniform(
     positions: jax.Array, params: SamplingParams, stream: int, index: jax.Array | None = None
 ) -> jax.Array:
-    """Uniform noise in [0, 1) of each position, float32 [B, T].
+    """Returns uniform noise in [0, 1) for each position, float32 [B, T].
 
     Args:
       positions: int32 [B, T].
-      params: of the B sequences.
-      stream: which of the independent noises to use.
-      index: int32 [B, T] or None; which of several independent draws of one position.
+      params: Sampling parameters of the B sequences.
+      stream: Stream of noise: COUPLED, DRAFT, ACCEPT or RESIDUAL.
+      index: int32 [B, T] or None; number of the draw among several of one position.
     """
     keys = position_keys(params.seed, positions, stream)
     if index is not None:
@@ -237,7 +237,7 @@ def uniform(
 
 
 def position_keys(seed: jax.Array, positions: jax.Array, stream: int) -> jax.Array:
-    """Keys [B, T] of the noise at `positions` int32 [B, T] of sequences seeded uint32 [B, 2]."""
+    """Returns noise keys [B, T] for positions int32 [B, T] and seeds uint32 [B, 2]."""
 
     def key(sequence, position):
         folded = jax.random.fold_in(sequence, position)
@@ -248,16 +248,16 @@ def position_keys(seed: jax.Array, positions: jax.Array, stream: int) -> jax.Arr
 
 
 def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """Applies temperature, top-k, top-p, min-p, in this order; what is filtered out becomes -inf.
+    """Applies temperature, top-k, top-p and min-p, in this order; filtered logits become -inf.
 
     Args:
       logits: float32 [B, T, V].
-      params: of the B sequences; a greedy sequence's temperature counts as 1.
+      params: Sampling parameters of the B sequences; greedy ones use a temperature of 1.
     """
     temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None, None]
     logits = logits / temperature
     samples = params.temperature > 0
-    # Cutting off is expensive; skip it unless a sequence that samples asks for it.
+    # Ranking the vocabulary is expensive; skip it unless a sampled sequence needs it.
     ranked = samples & ((params.top_k > 0) | (params.top_p < 1.0))
 
     def filtered():
@@ -278,15 +278,15 @@ def filter_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
 def _min_p(logits: jax.Array, params: SamplingParams) -> jax.Array:
     """Keeps tokens at least min_p times as likely as the likeliest (Nguyen et al., 2407.01082).
 
-    The ratio is the same before and after other filters, none of which takes the likeliest.
+    Other filters always keep the likeliest token, so they do not change this ratio.
     """
     min_p = params.min_p[:, None, None]
-    share = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-    return jnp.where((share >= min_p) | (min_p <= 0), logits, -jnp.inf)
+    ratio = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    return jnp.where((ratio >= min_p) | (min_p <= 0), logits, -jnp.inf)
 
 
 def probabilities(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """The distribution [B, T, V] that `sample` draws from; one-hot for greedy sequences."""
+    """Returns the distribution [B, T, V] of `sample`; one-hot for greedy sequences."""
     drawn = jax.nn.softmax(filter_logits(logits, params), axis=-1)
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=drawn.dtype)
     return jnp.where(params.temperature[:, None, None] > 0, drawn, greedy)

@@ -28,7 +28,7 @@ class Shapes:
 
     Attributes:
       target: The target, for its shape and placement. Its weights are arguments of programs.
-      drafter: The drafter, likewise without use of its weights.
+      drafter: The drafter, for its shape and placement. Its weights are arguments of programs.
       config: Shape of the loop.
       layout: Sizes of slots, pages and prefill chunks.
       rules: How a cycle drafts and verifies.
@@ -57,8 +57,8 @@ class Shapes:
         self.weights = _abstract(target_weights), _abstract(drafter_weights)
 
     @property
-    def num_lanes(self) -> int:
-        """Prompts that are prefilled at once: one for each data replica."""
+    def num_prefill_slots(self) -> int:
+        """Number of prompts that are prefilled at once, one per data replica."""
         return self.layout.num_replicas
 
     @property
@@ -170,27 +170,27 @@ class Shapes:
 
     # --- prompts --------------------------------------------------------------------------------
 
-    def lanes(self) -> Any:
+    def prefill_state(self) -> Any:
         """Returns the drafter's state of the prompts in prefill."""
-        return self._drafter_state(self.num_lanes)
+        return self._drafter_state(self.num_prefill_slots)
 
     def chunk(self, rows: int) -> ChunkInputs:
         """Returns a prefill chunk of `rows` tokens of every prompt."""
-        lanes = self.num_lanes
-        per_lane = self.whole((lanes,))
+        count = self.num_prefill_slots
+        per_prompt = self.whole((count,))
         return ChunkInputs(
-            tokens=self.whole((lanes, rows)),
-            start=per_lane,
-            count=per_lane,
-            following=per_lane,
-            fresh=self.whole((lanes,), jnp.bool_),
-            table=self.whole((lanes, self.layout.prefill_pages)),
+            tokens=self.whole((count, rows)),
+            start=per_prompt,
+            count=per_prompt,
+            following=per_prompt,
+            fresh=self.whole((count,), jnp.bool_),
+            table=self.whole((count, self.layout.prefill_pages)),
         )
 
-    def constraints(self, lanes: int) -> first_token.FirstTokenConstraints:
-        """Returns the constraints on the first tokens of `lanes` sequences."""
+    def constraints(self, batch: int) -> first_token.FirstTokenConstraints:
+        """Returns the constraints on the first tokens of `batch` sequences."""
         length = self.layout.max_length
-        return first_token.abstract(lanes, length, self.vocab_size, self.sharding)
+        return first_token.abstract(batch, length, self.vocab_size, self.sharding)
 
     def context(self) -> Any:
         """Returns the pages of the drafter's rows: one for each page of the target."""

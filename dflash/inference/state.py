@@ -66,8 +66,8 @@ class Report:
       block_sizes: int32 [C]; rows that each cycle verified per sequence.
       nonfinite_at: int32 [B]; same as in `DecodeState`.
       logprobs: Log-probabilities of the tokens; None if they were dropped before the transfer.
-      refused: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they were
-        dropped before the transfer.
+      rejected: int32 [C, B, G]; rejected drafts, and -1 in place of accepted ones; None if they
+        were dropped before the transfer.
     """
 
     cycles: jax.Array
@@ -77,7 +77,7 @@ class Report:
     block_sizes: jax.Array
     nonfinite_at: jax.Array
     logprobs: Logprobs | None
-    refused: jax.Array | None
+    rejected: jax.Array | None
 
     @classmethod
     def joined(cls, reports: Sequence["Report"]) -> "Report":
@@ -91,13 +91,13 @@ class Report:
 
     def by_cycle(self) -> dict[str, Any]:
         """Returns the fields with one entry per cycle."""
-        names = "tokens", "num_committed", "block_sizes", "logprobs", "refused"
+        names = "tokens", "num_committed", "block_sizes", "logprobs", "rejected"
         return {name: getattr(self, name) for name in names}
 
-    def with_only(self, *, logprobs: bool, refused: bool) -> "Report":
+    def with_only(self, *, logprobs: bool, rejected: bool) -> "Report":
         """Returns the report without fields that no request needs, to save their transfer."""
         return dataclasses.replace(
             self,
             logprobs=self.logprobs if logprobs else None,
-            refused=self.refused if refused else None,
+            rejected=self.rejected if rejected else None,
         )

@@ -1,34 +1,34 @@
-"""What a scheduler reports of itself."""
+"""Statistics of a scheduler."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerStats:
-    """What a scheduler holds now, and what it has done since it was made.
+    """Current load of a scheduler, and its counters since its creation.
 
     Attributes:
-      waiting: requests in the queue, those that were preempted included.
-      prefilling: requests that hold a slot while their prompt is computed.
-      running: requests that are being decoded.
-      pages_used: pages of the target's cache that requests hold.
-      pages_cached: pages that no request holds, but that the prefix cache keeps.
-      pages_total: pages that can be handed out, over all shares.
-      preemptions: how often a request had to give up its slot for want of pages.
-      prefix_queries_tokens: prompt tokens that were looked up in the prefix cache.
-      prefix_hits_tokens: those of them that it held.
-      prefill_tokens: prompt tokens that were computed.
-      prefill_chunks: chunks of prompts that were computed.
-      prefill_dispatches: programs that computed them, a chunk in every lane at a time.
-      prefill_prompts: prompts that were computed to their end.
-      prefill_seconds: time of these programs.
-      stalled_seconds: the part of it in which sequences of the batch stood still.
-      decode_seconds: time of dispatches of cycles.
-      dispatches: dispatches of cycles that were collected.
-      cycles: cycles in them.
-      slot_cycles: cycles of single slots that committed tokens.
-      queued_cycles, queued_slot_cycles: the same two of dispatches during which requests waited for
-        a slot.
+      waiting: Requests in the queue, preempted ones included.
+      prefilling: Requests that hold a slot while their prompt is prefilled.
+      running: Requests that are being decoded.
+      pages_used: Pages of the target's cache held by requests.
+      pages_cached: Pages kept only by the prefix cache.
+      pages_total: Pages of all data replicas, scratch pages excluded.
+      preemptions: Number of times that a request lost its slot because pages ran out.
+      prefix_queries_tokens: Prompt tokens looked up in the prefix cache.
+      prefix_hits_tokens: Prompt tokens found in the prefix cache.
+      prefill_tokens: Prompt tokens computed.
+      prefill_chunks: Prompt chunks computed.
+      prefill_dispatches: Prefill calls, each with up to one chunk per prefill slot.
+      prefill_prompts: Prompts whose prefill was completed.
+      prefill_seconds: Time of prefill calls, in seconds.
+      stalled_seconds: Part of `prefill_seconds` during which running requests waited.
+      decode_seconds: Time of dispatches of cycles, in seconds.
+      dispatches: Dispatches of cycles whose results were collected.
+      cycles: Cycles of these dispatches.
+      slot_cycles: Cycles that committed tokens, counted per slot.
+      queued_cycles: Part of `cycles` in dispatches during which requests waited for a slot.
+      queued_slot_cycles: Part of `slot_cycles` in the same dispatches.
     """
 
     waiting: int
@@ -52,3 +52,23 @@ class SchedulerStats:
     slot_cycles: int
     queued_cycles: int
     queued_slot_cycles: int
+
+
+# Names of the statistics that are summed up over time, unlike the current load.
+COUNTERS = (
+    "preemptions",
+    "prefix_queries_tokens",
+    "prefix_hits_tokens",
+    "prefill_tokens",
+    "prefill_chunks",
+    "prefill_dispatches",
+    "prefill_prompts",
+    "prefill_seconds",
+    "stalled_seconds",
+    "decode_seconds",
+    "dispatches",
+    "cycles",
+    "slot_cycles",
+    "queued_cycles",
+    "queued_slot_cycles",
+)

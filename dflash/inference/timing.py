@@ -1,8 +1,8 @@
-"""Measures a cycle of each block size, with the program that decodes.
+"""Measures the time of a cycle of each block size, with the program that decodes.
 
-A table in which every size but one takes infinitely long forces that size, so nothing is compiled
-only to measure. All slots are busy, with sequences of half the maximal length. No two of them are
-alike: equal rows would all choose the same experts, and a cycle of many rows seem cheap.
+A table in which every size but one takes infinitely long forces that size, so no program is
+compiled only for the measurement. All slots hold sequences of half the maximal length, with
+distinct rows: equal rows would choose the same experts, and cycles of many rows would seem cheap.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from dflash.inference.request import Sampling
 from dflash.inference.state import DecodeState, Report
 
 ROUNDS = 5
-_PRIME = 7919  # neighbours' tokens lie far apart
+_PRIME = 7919  # Spreads the tokens of neighboring slots.
 
 
 def occupy(
@@ -33,19 +33,19 @@ def occupy(
     sampling: Sampling,
     vocab_size: int,
 ) -> DecodeState:
-    """A state with a sequence in every slot, of half the maximal length.
+    """Returns a state with a sequence of half the maximal length in every slot.
 
     Args:
-      state: any.
-      seconds: float32 [W, S]; of a cycle of each size.
-      layout: of the state.
-      sampling: how sequences draw their tokens.
-      vocab_size: of the target.
+      state: Any state of the batch.
+      seconds: float32 [W, S]; seconds per cycle by batch bucket and block size.
+      layout: Layout of the batch.
+      sampling: Sampling parameters of the sequences.
+      vocab_size: Vocabulary size of the target.
     """
     table = jnp.array([layout.standing_pages(slot) for slot in range(layout.batch_size)])
     params = state.sampling.filled(sampling)
     empty = jax.tree.map(jnp.zeros_like, state.adaptive)
-    # An argument of the program, or the compiler would compute caches ahead and keep them.
+    # Depends on an argument, so that XLA does not fold the caches into constants of the program.
     phase = state.length[0].astype(jnp.float32)
     layers, drafter = jax.tree.map(lambda x: _fill(x, phase), (state.cache.layers, state.drafter))
     return dataclasses.replace(
@@ -62,7 +62,7 @@ def occupy(
 
 
 def _fill(rows: jax.Array, phase: jax.Array) -> jax.Array:
-    """An array of this shape in which no two rows are alike; smaller ones as they are."""
+    """Fills an array of 3 or more dimensions with distinct rows; returns other arrays unchanged."""
     is_eight_bits = rows.dtype == jnp.int8
     if rows.ndim < 3 or not (is_eight_bits or jnp.issubdtype(rows.dtype, jnp.floating)):
         return rows
@@ -81,16 +81,16 @@ def cycle_seconds(
     generate: Callable[[DecodeState], tuple[DecodeState, Report]],
     rounds: int = ROUNDS,
 ) -> tuple[float, ...]:
-    """Seconds of a cycle of each size: medians over rounds in which each has its turn.
+    """Measures seconds per cycle of each block size, as medians over interleaved rounds.
 
     Args:
-      sizes: S block sizes.
-      state: any; consumed.
-      occupied: `occupy`, compiled.
-      generate: the engine's.
-      rounds: number of rounds that count, after one that does not.
+      sizes: S block sizes, ascending.
+      state: Any state of the batch; consumed.
+      occupied: Compiled `occupy`.
+      generate: Compiled dispatch of cycles.
+      rounds: Number of measured rounds, after one warm-up round.
     Returns:
-      the table of the first process, on all of them.
+      Seconds per cycle of each size; all processes return those of the first one.
     """
     samples: list[list[float]] = [[] for _ in sizes]
     for _ in range(rounds + 1):
@@ -100,8 +100,8 @@ def cycle_seconds(
             state, report = jax.block_until_ready(generate(state))
             taken.append((time.perf_counter() - begin) / int(report.cycles))
     table = np.array([statistics.median(taken[1:]) for taken in samples], np.float32)
-    # More rows never take less time: where they seem to, it is noise, which must not make a larger
-    # block look cheaper than plain decoding.
+    # More rows never take less time, so make the table ascend: noise must not make a larger block
+    # look cheaper than plain decoding.
     table = np.minimum.accumulate(table[::-1])[::-1]
     if jax.process_count() > 1:
         table = multihost_utils.broadcast_one_to_all(table)

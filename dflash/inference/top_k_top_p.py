@@ -1,22 +1,22 @@
-"""Top-k and top-p without a sort: the last token to keep, found by its bits.
+"""Top-k and top-p without a sort: finds the last token to keep bit by bit.
 
-A sort of a vocabulary that is split over devices gathers it. Here every device counts and sums its
-own part, and only these sums travel.
+Sorting a vocabulary that is sharded over devices would gather it. Here every device counts and sums
+its own shard, and devices exchange only these sums.
 """
 
 import jax
 import jax.numpy as jnp
 
-# Bits of the cutoff found at a time, from 2**_STEP_BITS - 1 sums over the vocabulary.
+# Bits of the cutoff found per step, with 2**_STEP_BITS - 1 sums over the vocabulary.
 _STEP_BITS = 4
 _KEY_BITS = 32
 
 
 def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Keeps the k likeliest tokens and, of those, the nucleus of mass p; the rest becomes -inf.
+    """Keeps the nucleus of mass p among the k likeliest tokens; sets all other logits to -inf.
 
-    A token is kept while the mass of the likelier ones is below p: the token that crosses p is
-    kept, and so is the likeliest one in any case. Of equal logits the lower token ranks first.
+    A token is kept if the mass of all likelier tokens is below p, so the token that crosses p and
+    the likeliest token are always kept. Among equal logits the lower token id ranks first.
 
     Args:
       logits: float32 [B, T, V].
@@ -27,15 +27,15 @@ def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Ar
     """
     size, keys = logits.shape[-1], _ordered(logits)
     shape = (*logits.shape[:-1], 1)
-    wanted = jnp.broadcast_to(top_k[:, None, None], shape)
-    wanted = jnp.where(wanted > 0, jnp.minimum(wanted, size), size).astype(jnp.float32)
+    keep = jnp.broadcast_to(top_k[:, None, None], shape)
+    keep = jnp.where(keep > 0, jnp.minimum(keep, size), size).astype(jnp.float32)
     ones = jnp.ones_like(logits)
     cut = jax.lax.cond(
         jnp.any(top_k > 0),
-        lambda: _cutoff(keys, ones, wanted, _KEY_BITS),
+        lambda: _cutoff(keys, ones, keep, _KEY_BITS),
         lambda: keys.min(axis=-1, keepdims=True),
     )
-    count = wanted - _sum_above(keys, ones, cut)  # to keep of those that equal the last one
+    count = keep - _sum_above(keys, ones, cut)  # Tokens to keep among those equal to the cutoff.
     cut, count = jax.lax.cond(
         jnp.any(top_p < 1.0),
         lambda: _nucleus(logits, keys, cut, count, top_p),
@@ -46,7 +46,7 @@ def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Ar
     equal = keys == cut
 
     def lowest() -> jax.Array:
-        """Of the equal ones, the lowest `count`."""
+        """Selects the `count` lowest token ids among those equal to the cutoff."""
         last = _cutoff(before_end, equal.astype(jnp.float32), count, size.bit_length())
         return equal & (before_end >= last)
 
@@ -58,16 +58,16 @@ def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Ar
 
 
 def _nucleus(logits, keys, cut, count, top_p) -> tuple[jax.Array, jax.Array]:
-    """The cutoff of mass p among the tokens that another cutoff leaves.
+    """Finds the cutoff of mass p among the tokens that another cutoff keeps.
 
     Args:
       logits: float32 [B, T, V].
       keys: uint32 [B, T, V]; see `_ordered`.
-      cut: uint32 [B, T, 1]; key of the last token that is left.
-      count: float32 [B, T, 1]; how many of those with this key are left, the lowest.
+      cut: uint32 [B, T, 1]; smallest key that the other cutoff keeps.
+      count: float32 [B, T, 1]; number of tokens with this key that it keeps, the lowest ids.
       top_p: float32 [B].
     Returns:
-      The last key to keep, and how many of those with this key.
+      The smallest key to keep, and the number of tokens to keep with this key.
     """
     most = keys.max(axis=-1, keepdims=True)
     weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -82,37 +82,37 @@ def _nucleus(logits, keys, cut, count, top_p) -> tuple[jax.Array, jax.Array]:
     fitting = jnp.ceil((goal - _sum_above(keys, weights, found)) / weight)
     equals = jnp.where(found == cut, count, _sum((keys == found).astype(jnp.float32)))
     fitting = jnp.where(weight > 0, jnp.clip(fitting, 1.0, equals), equals)
-    asked = top_p[:, None, None] < 1.0
-    return jnp.where(asked, found, cut), jnp.where(asked, fitting, count)
+    enabled = top_p[:, None, None] < 1.0
+    return jnp.where(enabled, found, cut), jnp.where(enabled, fitting, count)
 
 
 def _cutoff(keys: jax.Array, weights: jax.Array, goal: jax.Array, bits: int) -> jax.Array:
-    """The largest key such that the weights at it and above sum to `goal` at least.
+    """Finds the largest key such that the weights of this and larger keys sum to at least `goal`.
 
     Args:
       keys: uint32 [B, T, V].
       weights: float32 [B, T, V], not negative.
       goal: float32 [B, T, 1].
-      bits: of the largest key.
+      bits: Number of bits of the largest key.
     Returns:
-      uint32 [B, T, 1]; 0 if all weights together are less.
+      uint32 [B, T, 1]; 0 if all weights sum to less than `goal`.
     """
     steps = -(-bits // _STEP_BITS)
 
-    def narrow(step, found):
+    def find_digit(step, found):
         shift = ((steps - 1 - step) * _STEP_BITS).astype(jnp.uint32)
         tried = [found | (jnp.uint32(digit) << shift) for digit in range(1, 2**_STEP_BITS)]
-        enough = [_sum(jnp.where(keys >= one, weights, 0.0)) >= goal for one in tried]
-        # Larger keys leave less, so the digit is the number of those that leave enough.
-        digit = sum(one.astype(jnp.uint32) for one in enough)
+        enough = [_sum(jnp.where(keys >= key, weights, 0.0)) >= goal for key in tried]
+        # Sums decrease with the key, so the digit is the number of keys that reach the goal.
+        digit = sum(reached.astype(jnp.uint32) for reached in enough)
         return found | (digit << shift)
 
-    return jax.lax.fori_loop(0, steps, narrow, jnp.zeros(goal.shape, jnp.uint32))
+    return jax.lax.fori_loop(0, steps, find_digit, jnp.zeros(goal.shape, jnp.uint32))
 
 
 def _ordered(values: jax.Array) -> jax.Array:
-    """Keys uint32 in the order of float32 values; equal values have equal keys."""
-    values = jnp.where(values == 0, 0.0, values)  # -0.0 too
+    """Maps float32 values to uint32 keys in the same order; equal values have equal keys."""
+    values = jnp.where(values == 0, 0.0, values)  # Maps -0.0 to 0.0.
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     negative = bits >> 31 == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))

@@ -153,8 +153,8 @@ def rejection_tree(
         position = _pick(positions, row)[:, None]
         threshold = sampling.uniform(position, params, sampling.ACCEPT, child[:, None])[:, 0]
         accepted = found & (threshold * _pick(q, token) < _pick(p, token))
-        refused = found & ~accepted
-        p = jnp.where(refused[:, None], _residual(p, q), p)
+        rejected = found & ~accepted
+        p = jnp.where(rejected[:, None], _residual(p, q), p)
         p = jnp.where(accepted[:, None], target_probs(child + 1), p)
         row = jnp.where(accepted, child + 1, row)
         return row, jnp.where(found, child, tried), p, found

@@ -11,6 +11,7 @@ import numpy as np
 from dflash.config.schema import DecodeConfig
 from dflash.drafters.base import Drafter, Proposal
 from dflash.inference import controls, cycle
+from dflash.inference.admission import admit
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, Sampling
@@ -63,7 +64,7 @@ class MeasuredEngine(Engine):
         request = Request(0, tuple(prompt), layout.max_length - len(prompt), sampling)
         state = self.new_state()
         for index in range(layout.batch_size):
-            state = self.admit(state, Slot(index, layout.standing_pages(index)), request)
+            state = admit(self, state, Slot(index, layout.standing_pages(index)), request)
         return jax.block_until_ready(state)
 
     def standing(self, context_tokens: int) -> DecodeState:
@@ -79,11 +80,11 @@ class MeasuredEngine(Engine):
         The state may come from an engine with another maximal length if both lay out their caches
         alike.
         """
-        plain = controls.plain(self.layout.batch_size, self.layout.max_length)
+        default = controls.default(self.layout.batch_size, self.layout.max_length)
         places = self.abstract_state().controls
         state = dataclasses.replace(
             state,
-            controls=jax.tree.map(lambda x, at: jax.device_put(x, at.sharding), plain, places),
+            controls=jax.tree.map(lambda x, at: jax.device_put(x, at.sharding), default, places),
             length=_like(state.length, context_tokens + 1),
             limit=_like(state.limit, self.layout.max_length),
             active=_like(state.active, True),

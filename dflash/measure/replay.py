@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from dflash.inference.admission import admit
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request
 from dflash.measure.engine import MeasuredEngine
@@ -50,7 +51,7 @@ def record(
     """
     engine.follow([lengths])
     slot = Slot(0, engine.layout.standing_pages(0))
-    state = engine.admit(engine.new_state(), slot, request)
+    state = admit(engine, engine.new_state(), slot, request)
     words = IncrementalDecoder(tokenizer)
     first = words.push([int(jax.device_get(state.anchor)[0])])
     frames = []

@@ -137,7 +137,7 @@ class CompletionRequest:
                 min_new_tokens=self.min_new_tokens,
                 logprobs=self.options.logprobs,
                 grammar=self.grammar,
-                refused=self.options.drafts,
+                rejected=self.options.drafts,
             )
             for prompt in self.prompts
             for number in range(self.choices)

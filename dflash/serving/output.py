@@ -216,7 +216,7 @@ def _with_origin(event: Tokens) -> Iterator[tuple[int, Origin, tuple[int, ...]]]
     """
     ids = iter(event.ids)
     lengths = event.acceptance_lengths or (len(event.ids),)
-    for length, rejected in itertools.zip_longest(lengths, event.refused, fillvalue=()):
+    for length, rejected in itertools.zip_longest(lengths, event.rejected, fillvalue=()):
         for _ in range(length - 1):
             yield next(ids), "drafted", ()
         yield next(ids), "own", rejected

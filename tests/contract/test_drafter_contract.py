@@ -205,7 +205,7 @@ def finish(scheduler: Scheduler, request: Request) -> tuple[Completion, dict]:
     form = scheduler.form
     while not scheduler.idle:
         events += scheduler.step()
-        state = scheduler._state
+        state = scheduler._batch.state
         if state.active[0]:
             proposal, _ = propose(form)(state.drafter, state.anchor, state.length - 1)
             drafts[int(state.length[0])] = np.asarray(proposal.tokens[0]).tolist()

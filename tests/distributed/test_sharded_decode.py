@@ -59,7 +59,7 @@ def test_a_mesh_shares_cached_pages_within_each_replica(name):
     """The prompts of a second round find the pages of the first, with the same drafts."""
     options = {"batch_size": 4, "sync_every": 4, "page_size": 8, "prefix_cache": True}
     run = engine(drafter(name, mesh=ALL_AXES), mesh=ALL_AXES, **options)
-    assert run.num_lanes == 4
+    assert run.num_prefill_slots == 4
     prompts, limits = random_prompts([33, 20, 26, 9, 30, 12]), [20, 12, 9, 17, 7, 20]
     how = {"temperature": 0.8, "seed": 4}
     one, rounds = Scheduler(run), []

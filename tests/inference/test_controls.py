@@ -95,7 +95,7 @@ def test_text_grows_by_what_was_committed():
     asked = jax.tree.map(lambda *leaves: np.stack(leaves), *asked)
     start, count = np.array([3, 6], np.int32), np.array([2, 5], np.int32)
     more = np.arange(10, 20, dtype=np.int32).reshape(2, 5)
-    text = jax.jit(lambda *args: asked.with_tokens(*args).text)(start, more, count)
+    text = jax.jit(lambda *args: asked.with_tokens(*args).token_ids)(start, more, count)
     assert text.tolist() == [[7, 5, 5, 10, 11, 0, 0, 0], [7, 7, 7, 7, 5, 5, 15, 16]]
 
 

@@ -17,7 +17,7 @@ from support.engines import (
 from support.models import drafter
 
 from dflash import errors
-from dflash.inference import scheduler
+from dflash.inference import batch, scheduler
 from dflash.inference.engine import Engine
 from dflash.inference.pages import PagePool
 from dflash.inference.request import Completion, Request, Sampling, Tokens
@@ -87,7 +87,7 @@ def pools(monkeypatch):
             self.held -= set(pages)
             super().give_back(share, pages)
 
-    monkeypatch.setattr(scheduler, "PagePool", Checked)
+    monkeypatch.setattr(batch, "PagePool", Checked)
     return made
 
 

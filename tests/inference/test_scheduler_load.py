@@ -61,17 +61,13 @@ def outputs(events) -> dict[int, tuple[tuple[int, ...], str]]:
 
 def check_pages(one: Scheduler) -> None:
     """Every page is counted as often as sequences hold it, and no count is left over."""
-    held = collections.Counter(
-        page
-        for sequence in (*one._entering.values(), *one._running.values())
-        for page in sequence.pages
-    )
-    (share,) = one._pool._shares
+    held = collections.Counter(page for sequence in one._batch.requests for page in sequence.pages)
+    (share,) = one._batch.pool._replicas
     assert share.holders == held
     stats = one.stats()
     assert stats.pages_used == len(held)
     assert len(share.free) + stats.pages_cached + stats.pages_used == stats.pages_total
-    for sequence in one._running.values():
+    for sequence in one._batch.running.values():
         private = sequence.pages[sequence.published :]
         assert all(held[page] == 1 for page in private), "two sequences write one page"
 
@@ -121,7 +117,7 @@ def test_the_first_token_does_not_wait_for_cycles():
     (event,) = one.step()
     assert (event.id, len(event.ids)) == (0, 1)
     assert one.stats().dispatches == 0
-    assert len(one._given) == 1, "the cycles behind it run already"
+    assert len(one._pending) == 1, "the cycles behind it run already"
 
 
 def test_short_prompts_share_a_chunk():
@@ -237,8 +233,8 @@ def test_soak(temperature):
     assert all(wanted[id][0][: len(ids)] == ids for id, ids in said.items())
     stats = one.stats()
     assert (stats.pages_used, stats.waiting, stats.prefilling, stats.running) == (0, 0, 0, 0)
-    assert not bool(one._state.active.any())
-    assert not bool(one._state.cache.page_table.any())
+    assert not bool(one._batch.state.active.any())
+    assert not bool(one._batch.state.cache.page_table.any())
     assert stats.preemptions > 0, "the pool was never dry"
     assert stats.prefix_hits_tokens > 0
     assert len(cancelled) > 3

@@ -14,6 +14,7 @@ from support.rejection import VOCAB, chi_square, lenient_left_over, make_params,
 from dflash.drafters.eagle3.drafter import Eagle3
 from dflash.drafters.eagle3_config import BeamTree, Eagle3Architecture, Eagle3Config
 from dflash.inference import verify
+from dflash.inference.admission import admit
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Request, Sampling
@@ -55,7 +56,7 @@ def full_engine(form: str):
     request = Request(0, PROMPT, 16 - len(PROMPT), Sampling(temperature=TEMPERATURE))
     state = run.new_state()
     for i in range(SLOTS):
-        state = run.admit(state, Slot(i, run.layout.standing_pages(i)), request)
+        state = admit(run, state, Slot(i, run.layout.standing_pages(i)), request)
     return run, state, int(state.anchor[0])
 
 

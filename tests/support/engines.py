@@ -11,6 +11,7 @@ import numpy as np
 from dflash.config import schema
 from dflash.drafters.base import Drafter
 from dflash.drafters.none import NoDrafter
+from dflash.inference.admission import admit
 from dflash.inference.engine import Engine
 from dflash.inference.pages import Slot
 from dflash.inference.request import Completion, Request, Sampling
@@ -19,7 +20,7 @@ from dflash.models.decoder import Decoder
 from dflash.offline import decoding
 from support.models import ARCHITECTURE, ONE_DEVICE, target
 
-_ASKED = ("min_new_tokens", "logprobs", "grammar", "refused")
+_ASKED = ("min_new_tokens", "logprobs", "grammar", "rejected")
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
@@ -112,7 +113,7 @@ def occupied(run: Engine, requests: Sequence[Request]) -> DecodeState:
     state = run.new_state()
     for index, request in enumerate(requests):
         slot = Slot(index, run.layout.standing_pages(index))
-        state = run.admit(state, slot, request)
+        state = admit(run, state, slot, request)
     return state
 
 

@@ -11,30 +11,30 @@ ROWS = 4
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_what_was_drafted_was_accepted_or_refused(tree):
+def test_what_was_drafted_was_accepted_or_rejected(tree):
     model = drafter("dflash", block_size=ROWS, tree=tree)
     run = engine(model, batch_size=2, sync_every=3)
     drafts = model.block_size - 1
     (curious, other) = (
-        make_requests(random_prompts([5, 9]), 14, temperature=0.8, refused=refused)[i]
-        for i, refused in enumerate((True, False))
+        make_requests(random_prompts([5, 9]), 14, temperature=0.8, rejected=rejected)[i]
+        for i, rejected in enumerate((True, False))
     )
     events = decoding.decode(run, [curious, other])
     told = {one.id: [] for one in (curious, other)}
     sizes = {one.id: [] for one in (curious, other)}
     for event in events:
         if isinstance(event, Tokens) and event.acceptance_lengths:
-            told[event.id] += zip(_cycles(event), event.refused, strict=False)
+            told[event.id] += zip(_cycles(event), event.rejected, strict=False)
             sizes[event.id] += event.block_sizes
         elif isinstance(event, Completion):
             assert tuple(sizes[event.id]) == event.block_sizes
     assert told[other.id] == []
     whole = told[curious.id][:-1]  # the last cycle may end within its draft
     assert whole
-    for committed, refused in whole:
-        assert len(committed) - 1 + len(refused) == drafts
-        if not tree and refused:
-            assert refused[0] != committed[-1]
+    for committed, rejected in whole:
+        assert len(committed) - 1 + len(rejected) == drafts
+        if not tree and rejected:
+            assert rejected[0] != committed[-1]
 
 
 def _cycles(event: Tokens):

@@ -1,0 +1,246 @@
+"""The batch of an engine: its device state, and the requests that hold its slots and pages."""
+
+from collections.abc import Sequence
+
+import jax
+
+from dflash.inference import constrained
+from dflash.inference.adaptive import spare_rows
+from dflash.inference.engine import Engine
+from dflash.inference.in_flight import ActiveRequest
+from dflash.inference.logprobs import Logprobs
+from dflash.inference.pages import PagePool, Slot
+from dflash.inference.prefill import PrefillChunk
+from dflash.inference.prefix_cache import PrefixCache
+from dflash.inference.state import DecodeState, Report
+
+
+class Batch:
+    """Requests in the slots of an engine, with the pages that they hold.
+
+    A request that is admitted holds a slot and pages at once. Its prompt runs in the prefill slot
+    of the slot's replica, and it becomes one of `running` when the prompt is complete.
+
+    Attributes:
+      prefilling: Requests in prefill by prefill slot, in the order of admission.
+      running: Requests that decode by slot, in the order of admission.
+      pool: Pages of the target's cache.
+    """
+
+    def __init__(self, engine: Engine):
+        """Allocates empty caches, so that they exist before the first prompt's clock starts."""
+        layout = engine.layout
+        self._engine, self._layout = engine, layout
+        self.prefilling: dict[int, ActiveRequest] = {}
+        self.running: dict[int, ActiveRequest] = {}
+        self.pool = PagePool(layout.num_replicas, layout.pages_per_replica)
+        self._cache = PrefixCache(engine, self.pool)
+        self._state: DecodeState = jax.block_until_ready(engine.new_state())
+        self._prefill_state = jax.block_until_ready(engine.new_prefill_state())
+
+    @property
+    def requests(self) -> tuple[ActiveRequest, ...]:
+        """Requests that hold a slot."""
+        return (*self.prefilling.values(), *self.running.values())
+
+    @property
+    def state(self) -> DecodeState:
+        """Device state of the batch."""
+        return self._state
+
+    # --- device calls -----------------------------------------------------------------------------
+
+    def next_rows(self) -> int:
+        """Returns the number of rows of the next prefill chunk, padding included."""
+        left = max(request.context - request.prefilled for request in self.prefilling.values())
+        return self._layout.chunk(left)
+
+    def prefill(self) -> tuple[dict[int, tuple[ActiveRequest, bool]], jax.Array, Logprobs]:
+        """Runs the next chunk of every prompt in prefill; complete ones enter their slots.
+
+        Returns:
+          The requests by prefill slot, each with whether its prompt is complete; the token after
+          each chunk, int32 [n]; its log-probabilities [n]. See `Engine.prefill`.
+        """
+        chunks, requests = {}, dict(self.prefilling)
+        for prefill_slot, request in requests.items():
+            start = request.prefilled
+            end = min(start + self._layout.longest_chunk, request.context)
+            chunks[prefill_slot] = PrefillChunk.of(
+                request.token_ids,
+                start,
+                end,
+                request.pages,
+                request.request.sampling,
+                fresh=not request.touched,
+                constraints=None if request.output_ids else request.constraints,
+            )
+            request.prefilled, request.touched = end, True
+        self._state, self._prefill_state, anchors, logprobs = self._engine.prefill(
+            self._state, self._prefill_state, chunks
+        )
+        ran = {}
+        for prefill_slot, request in requests.items():
+            complete = request.prefilled == request.context
+            ran[prefill_slot] = request, complete
+            if complete:
+                self._insert(prefill_slot, request, anchors)
+        return ran, anchors, logprobs
+
+    def _insert(self, prefill_slot: int, request: ActiveRequest, anchors: jax.Array) -> None:
+        self._state = self._engine.insert(
+            self._state,
+            self._prefill_state,
+            anchors,
+            prefill_slot,
+            Slot(request.slot, request.pages),
+            request.request,
+            request.output_ids,
+        )
+        del self.prefilling[prefill_slot]
+        self.running[request.slot] = request
+        self._publish(request)
+
+    def decode(self) -> list[Report]:
+        """Runs one dispatch of cycles; empty if no request can run.
+
+        A request with a grammar runs once its first token is known, since masks depend on it.
+        """
+        running = self.running.items()
+        ready = {
+            slot: (request.request, request.matcher)
+            for slot, request in running
+            if request.matcher and request.output_ids
+        }
+        others = any(request.matcher is None for _, request in running)
+        if not (ready or others):
+            return []
+        self._state, reports = constrained.generate(
+            self._engine,
+            self._state,
+            ready,
+            others=others,
+            bucket=self._layout.bucket_for(self.running),
+        )
+        return reports
+
+    def close(self) -> None:
+        """Hands the acceptance statistics of block sizes to the engine."""
+        self._engine.retire(self._state)
+
+    # --- slots and pages ------------------------------------------------------------------------
+
+    def admit(self, request: ActiveRequest) -> bool:
+        """Gives a request a slot and pages, and starts its prefill; False if none are free.
+
+        Among several replicas it prefers the one that has most of the prompt's pages cached.
+        """
+        taken = {held.slot for held in self.requests}
+        free: dict[int, int] = {}  # First free slot by replica.
+        for slot in range(self._layout.batch_size):
+            replica = self._layout.replica_of(slot)
+            if slot not in taken and replica not in self.prefilling:
+                free.setdefault(replica, slot)
+        token_ids, context = request.token_ids, request.context
+        cached = {replica: self._cache.find(replica, token_ids, context) for replica in free}
+        for replica in sorted(free, key=lambda replica: -len(cached[replica])):
+            if self._take_pages(request, replica, cached[replica]):
+                self._start_prefill(request, free[replica], replica, cached[replica])
+                return True
+        return False
+
+    def _take_pages(self, request: ActiveRequest, replica: int, cached: Sequence[int]) -> bool:
+        """Holds the cached pages, and takes the others that the request needs."""
+        self.pool.hold(replica, cached)
+        fresh = self.pool.take(replica, self._missing_pages(request) - len(cached))
+        if fresh is None:
+            self.pool.give_back(replica, cached)
+            return False
+        request.pages = (*cached, *fresh)
+        return True
+
+    def _start_prefill(
+        self, request: ActiveRequest, slot: int, prefill_slot: int, cached: Sequence[int]
+    ) -> None:
+        """Puts a request into a prefill slot, behind its cached pages."""
+        tokens = len(cached) * self._layout.page_size
+        if cached:
+            self._prefill_state = self._cache.restore(
+                self._prefill_state, prefill_slot, cached, request.token_ids
+            )
+        request.slot, request.prefilled, request.published = slot, tokens, len(cached)
+        request.touched = bool(cached)
+        if not request.output_ids:
+            request.cached_tokens = tokens
+        self.prefilling[prefill_slot] = request
+
+    def vacate(self, request: ActiveRequest) -> None:
+        """Takes a request's slot and pages from it, in prefill or later."""
+        replica = self._layout.replica_of(request.slot)
+        if self.running.get(request.slot) is request:
+            self._publish(request)
+            del self.running[request.slot]
+            self._state = self._engine.release(self._state, request.slot)
+        else:
+            del self.prefilling[replica]
+        self.pool.give_back(replica, request.pages)
+        request.slot, request.pages = None, ()
+
+    def grow(self) -> list[ActiveRequest]:
+        """Gives every running request the pages that the next dispatch may fill, oldest first.
+
+        When a replica runs out of pages, its youngest request is preempted: it loses its slot, and
+        must be prefilled again with its prompt and its output so far. The oldest request always
+        proceeds, since a replica holds at least one sequence of full length.
+
+        Returns:
+          The preempted requests, youngest first.
+        """
+        preempted, changed = [], False
+        for slot, request in list(self.running.items()):
+            replica = self._layout.replica_of(slot)
+            while request.slot is not None and (missing := self._missing_pages(request)) > 0:
+                fresh = self.pool.take(replica, missing)
+                if fresh is None:
+                    preempted.append(self._youngest(replica))
+                    self.vacate(preempted[-1])
+                else:
+                    request.pages += fresh
+                    changed = True
+        if changed:
+            slots = [Slot(slot, request.pages) for slot, request in self.running.items()]
+            self._state = self._engine.set_pages(self._state, slots)
+        return preempted
+
+    def _youngest(self, replica: int) -> ActiveRequest:
+        """Returns the youngest request; one in prefill is younger than all running ones."""
+        running = [
+            request
+            for slot, request in self.running.items()
+            if self._layout.replica_of(slot) == replica
+        ]
+        return self.prefilling.get(replica) or running[-1]
+
+    def _missing_pages(self, request: ActiveRequest) -> int:
+        ahead = self._layout.pages_ahead(request.length, request.request.limit)
+        return ahead - len(request.pages)
+
+    def _publish(self, request: ActiveRequest) -> None:
+        """Publishes the full pages of a running request whose rows the drafter has too."""
+        # The drafter may lack the last rows, which come from cycles without a draft.
+        rows = request.length - 1 - spare_rows(self._engine.block_sizes)
+        rows = max(rows, request.prefilled)
+        slot = Slot(request.slot, request.pages)
+        request.published = self._cache.publish(
+            self._state, slot, request.token_ids, rows, request.published
+        )
+
+    def pages(self) -> dict[str, int]:
+        """Returns the counts of pages for `SchedulerStats`."""
+        replicas = range(self._layout.num_replicas)
+        total = len(replicas) * (self._layout.pages_per_replica - 1)
+        return {
+            "pages_used": total - sum(map(self.pool.num_free, replicas)),
+            "pages_cached": sum(map(self.pool.num_idle, replicas)),
+            "pages_total": total,
+        }
