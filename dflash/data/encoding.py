@@ -5,12 +5,14 @@ learns to predict: the tokens of answers, including the end token. A corpus is a
 documents.
 """
 
+import array
 import hashlib
 import itertools
 import pathlib
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -87,25 +89,69 @@ def open_corpus(
     path = directory / "encoded" / f"{stem}-{_LAYOUT}"
     if not corpora.is_whole(path):
         for old in path.parent.glob(f"{stem}-*"):
-            print(f"data: {old}: of an earlier version, not read: delete it", file=sys.stderr)
-        examples = store.open_split(dataset, split, directory)
+            print(f"data: {old} is from an earlier version; delete it", file=sys.stderr)
         with store.locked(directory):
             if not corpora.is_whole(path):
-                print(f"data: encoding {name}: {len(examples)} examples, once", file=sys.stderr)
-                reported = _reported(examples, name)
-                documents = (part for example in reported for part in encode(example, tokenizer))
-                corpora.write(path, documents)
-                size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-                print(f"data: encoded {name}, {size:.1f} MB on disk", file=sys.stderr)
+                _store(dataset, split, tokenizer, path)
     return corpora.open_stored(path, name, fingerprint)
 
 
-def _reported(examples: Sequence[Example], name: str) -> Iterator[Example]:
+def _store(dataset: Dataset, split: Split, tokenizer: Tokenizer, path: pathlib.Path) -> None:
+    """Encodes a split and stores it as a corpus.
+
+    Examples are encoded in the order of the data set into a temporary corpus, and its documents are
+    then copied in a fixed random order. So memory does not depend on the number of tokens.
+    """
+    name = f"{dataset.name}/{split}"
+    examples = dataset.examples(split)
+    first_example = next(examples, None)
+    if first_example is None:
+        raise dataset.empty(split)
+    print(f"data: encoding {name}, once, in {path.parent}", file=sys.stderr)
+    ends = array.array("q", [0])  # number of documents of all examples up to each one
+
+    def documents() -> Iterator[np.ndarray]:
+        for example in _report_progress(itertools.chain([first_example], examples), name):
+            encoded = list(encode(example, tokenizer))
+            ends.append(ends[-1] + len(encoded))
+            yield from encoded
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        in_order = pathlib.Path(scratch) / "in_order"
+        corpora.write(in_order, documents())
+        corpus = corpora.open_stored(in_order, name, "")
+        corpora.write(
+            path,
+            (
+                corpus.document(number)
+                for index in shuffled_order(split, len(ends) - 1)
+                for number in range(ends[index], ends[index + 1])
+            ),
+        )
+    size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+    print(f"data: encoded {name}, {len(ends) - 1} examples, {size:.1f} MB", file=sys.stderr)
+
+
+def shuffled_order(split: Split, count: int) -> np.ndarray:
+    """Returns the fixed random order in which the examples of a split are stored, int64 [count].
+
+    Earlier versions stored examples with tensorflow-datasets, which sorts them by this hash. With
+    the same order, a run that one of them began continues with the same rows.
+    """
+    digests = bytearray()
+    for index in range(count):
+        digests += hashlib.md5(f"{split}{index}".encode(), usedforsecurity=False).digest()
+    high, low = np.frombuffer(digests, ">u8").reshape(count, 2).T
+    return np.lexsort((low, high))
+
+
+def _report_progress(examples: Iterable[Example], name: str) -> Iterator[Example]:
     """Yields the examples and prints the progress from time to time."""
     next_report = time.monotonic() + _REPORT_SECONDS
     for done, example in enumerate(examples):
         if time.monotonic() >= next_report:
-            print(f"data: encoding {name}: {done} of {len(examples)}", file=sys.stderr)
+            print(f"data: encoding {name}: {done} examples so far", file=sys.stderr)
             next_report = time.monotonic() + _REPORT_SECONDS
         yield example
 

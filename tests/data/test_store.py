@@ -9,30 +9,14 @@ import pytest
 
 from dflash import errors
 from dflash.config.data_schema import DataConfig
-from dflash.data import datasets, files, held_out, store
+from dflash.data import datasets, encoding, files, held_out, store
+from dflash.data.corpus import SUPERVISED
 from dflash.data.example import SPLITS
 from dflash.text.tokenizer import ByteTokenizer, NoTokenizer
 
 
-def test_math_comes_back_as_it_went(tmp_path):
-    dataset = datasets.find("math", DataConfig(mixture={"math": 1.0}, math_examples=50))
-    for split in ("train", "test"):
-        stored = store.open_split(dataset, split, tmp_path)
-        made = list(dataset.examples(split))
-        assert len(stored) == len(made)
-        assert sorted(map(repr, stored)) == sorted(map(repr, made))
-    files = sorted(path.name for path in (tmp_path / "math" / "n50" / "2.0.0").iterdir())
-    assert "math-train.array_record-00000-of-00001" in files
-    with pytest.raises(IndexError):
-        stored[len(stored)]
-
-
-def test_examples_that_are_read_many_at_once_are_those_read_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_READ_AT_ONCE", 8)
-    dataset = datasets.find("math", DataConfig(mixture={"math": 1.0}, math_examples=50))
-    stored = store.open_split(dataset, "train", tmp_path)
-    assert len(stored) % 8
-    assert list(stored) == [stored[index] for index in range(len(stored))]
+def open_train(dataset, directory):
+    return encoding.open_corpus(dataset, "train", ByteTokenizer(), directory)
 
 
 def test_jsonl_follows_its_files(tmp_path):
@@ -40,14 +24,14 @@ def test_jsonl_follows_its_files(tmp_path):
     config = DataConfig(files=(str(path),))
 
     def read():
-        return list(store.open_split(datasets.find("jsonl", config), "train", tmp_path / "data"))
+        corpus = open_train(datasets.find("jsonl", config), tmp_path / "data")
+        (document,) = map(corpus.document, range(len(corpus)))
+        return (document & ~SUPERVISED).tolist()
 
     path.write_text(json.dumps({"prompt": "é\n  x", "response": "▁"}) + "\n")
-    (one,) = read()
-    assert [message["content"] for message in one.messages] == ["é\n  x", "▁"]
+    assert bytes(read()).decode() == "é\n  x\n▁"
     path.write_text(json.dumps({"prompt_ids": [1, 70000], "output_ids": [3]}) + "\n")
-    (two,) = read()
-    assert (two.prompt_ids, two.output_ids, two.messages) == ((1, 70000), (3,), ())
+    assert read() == [1, 70000, 3]
 
 
 def test_a_jsonl_set_depends_on_its_files_and_on_what_is_held_out(tmp_path):
@@ -69,8 +53,9 @@ def test_bad_lines_leave_nothing_behind(tmp_path):
     dataset = datasets.find("jsonl", DataConfig(files=(str(path),)))
     for _ in range(2):
         with pytest.raises(errors.InputError) as caught:
-            store.open_split(dataset, "train", tmp_path / "data")
+            open_train(dataset, tmp_path / "data")
         assert str(caught.value) == f"{path}:2: prompt: expected a string, not 3"
+        assert list((tmp_path / "data" / "encoded").iterdir()) == []
 
 
 def test_an_empty_split_is_named(tmp_path):
@@ -78,14 +63,14 @@ def test_an_empty_split_is_named(tmp_path):
     path.write_text('{"prompt": "a", "response": "b"}\n')
     dataset = datasets.find("jsonl", DataConfig(files=(str(path),), held_out_percent=0.0))
     with pytest.raises(errors.InputError, match="data set jsonl: no examples in its split test"):
-        store.open_split(dataset, "test", tmp_path / "data")
+        encoding.open_corpus(dataset, "test", ByteTokenizer(), tmp_path / "data")
 
 
 def test_an_unwritable_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     dataset = datasets.find("math", DataConfig(math_examples=1))
     with pytest.raises(errors.InputError) as caught:
-        store.open_split(dataset, "test", tmp_path / "file")
+        open_train(dataset, tmp_path / "file")
     assert str(caught.value) == f"{tmp_path / 'file'}: cannot be written: File exists"
 
 
@@ -99,13 +84,15 @@ def test_where_data_are_kept(monkeypatch, tmp_path):
     assert store.data_directory("here") == tmp_path / "here"
 
 
-def test_two_processes_make_the_data_once_and_need_no_tensorflow(tmp_path):
+def test_two_processes_encode_the_data_once_and_need_no_tensorflow(tmp_path):
     code = f"""
         import pathlib, sys
         from dflash.config.data_schema import DataConfig
-        from dflash.data import datasets, store
+        from dflash.data import datasets, encoding
+        from dflash.text.tokenizer import ByteTokenizer
         dataset = datasets.find("math", DataConfig(math_examples=200))
-        print(len(store.open_split(dataset, "train", pathlib.Path({str(tmp_path)!r}))))
+        directory = pathlib.Path({str(tmp_path)!r})
+        print(len(encoding.open_corpus(dataset, "train", ByteTokenizer(), directory)))
         print("tensorflow" in sys.modules)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -113,10 +100,9 @@ def test_two_processes_make_the_data_once_and_need_no_tensorflow(tmp_path):
     running = [subprocess.Popen(command, **pipes) for _ in range(2)]
     outputs = [process.communicate(timeout=300) for process in running]
     assert [out.split() for out, _ in outputs] == [["200", "False"]] * 2, outputs
-    # What is said is that, and what it takes; how tfds goes about it is not.
     (said,) = [err.splitlines() for _, err in outputs if err]
-    assert said[0].startswith("data: making math, once, in ")
-    assert re.fullmatch(r"data: made math, \d+\.\d MB on disk", said[1])
+    assert said[0].startswith("data: encoding math/train, once, in ")
+    assert re.fullmatch(r"data: encoded math/train, 200 examples, \d+\.\d MB", said[1])
     assert len(said) == 2
 
 
@@ -167,7 +153,7 @@ def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path, monkeypatch)
     few = dataclasses.replace(config, held_out_percent=0.0)
     for use in (
         lambda: mixed_prompts(few, tokenizer, data),
-        lambda: store.open_split(datasets.find("jsonl", few), "validation", data),
+        lambda: encoding.open_corpus(datasets.find("jsonl", few), "validation", tokenizer, data),
     ):
         with pytest.raises(errors.InputError) as caught:
             use()

@@ -12,8 +12,9 @@ from pyarrow import parquet
 from dflash import errors
 from dflash.config import registry
 from dflash.config.data_schema import DataConfig
-from dflash.data import datasets, store
+from dflash.data import datasets, encoding
 from dflash.data.published import benchmarks, raw
+from dflash.text.tokenizer import ByteTokenizer
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 TURNS = [
@@ -181,18 +182,23 @@ def test_nothing_can_be_trained_on(raw_dir):
         assert datasets.task_examples("gsm8k", split, raw_dir=str(raw_dir)) == []
     dataset = datasets.find("gsm8k", DataConfig(raw_dir=str(raw_dir)))
     with pytest.raises(errors.InputError, match="data set gsm8k: no examples in its split train"):
-        store.open_split(dataset, "train", raw_dir / "stored")
+        encoding.open_corpus(dataset, "train", ByteTokenizer(), raw_dir / "stored")
 
 
-def test_a_set_is_stored_by_tfds_as_its_file_has_it(raw_dir):
-    """Through the builder, under a name that tfds can take, and anew when the file changes."""
-    config = DataConfig(raw_dir=str(raw_dir))
-    stored = store.open_split(datasets.find("mt-bench", config), "test", raw_dir / "stored")
-    assert list(stored) == datasets.task_examples("mt-bench", raw_dir=str(raw_dir))
-    assert list((raw_dir / "stored" / "mt_bench").rglob("mt_bench-test.array_record*"))
+def test_a_set_is_encoded_as_its_file_has_it(raw_dir):
+    """And anew when the file changes."""
+    config, tokenizer = DataConfig(raw_dir=str(raw_dir)), ByteTokenizer()
+
+    def read():
+        dataset = datasets.find("mt-bench", config)
+        corpus = encoding.open_corpus(dataset, "test", tokenizer, raw_dir / "stored")
+        return sorted(corpus.document(index).tolist() for index in range(len(corpus)))
+
+    examples = datasets.task_examples("mt-bench", raw_dir=str(raw_dir))
+    documents = [part.tolist() for one in examples for part in encoding.encode(one, tokenizer)]
+    assert read() == sorted(documents)
     write(raw_dir / "mt_bench" / "question.jsonl", TURNS[1:])
-    stored = store.open_split(datasets.find("mt-bench", config), "test", raw_dir / "stored")
-    assert len(stored) == 2
+    assert len(read()) == 2
 
 
 def failure(name, raw_dir):
