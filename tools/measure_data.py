@@ -1,7 +1,7 @@
 """Measures data streams: what a large corpus costs a host, and grain beside our own order.
 
     python tools/measure_data.py large --tokens=1000000000    # 4 GB of temporary files
-    python tools/measure_data.py grain --tokens=10000000      # needs pip install grain
+    python tools/measure_data.py grain --tokens=10000000      # needs grain, tensorflow-datasets
 
 `large` writes a corpus of random documents; new processes open it, pack it and read batches.
 `grain` makes the same documents a tfds data source, and packs them with grain's transformations.

@@ -10,7 +10,7 @@ import sys
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "absl-py", "jinja2"),
     *("matplotlib", "ml-collections", "pyarrow", "pyyaml", "rich", "safetensors"),
-    *("sentencepiece", "tensorboardX", "tensorflow-datasets"),
+    *("sentencepiece", "tensorboardX"),
 )
 # Extras: (name, distributions, purpose).
 EXTRAS = (
