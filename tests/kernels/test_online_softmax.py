@@ -28,7 +28,7 @@ def dense(queries, keys, values, visible):
 
 
 @pytest.mark.parametrize("split", [1, 4, 8])
-def test_two_pieces_make_a_whole(split):
+def test_two_tiles_equal_one_softmax(split):
     queries, keys, values, visible = make()
     left = attend(queries, keys[:, :, :split], values[:, :, :split], visible[..., :split])
     right = attend(queries, keys[:, :, split:], values[:, :, split:], visible[..., split:])
@@ -38,7 +38,7 @@ def test_two_pieces_make_a_whole(split):
         np.testing.assert_allclose(merged, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_piece_that_nobody_sees_changes_nothing():
+def test_a_tile_that_no_row_sees_changes_nothing():
     queries, keys, values, visible = make()
     seen = attend(queries, keys, values, visible)
     unseen = attend(queries, keys, 1e6 * values, jnp.zeros_like(visible))

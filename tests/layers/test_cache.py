@@ -178,7 +178,7 @@ def test_rows_of_one_sequence_are_read_and_written_where_they_belong():
         np.testing.assert_array_equal(leaf, expected)
 
 
-def test_static_write_wants_rows_of_every_layer():
+def test_static_write_needs_rows_of_every_layer():
     rows = [jnp.zeros((3, 1, 2, 4))]
     with pytest.raises(ValueError, match="shorter"):
         make_static().write(jnp.zeros(3, jnp.int32), rows, rows)
