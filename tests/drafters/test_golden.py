@@ -43,7 +43,7 @@ def test_prompt_logits_and_features(case):
 
 @functools.cache
 def run_cycles(case):
-    """Per golden cycle: the drafter's hidden states and its greedy drafts."""
+    """Returns the drafter's hidden states and greedy drafts of each golden cycle."""
     vectors, (target, drafter) = golden(case), golden_models(case)
     output_ids = vectors["output_ids"]
     state = zeros(drafter.init_state(1, 96))

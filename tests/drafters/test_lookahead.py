@@ -37,7 +37,7 @@ def build(**changes) -> Lookahead:
 
 
 def paths_of(tokens, parents):
-    """The tokens from the anchor down to each draft."""
+    """Returns the tokens from the anchor down to each draft."""
     found = [()]
     for token, parent in zip(tokens, parents, strict=True):
         found.append((*found[parent], token))
@@ -106,7 +106,7 @@ def test_the_pool_holds_the_newest_ngrams_once(batches, anchor):
 
 @functools.cache
 def oracle(temperature: float, index: int):
-    """(text) -> the target's token after it, for sequence `index` of a run with seed 0."""
+    """Returns a function from a text to the target's next token, for sequence `index`, seed 0."""
 
     model = target()
 
@@ -149,7 +149,7 @@ class Simulation:
         self.pool = self.pool[:POOL]
 
     def cycle(self) -> int:
-        """One cycle; returns the number of tokens that it commits."""
+        """Runs one cycle and returns the number of tokens that it commits."""
         anchor = self.text[-1]
         size = WINDOW + LEVELS - 1
         tail = ([anchor] * size + self.text)[-size:]

@@ -17,7 +17,7 @@ LONGEST = 3
 
 
 def lookup(text, count, longest=LONGEST):
-    """What to draft after all of `text`, by loops."""
+    """Returns the expected draft after all of `text`, found by loops."""
     end = len(text) - 1
     source = end - 1
     for length in range(min(longest, end), 0, -1):

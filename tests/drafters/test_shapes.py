@@ -1,4 +1,4 @@
-"""What the shapes of all strategies with weights share, over the registry.
+"""Properties that the shapes of all registered strategies with weights share.
 
 A shape comes from a checkpoint's config.json or from the drafter's own config, never from the
 target's attention.
@@ -118,7 +118,7 @@ def tiny_target() -> schema.TargetArchitecture:
 
 
 def shipped() -> dict[str, tuple[schema.DrafterConfig, schema.TargetArchitecture]]:
-    """Every shipped run whose drafter is made for its target, by the name of its file."""
+    """Returns drafter config and target of every shipped run with a fresh drafter, by file."""
     runs = {
         "train": train_schema.TrainRun,
         "distill": distill_schema.DistillRun,
@@ -146,7 +146,7 @@ def test_the_shipped_recipes_are_among_them():
 
 
 def is_grouped(target):
-    """Whether the target's layers are those that drafters have: grouped queries, a dense mlp."""
+    """Returns whether the target has a drafter's kind of layers: grouped queries, dense MLP."""
     return type(target) is schema.TargetArchitecture
 
 
@@ -154,7 +154,7 @@ def is_grouped(target):
     "path", [p for p, (_, target) in SHIPPED.items() if "medusa" not in p and is_grouped(target)]
 )
 def test_shipped_drafters_have_the_layers_of_their_targets(path):
-    """As published drafters do; each states so itself, but for its number of layers."""
+    """Published drafters do so; only the number of layers is their own."""
     config, target = SHIPPED[path]
     if config.name == "autoregressive":
         decoder = config.architecture.for_target(target)

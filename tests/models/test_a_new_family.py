@@ -192,7 +192,7 @@ NEW = 14
 
 
 def make_tensors():
-    """A checkpoint of the family."""
+    """Returns the tensors of a random checkpoint of the family."""
     rng = np.random.default_rng(0)
     width, inner = ARCH.hidden_size, ARCH.intermediate_size
     queries, kv = 4 * ARCH.head_dim, 2 * ARCH.head_dim
@@ -222,7 +222,7 @@ def make_tensors():
 
 
 def dense_logits(tensors, tokens):
-    """Logits [V] of the token after `tokens`, in float64 from the stored tensors: no cache."""
+    """Computes the logits [V] after `tokens` in float64, without a cache."""
     weights = {name.removesuffix(".weight"): np.float64(value) for name, value in tensors.items()}
     causal = np.tril(np.ones((len(tokens),) * 2, bool))
 
@@ -233,7 +233,7 @@ def dense_logits(tensors, tokens):
         return x / (1 + np.exp(-x))
 
     def attend(queries, keys, values):
-        """[T, N, H], [T, N, H], [T, N, H] -> [T, N · H]."""
+        """Returns attention outputs [T, N · H] for arrays [T, N, H]."""
         scores = np.einsum("tnh,snh->nts", queries, keys) * queries.shape[-1] ** -0.5
         scores = np.exp(np.where(causal, scores, -np.inf))
         out = np.einsum("nts,snh->tnh", scores / scores.sum(-1, keepdims=True), values)

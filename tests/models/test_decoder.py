@@ -301,7 +301,7 @@ def test_eight_devices_equal_one(batch, tied):
 
 
 def whole_cache(target):
-    """The cache of one sequence, which every data replica holds whole."""
+    """Returns the cache of one sequence, of which every data replica has a full copy."""
     abstract = target.new_cache(batch=1, pages_per_sequence=2, num_pages=3, page_size=8)
     table = jax.device_put(np.array([[2, 1]], np.int32), abstract.page_table.sharding)
     return dataclasses.replace(zeros(abstract), page_table=table)

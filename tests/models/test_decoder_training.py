@@ -20,7 +20,7 @@ TAPS = (2, 0)
 
 
 def make_batch(rows, *, seed=0, mask=None):
-    """Packed rows; each is a list of document lengths, and the rest is padding."""
+    """Returns packed rows, each given as a list of document lengths and padded."""
     rng = np.random.default_rng(seed)
     segments = np.zeros((len(rows), LENGTH), np.int32)
     positions = np.zeros((len(rows), LENGTH), np.int32)
@@ -89,7 +89,7 @@ def test_packed_documents_do_not_see_each_other():
 
 @functools.cache
 def value_and_grad(target, remat=False):
-    """(weights by path, batch) -> loss, metrics and gradients of a model of this kind."""
+    """Returns a function (weights by path, batch) -> loss, metrics and gradients."""
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def call(weights, batch):
@@ -108,7 +108,7 @@ def weights_of(target, dtype=None):
 
 
 def loss_by_loops(target, batch):
-    """Mean negative log-likelihood and accuracy of the supervised tokens, one by one."""
+    """Returns the mean negative log-likelihood and accuracy of supervised tokens, by a loop."""
     hidden, _ = forward(target)(batch)
     log_probs = np.asarray(jax.nn.log_softmax(target.unembed(hidden)), np.float64)
     nll, correct = [], []

@@ -39,7 +39,7 @@ def draw_rope(rng):
 
 
 def draw_experts(rng):
-    """Of Qwen3: which layers are sparse, too."""
+    """Draws a Qwen3 MoE shape, with its sparse layers."""
     experts = int(rng.integers(2, 12))
     return {
         "num_experts": experts,
@@ -52,7 +52,7 @@ def draw_experts(rng):
 
 
 def draw_latent(rng, shared, groups):
-    """Of DeepSeek; `shared` experts, and as many groups of the others."""
+    """Draws a DeepSeek shape with the given numbers of shared experts and of groups."""
     heads = int(rng.choice([1, 2, 5]))
     return {
         "num_attention_heads": heads,

@@ -26,7 +26,7 @@ def build(config: AutoregressiveConfig, arch=ARCHITECTURE) -> Autoregressive:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_drafter_that_is_the_target_is_never_refused(temperature):
-    """Over prompts of several chunks, and texts of several pages of its cache."""
+    """Checks prompts of several chunks and outputs of several pages."""
     model = Autoregressive(target(), block_size=4, page_size=16)
     run = engine(model, batch_size=3, sync_every=4, max_length=80)
     prompts, limits = random_prompts([1, 33, 16, 50, 7]), [30, 25, 1, 29, 32]

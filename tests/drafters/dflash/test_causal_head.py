@@ -20,7 +20,7 @@ TOLERANCE = 1e-4  # absolute
 
 @functools.cache
 def drafted(count):
-    """Hidden states and tokens of the golden block when `count` tokens are drafted."""
+    """Returns the hidden states and tokens of the golden block when `count` tokens are drafted."""
     drafter, inputs = load(DFlash, GOLDEN / CASE / "draft"), load_file(
         GOLDEN / CASE / "inputs.safetensors"
     )  # fmt: skip

@@ -32,7 +32,7 @@ def count_odd_ones():
 
 @functools.cache
 def make_drafter():
-    """Shared, so never to be changed."""
+    """Returns a drafter that tests share, so never change it."""
     shape = make_shape(FULL, draft_vocab_size=DRAFTED.size)
     model = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
     parameters.initialize(model, jax.random.key(1))

@@ -22,7 +22,7 @@ CAPACITY = 24
 
 @functools.cache
 def weights(num_layers, sinks=False):
-    """One set of weights, with norms that are not ones, for drafters of all views."""
+    """Returns weights for drafters of any views, with norm scales that differ from 1."""
     shape = make_shape(*[FULL] * num_layers, attention_sink_bias=sinks)
     drafter = DFlash(shape, dtype=jnp.float32, sharding=make_sharding())
     rng = np.random.default_rng(1)
@@ -76,7 +76,7 @@ def rotate(x, positions, theta, share=1.0):
 
 
 def visible(view, anchor, block):
-    """Which of positions 0 … anchor - 1 and of the block's own rows each row sees."""
+    """Returns the mask of context positions and block rows that each row attends to."""
     mask = np.zeros((block, anchor + block), bool)
     for row in range(block):
         for position in range(anchor):
@@ -87,7 +87,7 @@ def visible(view, anchor, block):
 
 
 def plain_block(values, views, features, embedded, shape):
-    """The block pass of one sequence in float64; features [L, C·D] of all positions before it."""
+    """Computes the block pass of one sequence in float64, from features [L, C·D] before it."""
     arch, share = shape.decoder, shape.partial_rotary_factor
     w = {path: np.asarray(value, np.float64) for path, value in values.items()}
     anchor, block = len(features), len(embedded)
@@ -260,7 +260,7 @@ class Greedy:
 
 
 def test_a_tree_comes_from_the_pass_that_a_chain_comes_from():
-    """Of depth d, the likeliest path holds the chain's first d tokens, at the same positions."""
+    """The most likely path of depth d holds the chain's first d tokens, at the same positions."""
     heads, shape = make_target(), make_shape(FULL, FULL)
     chain, tree = make_drafter(shape), make_drafter(shape, tree_budget=12)
     state = observe(chain, new_state(chain, 2), [0, 0], draw_features(2, 7))

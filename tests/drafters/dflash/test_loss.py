@@ -25,7 +25,7 @@ NEAR = LayerView(window=3)
 
 @functools.cache
 def make_drafter(*views, mesh=()):
-    """A drafter of `make_target`'s with random weights; shared, so never to be changed."""
+    """Returns a random drafter for `make_target`, which tests share, so never change it."""
     shape = make_shape(*views, block_size=BLOCK)
     drafter = DFlash(shape, dtype=jnp.float32, sharding=make_sharding(**dict(mesh)))
     if mesh:
@@ -35,7 +35,7 @@ def make_drafter(*views, mesh=()):
 
 
 def make_batch(rows, *, seed=0, share=0.7):
-    """Packed rows; each is a list of document lengths, and the rest is padding."""
+    """Returns packed rows, each given as a list of document lengths and padded."""
     rng = np.random.default_rng(seed)
     segments = np.zeros((len(rows), LENGTH), np.int32)
     positions = np.zeros((len(rows), LENGTH), np.int32)
@@ -54,7 +54,7 @@ def make_batch(rows, *, seed=0, share=0.7):
 
 
 def make_anchors(batch, count, seed=0):
-    """Random anchors, the first and the last position among them, and some invalid ones."""
+    """Returns random anchors, with the first and last position and some invalid ones."""
     rng = np.random.default_rng(seed)
     index = rng.integers(0, LENGTH, (batch.tokens.shape[0], count))
     index[0, :2] = 0, LENGTH - 1
@@ -91,7 +91,7 @@ def test_blocks_by_loops(rows, seed):
 
 
 def eligible(batch):
-    """Positions whose next token is supervised, by loops."""
+    """Returns the positions whose next token is supervised, found by loops."""
     return {
         (b, t)
         for b in range(batch.tokens.shape[0])

@@ -31,7 +31,7 @@ GRADIENTS = {
 
 @functools.cache
 def golden_case():
-    """Drafter, heads, batch and anchors of the golden case."""
+    """Returns the drafter, heads, batch and anchors of the golden case."""
     inputs = load_file(GOLDEN / CASE / "inputs.safetensors")
     heads = load_file(GOLDEN / CASE / "target_heads.safetensors")
     tokens = jnp.asarray(inputs["input_ids"], jnp.int32)

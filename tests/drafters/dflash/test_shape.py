@@ -104,7 +104,7 @@ def test_incomplete_configs_are_refused(message):
 
 @st.composite
 def shapes(draw):
-    """Shapes that a config.json can state."""
+    """Draws shapes that a config.json can describe."""
     window = draw(st.integers(1, 4096))
     causal, sliding_causal = draw(st.booleans()), draw(st.booleans())
     sliding = draw(st.lists(st.booleans(), min_size=1, max_size=5))

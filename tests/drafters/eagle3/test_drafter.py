@@ -225,7 +225,7 @@ def test_a_weight_stored_as_integers_is_refused(tmp_path):
 
 
 def make_batch(documents, length=24, seed=0):
-    """Rows of documents, each given as a list of lengths; the rest is padding."""
+    """Returns packed rows, each given as a list of document lengths and padded."""
     rng = np.random.default_rng(seed)
     shape = (len(documents), length)
     segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -257,7 +257,7 @@ def run_loss(batch, options):
 
 
 def part(batch, row, begin, size, length=24):
-    """One document alone, at the head of a row."""
+    """Returns a batch with only one document, at the start of a row."""
 
     def cut(array):
         rows = array[row : row + 1, begin : begin + size]

@@ -56,7 +56,7 @@ def drafter(case, **options) -> Eagle3:
 
 
 def beam_tree(case) -> BeamTree:
-    """The original does not count the first level, and counts the anchor."""
+    """Converts the original's sizes, which exclude the first level and include the anchor."""
     top_k, depth, total = map(int, golden(case)["tree_params"])
     return BeamTree(budget=total - 1, top_k=top_k, depth=depth + 1)
 
@@ -66,7 +66,7 @@ def assert_close(actual, expected, tolerance=HIDDEN):
 
 
 class Steps:
-    """What a drafter of a case does after so many committed tokens, as jitted functions."""
+    """Jitted steps of a golden case's drafter, after some committed tokens."""
 
     def __init__(self, case, model):
         self.case, self.model = case, model
@@ -74,7 +74,7 @@ class Steps:
         self.trace = jax.jit(self._trace)
 
     def _observe(self, ids, count):
-        """All of ids int32 [1, LENGTH + 1] before position `count`, where the anchor stands."""
+        """Observes ids int32 [1, LENGTH + 1] before position `count`, that of the anchor."""
         model, heads = self.model, target(self.case)
         output = heads(
             ids[:, :-1], jnp.arange(LENGTH)[None], make_cache(heads, 1, LENGTH),
@@ -96,7 +96,7 @@ class Steps:
         return self.model.draft(state, ids[:, count], count[None], sampler, target(self.case))[0]
 
     def _trace(self, ids, count, drafts):
-        """Features and first pass of the prompt; states and logits along given drafts."""
+        """Returns features and first pass of the prompt, and states and logits along drafts."""
         state, features, first_pass = self._observe(ids, count)
         hidden, cache = state.hidden[:, None], state.cache
         states, logits = [], []
@@ -172,7 +172,7 @@ def test_decoding(case, how):
 
 @functools.cache
 def training_case():
-    """Module, batch and heads of the training vectors, in this code's conventions.
+    """Returns the module, batch and heads of the training vectors, in this code's conventions.
 
     The batch is a row longer: the last real row predicts a token that the vectors do not have, and
     a token counts where the original masks the row two before it.

@@ -27,7 +27,7 @@ ARCH = make_architecture()
 
 @functools.cache
 def make_drafter(**options) -> Medusa:
-    """Heads that have learnt something, whatever it is."""
+    """Returns heads with random weights, so that they are not the identity."""
     shape = Medusa.architecture_for(ARCH, MedusaArchitecture(block_size=BLOCK))
     model = Medusa(shape, dtype=jnp.float32, sharding=make_sharding(), **options)
     parameters.initialize(model, jax.random.key(0))
@@ -41,7 +41,7 @@ def make_drafter(**options) -> Medusa:
 
 
 def make_batch() -> TrainBatch:
-    """Two rows: one document of the whole length, and two of 5 and 6 with a hole in the mask."""
+    """Returns a row with one document, and a row with two and an unsupervised gap."""
     rng = np.random.default_rng(0)
     segments = np.ones((2, LENGTH), np.int32)
     segments[1, 5:] = 2
@@ -61,7 +61,7 @@ ANCHORS = Anchors(jnp.asarray([[0, 3, 10], [4, 5, 7]], jnp.int32), jnp.ones((2, 
 
 
 def plain_log_probs(model, feature):
-    """Of the tokens that heads 1 … G name, [G, V], from one target feature [D]."""
+    """Returns the log-probabilities [G, V] of heads 1 … G for one target feature [D]."""
     values = {path: np.asarray(p.get_value()) for path, p in parameters.named_parameters(model)}
     x = np.asarray(feature, np.float64)
     x = x / np.sqrt(np.mean(x * x) + ARCH.rms_norm_eps) * values["norm.scale"]

@@ -25,7 +25,7 @@ def make_scores(depth: int, seed: int, *, ties: bool) -> np.ndarray:
 
 
 def plain_tree(scores: np.ndarray, options: BeamTree) -> list[tuple[int, ...]]:
-    """The paths of the drafts, in the order of creation."""
+    """Returns the paths of the drafts, in the order of creation."""
 
     def children(path, total):
         of = scores[len(path), path[-1] if path else 0]
@@ -43,7 +43,7 @@ def plain_tree(scores: np.ndarray, options: BeamTree) -> list[tuple[int, ...]]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grow(scores, options):
-    """A tree over scores [B, D, V, V], with what each row saw on its way as the carried state."""
+    """Grows a tree over scores [B, D, V, V]; the carry holds what each row saw on its way."""
     batch = jnp.arange(scores.shape[0])[:, None]
 
     def best(of):

@@ -56,7 +56,7 @@ def model(case: str, **options):
 
 @functools.cache
 def heads(case: str) -> TableHeads:
-    """The target's; checkpoints of DSpark hold a copy of them."""
+    """Returns the target's embedding and head, which DSpark checkpoints contain a copy of."""
     if case == "dflash2":
         tensors = load_file(GOLDEN / folder(case) / "target_heads.safetensors")
     else:
@@ -66,7 +66,7 @@ def heads(case: str) -> TableHeads:
 
 @functools.cache
 def inputs(case: str):
-    """Features [1, C, ·] of the context, and the anchor int32 [1]."""
+    """Returns the features [1, C, ·] of the context, and the anchor int32 [1]."""
     tensors = load_file(GOLDEN / folder(case) / "inputs.safetensors")
     return jnp.asarray(tensors["context_features"])[None], jnp.asarray(
         tensors["anchor_token"], jnp.int32
@@ -75,7 +75,7 @@ def inputs(case: str):
 
 @functools.cache
 def drafted(case: str, **options) -> dict[str, np.ndarray]:
-    """Hidden states, base logits and tokens of the block after the golden context."""
+    """Returns hidden states, base logits and tokens of the block after the golden context."""
     drafter, (features, anchor) = model(case, **options), inputs(case)
     lent = heads(case)
 
@@ -112,7 +112,7 @@ def test_golden_block(case):
 
 
 def condition_along(case: str):
-    """By draft position: hidden state, base logits, previous token and vectors [1, r]."""
+    """Yields each position's hidden state, base logits, previous token and vectors [1, r]."""
     drafter, found, (_, anchor) = model(case), drafted(case), inputs(case)
     rows = slice(drafter.first_row, None)
     memory, previous = drafter.fresh_memory(1), anchor
@@ -174,7 +174,7 @@ def test_fewer_drafts_are_the_first_ones_of_all(case):
 
 
 def make_batch(case: str) -> tuple[TrainBatch, Anchors]:
-    """The golden context, the anchor, and what the drafter drafts after it as the truth."""
+    """Returns the golden context and anchor, with the drafter's own drafts as labels."""
     features, anchor = inputs(case)
     tail = np.array([*np.asarray(anchor), *drafted(case)["tokens"]], np.int32)
     length = CONTEXT + len(tail)
@@ -191,7 +191,7 @@ def make_batch(case: str) -> tuple[TrainBatch, Anchors]:
 
 @pytest.mark.parametrize("case", ["dflash2", "rnn"])
 def test_training_sees_what_decoding_drafts(case):
-    """With its own drafts as labels, a drafter is always right; every weight has a gradient."""
+    """Drafts as labels make the drafter always correct; every weight has a gradient."""
     drafter = model(case)
     batch, anchors = make_batch(case)
     lent = heads(case)

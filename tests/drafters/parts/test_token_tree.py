@@ -24,7 +24,7 @@ best_first = jax.jit(token_tree.best_first, static_argnums=1)
 
 
 def draw_scores(seed: int, depths: int, vocab: int) -> np.ndarray:
-    """Sorted scores [B, D, V]: smooth ones, ones full of ties, ones that rule tokens out."""
+    """Returns sorted scores [B, D, V]: smooth, with many ties, or with excluded tokens."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(depths, vocab)) * rng.choice([0.3, 1.0, 4.0], size=(depths, 1))
     smooth = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -34,7 +34,7 @@ def draw_scores(seed: int, depths: int, vocab: int) -> np.ndarray:
 
 
 def heap_sums(scores: np.ndarray, budget: int) -> list[float]:
-    """The best sums in falling order: best-first search, a prefix at a time."""
+    """Returns the best sums in descending order, by best-first search over prefixes."""
     depths, vocab = scores.shape
     heap = [(-(np.float32(0) + scores[0, 0]), (0,))]
     found = []
@@ -54,7 +54,7 @@ def heap_sums(scores: np.ndarray, budget: int) -> list[float]:
 
 
 def prefixes(nodes: token_tree.Nodes, b: int) -> list[tuple[int, ...]]:
-    """The ranks along the path to each node."""
+    """Returns the ranks along the path to each node."""
     found: list[tuple[int, ...]] = []
     for depth, rank, parent in zip(*(np.asarray(part[b]) for part in nodes), strict=True):
         before = found[parent - 1] if parent else ()
