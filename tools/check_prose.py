@@ -1,9 +1,10 @@
-"""Checks the prose of Python files: docstrings, comments and messages.
+"""Checks the prose of Python files (docstrings, comments, messages) and of Markdown pages.
 
     python tools/check_prose.py [--summary] [PATH ...]
 
-Prints `file:line: problem` for each problem and exits with status 1 if there is any. Without paths
-it checks the package. `--summary` prints the number of problems of each package instead.
+Prints `file:line: problem` for each problem and exits with status 1 if there is any, or with 2 if a
+path is no Python file, page or directory. Without paths it checks the package. `--summary` prints
+the number of problems of each package instead.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _ROOT = pathlib.Path(__file__).parents[1]
+_SUFFIXES = (".py", ".md")
 
 # Openings of a noun clause or of a prepositional phrase, which leave the subject out.
 _BAD_OPENINGS = frozenset(
@@ -52,15 +54,19 @@ _SECTIONS = re.compile(r"(Args|Arguments|Returns|Yields|Attributes|Raises):$")
 _DTYPE = r"(bool|u?int\d+|b?float\d+|(numpy|jax|jnp|np)\.\w+)\b"
 _ENTRY = re.compile(r"(\*{0,2}\w[\w.*]*(?:, \*{0,2}\w[\w.*]*| … \w+)*)(?: \([^)]*\))?: (.*)")
 _GOOD_ENTRY = re.compile(rf"""[A-ZΑ-Ωτ0-9`'"“(\[{{<≤≥±\-]|{_DTYPE}|\w+ ({_DTYPE}|\[)""")
+# References to a neighboring entry, which a reader of a single entry cannot resolve.
 _BARE_ENTRY = re.compile(
-    r"(of )?(both|theirs|likewise|the same|see there|as (it is|they are)|\w)\.?$"
-    r"|(likewise|theirs)\b",
+    r"(of )?(both|the same|as (it is|they are)|\w)\.?$|.*\b(likewise|theirs|see there)\b"
+    r"|.*\bof both([.,;]|$)",
     re.IGNORECASE,
 )
+# Openings of a heading that is a noun clause: "What is not finite ends the run".
+_BAD_HEADING = re.compile(r"(What|Whether|Which|Those|Of|That|Whose|Who)\b")
+_HEADING = re.compile(r"(#+) +(.*)")
 # Turns of phrase that style.md replaces by the field's words or by a plain statement.
 _HOUSE_WORDS = re.compile(
     r"""\b(hangs?\ on(?!\ to)|whoever|whomever|dearer|dearest|nobody(\ \w+)?\ asked|nobody\ asks
-    |(is|are|was|were)\ told\b|nothing\ asked\ for|of\ both\b\.|own\ affair
+    |(is|are|was|were)\ told\b|nothing\ asked\ for|own\ affair
     |amid|hitherto|thereof|in\ vain|to\ the\ bit|is\ none\ of
     |refused\ (drafts?|rows?|tokens?)|(drafts?|tokens?)\ (is|are|was|were)\ refused
     |is\ the\ caller's|as\ full\ citizens|the\ file\ says|speak(s|ing)?\ of\ it)\b""",
@@ -193,16 +199,59 @@ def _word_problems(path: pathlib.Path) -> Iterator[Problem]:
                         yield Problem(path, token.start[0] + i, text)
 
 
+def _prose_lines(page: str) -> Iterator[tuple[int, str]]:
+    """Yields (line number, line) of a page without its code blocks, inline code and comments."""
+    in_code = False
+    for i, line in enumerate(page.splitlines(), 1):
+        if line.startswith("```"):
+            in_code = not in_code
+        elif not in_code and not line.startswith(("    ", "<!--", ":::")):
+            yield i, re.sub(r"`[^`]*`", "``", line)
+
+
+def _page_problems(path: pathlib.Path) -> Iterator[Problem]:
+    """Yields the problems of a Markdown page: title, opening sentence, headings and words."""
+    lines = [(i, line) for i, line in _prose_lines(path.read_text(encoding="utf-8"))]
+    filled = [(i, line) for i, line in lines if line.strip()]
+    if not filled or not filled[0][1].startswith("# "):
+        yield Problem(path, 1, "the page does not start with a title, '# …'")
+    elif len(filled) == 1 or not re.match(r"[A-Z`*]", filled[1][1]):
+        yield Problem(path, filled[0][0], "no sentence follows the title")
+    elif path.parent.name == "results":
+        start = filled[1][0]
+        end = next((i for i, line in lines if i > start and not line.strip()), start + 1)
+        opening = " ".join(line for i, line in lines if start <= i < end)
+        if not re.search(r"\d", opening):
+            yield Problem(path, start, "the first paragraph of a results page has no figure")
+    for i, line in lines:
+        heading = _HEADING.match(line)
+        if heading and _BAD_HEADING.match(heading[2]):
+            yield Problem(path, i, f"the heading {heading[2]!r} is a noun clause")
+        for found in _HOUSE_WORDS.finditer(line):
+            yield Problem(path, i, f"{found[0]!r} is not in the field's vocabulary")
+
+
 def problems(path: pathlib.Path) -> list[Problem]:
-    """Returns the problems of a Python file, in the order of its lines."""
+    """Returns the problems of a Python file or page, in the order of its lines."""
+    if path.suffix == ".md":
+        return sorted(_page_problems(path))
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return sorted([*_docstring_problems(path, tree), *_word_problems(path)])
 
 
 def files(paths: list[pathlib.Path]) -> Iterator[pathlib.Path]:
-    """Yields the Python files at or below paths."""
+    """Yields the Python files and pages at or below paths.
+
+    Raises:
+      ValueError: A path is neither a directory nor a Python file or page.
+    """
     for path in paths:
-        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        if path.is_dir():
+            yield from sorted([*path.rglob("*.py"), *path.rglob("*.md")])
+        elif path.is_file() and path.suffix in _SUFFIXES:
+            yield path
+        else:
+            raise ValueError(f"{path}: expected a directory, or a file ending in .py or .md")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -211,7 +260,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=pathlib.Path, default=[_ROOT / "dflash"])
     parser.add_argument("--summary", action="store_true", help="print counts per package")
     options = parser.parse_args(arguments)
-    found = [problem for path in files(options.paths) for problem in problems(path)]
+    try:
+        found = [problem for path in files(options.paths) for problem in problems(path)]
+    except ValueError as error:
+        parser.error(str(error))
     if options.summary:
         counts = collections.Counter(str(problem.path.parent) for problem in found)
         for package, count in sorted(counts.items()):

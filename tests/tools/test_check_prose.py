@@ -47,6 +47,13 @@ def problems(tmp_path, source):
     return [problem.text for problem in check_prose.problems(path)]
 
 
+def page_problems(tmp_path, text, folder="."):
+    path = tmp_path / folder / "page.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return [problem.text for problem in check_prose.problems(path)]
+
+
 def function(docstring):
     return f'def f():\n    """{docstring}"""\n'
 
@@ -88,7 +95,11 @@ def test_a_bad_summary_is_found(tmp_path, summary, problem):
 
 
 @pytest.mark.parametrize(
-    "entry", ["of both.", "theirs.", "likewise.", "see there.", "as it is.", "Q.", "of the batch."]
+    "entry",
+    [
+        *("of both.", "theirs.", "likewise.", "see there.", "as it is.", "Q.", "of the batch."),
+        *("Peak rates of both.", "Scales of theirs.", "Keys, likewise."),
+    ],
 )
 @pytest.mark.parametrize("section", ["Args", "Attributes"])
 def test_a_bare_entry_is_found(tmp_path, section, entry):
@@ -107,6 +118,49 @@ def test_house_words_are_found_in_comments_and_messages(tmp_path):
         "'whoever'",
         "'nobody asked'",
     ]
+
+
+@pytest.mark.parametrize("kind", ["module", "class", "property"])
+def test_a_noun_phrase_may_have_an_article_except_in_a_function(tmp_path, kind):
+    source = {
+        "module": '"""The decode loop."""\n',
+        "class": 'class Loop:\n    """A decode loop."""\n',
+        "property": 'class Loop:\n    @property\n    def size(self):\n        """The size."""\n',
+    }[kind]
+    assert problems(tmp_path, source) == []
+    assert problems(tmp_path, function("The decode loop."))
+
+
+def test_a_good_page_passes(tmp_path):
+    text = "# Decoding\n\nAfter this page you can decode.\n\n```sh\nwhoever\n```\n\n## Keys\n"
+    assert page_problems(tmp_path, text) == []
+    assert page_problems(tmp_path, "# Speed\n\nIt is 2 × as fast.\n", "results") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "folder", "problem"),
+    [
+        ("No title.\n", ".", "does not start with a title"),
+        ("# Keys\n\n| key |\n|---|\n", ".", "no sentence follows"),
+        ("# Speed\n\nIt is fast.\n\nIt is 2 × as fast.\n", "results", "no figure"),
+        ("# Keys\n\nLists keys.\n\n## What helps\n", ".", "noun clause"),
+        ("# Keys\n\nLists keys for whoever needs them.\n", ".", "'whoever'"),
+    ],
+)
+def test_a_bad_page_is_found(tmp_path, text, folder, problem):
+    (found,) = page_problems(tmp_path, text, folder)
+    assert problem in found
+
+
+@pytest.mark.parametrize("name", ["data.csv", "gone.py"])
+def test_another_file_is_rejected_in_one_line(tmp_path, capsys, name):
+    (tmp_path / "data.csv").write_text("x")
+    with pytest.raises(SystemExit) as exit_info:
+        check_prose.main([str(tmp_path / name)])
+    assert exit_info.value.code == 2
+    assert (
+        f"{name}: expected a directory, or a file ending in .py or .md" in capsys.readouterr().err
+    )
 
 
 def test_line_numbers_are_those_of_the_file(tmp_path):
