@@ -97,12 +97,12 @@ def grouped_matmul_tpu(rows, weights, tiles: Tiles, scales=None, *, block, read,
 
 
 def fits_vmem(rows: jax.Array) -> bool:
-    """Returns whether all rows [R, D] fit VMEM."""
+    """Returns whether all rows [R, D] fit in VMEM."""
     return len(rows) <= GROUPED_ROWS and rows.size <= GROUPED_WEIGHTS
 
 
 def columns_per_step(depth: int, width: int) -> int | None:
-    """Returns the columns of weights per grid step, or None if no number of columns fits VMEM.
+    """Returns the columns of weights per grid step, or None if no number of columns fits.
 
     The number of column tiles is even where possible, for chips with two cores.
     """

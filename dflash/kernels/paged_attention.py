@@ -65,7 +65,7 @@ def paged_attention(
       ValueError: Shapes are inconsistent or exceed VMEM; the message names the array.
     """
     _check(queries, keys, values, key_pages, value_pages, page_table, start, tree_mask)
-    # Convert rows to their stored form here and nowhere else: heads first, cast or quantized.
+    # Only here are rows converted to their stored form: heads first, then cast or quantized.
     keys = quantized.encode(keys.swapaxes(1, 2), key_pages)
     values = quantized.encode(values.swapaxes(1, 2), value_pages)
     arrays = (queries, keys, values, key_pages, value_pages, page_table, start)

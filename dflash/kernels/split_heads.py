@@ -1,4 +1,4 @@
-"""Splits the columns of a projection into heads, and normalizes and rotates each head.
+"""Splitting of a projection's columns into heads, with normalization and rotation of each head.
 
 In plain JAX this takes a dozen small operations per layer, because a TPU uses different layouts for
 rows and for the heads of a few rows: with 16 rows they take longer than reading the layer's keys

@@ -2,7 +2,7 @@
 
 The last tile of a sequence is visited first: it may be incomplete, and a paged cache appends rows
 to it. All other tiles are complete, so their loop needs no masks. The last tile has a separate
-buffer, so that the copy of the next sequence's last tile can start as soon as this one was visited.
+buffer, so that the next sequence's last tile can be copied as soon as this one is processed.
 """
 
 import dataclasses

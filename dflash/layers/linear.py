@@ -327,7 +327,7 @@ def _product_forward(x, weights, transposed, dtype):
 
 def _product_backward(transposed, dtype, residuals, cotangents):
     x, weights = residuals
-    # Cast float32 gradients of logits, so that bfloat16 factors need not be widened.
+    # Cast the gradient of float32 logits to the factors' dtype, so that no factor is widened.
     cotangents = cotangents.astype(jnp.result_type(x, weights))
     by_x = jnp.einsum("...f,fd->...d" if transposed else "...f,df->...d", cotangents, weights)
     rows, cotangents = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))
