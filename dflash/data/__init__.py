@@ -1,1 +1,1 @@
-"""Data sets: corpora and users' files, their storage, tokenizer training, encoding, batches."""
+"""Data sets: sources, encoding, corpora, packing, batches, and training of tokenizers."""

@@ -69,7 +69,7 @@ def agree(text: str, reference: str, *, finished: bool = True) -> bool | None:
 
 
 def marked(text: str) -> str | None:
-    """Returns the answer after the last line-initial "####", the format of GSM8K solutions."""
+    """Returns the text after the last "####" at the beginning of a line, as in GSM8K."""
     answers = [line[4:].strip() for line in text.splitlines() if line.startswith("####")]
     return next((answer for answer in reversed(answers) if answer), None)
 

@@ -58,7 +58,8 @@ class Dataset(abc.ABC):
           text: Answer to grade.
           finished: False if the text was cut off at a limit; see `answers.find`.
         Returns:
-          None if the example has no final answer to compare with, as in a conversation.
+          The result of the comparison; None if the example has no final answer, as in a
+          conversation.
         """
         del example, text, finished
         return None

@@ -108,7 +108,7 @@ def _store(dataset: Dataset, split: Split, tokenizer: Tokenizer, path: pathlib.P
     if first_example is None:
         raise dataset.empty(split)
     print(f"data: encoding {name}, once, in {path.parent}", file=sys.stderr)
-    ends = array.array("q", [0])  # number of documents of all examples up to each one
+    ends = array.array("q", [0])  # total number of documents after each example
 
     def documents() -> Iterator[np.ndarray]:
         for example in _report_progress(itertools.chain([first_example], examples), name):

@@ -36,24 +36,24 @@ class Example:
 
     @property
     def prompt(self) -> tuple[Mapping[str, str], ...]:
-        """The messages before the last answer."""
+        """Messages before the last answer."""
         return self.messages[:-1]
 
     @property
     def opening(self) -> tuple[Mapping[str, str], ...]:
-        """The messages before the first answer."""
+        """Messages before the first answer."""
         roles = [message["role"] for message in self.messages]
         return self.messages[: roles.index("assistant")]
 
     @property
     def later_turns(self) -> tuple[str, ...]:
-        """The user's later messages, each after an answer."""
+        """Messages of the user after the first answer."""
         later = self.messages[len(self.opening) :]
         return tuple(message["content"] for message in later if message["role"] == "user")
 
     @property
     def response(self) -> str:
-        """The last answer."""
+        """Last answer."""
         return self.messages[-1]["content"]
 
 

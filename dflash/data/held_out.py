@@ -21,7 +21,7 @@ def mixed_prompts(
     split: Split = "validation",
     limit: int = 12,
 ) -> dict[str, list[tuple[int, ...]]]:
-    """Returns prompts of data sets as token ids, `limit` in total, by data set.
+    """Returns prompts of data sets as token ids by data set, at most `limit` in total.
 
     Messages are encoded with the chat template of the tokenizer. Prompts that already are token
     ids, such as those of a decode run's outputs.jsonl, stay unchanged.
@@ -31,7 +31,7 @@ def mixed_prompts(
       tokenizer: Tokenizer of the model that receives the prompts.
       directory: Directory of all data sets; caches the prompts of large ones.
       split: Split of every data set.
-      limit: Number of prompts.
+      limit: Maximum number of prompts over all data sets.
     Raises:
       InputError: A data set has no examples in this split, or the chat template cannot render its
         messages.

@@ -13,7 +13,7 @@ import re
 Value = fractions.Fraction | float
 
 MAX_DEPTH = 20
-MAX_BITS = 4000  # of a numerator or denominator
+MAX_BITS = 4000  # size of a numerator or denominator
 MAX_EXPONENT = 1000
 POINTS = 2
 _TOLERANCE = 1e-12  # relative; for irrational values

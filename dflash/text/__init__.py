@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, prompts and JSON lines."""
+"""Tokenizers, chat templates, prompts, grammars and JSON lines."""

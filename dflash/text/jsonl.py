@@ -90,7 +90,7 @@ def parse_json(line: str) -> Mapping[str, Any]:
         raise errors.InputError(f"not usable JSON: {error}") from error
     if not isinstance(fields, dict):
         raise errors.InputError(f"expected a JSON object, not {quote(fields)}")
-    if line.count("[") + line.count("{") > MAX_DEPTH:  # texts may have some, too
+    if line.count("[") + line.count("{") > MAX_DEPTH:  # an upper bound
         deep = next((place for place, depth, _ in _walk(fields) if depth > MAX_DEPTH), None)
         if deep is not None:
             raise errors.InputError(f"{deep[:MAX_QUOTED_CHARACTERS]}…: nested too deep")

@@ -50,14 +50,14 @@ def load_tokenizer(
 def for_target(
     directory: pathlib.Path | None, *, thinking: bool, date: datetime.date | None = None
 ) -> Tokenizer:
-    """Returns the tokenizer of a target; decoding and training share it, so prompts are the same.
+    """Returns the tokenizer of a target, which decoding and training share.
 
     Args:
       directory: Directory of the checkpoint; None for random weights, whose tokens are bytes.
       thinking: Whether the chat template asks for reasoning before the answer.
       date: Date that chat templates print; None for today.
     Raises:
-      InputError: As for `load_tokenizer`.
+      InputError: The tokenizer cannot be loaded; see `load_tokenizer`.
     """
     if directory is None:
         return ByteTokenizer()

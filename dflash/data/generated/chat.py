@@ -16,8 +16,8 @@ MIN_ANSWER_CHARACTERS = 15
 MAX_ANSWER_CHARACTERS = 400
 MAX_DOCUMENTATION_CHARACTERS = 600
 MAX_METHODS = 12
-MIN_ARGUMENTS, MAX_ARGUMENTS = 2, 8  # of functions whose arguments are asked for
-NUM_CHOICES = 4  # functions to choose from
+MIN_ARGUMENTS, MAX_ARGUMENTS = 2, 8  # for questions about arguments
+NUM_CHOICES = 4  # number of functions to choose from
 MAX_CHOICE_CHARACTERS = 90  # of the description of a choice
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
 _RETURNS = re.compile(r"^(?:It )?(?:[Rr]eturns?) (.+)$", re.DOTALL)

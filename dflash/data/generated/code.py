@@ -157,7 +157,7 @@ def _function_tasks(text: str) -> Iterator[Task]:
 
 def _renamed_argument(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | None:
     names = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
-    # Comments, strings and keyword arguments must not mention the name, since only code is renamed.
+    # Skip names that comments, strings or keyword arguments also mention.
     fit = [name for name in names if _uses(node, name) == _mentions(text, name)]
     new = _unused(NEW_NAMES, text)
     if not fit or new is None:
@@ -199,7 +199,7 @@ def _with_docstring(node: ast.FunctionDef, text: str) -> tuple[str, str, str] | 
     if bare is None or text.splitlines()[node.body[0].lineno - 1] != line:
         return None
     if len(bare.splitlines()) + 1 != len(text.splitlines()):
-        return None  # a blank line after it
+        return None  # a blank line follows the docstring
     question = _phrase(
         text,
         f"Add this docstring to the function: {docstring}",

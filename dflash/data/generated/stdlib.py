@@ -27,7 +27,7 @@ _SKIPPED = {
     "turtledemo",
 }
 _TWIN_PREFIXES = ("_py", "_")
-_SALT = "m/"  # with it, each held-out split has 4 to 8 % of the documented functions
+_SALT = "m/"  # gives each held-out split 4 to 8 % of the documented functions
 
 
 @dataclasses.dataclass(frozen=True)

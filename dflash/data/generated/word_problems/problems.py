@@ -1,8 +1,8 @@
 """Data set `math`: word problems with worked solutions, any number of them from a seed.
 
 Solutions end in a line "#### 42", as in GSM8K. A template is a scene with a sequence of events.
-Whole templates are held out, and so are problems of the templates of the train split: the split of
-a problem depends on a hash of its template and numbers, and not on its words.
+Some templates are held out as a whole. Of the templates of the train split, some problems are held
+out: their split depends on a hash of the template and the numbers, and not on the words.
 """
 
 import ast
