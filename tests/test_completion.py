@@ -1,4 +1,4 @@
-"""What a shell offers while a command line is typed."""
+"""Tests of shell completion."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ TINY = "dflash decode configs/tiny_dflash.yml "
 
 @pytest.fixture
 def offered(tmp_path, monkeypatch):
-    """What may follow a line, in a directory with a config and a folder."""
+    """Returns the candidates for a line, in a directory with a config and a folder."""
     (tmp_path / "mine.yml").write_text("base: [tiny_dflash.yml]\ndrafter: {name: ngram}\n")
     (tmp_path / "notes.txt").touch()
     (tmp_path / "runs").mkdir()
@@ -144,7 +144,7 @@ def as_shells_do(shell, code, tmp_path):
 
 
 def test_bash(tmp_path):
-    """Bash replaces what follows the last = only, so the candidates lack what is before it."""
+    """Bash only replaces the text after the last =, so the candidates omit the text before it."""
     code = f"""
     COMP_LINE='{TINY}decode.verify=c'
     COMP_POINT=${{#COMP_LINE}}
@@ -155,6 +155,6 @@ def test_bash(tmp_path):
 
 
 def test_fish(tmp_path):
-    """It adds the space itself."""
+    """The shell fish adds the space after a candidate."""
     code = f"complete -C '{TINY}decode.verify=c'"
     assert as_shells_do("fish", code, tmp_path).split() == ["decode.verify=coupled"]

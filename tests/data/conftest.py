@@ -1,4 +1,4 @@
-"""A small tokenizer that the tests of data share."""
+"""Small tokenizer for the tests of data."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Final answers: found, and compared."""
+"""Tests of extracting and comparing final answers."""
 
 import pytest
 
@@ -148,7 +148,7 @@ def test_numbers_are_exact():
     ],
 )
 def test_finding_takes_time_in_proportion_to_the_text(text):
-    """Quadratic, any of these would take minutes."""
+    """Each of these texts would take minutes in quadratic time."""
     answers.agree(text, "#### 1")
 
 

@@ -1,4 +1,4 @@
-"""Tests of packing, and of the batches that come of it."""
+"""Tests of packing and batches."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ DOCUMENTS = st.lists(
 
 
 def make_corpus(shapes, first_id=1):
-    """Every token has an id of its own."""
+    """Builds a corpus in which every token has a unique id."""
     ids = itertools.count(first_id)
     documents = []
     for asked, answered in shapes:
@@ -45,7 +45,7 @@ def supervised_ids(rows):
 
 
 def reachable(corpus):
-    """Supervised ids within the length of a row."""
+    """Returns the supervised ids within the length of a row."""
     found = []
     for index in range(len(corpus)):
         document = corpus.document(index)[:LENGTH]
@@ -87,7 +87,7 @@ def test_rows_hold_every_document_once(shapes, seed):
 
 
 def test_a_token_of_id_0_is_learned_like_any_other():
-    """Its mark alone tells it from no token at all."""
+    """Only its supervision bit distinguishes token 0 from padding."""
     zero = corpora.SUPERVISED
     corpus = corpora.join("toy", [np.array([5, zero], np.uint32), np.array([5, 6], np.uint32)])
     packed = packing.pack(corpus, LENGTH)
@@ -100,7 +100,7 @@ def test_a_token_of_id_0_is_learned_like_any_other():
 @given(DOCUMENTS)
 @settings(max_examples=100)
 def test_rows_are_filled_well(shapes):
-    """Best fit, longest first, never needs more than 11/9 of the best possible, and one row."""
+    """Best fit in descending order needs at most 11/9 of the optimum, plus one row."""
     corpus = make_corpus(shapes)
     packed = packing.pack(corpus, LENGTH)
     sizes = np.minimum(np.diff(corpus.offsets), LENGTH)[packed.documents]
@@ -114,7 +114,7 @@ def test_rows_are_filled_well(shapes):
 
 
 def test_a_document_goes_where_it_leaves_the_least_room():
-    """The 6 beside the 10, not beside the 8, so that everything fits into two rows."""
+    """The 6 goes beside the 10 instead of the 8, so that everything fits into two rows."""
     corpus = make_corpus([(1, size - 1) for size in (10, 8, 6, 5, 3)])
     assert len(packing.pack(corpus, LENGTH)) == 2
 
@@ -134,7 +134,7 @@ OTHER = make_corpus([(2, 12), (1, 15), (3, 9), (4, 12)] * 3, first_id=10_000)
 
 
 def take_rows(source, count):
-    """The first `count` rows of a source of batches."""
+    """Returns the first `count` rows of a source of batches."""
     rows = []
     while len(rows) < count:
         batch = next(source)
@@ -144,7 +144,7 @@ def take_rows(source, count):
 
 
 def share(index, processes):
-    """Rows of a batch of 4 that a process reads."""
+    """Returns the rows of a batch of 4 that a process reads."""
     size = 4 // processes
     return range(index * size, (index + 1) * size)
 
@@ -179,7 +179,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(processes):
 @given(st.integers(0, 60), st.integers(0, 3), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
 @settings(max_examples=40)
 def test_resuming_continues_identically(steps, seed, before, after):
-    """Even on another number of processes."""
+    """The number of processes may change."""
     first = open_batches([SMALL, OTHER], [1.0, 0.4], seed=seed, mine=share(0, before))
     for _ in range(steps):
         next(first)
@@ -204,7 +204,7 @@ def test_shares_are_kept():
 
 
 def test_mixtures_go_on_through_all_of_their_data():
-    """Each corpus at its own pace: 1,000 and 10 rows at 50/50 take 2,000 rows."""
+    """Each corpus has its own passes: 1,000 and 10 rows at equal shares take 2,000 rows."""
     large = make_corpus([(2, LENGTH - 2)] * 1000)
     small = make_corpus([(2, LENGTH - 2)] * 10, first_id=100_000)
     source = open_batches([large, small], batch_size=16)
@@ -228,7 +228,7 @@ def test_no_more_rows_are_drawn_than_the_bound(shares, batches):
 
 
 def test_the_corpus_that_is_due_comes_first():
-    """Not the first of the list: a run of few steps would see too much of that one."""
+    """A run of few steps would otherwise see too much of the first corpus."""
     (row,) = take_rows(open_batches([SMALL, OTHER], [1.0, 3.0]), 1)
     assert row["tokens"].max() >= 10_000
 

@@ -1,4 +1,4 @@
-"""What a large corpus costs: its index and its rows, never its tokens."""
+"""Tests of the memory and time of large corpora."""
 
 import time
 import tracemalloc
@@ -18,7 +18,7 @@ LENGTH = 2048
 
 
 def sparse_corpus(path, tokens, mean_length):
-    """A corpus on disk whose tokens are all zero and take no room; only its index is real."""
+    """Writes a corpus as a sparse file of zero tokens, with a real index."""
     generator = np.random.default_rng(0)
     sizes = generator.integers(1, 2 * mean_length, tokens // mean_length)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -33,7 +33,7 @@ def sparse_corpus(path, tokens, mean_length):
 def test_ten_million_tokens_cost_a_hundredth_of_what_a_host_may_spend_on_a_billion(
     tmp_path, mean_length
 ):
-    """2 GB for 1e9 tokens are 2 bytes a token; memory is in proportion to documents."""
+    """Memory is proportional to documents; 2 GB for 1e9 tokens are 2 bytes per token."""
     corpus = sparse_corpus(tmp_path / "tokens.bin", 10**7, mean_length)
     tracemalloc.start()
     begin = time.process_time()
@@ -97,7 +97,7 @@ def test_a_directory_that_may_only_be_read_is_enough(tmp_path, monkeypatch):
 
 
 def place_one_by_one(sizes, length):
-    """Best fit as its definition says; of rows with the same room, the last that was changed."""
+    """Places documents by the definition of best fit; ties go to the last changed row."""
     rows = []
     for size in sorted(sizes, reverse=True):
         fitting = [row for row in rows if sum(row) + size <= length]

@@ -20,7 +20,7 @@ def make(*turns) -> Example:
 
 
 def parts(words, document):
-    """A document as (text with control pieces, supervised) runs."""
+    """Splits a document into runs of (text with control pieces, supervised)."""
     marks = document >= corpus.SUPERVISED
     ids = (document & ~corpus.SUPERVISED).tolist()
     edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)]
@@ -70,7 +70,7 @@ def with_template(words_directory, tmp_path, template):
 
 
 def test_templates_that_rewrite_earlier_answers(words, words_directory, tmp_path):
-    """As some do that show the reasoning of the last answer only."""
+    """Some templates show the reasoning of the last answer only."""
     words = with_template(
         words_directory, tmp_path,
         "{% for m in messages %}<|{{ m.role }}|>"
@@ -89,7 +89,7 @@ def test_templates_that_rewrite_earlier_answers(words, words_directory, tmp_path
 
 
 def test_templates_that_open_the_answer(words, words_directory, tmp_path):
-    """A generation prompt that a finished answer does not repeat is no part of what is learned."""
+    """A generation prompt that a finished answer does not repeat is not supervised."""
     words = with_template(
         words_directory, tmp_path,
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n"
@@ -105,7 +105,7 @@ def test_templates_that_open_the_answer(words, words_directory, tmp_path):
 
 
 def test_answers_that_follow_text_begin_without_a_space_of_their_own(tmp_path):
-    """As decoding makes them: after a question that ends in text, not in a special token."""
+    """Decoding adds no space after a question that ends in text instead of a special token."""
     train_sentencepiece(tmp_path, add_dummy_prefix=True)
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
     opened = "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -158,7 +158,7 @@ def test_encoding_says_how_far_it_is(words, tmp_path, capsys, monkeypatch):
 
 
 def test_examples_keep_the_order_of_earlier_versions():
-    """Rows, and with them runs in progress and cached features, depend on it."""
+    """Rows depend on it, and with them runs in progress and cached features."""
     # As tensorflow-datasets 4.9.10 stored them.
     assert encoding.shuffled_order("train", 8).tolist() == [6, 5, 4, 0, 3, 1, 7, 2]
     assert encoding.shuffled_order("test", 8).tolist() == [6, 1, 4, 3, 2, 7, 5, 0]
@@ -183,7 +183,7 @@ def flip(file, place=-1):
 
 
 def damaged_copy(stored, tmp_path, name, damage):
-    """The directory of all data, and that of the corpus in it."""
+    """Returns a copy of the data directory, and the directory of the corpus in it."""
     shutil.copytree(stored, tmp_path / "data")
     (path,) = (tmp_path / "data" / "encoded").iterdir()
     damage(path / name)

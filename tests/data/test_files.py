@@ -95,7 +95,7 @@ def test_questions_are_held_out_whole(write):
 
 
 def test_the_question_alone_decides_the_split(write):
-    """Whatever the kind: answers to one question, and samples of one prompt, stay together."""
+    """Answers to one question, and samples of one prompt, stay in one split."""
     path = write(
         *({"messages": [QUESTION, {**ANSWER, "content": f"{index}"}]} for index in range(3)),
         *({"prompt": "Why?", "response": f"{index}"} for index in range(3)),

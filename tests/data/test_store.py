@@ -136,7 +136,7 @@ def test_mixed_prompts_are_shared_out(tmp_path):
 
 
 def test_prompts_of_a_decode_run_are_held_out_as_they_are(tmp_path, monkeypatch):
-    """Its outputs.jsonl has token ids, which need no tokenizer."""
+    """The token ids of outputs.jsonl need no tokenizer."""
     lines = [{"prompt_ids": [7, index], "output_ids": [1]} for index in range(40)]
     path = tmp_path / "outputs.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -1,4 +1,4 @@
-"""Chat templates: where they come from, what they may use, and what is said where one fails."""
+"""Tests of the sources, variables and errors of chat templates."""
 
 import datetime
 
@@ -108,7 +108,7 @@ def test_the_date_is_that_of_the_run(tmp_path):
 
 
 def test_special_tokens_by_the_config_before_the_map(tmp_path):
-    """As in transformers, whose map of special tokens is what older files had."""
+    """The library transformers also reads the tokens of older files from this map."""
     write_json(tmp_path / "special_tokens_map.json", {"bos_token": "<map>", "eos_token": "<map>"})
     config = {"bos_token": "<config>", "pad_token": {"content": "<pad>"}, "unk_token": None}
     write_json(tmp_path / "tokenizer_config.json", config)

@@ -1,4 +1,4 @@
-"""Grammars on the host: which tokens may follow, and what is refused."""
+"""Tests of the masks and errors of grammars."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ VOCABULARY = make_vocabulary()
 
 
 def filled(matcher, tokens=(), parents=None, ends=(END,), words=2, **options) -> list[set]:
-    """What may follow each row, as sets of texts and ids of tokens without text."""
+    """Returns the texts, or ids of tokens without text, that may follow each row."""
     masks = np.full((len(tokens) + 1, words), -1, np.int32)
     matcher.fill(masks, tokens, parents, ends=ends, **options)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
@@ -117,7 +117,7 @@ def test_masks_are_as_wide_as_the_target():
 
 
 def test_a_draft_that_is_too_much_does_no_harm():
-    """The library's limits are met on a path that nobody has to take."""
+    """A draft that exceeds the limits of the library need not become output."""
     hard = "b(((a{1,99}){1,99}){1,99}){1,99}|a"
     matcher = Grammar("regex", hard, VOCABULARY).matcher()
     matcher.fill(np.zeros((65, 1), np.int32), [B] + [A] * 63, ends=(END,))
@@ -211,7 +211,7 @@ def test_the_library_may_be_absent(monkeypatch):
 
 
 def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch):
-    """On a busy machine a small grammar takes long by the clock."""
+    """A small grammar takes long in wall-clock time on a busy machine."""
     begin, _, rest = grammar_compiler._PROGRAM.partition("matcher =")
     monkeypatch.setattr(grammar_compiler, "COMPILE_SECONDS", 1)
     monkeypatch.setattr(grammar_compiler, "_PROGRAM", f"{begin}time.sleep(2.5)\nmatcher ={rest}")

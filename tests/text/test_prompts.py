@@ -215,7 +215,7 @@ def test_a_bad_line_is_named(jsonl, line, message):
     ],
 )
 def test_numbers_that_are_not_finite_are_named(jsonl, number, place):
-    """Python's JSON takes them; the files that a run writes would not."""
+    """Python accepts non-finite numbers in JSON, unlike other readers of the outputs."""
     user = b'{"role": "user", "content": "a", "score": 1.5}'
     line = b'{"messages": [%b, %b]}' % (user, user.replace(b"1.5", number))
     message = f"prompts.jsonl:2: {place}: {number.decode()} is not a valid JSON number"

@@ -1,4 +1,4 @@
-"""Special tokens: the template's own count, those that a message spells are text."""
+"""Tests that special tokens of the template count, and spellings in messages do not."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Limits of chat templates: what exceeds them is refused at once, with a reason."""
+"""Tests of the limits of chat templates."""
 
 import datetime
 

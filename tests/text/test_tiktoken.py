@@ -1,4 +1,4 @@
-"""Tests of tokenizers in tiktoken's format, made on the spot."""
+"""Tests of tokenizers in the format of tiktoken."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Bytes of tokens, against what the tokenizers themselves decode."""
+"""Tests of the bytes of tokens against `decode`."""
 
 import json
 
@@ -38,7 +38,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def test_bytes_are_what_decode_writes(tokenizer):
-    """Over random tokens, special ones among them, whose bytes are often not UTF-8."""
+    """Random tokens include special ones, and their bytes are often not UTF-8."""
     found = tokenizer.token_bytes()
     assert len(found.tokens) == tokenizer.vocab_size
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Tokenizers and streaming; every tokenizer here is trained on the spot."""
+"""Tests of tokenizers and streaming, with freshly trained tokenizers."""
 
 import builtins
 
@@ -35,7 +35,7 @@ def any_tokenizer(request, tmp_path_factory):
 
 
 def stream(tokenizer, ids, size=1):
-    """What a decoder shows after each piece of ids, and at the end."""
+    """Returns the output of a decoder after each chunk of ids, and at the end."""
     decoder = tokenization.IncrementalDecoder(tokenizer)
     shown = [decoder.push(ids[i : i + size]) for i in range(0, len(ids), size)]
     return [*shown, decoder.flush()]
@@ -78,7 +78,7 @@ def test_streaming_any_text(any_tokenizer, text):
 @settings(max_examples=40)
 @given(ids=st.lists(st.integers(0, 299), max_size=40))
 def test_streaming_any_ids_of_a_byte_tokenizer(ids):
-    """Whatever a model emits, broken bytes included, the stream ends up with the same text."""
+    """Streaming any tokens, including invalid UTF-8, results in the same text."""
     tokenizer = tokenization.ByteTokenizer()
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
@@ -86,7 +86,7 @@ def test_streaming_any_ids_of_a_byte_tokenizer(ids):
 @settings(max_examples=60)
 @given(ids=st.lists(st.integers(0, 255), max_size=40))
 def test_streaming_any_ids(any_tokenizer, ids):
-    """Broken bytes show as some number of U+FFFD, and never hold up or garble what follows."""
+    """Invalid bytes become some number of U+FFFD, and do not delay or garble later text."""
     decoder = tokenization.IncrementalDecoder(any_tokenizer)
     decoder.push(ids)
     held = decoder.flush()
@@ -163,7 +163,7 @@ def test_special_tokens_in_a_text_are_read_as_such_where_asked_for(tmp_path):
 
 
 def test_training_lengths_in_a_file_are_ignored(tmp_path):
-    """Some files ask for every text to be cut, or filled up, to one length."""
+    """Some files truncate or pad every text to one length."""
     trained = train_byte_level(tmp_path)
     text = "Hello, world! How are you?"
     expected = trained.encode(text).ids

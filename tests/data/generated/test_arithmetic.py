@@ -1,4 +1,4 @@
-"""The lists of calculations, checked by other means than those that wrote them."""
+"""Tests that evaluate the lists of calculations independently."""
 
 import re
 from fractions import Fraction

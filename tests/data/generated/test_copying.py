@@ -1,4 +1,4 @@
-"""What is asked for stands in the prompt, and nowhere else."""
+"""Tests that the answer is copied from the prompt."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Functions that are written from a description do what it says."""
+"""Tests that functions do what their descriptions say."""
 
 import ast
 import random

@@ -1,4 +1,4 @@
-"""Letters say what the question says, and leave nothing to be filled in."""
+"""Tests that letters contain the details of the question and no placeholders."""
 
 import random
 import re

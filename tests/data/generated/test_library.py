@@ -1,4 +1,4 @@
-"""Tests of the two data sets that are made of the standard library, and of generated facts."""
+"""Tests of the data sets made of the standard library, and of generated facts."""
 
 import ast
 import dataclasses
@@ -34,7 +34,7 @@ def test_whole_modules_are_held_out(splits):
 
 
 def test_no_example_is_in_two_splits(splits):
-    """Not even under another module's name."""
+    """Equal texts of different modules count as one."""
 
     def content(example):
         question = example.prompt[0]["content"]
@@ -187,7 +187,7 @@ def test_what_is_asked_in_chat(shapes):
 
 
 def pairs_of(example) -> set[str]:
-    """Pairs of subject and value that a text tells, in the canonical words of its answers."""
+    """Returns the pairs of subject and value in a text, worded as in its answers."""
     text = example.messages[0]["content"].partition("\n\n")[0]
     return {
         f"{subject}/{value}"

@@ -1,4 +1,4 @@
-"""Data sets that are drawn by number: always the same, and no question in two splits."""
+"""Tests that numbered examples are reproducible and no question is in two splits."""
 
 import pytest
 

@@ -24,7 +24,7 @@ NAMES = {
 
 
 def check_independently(question: str, solution: str, equations: int) -> None:
-    """Evaluates the steps by other means than those that wrote them."""
+    """Evaluates the steps independently of the generator."""
     assert problems.check(solution) is None
     assert not set("{}[]") & set(question + solution)
     found = EQUATION.findall(solution)
@@ -45,7 +45,7 @@ def test_there_are_enough_templates():
 
 @pytest.mark.parametrize("scene", problems.SCENES, ids=lambda scene: scene.name)
 def test_every_piece_of_a_scene_holds(scene):
-    """Every opening, event and ending, in some template each."""
+    """Some template uses each opening, event and ending."""
     left = {piece.kind for piece in (*scene.openings, *scene.events, *scene.endings)}
     sequences = sorted(scene.sequences(), key=lambda pieces: scenes.name_of(scene, pieces))
     random.Random(0).shuffle(sequences)
@@ -62,7 +62,7 @@ def test_every_piece_of_a_scene_holds(scene):
 
 @pytest.mark.parametrize("scene", problems.SCENES, ids=lambda scene: scene.name)
 def test_every_phrasing_names_its_numbers(scene):
-    """A solution uses no number that its question does not tell, or an earlier step gives."""
+    """A solution only uses numbers of its question or of earlier steps."""
     for pieces in list(scene.sequences())[::7]:
         one = scenes.compose(scene, pieces)
         rng = random.Random(one.name)
@@ -94,7 +94,7 @@ def test_sequences_never_cross_splits():
 
 
 def test_no_problem_of_training_is_held_out():
-    """Not even in other words: equal templates never have equal numbers."""
+    """Problems with equal templates never have equal numbers, whatever their words."""
 
     def facts(one):
         name = one.source.partition("@")[0]

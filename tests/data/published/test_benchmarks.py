@@ -1,4 +1,4 @@
-"""Published sets: files of their formats with contents made up here."""
+"""Tests of published data sets, with invented files in their formats."""
 
 import gzip
 import http.server
@@ -55,7 +55,7 @@ CUT_SHORT = gzip.compress(json.dumps(ROWS["humaneval"][0]).encode() + b"\n", mti
 
 @pytest.fixture
 def raw_dir(tmp_path):
-    """Every set's raw file, where it belongs."""
+    """Writes the raw file of every data set to its place."""
     for name, rows in ROWS.items():
         file = registry.load(registry.DATASETS[name]).raw_file
         write(tmp_path / file.folder / file.name, rows)
@@ -81,7 +81,7 @@ def first_prompts(name, raw_dir):
 
 
 def test_every_published_set_is_here():
-    """Those of the published tables, and Spec-Bench."""
+    """These are the data sets of the published tables, and Spec-Bench."""
     published = {name for name, where in registry.DATASETS.items() if "benchmarks:" in where}
     assert published == set(ROWS)
     for name in published:
@@ -186,7 +186,7 @@ def test_nothing_can_be_trained_on(raw_dir):
 
 
 def test_a_set_is_encoded_as_its_file_has_it(raw_dir):
-    """And anew when the file changes."""
+    """A changed file is encoded again."""
     config, tokenizer = DataConfig(raw_dir=str(raw_dir)), ByteTokenizer()
 
     def read():
@@ -245,7 +245,7 @@ def test_damaged_files_are_named(raw_dir, name, content, message):
 
 @pytest.fixture
 def server(tmp_path):
-    """Serves the files of a directory; yields its address."""
+    """Serves the files of a directory, and yields the URL."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):

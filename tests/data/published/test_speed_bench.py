@@ -1,4 +1,4 @@
-"""SPEED-Bench: prepared files of its two layouts, with questions made up here."""
+"""Tests of SPEED-Bench, with invented files in its two layouts."""
 
 import json
 
