@@ -20,8 +20,8 @@ NUM_SUBJECTS, NUM_KINDS = (2, 3, 3, 4), (2, 3, 4)  # numbers per text, drawn wit
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """Kind of fact.
+class FactKind:
+    """FactKind of fact.
 
     Attributes:
       says: Phrasings of a fact in a text; {s} is the subject, {v} the value.
@@ -50,7 +50,7 @@ class World:
     """
 
     subjects: tuple[str, ...]
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, FactKind]
     intro: str
     about: tuple[str, ...]
 
@@ -84,21 +84,21 @@ _JOBS = (
 _PEOPLE = World(
     tuple(words.NAMES),
     {
-        "city": Kind(
+        "city": FactKind(
             ("{s} lives in {v}.", "{s} has a flat in {v}.", "The home of {s} is in {v}."),
             ("Where does {s} live?", "In which city does {s} live?"),
             "{s} lives in {v}.",
             "Who lives in {v}?",
             tuple(_CITIES),
         ),
-        "job": Kind(
+        "job": FactKind(
             ("{s} is {v}.", "{s} works as {v}.", "{s} earns a living as {v}."),
             ("What is the job of {s}?", "What does {s} work as?"),
             "{s} works as {v}.",
             "Who works as {v}?",
             _JOBS,
         ),
-        "pet": Kind(
+        "pet": FactKind(
             ("{s} has {v}.", "{s} keeps {v}.", "At home, {s} has {v}."),
             ("Which pet does {s} have?", "Which animal does {s} keep?"),
             "{s} has {v} as a pet.",
@@ -111,7 +111,7 @@ _PEOPLE = World(
                 ).split()
             ),
         ),
-        "hobby": Kind(
+        "hobby": FactKind(
             ("{s} likes {v}.", "{s} spends the weekends {v}.", "The hobby of {s} is {v}."),
             ("What is the hobby of {s}?", "What does {s} like to do?"),
             "The hobby of {s} is {v}.",
@@ -122,7 +122,7 @@ _PEOPLE = World(
                 " writing".split()
             ),
         ),
-        "instrument": Kind(
+        "instrument": FactKind(
             ("{s} plays {v}.", "{s} has learned to play {v}.", "{s} practises {v} every day."),
             ("Which instrument does {s} play?", "What does {s} play?"),
             "{s} plays {v}.",
@@ -135,7 +135,7 @@ _PEOPLE = World(
                 ).split()
             ),
         ),
-        "food": Kind(
+        "food": FactKind(
             ("{s} loves {v}.", "The favorite food of {s} is {v}.", "{s} eats {v} every week."),
             ("What is the favorite food of {s}?", "Which food does {s} love?"),
             "The favorite food of {s} is {v}.",
@@ -145,7 +145,7 @@ _PEOPLE = World(
                 "noodles olives pancakes pasta pizza plums rice salad soup tomatoes".split()
             ),
         ),
-        "birthday": Kind(
+        "birthday": FactKind(
             (
                 "{s} was born in {v}.",
                 "{s} has a birthday in {v}.",
@@ -173,7 +173,7 @@ _THINGS = World(
         ).split()
     ),
     {
-        "color": Kind(
+        "color": FactKind(
             ("{S} is {v}.", "The color of {s} is {v}.", "{S} has been painted {v}."),
             ("Which color does {s} have?", "What is the color of {s}?"),
             "The color of {s} is {v}.",
@@ -183,7 +183,7 @@ _THINGS = World(
                 "purple red silver turquoise violet white yellow".split()
             ),
         ),
-        "place": Kind(
+        "place": FactKind(
             ("{S} is in {v}.", "You find {s} in {v}.", "{S} has its place in {v}."),
             ("Where is {s}?", "In which room is {s}?"),
             "{S} is in {v}.",
@@ -196,21 +196,21 @@ _THINGS = World(
                 ).split()
             ),
         ),
-        "price": Kind(
+        "price": FactKind(
             ("{S} costs {v}.", "The price of {s} is {v}.", "{S} was bought for {v}."),
             ("How much does {s} cost?", "What is the price of {s}?"),
             "The price of {s} is {v}.",
             "What costs {v}?",
             tuple(f"${price}" for price in range(5, 100, 3)),
         ),
-        "owner": Kind(
+        "owner": FactKind(
             ("{S} belongs to {v}.", "The owner of {s} is {v}.", "{v} owns {s}."),
             ("Whom does {s} belong to?", "Who is the owner of {s}?"),
             "{S} belongs to {v}.",
             "What belongs to {v}?",
             tuple(words.NAMES),
         ),
-        "material": Kind(
+        "material": FactKind(
             ("{S} is made of {v}.", "{S} consists of {v}.", "The material of {s} is {v}."),
             ("What is {s} made of?", "Which material is {s} made of?"),
             "{S} is made of {v}.",

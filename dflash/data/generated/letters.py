@@ -15,8 +15,8 @@ COUNT = {"train": 40_000, "validation": 2000, "test": 2000}
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """Kind of letter.
+class LetterKind:
+    """LetterKind of letter.
 
     Attributes:
       name: Name with its article.
@@ -114,7 +114,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _KINDS = (
-    Kind(
+    LetterKind(
         "an invitation",
         ("The occasion is {party}.", "It is on {day} at {hour}.", "The place is the {place}."),
         "I would like to invite you to {party}. It takes place on {day} at {hour}, and we meet at "
@@ -122,35 +122,35 @@ _KINDS = (
         "there.",
         "Best wishes",
     ),
-    Kind(
+    LetterKind(
         "a thank-you note",
         ("It is about {count} {things}.", "They came on {day}."),
         "Thank you very much for the {count} {things}. They came on {day}, and I like them a lot. "
         "It was very kind of you to think of me. I hope that we will see each other again soon.",
         "Many thanks",
     ),
-    Kind(
+    LetterKind(
         "an apology",
         ("{from} {damage} {lent}.", "It happened on {day}."),
         "I am sorry to tell you that I {damage} {lent} on {day}. It was my fault, and I should "
         "have been more careful. Of course I will pay for everything. Please forgive me.",
         "Sorry again",
     ),
-    Kind(
+    LetterKind(
         "a reminder",
         ("It is about {event}.", "The day is {day}.", "The time is {hour}."),
         "This is a reminder of {event} on {day} at {hour}. Please be there on time, and bring "
         "everything that you need. If you cannot come, please tell me as soon as possible.",
         "See you then",
     ),
-    Kind(
+    LetterKind(
         "a cancellation",
         ("It is about {event} on {day}.", "The new day is {later}.", "The time is {hour}."),
         "I am sorry, but {event} on {day} cannot take place as planned. I would like to move it to "
         "{later} at {hour}. Please let me know whether this is possible for you.",
-        "Kind regards",
+        "LetterKind regards",
     ),
-    Kind(
+    LetterKind(
         "an order",
         (
             "The order is {count} {things}.",
@@ -159,60 +159,60 @@ _KINDS = (
         ),
         "I would like to order {count} {things} at the price of {price} each. Please send them to "
         "the {place}, and send me the bill as well. Please tell me when I can expect them.",
-        "Kind regards",
+        "LetterKind regards",
     ),
-    Kind(
+    LetterKind(
         "a complaint",
         ("It is about {count} {things}.", "They {fault}.", "They came on {day}."),
         "On {day} I received {count} {things} from you. Unfortunately, they {fault}. Please send "
         "me new ones, or give me my money back. I hope to hear from you soon.",
-        "Kind regards",
+        "LetterKind regards",
     ),
-    Kind(
+    LetterKind(
         "a letter of congratulation",
         ("It is about {success}.", "{other} told {from} about it."),
         "{other} told me about {success}. Congratulations! I am very happy for you, because I know "
         "how hard you have worked for it. We should celebrate together soon.",
         "All the best",
     ),
-    Kind(
+    LetterKind(
         "an excuse",
         ("{from} came late to {event}.", "The reason is that {from} {reason}.", "It was on {day}."),
         "Please excuse me for being late to {event} on {day}. The reason is that I {reason}. I "
         "will do my best to be on time from now on. Please tell me what I have missed.",
         "Sorry again",
     ),
-    Kind(
+    LetterKind(
         "a request",
         ("{from} needs {lent}.", "The day is {day}.", "{from} brings it back on {later}."),
         "Could you please lend me {lent} on {day}? Mine is broken, and I do not want to buy a new "
         "one. I would bring it back on {later}. I promise to take good care of it.",
         "Many thanks",
     ),
-    Kind(
+    LetterKind(
         "an application",
         ("The job is that of {work}.", "The place is the {place}.", "{from} can begin on {day}."),
         "I would like to apply for the job of {work} at the {place}. I have done this work for "
         "several years, and I enjoy it very much. I could begin on {day}. I would be happy to "
         "introduce myself to you.",
-        "Kind regards",
+        "LetterKind regards",
     ),
-    Kind(
+    LetterKind(
         "a recommendation",
         ("It is for {other}.", "The job is that of {work}.", "The place is the {place}."),
         "I would like to recommend {other} to you as {work}. We worked together at the {place} for "
         "several years. {other} is always friendly, works hard and learns quickly. You can call me "
         "at any time if you have questions.",
-        "Kind regards",
+        "LetterKind regards",
     ),
-    Kind(
+    LetterKind(
         "a lost and found note",
         ("{from} lost {lent}.", "It was on {day} at the {place}.", "The reward is {price}."),
         "I lost {lent} on {day}, probably at the {place}. If you have found it, please call me or "
         "leave a message. You will get a reward of {price}, and I would be very grateful.",
         "Many thanks",
     ),
-    Kind(
+    LetterKind(
         "a note about a visit",
         ("{from} comes on {day}.", "{other} comes too.", "They leave on {later}."),
         "{other} and I would like to visit you. We will arrive on {day} and leave on {later}. We "

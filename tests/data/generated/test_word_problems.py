@@ -152,9 +152,11 @@ def test_the_notation_of_numbers():
 
 
 def test_pieces_keep_their_numbers_apart():
-    opening = scenes.Piece("some", "x 5..9", ("{name} has {x}.",))
-    event = scenes.Piece("add", "a 1..3", ("{next} adds {a}.",), ("{who} and {next}: [x + a].",))
-    ending = scenes.Piece("now", "", ("How many?",), ("{name} has {x}.",))
+    opening = scenes.ScenePart("some", "x 5..9", ("{name} has {x}.",))
+    event = scenes.ScenePart(
+        "add", "a 1..3", ("{next} adds {a}.",), ("{who} and {next}: [x + a].",)
+    )
+    ending = scenes.ScenePart("now", "", ("How many?",), ("{name} has {x}.",))
     scene = scenes.Scene("made", (opening,), (event,), (ending,))
     one = scenes.compose(scene, (opening, event, event, ending))
     assert one.name == "made:some,add,add,now"

@@ -13,14 +13,14 @@ from dflash.data.generated.word_problems.scenes import (
     PRICE,
     SHARE,
     TRIPLE,
-    Piece,
     Scene,
+    ScenePart,
 )
 
 _COLLECTION = Scene(
     "collection",
     openings=(
-        Piece(
+        ScenePart(
             "some",
             "x 5..60",
             (
@@ -29,7 +29,7 @@ _COLLECTION = Scene(
                 "There are {x} {things} in {name}'s room.",
             ),
         ),
-        Piece(
+        ScenePart(
             "packed",
             GROUPS,
             (
@@ -40,7 +40,7 @@ _COLLECTION = Scene(
         ),
     ),
     events=(
-        Piece(
+        ScenePart(
             "gain",
             GAIN,
             (
@@ -51,7 +51,7 @@ _COLLECTION = Scene(
             ),
             ("With {a} more {things}, {name} has [x + a] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "lose",
             LOSE,
             (
@@ -62,7 +62,7 @@ _COLLECTION = Scene(
             ),
             ("Without {a} of them, {name} has [x - a] {things} left.",),
         ),
-        Piece(
+        ScenePart(
             "double",
             DOUBLE,
             (
@@ -72,7 +72,7 @@ _COLLECTION = Scene(
             ),
             ("Twice as many {things} are [x * 2] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "triple",
             TRIPLE,
             (
@@ -82,7 +82,7 @@ _COLLECTION = Scene(
             ),
             ("Three times as many {things} are [x * 3] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "half",
             HALF,
             (
@@ -92,7 +92,7 @@ _COLLECTION = Scene(
             ),
             ("Half of the {things} are [x / 2] {things}, and as many are left.",),
         ),
-        Piece(
+        ScenePart(
             "packs_gained",
             GROUPS_GAINED,
             (
@@ -104,7 +104,7 @@ _COLLECTION = Scene(
                 "Together with them, {name} has [x + y] {things}.",
             ),
         ),
-        Piece(
+        ScenePart(
             "packs_lost",
             GROUPS_LOST,
             (
@@ -116,7 +116,7 @@ _COLLECTION = Scene(
                 "Without them, {name} has [x - y] {things} left.",
             ),
         ),
-        Piece(
+        ScenePart(
             "more",
             MORE,
             (
@@ -128,7 +128,7 @@ _COLLECTION = Scene(
                 "With all of these, {name} has [x + y] {things}.",
             ),
         ),
-        Piece(
+        ScenePart(
             "fewer",
             FEWER,
             (
@@ -142,7 +142,7 @@ _COLLECTION = Scene(
         ),
     ),
     endings=(
-        Piece(
+        ScenePart(
             "now",
             "",
             (
@@ -152,7 +152,7 @@ _COLLECTION = Scene(
             ),
             ("In the end, {name} has {x} {things}.",),
         ),
-        Piece(
+        ScenePart(
             "shared",
             SHARE,
             (
@@ -162,7 +162,7 @@ _COLLECTION = Scene(
             ),
             ("Divided equally by {k}, that makes [x / k] {things} for each.",),
         ),
-        Piece(
+        ScenePart(
             "sold",
             PRICE,
             (
@@ -177,7 +177,7 @@ _COLLECTION = Scene(
 _MONEY = Scene(
     "money",
     openings=(
-        Piece(
+        ScenePart(
             "some",
             "x 5..80",
             (
@@ -186,7 +186,7 @@ _MONEY = Scene(
                 "{name} begins the week with ${x}.",
             ),
         ),
-        Piece(
+        ScenePart(
             "earned",
             GROUPS,
             (
@@ -198,7 +198,7 @@ _MONEY = Scene(
         ),
     ),
     events=(
-        Piece(
+        ScenePart(
             "gain",
             GAIN,
             (
@@ -208,7 +208,7 @@ _MONEY = Scene(
             ),
             ("With ${a} more, {name} has [x + a] dollars.",),
         ),
-        Piece(
+        ScenePart(
             "lose",
             LOSE,
             (
@@ -218,13 +218,13 @@ _MONEY = Scene(
             ),
             ("After paying ${a}, {name} has [x - a] dollars left.",),
         ),
-        Piece(
+        ScenePart(
             "double",
             DOUBLE,
             ("{next} doubles the money.", "Then {name} doubles that money."),
             ("Twice as much money is [x * 2] dollars.",),
         ),
-        Piece(
+        ScenePart(
             "half",
             HALF,
             (
@@ -233,7 +233,7 @@ _MONEY = Scene(
             ),
             ("Half of the money is [x / 2] dollars, and as much is left.",),
         ),
-        Piece(
+        ScenePart(
             "buy",
             GROUPS_LOST,
             (
@@ -245,7 +245,7 @@ _MONEY = Scene(
                 "After that, {name} has [x - y] dollars left.",
             ),
         ),
-        Piece(
+        ScenePart(
             "sell",
             GROUPS_GAINED,
             (
@@ -259,7 +259,7 @@ _MONEY = Scene(
         ),
     ),
     endings=(
-        Piece(
+        ScenePart(
             "now",
             "",
             (
@@ -269,7 +269,7 @@ _MONEY = Scene(
             ),
             ("In the end, {name} has {x} dollars.",),
         ),
-        Piece(
+        ScenePart(
             "each",
             SHARE,
             (
@@ -284,7 +284,7 @@ _MONEY = Scene(
 _POINTS = Scene(
     "points",
     openings=(
-        Piece(
+        ScenePart(
             "some",
             "x 5..60",
             (
@@ -292,7 +292,7 @@ _POINTS = Scene(
                 "In the first round of a game, {name} scores {x} points.",
             ),
         ),
-        Piece(
+        ScenePart(
             "hits",
             GROUPS,
             (
@@ -303,7 +303,7 @@ _POINTS = Scene(
         ),
     ),
     events=(
-        Piece(
+        ScenePart(
             "gain",
             GAIN,
             (
@@ -312,7 +312,7 @@ _POINTS = Scene(
             ),
             ("With {a} points more, {name} has [x + a] points.",),
         ),
-        Piece(
+        ScenePart(
             "lose",
             LOSE,
             (
@@ -321,25 +321,25 @@ _POINTS = Scene(
             ),
             ("With {a} points less, {name} has [x - a] points.",),
         ),
-        Piece(
+        ScenePart(
             "double",
             DOUBLE,
             ("A joker doubles the points.", "The next card doubles {name}'s points."),
             ("Twice as many points are [x * 2] points.",),
         ),
-        Piece(
+        ScenePart(
             "triple",
             TRIPLE,
             ("A lucky card triples the points.", "The next card triples {name}'s points."),
             ("Three times as many points are [x * 3] points.",),
         ),
-        Piece(
+        ScenePart(
             "half",
             HALF,
             ("Then {name} loses half of the points.", "A bad card takes half of the points."),
             ("Half of the points are [x / 2] points, and as many are left.",),
         ),
-        Piece(
+        ScenePart(
             "bonus",
             GROUPS_GAINED,
             (
@@ -353,7 +353,7 @@ _POINTS = Scene(
         ),
     ),
     endings=(
-        Piece(
+        ScenePart(
             "now",
             "",
             (
@@ -362,7 +362,7 @@ _POINTS = Scene(
             ),
             ("In the end, {name} has {x} points.",),
         ),
-        Piece(
+        ScenePart(
             "ahead",
             LOSE,
             (
@@ -371,7 +371,7 @@ _POINTS = Scene(
             ),
             ("Compared with the {a} points of {next}, {name} is ahead by [x - a] points.",),
         ),
-        Piece(
+        ScenePart(
             "team",
             GAIN,
             (

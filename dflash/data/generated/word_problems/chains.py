@@ -8,15 +8,15 @@ from dflash.data.generated.word_problems.scenes import (
     LOSE,
     SHARE,
     TRIPLE,
-    Piece,
     Scene,
+    ScenePart,
 )
 
 _AGES = Scene(
     "ages",
     openings=(
-        Piece("some", "x 4..40", ("{name} is {x} years old.", "{name} is {x}.")),
-        Piece(
+        ScenePart("some", "x 4..40", ("{name} is {x} years old.", "{name} is {x}.")),
+        ScenePart(
             "later",
             "b 4..30; a 2..20",
             (
@@ -27,31 +27,31 @@ _AGES = Scene(
         ),
     ),
     events=(
-        Piece(
+        ScenePart(
             "older",
             GAIN,
             ("{next} is {a} years older than {who}.", "{who} is {a} years younger than {next}."),
             ("{next} is {a} years older than {who}, which makes [x + a] years.",),
         ),
-        Piece(
+        ScenePart(
             "younger",
             LOSE,
             ("{next} is {a} years younger than {who}.", "{who} is {a} years older than {next}."),
             ("{next} is {a} years younger than {who}, which makes [x - a] years.",),
         ),
-        Piece(
+        ScenePart(
             "twice",
             DOUBLE,
             ("{next} is twice as old as {who}.", "{who} is half as old as {next}."),
             ("{next} is twice as old as {who}, which makes [x * 2] years.",),
         ),
-        Piece(
+        ScenePart(
             "thrice",
             TRIPLE,
             ("{next} is three times as old as {who}.",),
             ("{next} is three times as old as {who}, which makes [x * 3] years.",),
         ),
-        Piece(
+        ScenePart(
             "half",
             HALF,
             ("{next} is half as old as {who}.", "{who} is twice as old as {next}."),
@@ -59,13 +59,13 @@ _AGES = Scene(
         ),
     ),
     endings=(
-        Piece(
+        ScenePart(
             "asked",
             "",
             ("How old is {who}?", "What is the age of {who}?"),
             ("So {who} is {x} years old.",),
         ),
-        Piece(
+        ScenePart(
             "future",
             GAIN,
             (
@@ -80,8 +80,8 @@ _AGES = Scene(
 _FRIENDS = Scene(
     "friends",
     openings=(
-        Piece("some", "x 5..50", ("{name} has {x} {things}.", "{name} counts {x} {things}.")),
-        Piece(
+        ScenePart("some", "x 5..50", ("{name} has {x} {things}.", "{name} counts {x} {things}.")),
+        ScenePart(
             "packed",
             GROUPS,
             ("{name} has {k} {containers} of {m} {things} each.",),
@@ -89,31 +89,31 @@ _FRIENDS = Scene(
         ),
     ),
     events=(
-        Piece(
+        ScenePart(
             "more",
             GAIN,
             ("{next} has {a} more than {who}.", "{who} has {a} {things} fewer than {next}."),
             ("{next} has {a} more than {who}, which makes [x + a] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "fewer",
             LOSE,
             ("{next} has {a} fewer than {who}.", "{who} has {a} {things} more than {next}."),
             ("{next} has {a} fewer than {who}, which makes [x - a] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "twice",
             DOUBLE,
             ("{next} has twice as many as {who}.", "{who} has half as many as {next}."),
             ("{next} has twice as many as {who}, which makes [x * 2] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "thrice",
             TRIPLE,
             ("{next} has three times as many as {who}.",),
             ("{next} has three times as many as {who}, which makes [x * 3] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "half",
             HALF,
             ("{next} has half as many as {who}.", "{who} has twice as many as {next}."),
@@ -121,13 +121,13 @@ _FRIENDS = Scene(
         ),
     ),
     endings=(
-        Piece(
+        ScenePart(
             "asked",
             "",
             ("How many {things} does {who} have?", "How many are those of {who}?"),
             ("So {who} has {x} {things}.",),
         ),
-        Piece(
+        ScenePart(
             "shared",
             SHARE,
             (

@@ -7,8 +7,8 @@ from dflash.data.generated.word_problems.scenes import (
     GROUPS,
     GROUPS_GAINED,
     MORE,
-    Piece,
     Scene,
+    ScenePart,
 )
 
 
@@ -19,8 +19,10 @@ def _effort(
     return Scene(
         name,
         openings=(
-            Piece("some", "x 5..40", (f"On Monday, {{name}} {does} {{x}} {unit}.", openings[0])),
-            Piece(
+            ScenePart(
+                "some", "x 5..40", (f"On Monday, {{name}} {does} {{x}} {unit}.", openings[0])
+            ),
+            ScenePart(
                 "days",
                 GROUPS,
                 (f"For {{k}} days, {{name}} {does} {{m}} {unit} a day.", openings[1]),
@@ -29,13 +31,13 @@ def _effort(
         ),
         events=_events(unit, did, does),
         endings=(
-            Piece(
+            ScenePart(
                 "all",
                 "",
                 (f"How many {unit} is that in all?", f"How many {unit} are these together?"),
                 (f"In all, {{name}} {did} {{x}} {unit}.",),
             ),
-            Piece(
+            ScenePart(
                 "left",
                 "a 2..30 if x + a < 101; t = x + a",
                 (
@@ -48,9 +50,9 @@ def _effort(
     )
 
 
-def _events(unit: str, did: str, does: str) -> tuple[Piece, ...]:
+def _events(unit: str, did: str, does: str) -> tuple[ScenePart, ...]:
     return (
-        Piece(
+        ScenePart(
             "gain",
             GAIN,
             (
@@ -59,7 +61,7 @@ def _events(unit: str, did: str, does: str) -> tuple[Piece, ...]:
             ),
             (f"With {{a}} {unit} more, {{name}} {did} [x + a] {unit}.",),
         ),
-        Piece(
+        ScenePart(
             "again",
             DOUBLE,
             (
@@ -68,7 +70,7 @@ def _events(unit: str, did: str, does: str) -> tuple[Piece, ...]:
             ),
             (f"Twice as many {unit} are [x * 2] {unit}.",),
         ),
-        Piece(
+        ScenePart(
             "days",
             GROUPS_GAINED,
             (
@@ -80,7 +82,7 @@ def _events(unit: str, did: str, does: str) -> tuple[Piece, ...]:
                 f"Together with them, {{name}} {did} [x + y] {unit}.",
             ),
         ),
-        Piece(
+        ScenePart(
             "more",
             MORE,
             (
@@ -92,7 +94,7 @@ def _events(unit: str, did: str, does: str) -> tuple[Piece, ...]:
                 f"Together with them, {{name}} {did} [x + y] {unit}.",
             ),
         ),
-        Piece(
+        ScenePart(
             "fewer",
             FEWER,
             (

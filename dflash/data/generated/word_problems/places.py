@@ -11,14 +11,14 @@ from dflash.data.generated.word_problems.scenes import (
     PRICE,
     SHARE,
     TRIPLE,
-    Piece,
     Scene,
+    ScenePart,
 )
 
 _BUS = Scene(
     "bus",
     openings=(
-        Piece(
+        ScenePart(
             "some",
             "x 5..60",
             (
@@ -27,7 +27,7 @@ _BUS = Scene(
                 "A ship carries {x} passengers.",
             ),
         ),
-        Piece(
+        ScenePart(
             "rows",
             GROUPS,
             (
@@ -38,31 +38,31 @@ _BUS = Scene(
         ),
     ),
     events=(
-        Piece(
+        ScenePart(
             "gain",
             GAIN,
             ("At a stop, {a} people get on.", "Then {a} more people come on board."),
             ("When {a} people get on, there are [x + a] people on board.",),
         ),
-        Piece(
+        ScenePart(
             "lose",
             LOSE,
             ("At a stop, {a} people get off.", "Then {a} people leave."),
             ("When {a} people get off, there are [x - a] people on board.",),
         ),
-        Piece(
+        ScenePart(
             "half",
             HALF,
             ("At the {place}, half of the people get off.", "Half of the people leave."),
             ("Half of the people are [x / 2] people, and as many stay on board.",),
         ),
-        Piece(
+        ScenePart(
             "double",
             DOUBLE,
             ("At the market, the number of people doubles.", "Then it has twice as many people."),
             ("Twice as many people are [x * 2] people on board.",),
         ),
-        Piece(
+        ScenePart(
             "families",
             GROUPS_GAINED,
             (
@@ -74,7 +74,7 @@ _BUS = Scene(
                 "When they get on, there are [x + y] people on board.",
             ),
         ),
-        Piece(
+        ScenePart(
             "classes",
             GROUPS_LOST,
             (
@@ -88,7 +88,7 @@ _BUS = Scene(
         ),
     ),
     endings=(
-        Piece(
+        ScenePart(
             "now",
             "",
             (
@@ -97,7 +97,7 @@ _BUS = Scene(
             ),
             ("In the end, there are {x} people on board.",),
         ),
-        Piece(
+        ScenePart(
             "fares",
             PRICE,
             (
@@ -106,7 +106,7 @@ _BUS = Scene(
             ),
             ("At ${p} for each, all of them pay [x * p] dollars.",),
         ),
-        Piece(
+        ScenePart(
             "cars",
             SHARE,
             (
@@ -121,7 +121,7 @@ _BUS = Scene(
 _TANK = Scene(
     "tank",
     openings=(
-        Piece(
+        ScenePart(
             "some",
             "x 5..60",
             (
@@ -130,7 +130,7 @@ _TANK = Scene(
                 "{name} has {x} litres of juice in a barrel.",
             ),
         ),
-        Piece(
+        ScenePart(
             "filled",
             GROUPS,
             (
@@ -141,31 +141,31 @@ _TANK = Scene(
         ),
     ),
     events=(
-        Piece(
+        ScenePart(
             "gain",
             GAIN,
             ("{name} adds {a} litres.", "Rain adds {a} litres.", "Then {a} litres flow in."),
             ("After {a} litres more, it holds [x + a] litres.",),
         ),
-        Piece(
+        ScenePart(
             "lose",
             LOSE,
             ("{name} takes out {a} litres.", "Then {a} litres leak out.", "{a} litres are used."),
             ("After {a} litres less, it holds [x - a] litres.",),
         ),
-        Piece(
+        ScenePart(
             "half",
             HALF,
             ("Half of it is used.", "Then half of it flows out."),
             ("Half of it is [x / 2] litres, and as much is left.",),
         ),
-        Piece(
+        ScenePart(
             "double",
             DOUBLE,
             ("{name} doubles the amount.", "Then the amount is doubled."),
             ("Twice as much is [x * 2] litres.",),
         ),
-        Piece(
+        ScenePart(
             "poured",
             GROUPS_GAINED,
             (
@@ -177,7 +177,7 @@ _TANK = Scene(
                 "With these, it holds [x + y] litres.",
             ),
         ),
-        Piece(
+        ScenePart(
             "drained",
             GROUPS_LOST,
             (
@@ -191,13 +191,13 @@ _TANK = Scene(
         ),
     ),
     endings=(
-        Piece(
+        ScenePart(
             "now",
             "",
             ("How many litres are in it now?", "How many litres does it hold in the end?"),
             ("In the end, it holds {x} litres.",),
         ),
-        Piece(
+        ScenePart(
             "bottled",
             SHARE,
             (
@@ -212,12 +212,12 @@ _TANK = Scene(
 _SHOP = Scene(
     "shop",
     openings=(
-        Piece(
+        ScenePart(
             "some",
             "x 5..60",
             ("A {place} has {x} {things}.", "There are {x} {things} on a shelf of the {place}."),
         ),
-        Piece(
+        ScenePart(
             "shelves",
             GROUPS,
             (
@@ -228,31 +228,31 @@ _SHOP = Scene(
         ),
     ),
     events=(
-        Piece(
+        ScenePart(
             "gain",
             GAIN,
             ("Then {a} more {things} arrive.", "{name} brings {a} {things}."),
             ("When {a} {things} arrive, the {place} has [x + a] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "lose",
             LOSE,
             ("Then {a} {things} are sold.", "{name} takes {a} {things} away.", "{a} get broken."),
             ("When {a} {things} are gone, the {place} has [x - a] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "triple",
             TRIPLE,
             ("The {place} triples its stock.", "Then the number of {things} triples."),
             ("Three times as many {things} are [x * 3] {things}.",),
         ),
-        Piece(
+        ScenePart(
             "half",
             HALF,
             ("Half of the {things} are sold.", "{name} takes half of the {things}."),
             ("Half of the {things} are [x / 2] {things}, and as many are left.",),
         ),
-        Piece(
+        ScenePart(
             "delivery",
             GROUPS_GAINED,
             (
@@ -264,7 +264,7 @@ _SHOP = Scene(
                 "Together with them, the {place} has [x + y] {things}.",
             ),
         ),
-        Piece(
+        ScenePart(
             "orders",
             GROUPS_LOST,
             (
@@ -278,7 +278,7 @@ _SHOP = Scene(
         ),
     ),
     endings=(
-        Piece(
+        ScenePart(
             "now",
             "",
             (
@@ -287,7 +287,7 @@ _SHOP = Scene(
             ),
             ("In the end, the {place} has {x} {things}.",),
         ),
-        Piece(
+        ScenePart(
             "sold",
             PRICE,
             (
@@ -296,7 +296,7 @@ _SHOP = Scene(
             ),
             ("At ${p} each, all of them are worth [x * p] dollars.",),
         ),
-        Piece(
+        ScenePart(
             "shelved",
             SHARE,
             (

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dflash.data import answers
 from dflash.data.example import Example, Split, pair, split_of
 from dflash.data.generated.word_problems import belongings, chains, efforts, places, scenes
-from dflash.data.generated.word_problems.scenes import Piece, Scene
+from dflash.data.generated.word_problems.scenes import Scene, ScenePart
 
 TASK = "math"
 SCENES: tuple[Scene, ...] = (
@@ -36,7 +36,7 @@ _EXACT = {
     ast.Div: operator.truediv,
 }
 
-Sequences = Mapping[int, Sequence[tuple[Scene, Sequence[tuple[Piece, ...]]]]]
+Sequences = Mapping[int, Sequence[tuple[Scene, Sequence[tuple[ScenePart, ...]]]]]
 
 
 @functools.cache

@@ -36,7 +36,7 @@ _BRACKET = re.compile(r"\[(?:([a-z]) = )?([^\]]+)\]")
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ScenePart:
     """Part of a problem.
 
     Attributes:
@@ -69,11 +69,11 @@ class Scene:
     """
 
     name: str
-    openings: tuple[Piece, ...]
-    events: tuple[Piece, ...]
-    endings: tuple[Piece, ...]
+    openings: tuple[ScenePart, ...]
+    events: tuple[ScenePart, ...]
+    endings: tuple[ScenePart, ...]
 
-    def sequences(self) -> Iterator[tuple[Piece, ...]]:
+    def sequences(self) -> Iterator[tuple[ScenePart, ...]]:
         """Yields every sequence of pieces whose solution has MIN_STEPS to MAX_STEPS equations."""
         for count in range(1, MAX_EVENTS + 1):
             for middle in itertools.permutations(self.events, count):
@@ -84,13 +84,13 @@ class Scene:
                         yield pieces
 
 
-def name_of(scene: Scene, pieces: tuple[Piece, ...]) -> str:
+def name_of(scene: Scene, pieces: tuple[ScenePart, ...]) -> str:
     """Returns the name of the template of a sequence, such as "bus:stop,gain,lose,now"."""
     return f"{scene.name}:{','.join(piece.kind for piece in pieces)}"
 
 
 @functools.lru_cache(maxsize=2**16)
-def compose(scene: Scene, pieces: tuple[Piece, ...]) -> Template:
+def compose(scene: Scene, pieces: tuple[ScenePart, ...]) -> Template:
     """Joins pieces to a template, with unique names for the numbers of each piece."""
     clauses: list[str] = []
     sentences: list[tuple[str, ...]] = []
@@ -105,10 +105,10 @@ def compose(scene: Scene, pieces: tuple[Piece, ...]) -> Template:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """Piece with its place in the sequence, which the names of its numbers include (a2, x1)."""
+    """ScenePart with its place in the sequence, which the names of its numbers include (a2, x1)."""
 
     place: int
-    piece: Piece
+    piece: ScenePart
 
     def clauses(self) -> list[str]:
         """Returns the clauses of the numbers and of the results of the piece."""
