@@ -112,8 +112,8 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
     """
     path = directory / files.CONFIG
     if not path.exists():
-        found = foreign.describe(directory)
-        raise errors.CheckpointError(f"{directory}: no {files.CONFIG}: {found}")
+        description = foreign.describe(directory)
+        raise errors.CheckpointError(f"{directory}: no {files.CONFIG}: {description}")
     config = files.read_json(path)
     try:
         weight_formats.stored_format(config)
@@ -205,8 +205,8 @@ def stored_dtype(directory: pathlib.Path) -> "jnp.dtype":
     """
     import jax.numpy as jnp
 
-    found = _io(layout(directory)).stored_dtypes(directory)
-    return jnp.dtype(found.pop() if len(found) == 1 else jnp.float32)
+    dtypes = _io(layout(directory)).stored_dtypes(directory)
+    return jnp.dtype(dtypes.pop() if len(dtypes) == 1 else jnp.float32)
 
 
 def _save(write, module, directory, config, dtype, companions) -> int:

@@ -194,8 +194,8 @@ def read_eos_token_ids(config: Mapping[str, Any], *, file: str = FILE) -> tuple[
     Raises:
       CheckpointError: The field is neither an id nor a list of ids.
     """
-    given = {"eos_token_id": _listed(config)}
-    return read_fields(given, _EndOfSequence, file=file).eos_token_id
+    fields = {"eos_token_id": _listed(config)}
+    return read_fields(fields, _EndOfSequence, file=file).eos_token_id
 
 
 def read_classes(config: Mapping[str, Any], *, file: str = FILE) -> tuple[str, ...]:

@@ -37,16 +37,16 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
       CheckpointError: Files are missing or damaged, or the tensors do not fit the module.
     """
     leaves = dict(parameters.named_arrays(module))
-    wanted = parameters.readable(module)
-    _check(read_shapes(directory), wanted, directory)
-    groups = _group(wanted)
+    expected = parameters.readable(module)
+    _check(read_shapes(directory), expected, directory)
+    groups = _group(expected)
     total = sum(size for _, size in groups)
     params = (directory / PARAMS).absolute()
     values = {}
     handler = ocp.PyTreeCheckpointHandler()
     with ocp.Checkpointer(handler) as checkpointer, _quiet():
         for group in files.track(groups, total, f"reading {directory.name}"):
-            tree = _nest({path: wanted[path] for path in group})
+            tree = _nest({path: expected[path] for path in group})
             restore = ocp.args.PyTreeRestore(
                 item=tree,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
@@ -89,8 +89,8 @@ def stored_dtypes(directory: pathlib.Path) -> set[np.dtype]:
     Raises:
       CheckpointError: The metadata of the checkpoint is missing or damaged.
     """
-    found = {np.dtype(leaf.dtype) for leaf in read_shapes(directory).values()}
-    return {dtype for dtype in found if jnp.issubdtype(dtype, jnp.floating)}
+    dtypes = {np.dtype(leaf.dtype) for leaf in read_shapes(directory).values()}
+    return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
 
 
 def save(module: nnx.Module, directory: pathlib.Path) -> int:
@@ -116,7 +116,7 @@ def save(module: nnx.Module, directory: pathlib.Path) -> int:
     return len(values)
 
 
-def _check(stored, wanted, directory) -> None:
+def _check(stored, expected, directory) -> None:
     """Checks the stored tensors against the module's parameters.
 
     Raises:
@@ -124,10 +124,10 @@ def _check(stored, wanted, directory) -> None:
     """
     params = directory / PARAMS
     misfit = "these weights do not belong to this config.json"
-    missing, unexpected = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    missing, unexpected = expected.keys() - stored.keys(), stored.keys() - expected.keys()
     if missing:
         raise errors.CheckpointError(
-            f"{params}: {len(missing)} of {len(wanted)} tensors missing: "
+            f"{params}: {len(missing)} of {len(expected)} tensors missing: "
             f"{files.quote_some(missing)}; {misfit}"
         )
     if unexpected:
@@ -135,7 +135,7 @@ def _check(stored, wanted, directory) -> None:
             f"{params}: {len(unexpected)} unexpected tensors: "
             f"{files.quote_some(unexpected)}; {misfit}"
         )
-    for path, abstract in wanted.items():
+    for path, abstract in expected.items():
         if stored[path].shape != abstract.shape:
             raise errors.CheckpointError(
                 f"{params}: tensor {path!r} has shape {list(stored[path].shape)}, expected "
@@ -143,10 +143,10 @@ def _check(stored, wanted, directory) -> None:
             )
 
 
-def _group(wanted: dict[str, jax.ShapeDtypeStruct]) -> list[tuple[list[str], int]]:
+def _group(expected: dict[str, jax.ShapeDtypeStruct]) -> list[tuple[list[str], int]]:
     """Splits the paths, in order, into groups of about `_GROUP_BYTES`; returns (paths, bytes)."""
     groups: list[tuple[list[str], int]] = []
-    for path, abstract in wanted.items():
+    for path, abstract in expected.items():
         size = abstract.size * np.dtype(abstract.dtype).itemsize
         if groups and groups[-1][1] + size <= _GROUP_BYTES:
             groups[-1] = ([*groups[-1][0], path], groups[-1][1] + size)

@@ -58,13 +58,13 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
             raise errors.CheckpointError(
                 f"{file}: missing; {INDEX} says it holds {files.quote_some(expected)}"
             )
-        found = {tensor.name: tensor for tensor in _read_header(file)}
-        lacking = [name for name in expected if name not in found]
+        held = {tensor.name: tensor for tensor in _read_header(file)}
+        lacking = [name for name in expected if name not in held]
         if lacking:
             raise errors.CheckpointError(
                 f"{file}: lacks {files.quote_some(lacking)}, which {INDEX} says it holds"
             )
-        tensors.update(found)
+        tensors.update(held)
     return tensors
 
 
@@ -96,7 +96,7 @@ def _read_header(file: pathlib.Path) -> list[StoredTensor]:
                 f"{tensor.end:,}; {again}"
             )
     try:
-        with _local(file, head, size) as found, safetensors.safe_open(found, framework="np"):
+        with _local(file, head, size) as local, safetensors.safe_open(local, framework="np"):
             pass
     except safetensors.SafetensorError as error:
         reason = str(error).rpartition("deserializing header: ")[2]

@@ -56,8 +56,8 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     """
     tensors = read_headers(directory)
     leaves = dict(parameters.named_arrays(module))
-    wanted = parameters.readable(module)
-    _check(tensors, wanted, module, directory)
+    expected = parameters.readable(module)
+    _check(tensors, expected, module, directory)
     parts = {
         path: [
             (tensors[piece.name], piece)
@@ -65,19 +65,19 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
                 tensor_map.source_of(module, path), tensor_map.stored_shape(path, abstract.shape)
             )
         ]
-        for path, abstract in wanted.items()
+        for path, abstract in expected.items()
     }
     in_file_order = sorted(
-        wanted, key=lambda path: (parts[path][0][0].file.name, parts[path][0][0].begin)
+        expected, key=lambda path: (parts[path][0][0].file.name, parts[path][0][0].begin)
     )
-    sized = [(path, wanted[path].size) for path in in_file_order]
+    sized = [(path, expected[path].size) for path in in_file_order]
     total = sum(size for _, size in sized)
     values = {}
     for path in files.track(sized, total, f"reading {directory.name}"):
         transposed = tensor_map.is_transposed(path)
         # Do not bind the tensor to a name, so that it can be freed before the next one is read.
         values |= parameters.convert(
-            leaves[path], path, _read(parts[path], wanted[path], transposed=transposed)
+            leaves[path], path, _read(parts[path], expected[path], transposed=transposed)
         )
     parameters.assign(module, values)
 
@@ -135,7 +135,7 @@ def save(
     return len(weight_map)
 
 
-def _check(tensors, wanted, module, directory) -> None:
+def _check(tensors, expected, module, directory) -> None:
     """Checks the stored tensors against the module's parameters.
 
     Raises:
@@ -143,7 +143,7 @@ def _check(tensors, wanted, module, directory) -> None:
     """
     source = directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
     misfit = "these weights do not belong to this config.json"
-    names = tensor_map.by_tensor(module, ((path, leaf.shape) for path, leaf in wanted.items()))
+    names = tensor_map.by_tensor(module, ((path, leaf.shape) for path, leaf in expected.items()))
     missing = names.keys() - tensors.keys()
     if missing:
         raise errors.CheckpointError(
@@ -159,16 +159,16 @@ def _check(tensors, wanted, module, directory) -> None:
         )
     for name, held in names.items():
         (path, piece), *_ = held
-        tensor, expected = tensors[name], piece.shape
+        tensor, shape = tensors[name], piece.shape
         if _is_packed(tensor):
-            expected = (expected[0], -(-expected[1] // _PER_WORD))
-        if tensor.shape != expected:
+            shape = (shape[0], -(-shape[1] // _PER_WORD))
+        if tensor.shape != shape:
             raise errors.CheckpointError(
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, expected "
-                f"{list(expected)}; {misfit}"
+                f"{list(shape)}; {misfit}"
             )
         if not _is_packed(tensor):
-            _check_code(tensor, _codes_for(wanted[path].dtype))
+            _check_code(tensor, _codes_for(expected[path].dtype))
 
 
 def _is_packed(tensor: StoredTensor) -> bool:
@@ -249,9 +249,9 @@ def _readings(parts, as_stored: np.ndarray, box) -> Iterator[Callable[[], None]]
         if piece.count is None:
             yield functools.partial(_fill, part, tensor, ())
             continue
-        (low, high), *rest = box[len(lead) :]
+        (low, high), *others = box[len(lead) :]
         first, last = max(low, piece.at), min(high, piece.at + piece.count)
-        columns = tuple(slice(start, stop) for start, stop in rest)
+        columns = tuple(slice(start, stop) for start, stop in others)
         shift = piece.first - piece.at
         for start, stop in _steps(tensor, first, last):
             index = (slice(start + shift, stop + shift), *columns)

@@ -37,10 +37,10 @@ def _tokens(file: pathlib.Path) -> dict[int, str]:
     try:
         vocabulary = (content.get("model") or {}).get("vocab") or {}
         if isinstance(vocabulary, dict):
-            found = {int(token): str(text) for text, token in vocabulary.items()}
+            tokens = {int(token): str(text) for text, token in vocabulary.items()}
         else:
-            found = {token: str(text) for token, (text, _) in enumerate(vocabulary)}
+            tokens = {token: str(text) for token, (text, _) in enumerate(vocabulary)}
         added = content.get("added_tokens") or []
-        return found | {int(one["id"]): str(one["content"]) for one in added}
+        return tokens | {int(entry["id"]): str(entry["content"]) for entry in added}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise errors.CheckpointError(f"{file}: not a tokenizer's vocabulary") from error

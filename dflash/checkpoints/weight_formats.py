@@ -62,8 +62,8 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
     key, method, group = stated
     if key == _GROUP and method == _FP8:
         hf_config.check_only(group, "fmt", "e4m3")
-        found = hf_config.read_fields(group, _Blocks, group=_GROUP).weight_block_size
-        return StoredFormat(_pair(found, _BLOCK), "weight_scale_inv")
+        block = hf_config.read_fields(group, _Blocks, group=_GROUP).weight_block_size
+        return StoredFormat(_pair(block, _BLOCK), "weight_scale_inv")
     if key == _GROUP and method == _COMPRESSED and group.get("format") in _FORMATS:
         return _compressed(group)
     kind = method if method != _COMPRESSED else f"{method}, {str(group.get('format'))[:40]}"

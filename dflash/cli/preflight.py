@@ -21,26 +21,27 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
     Raises:
       UserError: A place is missing or of the wrong kind; one line for each, with its key.
     """
-    found: dict[str, type[errors.UserError]] = {}
+    problems: dict[str, type[errors.UserError]] = {}
     trouble = functools.cache(paths.find_problem)  # Look each bucket up once.
-    for key, place, given in dict.fromkeys(one for c in configs for one in places.locations(c)):
+    entries = (entry for config in configs for entry in places.locations(config))
+    for key, place, location in dict.fromkeys(entries):
         try:
             if place == "disk":
-                check_local(given)
-            check_bucket(given, trouble)
+                check_local(location)
+            check_bucket(location, trouble)
             if place == "checkpoint":
-                checkpoint.check(given, weights=files)
+                checkpoint.check(location, weights=files)
             elif place == "tokenizer":
-                checkpoint.check_reference(given)
+                checkpoint.check_reference(location)
             elif place in ("directory", "disk"):
-                _check_directory(given)
+                _check_directory(location)
             elif files:
-                check_file(given)
+                check_file(location)
         except errors.UserError as error:
-            found |= {f"{key}: {line}": type(error) for line in str(error).splitlines()}
-    if found:
-        kind = next(iter(found.values()))
-        raise kind("\n".join(found))
+            problems |= {f"{key}: {line}": type(error) for line in str(error).splitlines()}
+    if problems:
+        kind = next(iter(problems.values()))
+        raise kind("\n".join(problems))
 
 
 def check_writable(*directories: str | None) -> None:
@@ -52,13 +53,13 @@ def check_writable(*directories: str | None) -> None:
       ConfigError: A bucket cannot be reached.
       WorkdirError: A directory cannot be written; the message gives the reason.
     """
-    for given in directories:
-        if given is None:
+    for directory in directories:
+        if directory is None:
             continue
-        check_bucket(given)
-        if paths.in_bucket(given):
+        check_bucket(directory)
+        if paths.in_bucket(directory):
             continue
-        above = paths.to_path(given).absolute()
+        above = paths.to_path(directory).absolute()
         try:
             while not os.path.lexists(above):
                 above = above.parent
@@ -68,74 +69,78 @@ def check_writable(*directories: str | None) -> None:
         except (OSError, ValueError) as error:  # No file can have this name.
             reason = getattr(error, "strerror", None) or str(error)
         if reason is not None:
-            raise errors.WorkdirError(f"{given}: cannot be written: {reason}")
+            raise errors.WorkdirError(f"{directory}: cannot be written: {reason}")
 
 
-def check_local(given: str | None) -> None:
+def check_local(location: str | None) -> None:
     """Raises if a place that must be on a file system is in a bucket.
 
     Raises:
       ConfigError: The place is the URL of a bucket.
     """
-    if given is not None and paths.in_bucket(given):
+    if location is not None and paths.in_bucket(location):
         raise errors.ConfigError(
-            f"{given}: must be on a file system, not in a bucket: give a directory on a disk, or "
-            "the one where the bucket is mounted"
+            f"{location}: must be on a file system, not in a bucket: give a directory on a disk, "
+            "or the one where the bucket is mounted"
         )
 
 
 def check_bucket(
-    given: str | None, trouble: Callable[[str], str | None] = paths.find_problem
+    location: str | None, trouble: Callable[[str], str | None] = paths.find_problem
 ) -> None:
     """Raises if a URL's bucket cannot be reached; paths pass.
 
     Args:
-      given: Path, URL or None.
+      location: Path, URL or None.
       trouble: Returns the problem of a bucket or None; see `paths.find_problem`.
     Raises:
       ConfigError: The bucket is missing or does not answer, or the scheme is unsupported.
     """
-    if given is None or not paths.in_bucket(given):
+    if location is None or not paths.in_bucket(location):
         return
-    paths.check_scheme(given)
-    reason = trouble(paths.bucket_of(given))
+    paths.check_scheme(location)
+    reason = trouble(paths.bucket_of(location))
     if reason is not None:
-        raise errors.ConfigError(f"{given}: {reason}")
+        raise errors.ConfigError(f"{location}: {reason}")
 
 
-def check_file(given: str) -> None:
+def check_file(file: str) -> None:
     """Raises if a file cannot be read.
 
     Raises:
       InputError: The file is missing, a directory, or unreadable; the message suggests a similar
         name.
     """
-    path = paths.to_path(given)
+    path = paths.to_path(file)
     try:
         path.stat()
         reason = "Is a directory" if path.is_dir() else None
-        if reason is None and not paths.in_bucket(given) and not os.access(path, os.R_OK):
+        if reason is None and not paths.in_bucket(file) and not os.access(path, os.R_OK):
             reason = "Permission denied"
     except (OSError, ValueError) as error:
         reason = f"{getattr(error, 'strerror', None) or error}{_namesake(path)}"
     if reason is not None:
-        raise errors.InputError(f"{given}: cannot be read: {reason}")
+        raise errors.InputError(f"{file}: cannot be read: {reason}")
 
 
 def _namesake(path: pathlib.Path) -> str:
     """Returns "; did you mean 'x'?" if a file beside the missing one has a similar name."""
     try:
-        beside = [str(path.with_name(one.name)) for one in path.parent.iterdir() if one.is_file()]
+        beside = [
+            str(path.with_name(sibling.name))
+            for sibling in path.parent.iterdir()
+            if sibling.is_file()
+        ]
     except (OSError, ValueError):
         return ""
     return registry.suggest(str(path), beside, exhaustive=False)
 
 
-def _check_directory(given: str) -> None:
-    path = paths.to_path(given)
+def _check_directory(directory: str) -> None:
+    path = paths.to_path(directory)
     try:
         taken = path.exists() and not path.is_dir()
     except (OSError, ValueError) as error:
-        raise errors.ConfigError(f"{given}: {getattr(error, 'strerror', error)}") from error
+        raise errors.ConfigError(f"{directory}: {getattr(error, 'strerror', error)}") from error
     if taken:
-        raise errors.ConfigError(f"{given}: a file; expected a directory")
+        raise errors.ConfigError(f"{directory}: a file; expected a directory")

@@ -22,11 +22,11 @@ _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|C
 _MAX_CHARACTERS = 300  # Characters of a failure other than a UserError.
 
 
-def run(given: Sequence[Any], work: Callable[[ProcessGroup], int]) -> int:
+def run(join_arguments: Sequence[Any], work: Callable[[ProcessGroup], int]) -> int:
     """Joins the other processes and does the work; if one fails, all exit with its status."""
     host.quiet_without_tpu()
     _keep_stdout_for_results()
-    distributed.initialize(*given)
+    distributed.initialize(*join_arguments)
     group = agreement.ProcessGroup(_say_failure)
     try:
         # Raise on SIGTERM, so that the other processes stop too. Training installs its own handler.

@@ -141,28 +141,28 @@ def _run(subcommand: Subcommand, work: Callable[[Command], int | None], argv: Se
         _set_up(subcommand, command)
         return work(command) or 0
 
-    given = [values[name].value if name in values else None for name in JOIN_FLAGS]
+    join_arguments = [values[name].value if name in values else None for name in JOIN_FLAGS]
     # A plan touches no device, so it needs no other process.
     alone = any(name in values and values[name].value for name in ("dry_run", "print_config"))
-    if alone or all(value is None for value in given):
+    if alone or all(value is None for value in join_arguments):
         return run_checked()
     from dflash.cli import processes  # Imported late because it imports jax.
 
-    return processes.run(given, run_checked)
+    return processes.run(join_arguments, run_checked)
 
 
-def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **given: Any) -> Command:
+def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **flag_values: Any) -> Command:
     """Returns the command for arguments from a program, for the `run` of a command's module.
 
     Args:
       subcommand: Declaration of the subcommand.
       *arguments: Positional arguments, overrides included.
-      **given: Values of flags by name; None is the default.
+      **flag_values: Values of flags by name; None is the default.
     Raises:
       UserError: An argument is unusable; the message is that of the command line.
     """
     values = subcommand.flag_values()
-    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    words = [f"--{name}={value}" for name, value in flag_values.items() if value is not None]
     positional = _parse(subcommand, values, [*words, "--", *map(os.fspath, arguments)])
     configured = _configured if subcommand.takes_config else _plain
     command = configured(subcommand, values, positional)
@@ -192,9 +192,9 @@ def _plain(
     names = subcommand.arguments
     if len(positional) != len(names):
         expected = " and ".join(names) or "no argument"
-        found = f"{len(positional)} argument{'' if len(positional) == 1 else 's'}"
+        count = f"{len(positional)} argument{'' if len(positional) == 1 else 's'}"
         raise errors.ConfigError(
-            f"expected {expected}, not {found}; usage: {subcommand.usage}; see --help"
+            f"expected {expected}, not {count}; usage: {subcommand.usage}; see --help"
         )
     return Command(arguments=tuple(positional), **_values(values))
 
@@ -216,7 +216,7 @@ def _configured(
     """
     path, *overrides = positional
     overrides += subcommand.overrides(values)
-    load = subcommand.load or (lambda path, given: loader.load(path, given, subcommand.schema))
+    load = subcommand.load or (lambda path, args: loader.load(path, args, subcommand.schema))
     config = load(path, overrides)
     if "print_config" in values and values.print_config:
         print(loader.to_yaml(config), end="")
@@ -241,9 +241,11 @@ def _configured(
 def _values(values: flags.FlagValues) -> dict[str, Any]:
     """Returns the values of flags as fields of `Command`."""
     known = {field.name for field in dataclasses.fields(Command)} - {"flags"}
-    given = {name: values[name].value for name in values if name not in ("help", "h")}
-    own = {name: value for name, value in given.items() if name not in (*known, "print_config")}
-    fields = {name: value for name, value in given.items() if name in known} | {"flags": own}
+    flag_values = {name: values[name].value for name in values if name not in ("help", "h")}
+    own = {
+        name: value for name, value in flag_values.items() if name not in (*known, "print_config")
+    }
+    fields = {name: value for name, value in flag_values.items() if name in known} | {"flags": own}
     if fields.get("shard") is not None:
         fields["shard"] = shards.parse(fields["shard"], os.environ)
         if fields.get("workdir") is None:
@@ -259,16 +261,16 @@ def _parse(subcommand: Subcommand, values: flags.FlagValues, argv: Sequence[str]
     """
     values.set_gnu_getopt(True)
     try:
-        _, *rest = values(["dflash", *argv], known_only=True)
+        _, *words = values(["dflash", *argv], known_only=True)
     except (flags.Error, ValueError) as error:
         raise errors.ConfigError(" ".join(str(error).split())) from None
-    end = rest.index("--") if "--" in rest else len(rest)
-    unknown = [argument for argument in rest[:end] if argument.startswith("-") and argument != "-"]
+    end = words.index("--") if "--" in words else len(words)
+    unknown = [argument for argument in words[:end] if argument.startswith("-") and argument != "-"]
     if unknown:
         raise errors.ConfigError(
             *(_unknown_flag(subcommand, argument, values) for argument in unknown)
         )
-    return rest[:end] + rest[end + 1 :]
+    return words[:end] + words[end + 1 :]
 
 
 def _unknown_flag(subcommand: Subcommand, argument: str, values: flags.FlagValues) -> str:

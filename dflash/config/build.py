@@ -73,15 +73,15 @@ def build_from_json(
       The instance, valid only if both lists are empty; the names of missing fields; every other
       problem, one line each.
     """
-    given = _stated(content, schema_class, source)
+    node = _stated(content, schema_class, source)
     missing = [
         field.name
         for field in dataclasses.fields(schema_class)
-        if field.name not in given.value and _required(field)
+        if field.name not in node.value and _required(field)
     ]
     if missing:
         return None, missing, []
-    built, _, problems = build(merge([[given]], (), source), schema_class, complete=True)
+    built, _, problems = build(merge([[node]], (), source), schema_class, complete=True)
     return built, [], problems
 
 
@@ -117,15 +117,15 @@ class _Builder:
         self.problems: list[str] = []
         self.known = [key.path for key in known_keys(run, tree.content)]
 
-    def group(self, declared: type, given: ml_collections.ConfigDict, path: Path) -> Any:
+    def group(self, declared: type, content: ml_collections.ConfigDict, path: Path) -> Any:
         """Builds the dataclass of a mapping and those nested in it."""
-        cls = self._chosen(declared, given, path)
+        cls = self._chosen(declared, content, path)
         if cls is None:
             return _INVALID
         kinds = typing.get_type_hints(cls)
         # Keys may be known to a schema that is named in an unreadable file; do not report them.
-        judged = self.complete or declared not in CHOICES or "name" in given
-        for key in given:
+        judged = self.complete or declared not in CHOICES or "name" in content
+        for key in content:
             if judged and key not in kinds:
                 self._unknown((*path, key), kinds)
         values = {}
@@ -133,9 +133,9 @@ class _Builder:
         for field in dataclasses.fields(cls):
             here = (*path, field.name)
             required = _required(field)
-            if field.name in given:
+            if field.name in content:
                 kind = kinds[field.name]
-                value = self._value(kind, given[field.name], here, field.metadata)
+                value = self._value(kind, content[field.name], here, field.metadata)
                 if value is _INVALID:
                     self.unusable.add(here)
                     usable = usable and not required
@@ -150,66 +150,67 @@ class _Builder:
                     self._report(here, f"required: {expected}")
         return cls(**values) if usable else _INVALID
 
-    def _chosen(self, declared: type, given, path: Path) -> type | None:
+    def _chosen(self, declared: type, content, path: Path) -> type | None:
         """Returns the schema that the group's `name` chooses; reports an unknown name."""
-        cls = chosen_schema(declared, given)
+        cls = chosen_schema(declared, content)
         if cls is None:
-            name = self._value(str, given["name"], (*path, "name"), {})
+            name = self._value(str, content["name"], (*path, "name"), {})
             if name is not _INVALID:
                 near = registry.suggest(name, CHOICES[declared])
                 self._report((*path, "name"), f"unknown name {name!r}{near}")
         return cls
 
-    def _value(self, wanted: Any, given: Any, path: Path, bounds: Mapping[str, Any]) -> Any:
-        """Converts a value to the type `wanted`, or reports it and returns _INVALID."""
-        mapping = isinstance(given, ml_collections.ConfigDict)
+    def _value(self, declared: Any, content: Any, path: Path, bounds: Mapping[str, Any]) -> Any:
+        """Converts a value to the type `declared`, or reports it and returns _INVALID."""
+        mapping = isinstance(content, ml_collections.ConfigDict)
         # A string on the command line, such as "Question: why?", may parse as a mapping. Its node
         # keeps the text as typed.
-        node = self.tree.places[path] if mapping else given
-        kind, nullable = without_null(wanted)
+        node = self.tree.places[path] if mapping else content
+        kind, nullable = without_null(declared)
         origin = typing.get_origin(kind)
         if nullable and node.value is None:
             return None
         if mapping and dataclasses.is_dataclass(kind):
-            return self.group(kind, given, path)
+            return self.group(kind, content, path)
         if mapping and origin is Mapping:
-            return self._mapping(kind, given, path, bounds)
+            return self._mapping(kind, content, path, bounds)
         if origin is tuple:
-            return self._items(wanted, node, path, bounds)
+            return self._items(declared, node, path, bounds)
         value = _scalar(kind, node)
         if value is _INVALID or not _within(value, bounds):
-            return self._mismatch(path, wanted, node, bounds)
+            return self._mismatch(path, declared, node, bounds)
         return value
 
-    def _items(self, wanted: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
+    def _items(self, declared: Any, node: Node, path: Path, bounds: Mapping[str, Any]) -> Any:
         """Converts a list; on the command line a single value stands for a list of one."""
-        item = typing.get_args(without_null(wanted)[0])[0]
+        item = typing.get_args(without_null(declared)[0])[0]
         items, names = node.value, None
         if isinstance(items, tuple):
             names = [f"{path[-1]}[{index}]" for index in range(len(items))]
         elif node.raw is not None and (item is str or isinstance(items, _SCALARS)):
             items, names = (node,), [path[-1]]
         else:
-            return self._mismatch(path, wanted, node, bounds)
+            return self._mismatch(path, declared, node, bounds)
         values = [
-            self._value(item, given, (*path[:-1], name), bounds)
-            for given, name in zip(items, names, strict=True)
+            self._value(item, element, (*path[:-1], name), bounds)
+            for element, name in zip(items, names, strict=True)
         ]
         return _INVALID if _INVALID in values else tuple(values)
 
-    def _mapping(self, kind: Any, given, path: Path, bounds: Mapping[str, Any]) -> Any:
+    def _mapping(self, kind: Any, content, path: Path, bounds: Mapping[str, Any]) -> Any:
         item = typing.get_args(kind)[1]
-        values = {key: self._value(item, given[key], (*path, key), bounds) for key in given}
+        values = {key: self._value(item, content[key], (*path, key), bounds) for key in content}
         bad = [key for key, value in values.items() if value is _INVALID]
         self.unusable.update((*path, key) for key in bad)
         return {key: value for key, value in values.items() if key not in bad}
 
-    def _mismatch(self, path: Path, wanted: Any, node: Node, bounds: Mapping[str, Any]) -> Any:
+    def _mismatch(self, path: Path, declared: Any, node: Node, bounds: Mapping[str, Any]) -> Any:
         if type(node.value) is int and node.value > schema.INT32_MAX:
             bounds = {**bounds, "maximum": bounds.get("maximum") or schema.INT32_MAX}
         if type(node.value) is float and schema.FLOAT32_MAX < node.value < float("inf"):
             bounds = {**bounds, "maximum": bounds.get("maximum") or schema.FLOAT32_MAX}
-        message = f"expected {_describe(wanted, bounds)}, got {_show(node)}{_near(wanted, node)}"
+        expected = _describe(declared, bounds)
+        message = f"expected {expected}, got {_show(node)}{_near(declared, node)}"
         self._report(path, message, node.source)
         return _INVALID
 
@@ -237,8 +238,8 @@ def _scalar(kind: Any, node: Node) -> Any:
     """Converts a node to a scalar type; integers count as numbers, booleans do not."""
     value, text = node.value, text_of(node)
     if len(members(kind)) > 1:
-        found = (_scalar(option, node) for option in members(kind))
-        return next((value for value in found if value is not _INVALID), _INVALID)
+        values = (_scalar(option, node) for option in members(kind))
+        return next((value for value in values if value is not _INVALID), _INVALID)
     if typing.get_origin(kind) is Literal:
         return text if isinstance(text, str) and text in typing.get_args(kind) else _INVALID
     if kind is str:
@@ -258,9 +259,9 @@ def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def _describe(wanted: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
+def _describe(declared: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
     """Describes the values that a key accepts; `number` 1 returns the plural."""
-    kind, nullable = without_null(wanted)
+    kind, nullable = without_null(declared)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if kind in _NOUNS:
         words = _NOUNS[kind][number] + _range(bounds)
@@ -305,15 +306,15 @@ def _show(node: Node) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _near(wanted: Any, node: Node) -> str:
+def _near(declared: Any, node: Node) -> str:
     """Returns "; did you mean 'x'?" if the value is similar to one of the key's choices."""
-    kind = without_null(wanted)[0]
+    kind = without_null(declared)[0]
     choices = [choice for member in members(kind) for choice in typing.get_args(member)]
     fixed = [choice for choice in choices if isinstance(choice, str)]
     return registry.suggest(str(text_of(node)), fixed, exhaustive=False)
 
 
-def _shared(one: Path, other: Path) -> int:
+def _shared(first: Path, second: Path) -> int:
     """Returns the length of the common prefix of two paths."""
-    pairs = zip(one, other, strict=False)
+    pairs = zip(first, second, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -250,7 +250,7 @@ def _distillation(config: Any) -> Iterator[Problem]:
                 yield (f"{key}.tasks",), f"unknown data set {name!r}{near}"
         alone = types.SimpleNamespace(target=config.target, decode=getattr(config, key).decode)
         for keys, message in (*_stop_ids(alone), *_lengths(alone)):
-            renamed = (re.sub(r"^decode\b", f"{key}.decode", one) for one in keys)
+            renamed = (re.sub(r"^decode\b", f"{key}.decode", dotted) for dotted in keys)
             yield tuple(renamed), re.sub(r"\bdecode\.", f"{key}.decode.", message)
 
 

@@ -34,10 +34,10 @@ def check(beginning: bytes) -> None:
     Raises:
       InputError: The file is UTF-16 or UTF-32, with or without a byte order mark.
     """
-    found = next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), None)
+    encoding = next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), None)
     # English text in UTF-16 without a byte order mark: every other byte is zero.
     looked_at = beginning[:_LOOKED_AT]
-    if found is None and looked_at.count(0) > len(looked_at) // 3 > 0:
-        found = "UTF-16 or binary"
-    if found is not None:
-        raise errors.InputError(f"{found}, expected UTF-8: save the file in that encoding")
+    if encoding is None and looked_at.count(0) > len(looked_at) // 3 > 0:
+        encoding = "UTF-16 or binary"
+    if encoding is not None:
+        raise errors.InputError(f"{encoding}, expected UTF-8: save the file in that encoding")

@@ -55,30 +55,30 @@ class Key:
     @property
     def values(self) -> tuple[str, ...]:
         """Fixed values that the key may have, as a config spells them."""
-        found = list(self.names)
+        fixed = list(self.names)
         for kind in members(self.kind):
             if typing.get_origin(kind) is Literal:
-                found += typing.get_args(kind)
+                fixed += typing.get_args(kind)
             elif kind is bool:
-                found += ["true", "false"]
+                fixed += ["true", "false"]
             elif kind is type(None):
-                found.append("null")
-        return tuple(found)
+                fixed.append("null")
+        return tuple(fixed)
 
 
-def known_keys(declared: type, given: Any, path: Path = ()) -> Iterator[Key]:
+def known_keys(declared: type, content: Any, path: Path = ()) -> Iterator[Key]:
     """Yields every key that a config may hold, groups included.
 
     Args:
       declared: Schema of the config or group.
-      given: Content of the config so far, nested mappings of nodes. Names in it choose schemas.
+      content: Content of the config so far, nested mappings of nodes. Names in it choose schemas.
       path: Path of the group.
     """
-    given = given if isinstance(given, ml_collections.ConfigDict) else {}
-    cls = chosen_schema(declared, given) or declared
+    content = content if isinstance(content, ml_collections.ConfigDict) else {}
+    cls = chosen_schema(declared, content) or declared
     kinds = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        here, kind, inner = (*path, field.name), kinds[field.name], given.get(field.name)
+        here, kind, inner = (*path, field.name), kinds[field.name], content.get(field.name)
         groups = [option for option in members(kind) if dataclasses.is_dataclass(option)]
         named = declared in CHOICES and field.name == "name"
         names = CHOICES[declared] if named else _NAMES.get(here, ())
@@ -98,14 +98,14 @@ def known_keys(declared: type, given: Any, path: Path = ()) -> Iterator[Key]:
                     yield Key((*here, name), item)
 
 
-def chosen_schema(declared: type, given: Mapping[str, Any]) -> type | None:
+def chosen_schema(declared: type, content: Mapping[str, Any]) -> type | None:
     """Returns the schema of a group, by its `name` if it has one; None for an unknown name."""
     entries = CHOICES.get(declared)
     if entries is None:
         return declared
     name = next(field.default for field in dataclasses.fields(declared) if field.name == "name")
-    if "name" in given:
-        node = given["name"]
+    if "name" in content:
+        node = content["name"]
         if isinstance(node, ml_collections.ConfigDict):
             return None
         nullable = without_null(typing.get_type_hints(declared)["name"])[1]

@@ -54,10 +54,10 @@ def load(
         if node is not None and SWEEP in node.value:
             place = node.value[SWEEP].source
             problems.append(f"{place}: {SWEEP}: only dflash sweep accepts this key")
-    found = [without_sweep(node) for node in files]
-    rest = [without_sweep(node) for node in command_line]
-    config, further = resolve(found, [rest], origin, schema)
-    problems += further
+    layers = [without_sweep(node) for node in files]
+    arguments = [without_sweep(node) for node in command_line]
+    config, more = resolve(layers, [arguments], origin, schema)
+    problems += more
     if problems:
         raise errors.ConfigError(*problems)
     return config
@@ -111,7 +111,7 @@ def check_command(
     keys = {key for file in files for key in file.value} - {SWEEP}
 
     def strange(kinds: Iterable[type]) -> int:
-        return min(len(keys - {field.name for field in dataclasses.fields(one)}) for one in kinds)
+        return min(len(keys - {field.name for field in dataclasses.fields(kind)}) for kind in kinds)
 
     others = {
         command: strange(registry.load(reference) for reference in references)
@@ -147,15 +147,15 @@ def non_defaults(config: Any) -> Any:
     a group's schema is always included, because the defaults depend on it.
     """
     if dataclasses.is_dataclass(config):
-        found = {}
+        changed = {}
         for field in dataclasses.fields(config):
             value, default = getattr(config, field.name), _default(field)
             if isinstance(value, Mapping) and isinstance(default, Mapping):
                 value = {key: item for key, item in value.items() if default.get(key) != item}
                 default = {}
             if field.name == _CHOICE or value != default:
-                found[field.name] = non_defaults(value)
-        return found
+                changed[field.name] = non_defaults(value)
+        return changed
     if isinstance(config, Mapping):
         return {key: non_defaults(item) for key, item in config.items()}
     return _plain(config)
@@ -184,9 +184,11 @@ def config_hash(config: Any) -> str:
 def fitting(schemas: Sequence[type], files: Sequence[merging.Node]) -> type:
     """Returns the schema that shares most groups with the files."""
     groups = {key for file in files for key in file.value}
-    return max(
-        schemas, key=lambda one: len(groups & {field.name for field in dataclasses.fields(one)})
-    )
+
+    def num_shared(schema: type) -> int:
+        return len(groups & {field.name for field in dataclasses.fields(schema)})
+
+    return max(schemas, key=num_shared)
 
 
 def _crossed(config: Any, tree: merging.ConfigTree, unusable: set[merging.Path]) -> list[str]:
@@ -202,8 +204,8 @@ def _crossed(config: Any, tree: merging.ConfigTree, unusable: set[merging.Path])
 
 def _default(field: dataclasses.Field) -> Any:
     """Returns the default of a field; MISSING, which equals no value, for a required field."""
-    made = field.default_factory is not dataclasses.MISSING
-    return field.default_factory() if made else field.default
+    has_factory = field.default_factory is not dataclasses.MISSING
+    return field.default_factory() if has_factory else field.default
 
 
 def _plain(value: Any) -> Any:

@@ -13,8 +13,8 @@ def locations(config: Any, prefix: str = "") -> Iterator[tuple[str, schema.Place
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         place = field.metadata.get(schema.PLACE)
         if place is not None and value is not None:
-            for one in (value,) if isinstance(value, str) else value:
-                yield key, place, one
+            for location in (value,) if isinstance(value, str) else value:
+                yield key, place, location
         groups = value if isinstance(value, Mapping) else {None: value}
         for name, group in groups.items():
             if dataclasses.is_dataclass(group):

@@ -59,18 +59,20 @@ def find_config(path: str | pathlib.Path) -> pathlib.Path:
     Raises:
       ConfigError: There is no such file; the message suggests the nearest shipped config.
     """
-    given = to_path(path) if in_bucket(path) else pathlib.Path(path)
-    if _exists(given):
-        if given.is_dir():
-            raise errors.ConfigError(f"{path}: is a directory, expected a config{_inside(given)}")
-        return given
-    shipped = _shipped(given)
+    candidate = to_path(path) if in_bucket(path) else pathlib.Path(path)
+    if _exists(candidate):
+        if candidate.is_dir():
+            raise errors.ConfigError(
+                f"{path}: is a directory, expected a config{_inside(candidate)}"
+            )
+        return candidate
+    shipped = _shipped(candidate)
     if shipped is not None:
         return shipped
     configs = package_configs()
-    known = [f"configs/{one.relative_to(configs)}" for one in configs.rglob("*.yml")]
+    known = [f"configs/{config.relative_to(configs)}" for config in configs.rglob("*.yml")]
     near = registry.suggest(str(path), known, exhaustive=False)
-    if not near and given.suffix not in _SUFFIXES:
+    if not near and candidate.suffix not in _SUFFIXES:
         near = f"; expected a config; give a model as CONFIG target.checkpoint={path}"
     raise errors.ConfigError(f"{path}: no such file{near}")
 
@@ -86,11 +88,11 @@ def read(path: str | pathlib.Path, problems: list[str]) -> tuple[list[Node | Non
       file's name for messages.
     """
     try:
-        found = find_config(path)
+        main = find_config(path)
     except errors.ConfigError as error:
         problems.extend(error.problems)
         return [None], str(path)
-    return _read_with_bases(found, (), problems), _display(found)
+    return _read_with_bases(main, (), problems), _display(main)
 
 
 def parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Node]:
@@ -140,9 +142,9 @@ def merge(
                 for path in [path for path in places if path[0] == group]:
                     del places[path]
         for paths in alternatives:
-            given = [path for path in paths if any(_gives(node, path) for node in layer)]
-            for path in paths if given else ():
-                if path not in given:
+            present = [path for path in paths if any(_gives(node, path) for node in layer)]
+            for path in paths if present else ():
+                if path not in present:
                     _drop(content, path, places)
         for node in layer:
             _merge_into(content, node.value, (), places)
@@ -228,9 +230,9 @@ def _entry_from_file(
     content = _empty()
     if entry.value is None:
         return content
-    found: list[str] = []
-    files, _ = read(entry.value, found)
-    problems += [f"{entry.source}: {'.'.join(here)}: {problem}" for problem in found]
+    own_problems: list[str] = []
+    files, _ = read(entry.value, own_problems)
+    problems += [f"{entry.source}: {'.'.join(here)}: {problem}" for problem in own_problems]
     for node in files:
         if node is not None and group in node.value:
             _merge_into(content, {group: node.value[group]}, (), {})
@@ -264,7 +266,7 @@ def _renames(current: object, layer: Sequence[Node], group: str) -> bool:
     if not isinstance(old, Node):
         return False
     groups = (node.value[group].value for node in layer if group in node.value)
-    names = [given["name"] for given in groups if isinstance(given, dict) and "name" in given]
+    names = [entry["name"] for entry in groups if isinstance(entry, dict) and "name" in entry]
     # A null name means to infer it, so it is not another name.
     return bool(names) and names[-1].value is not None and text_of(names[-1]) != text_of(old)
 
@@ -315,8 +317,8 @@ def _read_with_bases(
     path: pathlib.Path, chain: tuple[pathlib.Path, ...], problems: list[str]
 ) -> list[Node | None]:
     name = _display(path)
-    node, found = _read_one(path, name)
-    problems.extend(found)
+    node, own_problems = _read_one(path, name)
+    problems.extend(own_problems)
     if node is None:
         return [None]
     content = dict(node.value)

@@ -94,9 +94,9 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         raise errors.ConfigError(*problems)
     schema = registry.load(registry.RUNS[run].schema)
     files = [loader.without_sweep(node) for node in files]
-    rest = [loader.without_sweep(node) for node in command_line]
+    arguments = [loader.without_sweep(node) for node in command_line]
     points: dict[str, SweepPoint] = {}
-    found: dict[str, list[str]] = {}
+    points_by_problem: dict[str, list[str]] = {}
     for steps in itertools.product(*(axis.steps for axis in axes)):
         nodes = {
             key: node
@@ -106,14 +106,14 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Sweep:
         values = {key: _plain(node) for key, node in nodes.items()}
         name = _name(values)
         layer = [_nested(key, node) for key, node in nodes.items()]
-        config, further = loader.resolve(files, [rest, layer], origin, schema)
+        config, point_problems = loader.resolve(files, [arguments, layer], origin, schema)
         if name in points:
-            further = [*further, f"{origin}: {loader.SWEEP}: the point {name} occurs twice"]
-        for problem in further:
-            found.setdefault(problem, []).append(name)
+            point_problems.append(f"{origin}: {loader.SWEEP}: the point {name} occurs twice")
+        for problem in point_problems:
+            points_by_problem.setdefault(problem, []).append(name)
         points[name] = SweepPoint(name, values, config)
-    if found:
-        raise errors.ConfigError(*_attributed(found, count))
+    if points_by_problem:
+        raise errors.ConfigError(*_attributed(points_by_problem, count))
     return Sweep(run, tuple(axis.keys for axis in axes), points)
 
 
@@ -130,16 +130,16 @@ def _read_blocks(
         if not isinstance(block.value, dict):
             problems.append(f"{block.source}: {loader.SWEEP}: expected a mapping")
             continue
-        for key, given in block.value.items():
+        for key, entry in block.value.items():
             if key == "run":
-                run = given
+                run = entry
             elif key not in _BLOCK:
                 near = registry.suggest(key, _BLOCK)
-                problems.append(f"{given.source}: {loader.SWEEP}.{key}: unknown key{near}")
-            elif not isinstance(given.value, dict):
-                problems.append(f"{given.source}: {loader.SWEEP}.{key}: expected a mapping")
+                problems.append(f"{entry.source}: {loader.SWEEP}.{key}: unknown key{near}")
+            elif not isinstance(entry.value, dict):
+                problems.append(f"{entry.source}: {loader.SWEEP}.{key}: expected a mapping")
             else:
-                groups[key].update(_lists(given, f"{loader.SWEEP}.{key}", problems))
+                groups[key].update(_lists(entry, f"{loader.SWEEP}.{key}", problems))
     name = "a mapping" if isinstance(run.value, dict) else str(merging.text_of(run))
     if name not in registry.RUNS:
         near = registry.suggest(name, registry.RUNS)
@@ -163,19 +163,19 @@ def _read_blocks(
 
 def _lists(node: Node, prefix: str, problems: list[str]) -> Iterator[tuple[str, Node]]:
     """Yields the lists of nested mappings by dotted key, without `prefix`."""
-    for key, given in node.value.items():
+    for key, entry in node.value.items():
         here = f"{prefix}.{key}"
-        if isinstance(given.value, dict):
-            inner = _lists(given, here, problems)
-            yield from ((f"{key}.{rest}", found) for rest, found in inner)
+        if isinstance(entry.value, dict):
+            inner = _lists(entry, here, problems)
+            yield from ((f"{key}.{inner_key}", values) for inner_key, values in inner)
         elif key.count(".") >= strict_yaml.MAX_DEPTH:
-            problems.append(merging.too_deep(given.source, key))
-        elif isinstance(given.value, tuple) and given.value:
-            yield key, given
-        elif given.raw is not None and not isinstance(given.value, tuple | Malformed):
-            yield key, dataclasses.replace(given, value=(given,))  # A single value is a list.
+            problems.append(merging.too_deep(entry.source, key))
+        elif isinstance(entry.value, tuple) and entry.value:
+            yield key, entry
+        elif entry.raw is not None and not isinstance(entry.value, tuple | Malformed):
+            yield key, dataclasses.replace(entry, value=(entry,))  # A single value is a list.
         else:
-            problems.append(f"{given.source}: {here}: expected a list of values")
+            problems.append(f"{entry.source}: {here}: expected a list of values")
 
 
 def _check_overlap(
@@ -194,9 +194,9 @@ def _check_overlap(
     for node in nodes:
         if node is None or node.source != merging.COMMAND_LINE:
             continue
-        given = ".".join(_path(node))
-        if any(_inside(given, key) for key in keys):
-            problems.append(f"{merging.COMMAND_LINE}: {given}: the sweep sets this key")
+        path = ".".join(_path(node))
+        if any(_inside(path, key) for key in keys):
+            problems.append(f"{merging.COMMAND_LINE}: {path}: the sweep sets this key")
 
 
 def _inside(key: str, other: str) -> bool:
@@ -252,8 +252,8 @@ def label(value: Any) -> str:
     return str(value)
 
 
-def _attributed(found: Mapping[str, Sequence[str]], count: int) -> Iterator[str]:
+def _attributed(points_by_problem: Mapping[str, Sequence[str]], count: int) -> Iterator[str]:
     """Yields each problem with its points, unless all points have it."""
-    for problem, names in found.items():
+    for problem, names in points_by_problem.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield problem if len(names) == count else f"{problem} [{names[0]}{more}]"

@@ -52,8 +52,8 @@ def enable(where: str | None = None) -> pathlib.Path | None:
         jax.config.update("jax_enable_compilation_cache", False)
     if not jax.config.jax_enable_compilation_cache:
         return None
-    given = jax.config.jax_compilation_cache_dir
-    if where is not None or given is None:
+    location = jax.config.jax_compilation_cache_dir
+    if where is not None or location is None:
         root = default_root() if where is None else paths.to_path(where)
         directory = root / machine()
         try:
@@ -62,13 +62,13 @@ def enable(where: str | None = None) -> pathlib.Path | None:
             return None
         if not paths.in_bucket(root):  # Never delete objects in a bucket.
             trim(root)
-        given = str(directory)
-        jax.config.update("jax_compilation_cache_dir", given)
+        location = str(directory)
+        jax.config.update("jax_compilation_cache_dir", location)
     # Most programs of a run compile in less than jax's default of a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # A program that cannot be read or written is simply compiled again, so hide jax's warning.
     warnings.filterwarnings("ignore", message=_TROUBLE)
-    return paths.to_path(given)
+    return paths.to_path(location)
 
 
 def machine() -> str:
@@ -134,14 +134,14 @@ def count_hits() -> Iterator[list[str]]:
     """Yields a list that gets one entry for every program that is read from the cache."""
     import jax
 
-    found: list[str] = []
+    hits: list[str] = []
 
     def listen(event: str, **_) -> None:
         if event == "/jax/compilation_cache/cache_hits":
-            found.append(event)
+            hits.append(event)
 
     jax.monitoring.register_event_listener(listen)
     try:
-        yield found
+        yield hits
     finally:
         jax.monitoring.unregister_event_listener(listen)

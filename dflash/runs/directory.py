@@ -126,8 +126,8 @@ def check_config(
     if not path.exists():
         return False
     stored, here = (
-        {key: value for key, value in loader.flatten(loader.to_dict(one)) if not may_change(key)}
-        for one in (_read_config(path, type(config)), config)
+        {key: value for key, value in loader.flatten(loader.to_dict(x)) if not may_change(key)}
+        for x in (_read_config(path, type(config)), config)
     )
     differences = [
         f"{key}: {_show(stored, key)} there, {_show(here, key)} here"

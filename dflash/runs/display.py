@@ -118,25 +118,26 @@ class Display:
           Function of the number of finished programs and their total. Nothing is shown before its
           first call.
         """
-        start, total = time.perf_counter(), 0
+        start, shown_total = time.perf_counter(), 0
 
-        def show(ready: int, wanted: int) -> None:
-            nonlocal total
-            if not total:
+        def show(ready: int, total: int) -> None:
+            nonlocal shown_total
+            if not shown_total:
                 self._fresh_line()
                 self._status_open = True
             if self._console.is_terminal:
                 self._console.control(rich.control.Control(ControlType.CARRIAGE_RETURN))
-                self._say(f"compiling {ready}/{wanted} … ")
-            elif not total:
-                self._say(f"compiling {wanted} program{'' if wanted == 1 else 's'} … ")
-            total = wanted
+                self._say(f"compiling {ready}/{total} … ")
+            elif not shown_total:
+                self._say(f"compiling {total} program{'' if total == 1 else 's'} … ")
+            shown_total = total
 
         with compilation_cache.count_hits() as hits:
             yield show
-        if total:
+        if shown_total:
             self._say(
-                f"{time.perf_counter() - start:.1f} s{result_text.from_cache(len(hits), total)}\n"
+                f"{time.perf_counter() - start:.1f} s"
+                f"{result_text.from_cache(len(hits), shown_total)}\n"
             )
             self._status_open = False
 
@@ -155,7 +156,7 @@ class Display:
           Function to call before each step, with its name and the completed fraction, 0 to 1.
         """
         self._fresh_line()
-        start = said = time.perf_counter()
+        start = reported = time.perf_counter()
         bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}", markup=False),
             rich.progress.BarColumn(bar_width=BAR_WIDTH),
@@ -175,11 +176,11 @@ class Display:
         task = bar.add_task(message, total=1.0, what="")
 
         def step(what: str, done: float) -> None:
-            nonlocal said
+            nonlocal reported
             bar.update(task, completed=done, what=what)
             least = QUIET_S if every_s is None else every_s
-            if bar.disable and time.perf_counter() - said >= least:
-                said = time.perf_counter()
+            if bar.disable and time.perf_counter() - reported >= least:
+                reported = time.perf_counter()
                 self.note(f"{message} · {100 * done:.0f} % · {what}")
 
         with bar:

@@ -24,9 +24,9 @@ RESULTS = "results.json"
 
 def has_outputs(directory: pathlib.Path) -> bool:
     """Returns whether a directory holds finished prompts, or files of shards."""
-    found = (directory / name for name in (OUTPUTS, BASELINE))
-    whole = any(path.exists() and path.stat().st_size for path in found)
-    return whole or bool(shards.shards_in(directory, OUTPUTS))
+    paths = (directory / name for name in (OUTPUTS, BASELINE))
+    has_records = any(path.exists() and path.stat().st_size for path in paths)
+    return has_records or bool(shards.shards_in(directory, OUTPUTS))
 
 
 def check_division(path: pathlib.Path, shard: shards.Shard) -> None:
@@ -145,7 +145,7 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
     Raises:
       WorkdirError: A file cannot be read, or holds damaged records.
     """
-    found, before_s = [], 0.0
+    joined, before_s = [], 0.0
     for shard in shards.Shard(0, count).all():
         path = directory / shard.file(name)
         if not path.exists():
@@ -153,12 +153,12 @@ def join(directory: pathlib.Path, config_hash: str, name: str, count: int) -> Re
         with files.explained(path), path.open("rb") as lines:
             own, _ = _read_records(path, lines)
         clocks = [record.decode_clock_s for record in own]
-        found += [
+        joined += [
             dataclasses.replace(record, decode_clock_s=before_s + record.decode_clock_s)
             for record in own
         ]
         before_s += max(clocks, default=0.0)
-    return _JoinedRecords(directory, config_hash, found)
+    return _JoinedRecords(directory, config_hash, joined)
 
 
 class _StoredRecords(Records):
@@ -220,8 +220,8 @@ def read(path: pathlib.Path) -> list[outputs.Record]:
       WorkdirError: The file is damaged.
     """
     with path.open("rb") as lines:
-        found, _ = _read_records(path, lines)
-    return sorted(found, key=operator.attrgetter("index"))
+        unordered, _ = _read_records(path, lines)
+    return sorted(unordered, key=operator.attrgetter("index"))
 
 
 def _read_records(path: pathlib.Path, lines: Iterable[bytes]) -> tuple[list[outputs.Record], int]:

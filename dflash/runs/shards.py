@@ -65,21 +65,21 @@ def parse(text: str | None, environment: Mapping[str, str]) -> Shard | None:
         return None
     if text == AUTO:
         return _told(environment)
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match:
         raise errors.ConfigError(f"--shard: expected i/n, such as 0/8, or {AUTO}, got {text!r}")
-    return _checked(int(found[1]), int(found[2]), text)
+    return _checked(int(match[1]), int(match[2]), text)
 
 
 def shards_in(directory: pathlib.Path, name: str) -> list[Shard]:
     """Returns the shards that have a file of this name in a directory, in order."""
     stem, _, suffix = name.rpartition(".")
-    found = []
+    shards = []
     for path in directory.glob(f"{stem}.*-of-*.{suffix}"):
         match = _NAME.search(path.name)
         if match:
-            found.append(Shard(int(match[1]), int(match[2])))
-    return sorted(found, key=lambda one: (one.count, one.index))
+            shards.append(Shard(int(match[1]), int(match[2])))
+    return sorted(shards, key=lambda shard: (shard.count, shard.index))
 
 
 def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
@@ -88,7 +88,7 @@ def check_count(directory: pathlib.Path, name: str, shard: Shard) -> None:
     Raises:
       WorkdirError: The directory holds files of shards with another count.
     """
-    others = {one.count for one in shards_in(directory, name)} - {shard.count}
+    others = {other.count for other in shards_in(directory, name)} - {shard.count}
     if others:
         raise errors.WorkdirError(
             f"{directory}: is divided into {min(others)} shards, not {shard.count}: continue with "

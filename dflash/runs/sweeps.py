@@ -162,16 +162,16 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
         path = _directory(directory, point) / POINT
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            found, metrics = content["config_hash"], content["metrics"]
+            config_hash, metrics = content["config_hash"], content["metrics"]
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise errors.WorkdirError(f"{path}: damaged: delete it to run it again") from error
         # An earlier version may have computed another hash, so compare the configs themselves.
-        same = found == loader.config_hash(point.config)
+        same = config_hash == loader.config_hash(point.config)
         if not same and not check_config(path.parent, point.config):
             raise another_config(path.parent)
-        rows[point.name] = {**point.values, **metrics, "config_hash": found}
+        rows[point.name] = {**point.values, **metrics, "config_hash": config_hash}
     return rows
 
 
@@ -289,9 +289,11 @@ def table(sweep: Sweep, columns: Iterable[str], rows: Mapping[str, Mapping[str, 
     import rich.table
 
     keys = [key for axis in sweep.axes for key in axis]
-    made = rich.table.Table(box=None, pad_edge=False)
+    rich_table = rich.table.Table(box=None, pad_edge=False)
     for key in (*keys, *columns):
-        made.add_column(key, justify="right", overflow="fold")
+        rich_table.add_column(key, justify="right", overflow="fold")
     for row in rows.values():
-        made.add_row(*(label(row[key]) for key in keys), *(shown(row.get(key)) for key in columns))
-    return made
+        rich_table.add_row(
+            *(label(row[key]) for key in keys), *(shown(row.get(key)) for key in columns)
+        )
+    return rich_table

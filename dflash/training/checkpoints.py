@@ -179,11 +179,11 @@ class Checkpoints:
           WorkdirError: The newest checkpoint cannot be read although it is not damaged, or all
             checkpoints are damaged, now or at an earlier start.
         """
-        found = distributed.broadcast(self.steps())
-        for step in reversed(found):
+        steps = distributed.broadcast(self.steps())
+        for step in reversed(steps):
             restored, damage = self._try(step, like)
             if restored is None:
-                earlier = [other for other in found if other < step]
+                earlier = [other for other in steps if other < step]
                 what_next = (
                     f"going back to step {earlier[-1]}" if earlier else "it was the only one"
                 )
@@ -249,9 +249,9 @@ class Checkpoints:
             step, args=ocp.args.Composite(**{_STATE: restore, _METADATA: ocp.args.JsonRestore()})
         )
         metadata = dict(content[_METADATA])
-        wanted = metadata.pop("checksums")
+        expected = metadata.pop("checksums")
         sums = jax.device_get(states.checksums(content[_STATE]))
-        wrong = [name for name in arrays if int(sums[name]) != wanted[name]]
+        wrong = [name for name in arrays if int(sums[name]) != expected[name]]
         if wrong:
             raise _ChecksumError(f"the checksum of {wrong[0]} is wrong")
         return RestoredCheckpoint(step, states.unflatten(like, content[_STATE]), metadata)

@@ -67,8 +67,8 @@ class Evaluation:
 def _held_out_batches(job: TrainJob) -> tuple[int, list[dict[str, np.ndarray]]]:
     """Returns the rows per held-out batch, at most those of a microbatch, and the batches."""
     config = job.config
-    wanted = config.evaluation.batches
-    if not wanted:
+    num_batches = config.evaluation.batches
+    if not num_batches:
         return 0, []
     least = job.sharding.size("batch")
     held_out = job.held_out_rows
@@ -78,7 +78,7 @@ def _held_out_batches(job: TrainJob) -> tuple[int, list[dict[str, np.ndarray]]]:
             f"{held_out.num_rows} rows of {config.data.length} tokens for validation, but "
             f"each of {least} devices needs one: raise it, or set evaluation.batches=0"
         )
-    wanted_rows = config.train.batch_size // config.optimizer.accumulate_steps
-    rows = min(wanted_rows, held_out.num_rows) // least * least
+    microbatch_rows = config.train.batch_size // config.optimizer.accumulate_steps
+    rows = min(microbatch_rows, held_out.num_rows) // least * least
     source = job.batches(held_out, batch_size=rows)
-    return rows, [next(source) for _ in range(wanted)]
+    return rows, [next(source) for _ in range(num_batches)]

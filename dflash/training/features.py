@@ -122,10 +122,10 @@ class FeatureCache:
         process, row = self._parts[part].find(number)
         return {name: stored.row(row) for name, stored in self._files(part, process).items()}
 
-    def _open(self, part: int, process: int) -> dict[str, _StoredArray]:
-        found = self._parts[part]
-        names = [name for name in found.sizes if _writer(name) == process]
-        return dict(_load(found.directory / name, found.sizes[name]) for name in names)
+    def _open(self, index: int, process: int) -> dict[str, _StoredArray]:
+        part = self._parts[index]
+        names = [name for name in part.sizes if _writer(name) == process]
+        return dict(_load(part.directory / name, part.sizes[name]) for name in names)
 
 
 class CachedBatches:
@@ -286,8 +286,8 @@ def _groups(
         group.append(compute([int(order[(first + row) % len(order)]) for row in mine]))
         if size is None:
             num_bytes = max(1, sum(array.nbytes for array in group[0].values()))
-            wanted = agreement.gather("batches of a part", math.ceil(_PART_BYTES / num_bytes))
-            size = max(wanted)
+            sizes = agreement.gather("batches of a part", math.ceil(_PART_BYTES / num_bytes))
+            size = max(sizes)
         if len(group) == size:
             yield group
             group = []
@@ -366,9 +366,9 @@ def _damaged(file: pathlib.Path) -> errors.InputError:
 
 def _inverse(order: np.ndarray) -> np.ndarray:
     """Returns the inverse of a permutation."""
-    found = np.empty_like(order)
-    found[order] = np.arange(len(order))
-    return found
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return inverse
 
 
 def _part_path(directory: pathlib.Path, number: int) -> pathlib.Path:

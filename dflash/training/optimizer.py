@@ -69,11 +69,11 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = round(config.warmup_fraction * total_steps)
-    rest = max(total_steps - warmup, 1)
+    decay_steps = max(total_steps - warmup, 1)
 
     def schedule(step):
         step = jnp.asarray(step, jnp.float32)
-        done = jnp.clip((step - warmup) / rest, 0.0, 1.0)
+        done = jnp.clip((step - warmup) / decay_steps, 0.0, 1.0)
         left = {
             "cosine": lambda: (1 + jnp.cos(jnp.pi * done)) / 2,
             "linear": lambda: 1 - done,

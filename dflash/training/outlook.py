@@ -43,7 +43,7 @@ def has_stalled(history: Sequence[Entry], patience: int) -> bool:
     """Returns whether the last `patience` evaluations brought no better score; never for 0."""
     if not patience or len(history) <= patience:
         return False
-    scores = [one["score"] for one in history]
+    scores = [entry["score"] for entry in history]
     return max(scores[-patience:]) <= max(scores[:-patience])
 
 
@@ -60,7 +60,7 @@ def _loss_without_tau(window: Sequence[Entry]) -> list[str]:
     if len(window) < _WINDOW or not {"loss", "tau"} <= first.keys() & last.keys():
         return []
     falls = last["loss"] < (1 - _FALL) * first["loss"]
-    rises = max(one["metrics"]["tau"] for one in window[1:]) > (1 + _RISE) * first["tau"]
+    rises = max(entry["metrics"]["tau"] for entry in window[1:]) > (1 + _RISE) * first["tau"]
     if not falls or rises:
         return []
     return [

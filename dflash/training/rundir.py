@@ -75,4 +75,4 @@ def same_run(saved: str | None, config: TrainRun) -> bool:
 
 def _has_checkpoints(directory: pathlib.Path) -> bool:
     checkpoints = directory / CHECKPOINTS
-    return checkpoints.is_dir() and any(one.name.isdecimal() for one in checkpoints.iterdir())
+    return checkpoints.is_dir() and any(path.name.isdecimal() for path in checkpoints.iterdir())

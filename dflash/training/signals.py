@@ -44,11 +44,11 @@ class StopSignal:
         """Exit status as shells report it, 128 + the signal's number; 0 without a signal."""
         return 0 if self.received is None else 128 + self.received
 
-    def tell(self) -> jax.Array | None:
+    def all_reduce(self) -> jax.Array | None:
         """Dispatches the all-reduce of the received signals; all processes call it at each step.
 
         Returns:
-          Argument for `hear`, int32 [], not waited for; None for a single process.
+          Argument for `record`, int32 [], not waited for; None for a single process.
         """
         if jax.process_count() == 1:
             return None
@@ -56,9 +56,9 @@ class StopSignal:
         shape = (jax.device_count(),)
         return self._largest(jax.make_array_from_callback(shape, self._each, lambda _: own))
 
-    def hear(self, told: jax.Array | None) -> None:
-        """Waits for the result of `tell` and records the signal, if any process received one."""
-        number = 0 if told is None else int(told)
+    def record(self, signals: jax.Array | None) -> None:
+        """Waits for the result of `all_reduce`, and records the signal if there is one."""
+        number = 0 if signals is None else int(signals)
         if number:
             self.received = signal.Signals(number)
 

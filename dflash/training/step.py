@@ -129,11 +129,11 @@ def rows_by_process(sharding: Sharding, rows: int) -> dict[int, tuple[int, ...]]
     Returns:
       Row indices by process.
     """
-    found: dict[int, set[int]] = {}
+    row_sets: dict[int, set[int]] = {}
     layout = sharding.named((rows,), ("batch",))
     for device, index in layout.devices_indices_map((rows,)).items():
-        found.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
-    return {process: tuple(sorted(found[process])) for process in sorted(found)}
+        row_sets.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
+    return {process: tuple(sorted(row_sets[process])) for process in sorted(row_sets)}
 
 
 def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tuple[Any, Metrics]:

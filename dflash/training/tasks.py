@@ -158,8 +158,9 @@ class DrafterTask(Task):
             parameters.fill_buffers(self.learner)
         elif jax.tree.leaves(states.untrained(self.learner)):
             models.load_weights(self.learner, self.learner_source)
-        loaded, wanted = (states.untrained(model) for model in (self.learner, self.working))
-        nnx.update(self.working, jax.tree.map(lambda x, like: x.astype(like.dtype), loaded, wanted))
+        loaded, placeholders = (states.untrained(model) for model in (self.learner, self.working))
+        cast = jax.tree.map(lambda x, like: x.astype(like.dtype), loaded, placeholders)
+        nnx.update(self.working, cast)
         return self.abstract_frozen()
 
     def abstract_frozen(self) -> Params:
@@ -187,10 +188,10 @@ class DrafterTask(Task):
                 batch["segment_ids"],
                 feature_layers=self.working.feature_layers,
             )
-        found = {"features": jax.lax.stop_gradient(features)}
+        batch_features = {"features": jax.lax.stop_gradient(features)}
         if self.config.loss.uses_target_hidden:
-            found["hidden"] = jax.lax.stop_gradient(hidden)
-        return found
+            batch_features["hidden"] = jax.lax.stop_gradient(hidden)
+        return batch_features
 
     def hf_config(self) -> dict[str, Any]:
         return type(self.learner).config_to_hf(self.learner.shape)

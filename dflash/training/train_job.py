@@ -143,10 +143,10 @@ class TrainJob:
         Raises:
           InputError: The data do not fill a batch.
         """
-        wanted = self.config.train
-        if wanted.steps is not None:
-            return wanted.steps
-        return math.ceil(wanted.epochs * self.batches_per_epoch())
+        config = self.config.train
+        if config.steps is not None:
+            return config.steps
+        return math.ceil(config.epochs * self.batches_per_epoch())
 
     @functools.cached_property
     def held_out_prompts(self) -> dict[str, list[tuple[int, ...]]]:
@@ -155,18 +155,20 @@ class TrainJob:
         Raises:
           InputError: The prompt file is unusable.
         """
-        wanted = self.config.evaluation
-        if wanted.prompts_file is not None:
-            config = PromptsConfig(file=wanted.prompts_file)
+        config = self.config.evaluation
+        if config.prompts_file is not None:
+            source = PromptsConfig(file=config.prompts_file)
             vocab_size = self.task.target.arch.vocab_size
-            found = prompts.read_prompts(config, self.tokenizer, vocab_size=vocab_size, stdin=None)
-            name = pathlib.Path(wanted.prompts_file).stem
-            return {name: [prompt.ids for prompt in found[: wanted.prompts]]}
+            held_out_prompts = prompts.read_prompts(
+                source, self.tokenizer, vocab_size=vocab_size, stdin=None
+            )
+            name = pathlib.Path(config.prompts_file).stem
+            return {name: [prompt.ids for prompt in held_out_prompts[: config.prompts]]}
         directory = store.data_directory(self.config.data.data_dir)
         return agreement.run_first_process_first(
             "held-out prompts",
             lambda: held_out.mixed_prompts(
-                self._datasets, self.tokenizer, directory, limit=wanted.prompts
+                self._datasets, self.tokenizer, directory, limit=config.prompts
             ),
         )
 
@@ -209,10 +211,10 @@ def prepare(config: TrainRun, *, date: datetime.date | None = None, dry: bool = 
     directory = task.target_source.directory
     if config.tokenizer is not None:
         directory = models.find_directory(config.tokenizer, download=not dry)
-    words = tokenizer_loading.for_target(directory, thinking=config.data.thinking, date=date)
+    tokenizer = tokenizer_loading.for_target(directory, thinking=config.data.thinking, date=date)
     if not dry:
-        agreement.check_same("tokenizer", words.fingerprint)
-    job = TrainJob(config, placed, task, words, directory)
+        agreement.check_same("tokenizer", tokenizer.fingerprint)
+    job = TrainJob(config, placed, task, tokenizer, directory)
     _check(job)
     return job
 

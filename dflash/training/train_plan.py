@@ -70,8 +70,8 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> TrainPlan:
     if task.drafts:
         counts["frozen target"] = parameters.count(task.target)
         memory[f"frozen target ({config.train.dtype})"] = _device_bytes(frozen)
-    pieces = rows // config.optimizer.accumulate_steps
-    kept = activation_bytes(task, state.params, frozen, rows=pieces, length=length)
+    microbatch_rows = rows // config.optimizer.accumulate_steps
+    kept = activation_bytes(task, state.params, frozen, rows=microbatch_rows, length=length)
     memory["activations (estimate)"] = kept // sharding.size("batch")
     duration = (
         f"{config.train.epochs:g} epochs of rows of {length} tokens"
@@ -147,11 +147,11 @@ def _product_flops(jaxpr: Any) -> float:
             list(equation.params.values()),
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         )
-        for found in inner:
-            if hasattr(found, "jaxpr"):
-                found = found.jaxpr  # Unwrap a closed jaxpr.
-            if hasattr(found, "eqns"):
-                total += times * _product_flops(found)
+        for body in inner:
+            if hasattr(body, "jaxpr"):
+                body = body.jaxpr  # Unwrap a closed jaxpr.
+            if hasattr(body, "eqns"):
+                total += times * _product_flops(body)
     return total
 
 

@@ -73,18 +73,18 @@ def _begin(
     """Returns the newest good checkpoint, or the initial state if there is none."""
     optimizer, _ = job.optimizer(steps)
     _, abstract = states.split(job.task.learner)
-    found = checkpoints.restore(states.abstract(abstract, optimizer, job.sharding), note)
-    if found is None:
+    checkpoint = checkpoints.restore(states.abstract(abstract, optimizer, job.sharding), note)
+    if checkpoint is None:
         params = job.task.fresh_params()
         state = states.create(params, optimizer, job.config.train.seed, job.sharding)
         return RestoredCheckpoint(0, state, {"data": None, "identity": rundir.identity(job.config)})
-    if not rundir.same_run(found.metadata.get("identity"), job.config):
+    if not rundir.same_run(checkpoint.metadata.get("identity"), job.config):
         raise errors.WorkdirError(
             f"{directory.path}: the checkpoints do not belong to the config in {CONFIG}: use "
             "another --workdir, or delete this one"
         )
-    note(f"continuing after step {found.step}")
-    return found
+    note(f"continuing after step {checkpoint.step}")
+    return checkpoint
 
 
 def _open_report(
@@ -133,8 +133,8 @@ def _training_batches(
     agreement.check_same("data", source.state())
     if job.config.train.features == "online" or not job.task.drafts:
         return source
-    given = job.config.train.feature_cache or str(directory.path / rundir.FEATURES)
-    base = paths.to_path(given)
+    location = job.config.train.feature_cache or str(directory.path / rundir.FEATURES)
+    base = paths.to_path(location)
     if any(base.glob("*/process-*-of-*")):
         report.note(f"{base}: ignoring features cached by an earlier version; delete them")
     rows = job.training_rows
@@ -151,7 +151,7 @@ def _feature_cache(
     rows, batch_size = job.training_rows, job.config.train.batch_size
     compute = steps_lib.make_feature_step(job.task.features, dtype=job.task.dtype)
     name = rows.corpora[corpus].corpus.name
-    wanted = min(len(rows.corpora[corpus]), rows.most_drawn(corpus, job.steps() * batch_size))
+    num_rows = min(len(rows.corpora[corpus]), rows.most_drawn(corpus, job.steps() * batch_size))
 
     def features_of(numbers: Sequence[int]) -> dict[str, np.ndarray]:
         batch = rows.read([(corpus, number) for number in numbers])
@@ -161,10 +161,12 @@ def _feature_cache(
     return features.open_cache(
         base / f"{name.replace('/', '-')}-{_cache_key(job, corpus)}",
         order=rows.order(corpus, 0),
-        num_rows=wanted,
+        num_rows=num_rows,
         rows=steps_lib.rows_by_process(job.sharding, batch_size),
         compute=features_of,
-        progress=lambda done: report.note(f"features of {name}: {min(done, wanted)}/{wanted} rows"),
+        progress=lambda done: report.note(
+            f"features of {name}: {min(done, num_rows)}/{num_rows} rows"
+        ),
     )
 
 

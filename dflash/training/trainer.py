@@ -209,7 +209,7 @@ class Trainer:
         batch = steps_lib.place(next(self._batches), self._sharding, self._config.rows)
         self._state, metrics = self._functions.train(self._state, batch)
         self._step += 1
-        self._pending.append((self._step, metrics, self._stop.tell()))
+        self._pending.append((self._step, metrics, self._stop.all_reduce()))
         while len(self._pending) > 1:
             self._check_oldest()
         if not self._compiled:
@@ -224,8 +224,8 @@ class Trainer:
         Raises:
           TrainingError: The loss or the gradient norm is non-finite.
         """
-        step, metrics, told = self._pending.popleft()
-        self._stop.hear(told)
+        step, metrics, signals = self._pending.popleft()
+        self._stop.record(signals)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         for name in ("loss", "grad_norm"):
             if not np.isfinite(values[name]):

@@ -12,10 +12,10 @@ from dflash.training.signals import StopSignal
 def test_a_signal_is_noticed_and_the_handlers_come_back(number, status):
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     with StopSignal() as stop:
-        stop.hear(stop.tell())
+        stop.record(stop.all_reduce())
         assert (stop.received, stop.exit_status) == (None, 0)
         os.kill(os.getpid(), number)
-        stop.hear(stop.tell())
+        stop.record(stop.all_reduce())
         assert (stop.received, stop.exit_status) == (number, status)
         # The next one of its kind is not for this object any more.
         assert signal.getsignal(number) is before[number]
