@@ -21,7 +21,7 @@ NUM_SUBJECTS, NUM_KINDS = (2, 3, 3, 4), (2, 3, 4)  # numbers per text, drawn wit
 
 @dataclasses.dataclass(frozen=True)
 class FactKind:
-    """FactKind of fact.
+    """Kind of fact.
 
     Attributes:
       says: Phrasings of a fact in a text; {s} is the subject, {v} the value.

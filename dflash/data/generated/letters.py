@@ -16,7 +16,7 @@ COUNT = {"train": 40_000, "validation": 2000, "test": 2000}
 
 @dataclasses.dataclass(frozen=True)
 class LetterKind:
-    """LetterKind of letter.
+    """Kind of letter.
 
     Attributes:
       name: Name with its article.
@@ -148,7 +148,7 @@ _KINDS = (
         ("It is about {event} on {day}.", "The new day is {later}.", "The time is {hour}."),
         "I am sorry, but {event} on {day} cannot take place as planned. I would like to move it to "
         "{later} at {hour}. Please let me know whether this is possible for you.",
-        "LetterKind regards",
+        "Kind regards",
     ),
     LetterKind(
         "an order",
@@ -159,14 +159,14 @@ _KINDS = (
         ),
         "I would like to order {count} {things} at the price of {price} each. Please send them to "
         "the {place}, and send me the bill as well. Please tell me when I can expect them.",
-        "LetterKind regards",
+        "Kind regards",
     ),
     LetterKind(
         "a complaint",
         ("It is about {count} {things}.", "They {fault}.", "They came on {day}."),
         "On {day} I received {count} {things} from you. Unfortunately, they {fault}. Please send "
         "me new ones, or give me my money back. I hope to hear from you soon.",
-        "LetterKind regards",
+        "Kind regards",
     ),
     LetterKind(
         "a letter of congratulation",
@@ -195,7 +195,7 @@ _KINDS = (
         "I would like to apply for the job of {work} at the {place}. I have done this work for "
         "several years, and I enjoy it very much. I could begin on {day}. I would be happy to "
         "introduce myself to you.",
-        "LetterKind regards",
+        "Kind regards",
     ),
     LetterKind(
         "a recommendation",
@@ -203,7 +203,7 @@ _KINDS = (
         "I would like to recommend {other} to you as {work}. We worked together at the {place} for "
         "several years. {other} is always friendly, works hard and learns quickly. You can call me "
         "at any time if you have questions.",
-        "LetterKind regards",
+        "Kind regards",
     ),
     LetterKind(
         "a lost and found note",

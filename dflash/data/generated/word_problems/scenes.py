@@ -37,7 +37,7 @@ _BRACKET = re.compile(r"\[(?:([a-z]) = )?([^\]]+)\]")
 
 @dataclasses.dataclass(frozen=True)
 class ScenePart:
-    """Part of a problem.
+    """Part of a scene.
 
     Attributes:
       kind: Name within the scene.
@@ -105,7 +105,7 @@ def compose(scene: Scene, pieces: tuple[ScenePart, ...]) -> Template:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """ScenePart with its place in the sequence, which the names of its numbers include (a2, x1)."""
+    """Part of a scene with its place, which the names of its numbers include (a2, x1)."""
 
     place: int
     piece: ScenePart
