@@ -29,13 +29,13 @@ class Theme:
       ink: Color of text and axes.
       paper: Color of the background.
       warning: Color of notes.
-      colours: Colors of bars and curves; the last one is a gray.
+      colors: Colors of bars and curves; the last one is a gray.
     """
 
     ink: str
     paper: str
     warning: str
-    colours: tuple[str, ...]
+    colors: tuple[str, ...]
 
 
 # Paul Tol's "bright" scheme, which color-blind readers can tell apart; lighter if the page is dark.
@@ -86,9 +86,9 @@ def speedups(cells: Sequence[Cell], baseline: str, note: str = "", theme: Theme 
         own = [cell for cell in cells if cell.strategy == strategy and cell.speedup]
         offset = (number - (len(strategies) - 1) / 2) * width
         places = [tasks.index(cell.task) + offset for cell in own]
-        colour = theme.colours[number % len(theme.colours)]
+        color = theme.colors[number % len(theme.colors)]
         bars = axes.bar(places, [cell.speedup for cell in own], 0.92 * width, yerr=_reach(own),
-                        label=strategy, color=colour, ecolor=theme.ink, capsize=3)  # fmt: skip
+                        label=strategy, color=color, ecolor=theme.ink, capsize=3)  # fmt: skip
         for bar, cell, place in zip(bars, own, places, strict=True):
             flagged = cell.has_warning(SPEEDUP)
             heights[place] = f"{cell.speedup:.2f}×{MARK if flagged else ''}"
@@ -132,12 +132,12 @@ def survival(cells: Sequence[Cell], note: str = "", theme: Theme = LIGHT) -> byt
     styles = ("-", "--", ":", "-.")
     for cell in drafting:
         strategy, task = strategies.index(cell.strategy), tasks.index(cell.task)
-        colours = theme.colours[:-1]
+        colors = theme.colors[:-1]
         axes.plot(
             range(len(cell.joint_acceptance) + 1),
             (1.0, *cell.joint_acceptance),
-            styles[(task // len(colours) if len(strategies) == 1 else strategy) % len(styles)],
-            color=colours[task % len(colours)],
+            styles[(task // len(colors) if len(strategies) == 1 else strategy) % len(styles)],
+            color=colors[task % len(colors)],
             marker="os^D"[strategy // len(styles) % 4],
             markersize=3,
             label=f"{cell.task}, {cell.strategy} (τ {cell.tau:.2f})",
@@ -160,15 +160,15 @@ def costs(cells: Sequence[Cell], theme: Theme = LIGHT) -> bytes:
     names = [f"{cell.task}, {cell.strategy}" for cell in shown]
     trusted = [0.0 if cell.has_warning(COST) else 1.0 for cell in shown]
     begin = np.zeros(len(shown))
-    for part, colour in PARTS.items():
+    for part, color in PARTS.items():
         widths = np.array([getattr(cell.cost_ms, part) for cell in shown]) * trusted
-        axes.barh(names, widths, 0.7, left=begin, color=theme.colours[colour], label=part)
+        axes.barh(names, widths, 0.7, left=begin, color=theme.colors[color], label=part)
         begin += widths
     flagged = [(cell.cost_ms.cycle, name) for cell, name in zip(shown, names, strict=True)
                 if cell.has_warning(COST)]  # fmt: skip
     if flagged:
         whole, which = zip(*flagged, strict=True)
-        axes.barh(which, whole, 0.7, color=theme.paper, edgecolor=theme.colours[6], hatch=_HATCH,
+        axes.barh(which, whole, 0.7, color=theme.paper, edgecolor=theme.colors[6], hatch=_HATCH,
                   label="cycle, parts not trustworthy")  # fmt: skip
     labels = []
     for place, cell in enumerate(shown):
@@ -211,16 +211,16 @@ def curves(
     measured = [line.name for line in lines if line.roofline_of is None]
     for line in lines:
         number = measured.index(line.roofline_of or line.name)
-        shades = len(theme.colours) - 1
-        colour, marker = theme.colours[number % shades], "os^D"[number // shades % 4]
+        shades = len(theme.colors) - 1
+        color, marker = theme.colors[number % shades], "os^D"[number // shades % 4]
         if line.roofline_of is not None:
-            axes.plot(line.places, line.values, "--", color=colour, label=line.name)
+            axes.plot(line.places, line.values, "--", color=color, label=line.name)
             continue
-        axes.plot(line.places, line.values, f"{marker}-", color=colour, markersize=4,
+        axes.plot(line.places, line.values, f"{marker}-", color=color, markersize=4,
                   label=line.name)  # fmt: skip
         flagged = [place for place, flagged in enumerate(line.flagged or ()) if flagged]
         axes.plot([line.places[i] for i in flagged], [line.values[i] for i in flagged], "o",
-                  color=colour, markerfacecolor=theme.paper, markersize=6)  # fmt: skip
+                  color=color, markerfacecolor=theme.paper, markersize=6)  # fmt: skip
     if even is not None:
         _even(axes, theme, even, f"{even:g}×")
     if log:

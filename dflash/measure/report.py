@@ -1,19 +1,41 @@
-"""Report of a benchmark: plots, and an HTML page with plots and replays."""
+"""Report of a benchmark: plots, and an HTML page with figures, plots and replays."""
 
-from collections.abc import Sequence
+import base64
+import dataclasses
+import importlib.resources
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from dflash.measure import page, plots, replay, workload
+from dflash.measure import plots, replay, workload
 from dflash.measure.bench import Bench
 from dflash.measure.cells import Cell
+from dflash.measure.replay import Replay
 from dflash.measure.samples import TaskRound
 from dflash.measure.workload import Item
 from dflash.runs.directory import RunDirectory
 from dflash.text.prompts import Prompt
 
 PAGE = "report.html"
+_TEMPLATE = "page.html"
+_PLACEHOLDER = "@DATA@"
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedReplay:
+    """Replay with the times to play it at.
+
+    Attributes:
+      replay: Recorded cycles.
+      ttft_ms: Time to the first token.
+      cycle_ms: Time of each cycle after it.
+    """
+
+    replay: Replay
+    ttft_ms: float
+    cycle_ms: float
 
 
 def write(
@@ -37,7 +59,52 @@ def write(
     for name, png in drawn["light"].items():
         directory.write(f"{name}.png", png)
     replays = _record_replays(bench, cells, done) if jax.process_count() == 1 else {}
-    directory.write(PAGE, page.render(values, notes=notes, plots=drawn, replays=replays))
+    directory.write(PAGE, render_page(values, notes=notes, plots=drawn, replays=replays))
+
+
+def render_page(
+    results: Mapping[str, Any],
+    *,
+    notes: Sequence[str],
+    plots: Mapping[str, Mapping[str, bytes]],
+    replays: Mapping[str, tuple[str, Mapping[str, TimedReplay]]],
+) -> str:
+    """Returns the page as HTML.
+
+    Args:
+      results: Content of results.json.
+      notes: Sentences to show with the figures.
+      plots: PNG files, by theme ("light", "dark") and by the name of the figure.
+      replays: By task, the prompt's text and the replay of each strategy.
+    """
+    data = {
+        "results": results,
+        "notes": list(notes),
+        "plots": {
+            theme: {name: base64.b64encode(png).decode("ascii") for name, png in some.items()}
+            for theme, some in plots.items()
+        },
+        "replays": {
+            task: {
+                "prompt": prompt,
+                "strategies": {name: _replay_values(timed) for name, timed in by_strategy.items()},
+            }
+            for task, (prompt, by_strategy) in replays.items()
+        },
+    }
+    # Escape "<", because only "</" and "<!--" have a meaning inside a script element.
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    template = importlib.resources.files("dflash.measure").joinpath(_TEMPLATE)
+    return template.read_text(encoding="utf-8").replace(_PLACEHOLDER, text)
+
+
+def _replay_values(timed: TimedReplay) -> dict[str, Any]:
+    return {
+        "first": timed.replay.first,
+        "frames": [dataclasses.asdict(frame) for frame in timed.replay.frames],
+        "ttft_ms": timed.ttft_ms,
+        "cycle_ms": timed.cycle_ms,
+    }
 
 
 def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRound]) -> dict:
@@ -60,7 +127,7 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
             words = bench.jobs[name].tokenizer
             recorded = replay.record(engine, request, item.lengths or (), words)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
-            by_strategy[name] = page.TimedReplay(recorded, cell.ttft_ms, cycle_ms)
+            by_strategy[name] = TimedReplay(recorded, cell.ttft_ms, cycle_ms)
         replays[task] = (_as_text(item.prompt), by_strategy)
     return replays
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from support.made_samples import task_round
 
-from dflash.measure import cells, load, page, plots, results, table, warnings
+from dflash.measure import cells, load, plots, report, results, table, warnings
 from dflash.measure.plots import Line
 from dflash.measure.studies import result as studies
 from dflash.measure.warnings import COST, EVERYTHING, SPEEDUP, FigureWarning
@@ -151,7 +151,7 @@ def test_the_page_has_the_warnings():
     facts = {"acceptance": {"source": "measured"}}
     found, _, words = CASES["one prompt"]
     values = results.as_values([found], [], facts, complete=True)
-    text = page.render(values, notes=table.warning_lines([found]), plots={}, replays={})
+    text = report.render_page(values, notes=table.warning_lines([found]), plots={}, replays={})
     assert text.count(words) == 2  # of its cell, and among the notes
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 
-from dflash.measure import page
+from dflash.measure import report
 from dflash.measure.replay import Frame, Replay
 
 NASTY = '</script><script>alert("x")</script><!-- \u2028 "\\'
@@ -11,8 +11,8 @@ NASTY = '</script><script>alert("x")</script><!-- \u2028 "\\'
 
 def test_text_of_a_model_cannot_leave_its_place():
     frames = (Frame(tokens=2, accepted=(NASTY,), bonus=NASTY, rejected=(NASTY,)),)
-    timed = page.TimedReplay(Replay(NASTY, frames), ttft_ms=1.0, cycle_ms=2.0)
-    text = page.render(
+    timed = report.TimedReplay(Replay(NASTY, frames), ttft_ms=1.0, cycle_ms=2.0)
+    text = report.render_page(
         {"cells": []},
         notes=[NASTY],
         plots={"light": {"a": b"png"}},
@@ -27,5 +27,5 @@ def test_text_of_a_model_cannot_leave_its_place():
 
 
 def test_the_page_asks_for_nothing_else():
-    text = page.render({}, notes=[], plots={}, replays={})
+    text = report.render_page({}, notes=[], plots={}, replays={})
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(""", text)
