@@ -4,7 +4,7 @@
     python tools/draw_pictures.py runs/pictures
 
 The picture shows the cycles of the first prompt: accepted drafted tokens, the bonus token that the
-target adds to each cycle, and plain decoding beside them.
+target adds to each cycle, and plain decoding for comparison.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Throws made-up command lines and damaged files at `dflash`, in this process, seeded.
+"""Fuzzes `dflash` in this process with random command lines and damaged files.
 
     python tools/fuzz_commands.py [--lines=1000] [--files=100] [--seed=0] [--start=0]
 
-Each must end in time with a known status; with an error in plain lines and nothing on stdout; and
-where it succeeds, what was asked for must be what was understood. A case that does not is printed
-with its number, and --start=NUMBER repeats it. Nothing is compiled: command lines plan or print.
+Each case must end in time with a known status. An error must be plain lines on stderr, with nothing
+on stdout, and a printed config must contain the values of the command line. A failing case is
+printed with its number; --start=NUMBER repeats it. Nothing is compiled: the commands only plan or
+print.
 """
 
 import argparse
@@ -42,7 +43,7 @@ prompts: {file: prompts.jsonl}
 dtype: float32
 """
 PROMPTS = '{"prompt_ids": [3, 4]}\n{"prompt_ids": [5]}\n'
-# Command lines that are right; those that the mistakes are made in.
+# Valid command lines, into which mistakes are inserted.
 LINES = (
     "decode c.yml --print_config decode.seed=3 drafter.block_size=4 dtype=float32",
     "decode c.yml --print_config prompts.text=[a,b] decode.stop_ids=[1] mesh.tensor=2",
@@ -90,12 +91,19 @@ FILES = {
 
 
 class Hang(Exception):
-    """A case took too long."""
+    """Raised if a case takes too long."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a command line ended: its status, its output, and what it raised."""
+    """Result of a command line.
+
+    Attributes:
+      status: Exit status.
+      out: Text on stdout.
+      err: Text on stderr.
+      raised: Traceback of an exception that escaped; empty otherwise.
+    """
 
     status: object
     out: str
@@ -118,7 +126,7 @@ def run(argv: Sequence[str]) -> Outcome:
             status = program.main(list(argv))
     except SystemExit as caught:
         status = caught.code
-    except BaseException:  # whatever it is, it is what this looks for
+    except BaseException:  # Any escaped exception is a finding.
         raised = traceback.format_exc(limit=-6)
     finally:
         signal.alarm(0)
@@ -128,7 +136,7 @@ def run(argv: Sequence[str]) -> Outcome:
 
 
 def verdict(argv: Sequence[str], outcome: Outcome) -> str | None:
-    """What is wrong with how a command line ended; None if nothing is."""
+    """Returns the problem of a command line's result, or None."""
     if outcome.raised:
         return outcome.raised
     if outcome.status not in STATUSES:
@@ -149,12 +157,12 @@ def verdict(argv: Sequence[str], outcome: Outcome) -> str | None:
 
 
 def misunderstood(argv: Sequence[str], printed: str) -> str | None:
-    """A key=value whose value is not in the printed config; None if all are."""
+    """Returns a problem if the printed config lacks the value of a `key=value`, or None."""
     shown = dict(loader.flatten(_plain(strict_yaml.parse(printed, "printed")[0])))
     given = dict(one.partition("=")[::2] for one in argv[2:] if "=" in one and one[0] != "-")
     for key, text in given.items():
         if key not in shown:
-            continue  # a group, or replaced by another argument
+            continue  # The key is a group, or another argument replaced it.
         value = shown[key]
         typed = _plain(strict_yaml.parse_value(text, "typed"))
         same = text == value or typed == value or [typed] == value or [text] == value
@@ -174,7 +182,7 @@ def _plain(node: strict_yaml.Node):
 
 
 def make_line(chance: random.Random) -> list[str]:
-    """A right command line with up to four mistakes in it."""
+    """Returns a valid command line with up to four mistakes inserted."""
     words = shlex.split(chance.choice(LINES))
     for _ in range(chance.choice((0, 1, 1, 2, 4))):
         at = chance.randrange(len(words) + 1)
@@ -211,7 +219,7 @@ def _altered(text: str, chance: random.Random) -> str:
 
 
 def damage(content: bytes, chance: random.Random) -> bytes:
-    """A file with a part that is lost, repeated, flipped, or of something else."""
+    """Returns the content with a part lost, repeated, flipped or replaced."""
     at = chance.randrange(len(content) + 1)
     length = chance.choice((1, 1, 4, 64, 4096))
     match chance.randrange(8):
@@ -230,7 +238,7 @@ def damage(content: bytes, chance: random.Random) -> bytes:
             odd = chance.choice(TEXTS).encode("utf-8", "surrogateescape")
             return content[:at] + odd + content[at:]
         case 6:
-            # The head of a file of weights is where most can go wrong.
+            # Damage the header, which determines how a file of weights is read.
             at = chance.randrange(min(len(content), 200) + 1)
             return content[:at] + bytes([chance.randrange(256)]) + content[at + 1 :]
     return chance.choice((b"", b"\xff\xfe" + content, b"[]", b"{}", b"null", content * 2))
@@ -238,14 +246,14 @@ def damage(content: bytes, chance: random.Random) -> bytes:
 
 @contextlib.contextmanager
 def place() -> Iterator[pathlib.Path]:
-    """A directory with everything that the command lines name; the working directory meanwhile."""
+    """Enters a temporary working directory with all files that the command lines name."""
     before = pathlib.Path.cwd()
     with tempfile.TemporaryDirectory() as name:
         root = pathlib.Path(name)
         shutil.copytree(GOLDEN / "target", root / "target")
         shutil.copytree(GOLDEN / "draft", root / "draft")
         shutil.copytree(ASSETS / "tiny_target", root / "words")
-        (root / "words" / "model.safetensors").unlink()  # plans read no weights
+        (root / "words" / "model.safetensors").unlink()  # Plans read no weights.
         shutil.copytree(GOLDEN / "target", root / "shards")
         tensors = safetensors_header.read_headers(root / "shards")
         index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
@@ -276,19 +284,19 @@ def place() -> Iterator[pathlib.Path]:
 
 
 def lines(count: int, seed: int, start: int = 0) -> Iterator[tuple[int, list[str], str]]:
-    """Runs made-up command lines; yields those that end badly: number, line and verdict."""
+    """Yields (number, command line, problem) of the random command lines that fail."""
     with place() as root:
         for number in range(start, start + count):
             argv = make_line(random.Random(f"{seed} line {number}"))
             wrong = verdict(argv, run(argv))
             if wrong is not None:
                 yield number, argv, wrong
-            for left in ("out", "w"):  # what conversions and tokenizers have made
+            for left in ("out", "w"):  # outputs of conversions and tokenizers
                 shutil.rmtree(root / left, ignore_errors=True)
 
 
 def files(count: int, seed: int, start: int = 0) -> Iterator[tuple[int, list[str], str]]:
-    """Runs command lines over damaged files; yields those that end badly, with the file."""
+    """Yields (number, file and command line, problem) of the damaged files that fail."""
     for number in range(start, start + count):
         chance = random.Random(f"{seed} file {number}")
         name = chance.choice(list(FILES))
@@ -302,7 +310,7 @@ def files(count: int, seed: int, start: int = 0) -> Iterator[tuple[int, list[str
 
 
 def main() -> int:
-    """Runs both; returns 1 if a case ended badly."""
+    """Runs all cases; returns 1 if any fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lines", type=int, default=1000)
     parser.add_argument("--files", type=int, default=100)
@@ -318,7 +326,7 @@ def main() -> int:
         for number, argv, wrong in cases(count, given.seed, given.start):
             bad += 1
             print(f"\n{kind} {number}: {shlex.join(argv)[:300]}\n{wrong}", flush=True)
-    print(f"{bad} of {given.lines + given.files} cases ended badly")
+    print(f"{bad} of {given.lines + given.files} cases failed")
     return 1 if bad else 0
 
 

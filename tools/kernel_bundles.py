@@ -1,16 +1,16 @@
-"""The static schedules of paged attention, ours and jax's, from the TPU compiler alone.
+"""Static schedules of paged attention, of this package and of jax, by the TPU compiler.
 
     python tools/kernel_bundles.py [TOPOLOGY]
     python tools/kernel_bundles.py TOPOLOGY latent   # latent attention, at Kimi K2's shapes
 
 Run it from the repository root, with the package and jax[tpu] installed; no TPU is needed.
 
-16 queries a sequence, 32 query heads over 8 kv heads of 128, bfloat16, pages of 128: the shapes of
-Qwen3-4B's verification. A bundle is one cycle where nothing stalls, so the bundles of the inner
-loop times its trips are a lower bound of the time, not a measurement. Trips are those of the busier
-core: on a chip with two cores behind one device our kernel splits the heads over both, jax's runs
-on one. One difference in what is counted: jax's kernel reads the new rows from the pages, where
-another operation must have written them; ours writes them.
+The shapes are those of Qwen3-4B's verification: 16 queries per sequence, 32 query heads over 8 kv
+heads of 128, bfloat16, pages of 128. A bundle is one cycle if nothing stalls, so the bundles of the
+inner loop times its trips are a lower bound of the time, not a measurement. Trips are those of the
+busier core: on a chip with two cores behind one device this package's kernel splits the heads over
+both, and jax's runs on one. jax's kernel reads the new rows from the pages, where another operation
+must have written them; this package's kernel writes them itself.
 """
 
 import functools
@@ -29,7 +29,7 @@ QUERIES, KV_HEADS, GROUP, WIDTH, PAGE = 16, 8, 4, 128, 128
 CASES = [(batch, context) for context in (2048, 32768) for batch in (1, 32)]
 LATENT, ROTARY = 512, 64
 LATENT_CASES = ((8, 64), (16, 64), (8, 8), (16, 8))
-# What jax's table of tuned sizes says of these heads and pages, for contexts that it knows.
+# The entry for these heads and pages in jax's table of tuned sizes.
 PAGES_PER_BLOCK = 8
 OURS, THEIRS = "paged_attention_t16", "ragged_paged_attention_kernel"
 CORES_PER_DEVICE = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}
@@ -74,7 +74,7 @@ def of_latent_attention(name: str, directory: pathlib.Path) -> None:
 
 
 def latent_arguments(rows: int, heads: int, kv_dtype):
-    """The function of latent attention, and the shapes and dtypes of its arguments."""
+    """Returns the function of latent attention, and the shapes and dtypes of its arguments."""
     pages = -(-(2048 + rows) // PAGE)
     pool = (1, pages + 1, PAGE, LATENT + ROTARY)
     shapes = [
@@ -96,7 +96,10 @@ def latent_arguments(rows: int, heads: int, kv_dtype):
 
 
 def trips(kernel: str, name: str, batch: int, context: int) -> int:
-    """Turns of the inner loop on the busier core; our last tile, outside of it, counts as one."""
+    """Returns the trips of the inner loop on the busier core.
+
+    The last tile of this package's kernel, which is outside the loop, counts as one trip.
+    """
     if kernel == THEIRS:
         return batch * -(-(context + QUERIES) // (PAGES_PER_BLOCK * PAGE))
     kind = topology.find(name).devices[0].device_kind
@@ -108,12 +111,12 @@ def trips(kernel: str, name: str, batch: int, context: int) -> int:
 def schedule(
     name: str, kernel: str, function, shapes, directory: pathlib.Path
 ) -> list[bundles.Section]:
-    """Compiles one kernel; the compiler leaves its schedule in the directory, which is emptied."""
+    """Compiles one kernel and returns its schedule, which the compiler writes to `directory`."""
     device = topology.find(name).devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
     mesh = jax.sharding.Mesh([device], ("x",))
     inputs = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
-    # jax's kernel asks for the kind of chip while it is traced.
+    # jax's kernel queries the kind of chip while it is traced.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function).lower(*inputs)
     lowered.compile()
@@ -124,7 +127,7 @@ def schedule(
 
 
 def arguments(kernel: str, batch: int, context: int):
-    """The function of a kernel, and the shapes and dtypes of its arguments."""
+    """Returns the function of a kernel, and the shapes and dtypes of its arguments."""
     dtype, ints = jnp.bfloat16, jnp.int32
     pages = -(-(context + QUERIES) // PAGE)
     heads, num_pages = KV_HEADS * GROUP, batch * pages + 1

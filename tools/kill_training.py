@@ -2,11 +2,11 @@
 
     python tools/kill_training.py [--kills=20] [--seed=0] [--soon_s=20] [key=value ...]
 
-Each start runs until a random moment at which a random process gets signal 9, and is followed by
-the same command. Every start but the first must say after which checkpoint it continues, the
-processes that are left must leave within `soon_s` (a busy machine takes more), and what a run has
-come to in the end must be, bit for bit, what it comes to undisturbed. A run that ends before all
-kills are done is followed by another one.
+Each start runs until a random process gets signal 9 at a random moment, then the command is started
+again. Every start but the first must print the checkpoint that it continues from. The remaining
+processes must exit within `soon_s` seconds, which a busy machine may exceed. The final result of a
+run must be identical, bit by bit, to that of an undisturbed run. A run that ends before all kills
+are done is followed by another run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from support.models import BYTE_TARGET
 from dflash import train
 from dflash.training import (
     rundir,
-    train_job,  # noqa: F401  # before processes are forked
+    train_job,  # noqa: F401  # Import it before processes are forked.
 )
 
 COUNT = 4
@@ -51,15 +51,15 @@ _BEGUN = re.compile(r"(?:continuing after )?step (\d+)\b")
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of the command.
+    """Result of one start of the command.
 
     Attributes:
-      killed: the process that was killed; None where all ended by themselves.
-      moment: seconds from the start to the kill.
-      soon_s: seconds from the kill within which all others must have left.
-      left_after: seconds from the kill until all others had left; None if some had not.
-      found: newest checkpoint at the start; None if there was none.
-      ends: of all processes.
+      killed: Index of the killed process; None if all processes ended by themselves.
+      moment: Seconds from the start to the kill.
+      soon_s: Seconds from the kill within which all others must exit.
+      left_after: Seconds from the kill until all others exited; None if some did not.
+      found: Newest checkpoint at the start; None if there was none.
+      ends: Result of each process.
     """
 
     killed: int | None
@@ -71,10 +71,10 @@ class Start:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with it."""
+        """Problems of the start, one line each."""
         found = []
         if self.left_after is None or self.left_after > self.soon_s:
-            found.append(f"not all have left within {self.soon_s:g} s")
+            found.append(f"some processes did not exit within {self.soon_s:g} s")
         statuses = [one and one.status for one in self.ends]
         if self.killed is None and any(statuses):
             found.append(f"statuses {statuses} without a kill")
@@ -83,12 +83,14 @@ class Start:
         first = self.ends[0].lines if self.ends[0] else []
         begun = next((line for line in first if _BEGUN.match(line)), None)
         if begun and self.found is not None and begun != f"continuing after step {self.found}":
-            found.append(f"the newest checkpoint is of step {self.found}, but it says: {begun}")
+            found.append(
+                f"the newest checkpoint has step {self.found}, but the run printed: {begun}"
+            )
         return found
 
 
 class Run:
-    """A training run in a directory of its own."""
+    """Training run in a directory of its own."""
 
     def __init__(self, root: pathlib.Path, name: str, overrides: list[str], soon_s: float):
         self._root, self._overrides, self._soon_s = root, overrides, soon_s
@@ -98,8 +100,8 @@ class Run:
         """Starts all processes, and kills one of them after a while unless all have ended.
 
         Args:
-          killed: which one; None: all end by themselves.
-          moment: seconds until then.
+          killed: Index of the process to kill; None to let all processes end by themselves.
+          moment: Seconds until the kill.
         """
         found = self._newest()
         with forked.Forked(
@@ -113,7 +115,7 @@ class Run:
             return Start(killed, moment, self._soon_s, left, found, all_.ends)
 
     def result(self) -> dict[str, str]:
-        """Hashes of all that the run has come to."""
+        """Returns hashes of the exported weights, the state and the metrics, by name."""
         found = {
             str(path.relative_to(self.directory)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted((self.directory / rundir.EXPORT).rglob("*"))
@@ -142,7 +144,7 @@ class Run:
 
 
 def train_one(command: list[str], given: tuple[str, int, int]) -> int:
-    """One process of a start; returns its exit status."""
+    """Runs one process of a start; returns its exit status."""
     names = ("coordinator_address", "num_processes", "process_id")
     try:
         train.main(
@@ -153,7 +155,7 @@ def train_one(command: list[str], given: tuple[str, int, int]) -> int:
 
 
 def prepare(root: pathlib.Path) -> None:
-    """Writes the config and something to train on."""
+    """Writes the config and the training data."""
     (root / "c.yml").write_text(CONFIG.replace("DIRECTORY", str(root)))
     lines = ({"prompt": f"{i} and {i + 1}", "response": f"is {2 * i + 1}"} for i in range(400))
     (root / "text.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -162,7 +164,7 @@ def prepare(root: pathlib.Path) -> None:
 def kill(
     root: pathlib.Path, kills: int, seed: int, soon_s: float, overrides: list[str]
 ) -> list[str]:
-    """Trains and kills; returns what is wrong."""
+    """Trains and kills; returns all problems, one line each."""
     prepare(root)
     forked.share_programs()
     whole = Run(root, "whole", overrides, soon_s)
@@ -181,7 +183,7 @@ def kill(
             done, slowest = done + 1, max(slowest, start.left_after or soon_s)
             print(
                 f"kill {done}: process {victim} at {start.moment:.2f} s, from step {start.found} "
-                f"on; all had left after {start.left_after or soon_s:.1f} s"
+                f"on; all others exited after {start.left_after or soon_s:.1f} s"
             )
         else:
             result = run.result()
@@ -194,7 +196,7 @@ def kill(
             print(*wrong, *(line for one in start.ends if one for line in one.lines), sep="\n  ")
         if start.killed is None and done >= kills:
             break
-    print(f"{done} kills, {number} runs; the others left after {slowest:.1f} s at most")
+    print(f"{done} kills, {number} runs; the others exited after at most {slowest:.1f} s")
     return problems
 
 
@@ -209,7 +211,7 @@ def main() -> None:
         problems = kill(
             pathlib.Path(directory), given.kills, given.seed, given.soon_s, given.overrides
         )
-    print("\n".join(problems) or "nothing wrong")
+    print("\n".join(problems) or "no problems")
     sys.exit(bool(problems))
 
 

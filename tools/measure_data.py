@@ -1,10 +1,10 @@
-"""Measures data streams: what a large corpus costs a host, and grain beside our own order.
+"""Measures data streams: the cost of a large corpus on a host, and grain next to our own order.
 
     python tools/measure_data.py large --tokens=1000000000    # 4 GB of temporary files
     python tools/measure_data.py grain --tokens=10000000      # needs grain, tensorflow-datasets
 
 `large` writes a corpus of random documents; new processes open it, pack it and read batches.
-`grain` makes the same documents a tfds data source, and packs them with grain's transformations.
+`grain` stores the same documents as a tfds source, and packs them by grain's transformations.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["large", "grain", "read"])
     parser.add_argument("--tokens", type=int, default=10**7)
-    parser.add_argument("--mean_length", type=int, default=500, help="tokens of a document")
-    parser.add_argument("--directory", type=pathlib.Path, help="of temporary files")
+    parser.add_argument("--mean_length", type=int, default=500, help="mean tokens per document")
+    parser.add_argument("--directory", type=pathlib.Path, help="directory for temporary files")
     given = parser.parse_args()
     if given.what == "read":
         print(json.dumps(read(given.directory)))
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure_large(directory: pathlib.Path, tokens: int, mean_length: int) -> None:
-    """What the first process to open a corpus needs, which packs it, and the next one."""
+    """Prints the cost of a corpus for the first process, which packs it, and for the next one."""
     begin = time.perf_counter()
     corpora.write(directory / "corpus", documents(tokens, mean_length))
     size = sum(file.stat().st_size for file in (directory / "corpus").iterdir())
@@ -56,7 +56,7 @@ def measure_large(directory: pathlib.Path, tokens: int, mean_length: int) -> Non
 
 
 def read(path: pathlib.Path) -> dict[str, float]:
-    """Opens a corpus and reads batches, as a host does; seconds and megabytes."""
+    """Opens a corpus and reads batches, as a host does; returns seconds and megabytes by name."""
     before, begin = memory_mb("VmHWM"), time.perf_counter()
     corpus = corpora.open_stored(path, "random", "")
     opened = time.perf_counter()
@@ -83,7 +83,7 @@ def read(path: pathlib.Path) -> dict[str, float]:
 
 
 def documents(tokens: int, mean_length: int) -> Iterator[np.ndarray]:
-    """Random documents of 0.2 to 1.8 times a length; the second half of each is supervised."""
+    """Yields random documents of 0.2 to 1.8 times a length, with a supervised second half."""
     generator = np.random.default_rng(0)
     left = tokens
     while left > 0:
@@ -95,7 +95,7 @@ def documents(tokens: int, mean_length: int) -> Iterator[np.ndarray]:
 
 
 def measure_grain(directory: pathlib.Path, tokens: int, mean_length: int) -> None:
-    """The same rows by grain over a tfds data source, and by our own order over a corpus."""
+    """Prints the cost of the same rows by grain over a tfds source, and by our own order."""
     corpora.write(directory / "corpus", documents(tokens, mean_length))
     print("ours:", json.dumps(read(directory / "corpus")))
     print("importing grain:", *timed(lambda: __import__("grain"))[1:])
@@ -131,7 +131,7 @@ def measure_grain(directory: pathlib.Path, tokens: int, mean_length: int) -> Non
 
 
 def compare_orders(grain, rows: packing.Rows) -> None:
-    """What grain could still do once rows are packed: shuffle, repeat and mix their numbers."""
+    """Compares orders of packed rows: grain shuffles, repeats and mixes their numbers."""
     shares, count = (0.7, 0.3), 20_000
     parts = [grain.MapDataset.range(len(rows)).shuffle(seed=seed).repeat() for seed in range(2)]
     mixed = grain.MapDataset.mix(parts, weights=shares)
@@ -169,7 +169,7 @@ def tfds_source(directory: pathlib.Path, tokens: int, mean_length: int):
 
 
 def timed(do: Callable[[], object]) -> tuple:
-    """The result, the seconds, and how much memory it has added."""
+    """Returns the result of a call, its seconds, and the memory that it added."""
     before, begin = memory_mb("VmRSS"), time.perf_counter()
     result = do()
     seconds = time.perf_counter() - begin
@@ -177,7 +177,7 @@ def timed(do: Callable[[], object]) -> tuple:
 
 
 def memory_mb(kind: str) -> float:
-    """Resident memory of this process, now (VmRSS) or at most (VmHWM)."""
+    """Returns this process's resident memory in MB: current (VmRSS) or peak (VmHWM)."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 1e3
 

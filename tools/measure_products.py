@@ -1,10 +1,10 @@
-"""Times a CPU's products with few rows: XLA's compile options and layouts beside one another.
+"""Times matrix products with few rows on a CPU, by XLA's compile options and layouts.
 
-    python tools/measure_products.py                      # needs nothing more
+    python tools/measure_products.py                      # needs no other package
     python tools/measure_products.py --rows 1 16 --rounds=21
 
-Chains of products have the widths of the embedded tiny target, output head included, in a loop on
-the device. Rounds take all cases in turns. PyTorch, where it is installed, runs the same chain.
+Chains of products have the widths of the embedded tiny target, output head included, and run in a
+loop on the device. Each round runs all cases in turn. PyTorch, if installed, runs the same chain.
 """
 
 import argparse
@@ -38,7 +38,7 @@ JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
 def main() -> None:
-    """Prints medians in milliseconds, a line for each number of rows."""
+    """Prints medians in milliseconds, one line for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 16, 33])
     parser.add_argument("--rounds", type=int, default=9)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def cases(rows: int) -> dict[str, Callable[[], object]]:
-    """What is timed, by name; each runs `REPEATS` chains and waits for them."""
+    """Returns the timed functions by name; each runs `REPEATS` chains and waits for them."""
     random = np.random.default_rng(0)
 
     def draw(*shape: int) -> np.ndarray:
@@ -88,7 +88,7 @@ def cases(rows: int) -> dict[str, Callable[[], object]]:
 
 
 def repeated(x, layers, head, *, transposed: bool = False):
-    """`REPEATS` chains, one after the other."""
+    """Runs `REPEATS` chains, one after the other."""
 
     def body(_, x):
         x = chain(x, layers, transposed)
@@ -98,7 +98,7 @@ def repeated(x, layers, head, *, transposed: bool = False):
 
 
 def chain(x, layers, transposed: bool):
-    """[rows, WIDTH] -> [rows, WIDTH]: the products of the layers, and little else."""
+    """Maps [rows, WIDTH] to [rows, WIDTH] by the products of the layers, and little else."""
 
     def times(x, weight):
         return x @ weight.T if transposed else x @ weight
@@ -119,7 +119,7 @@ def chain(x, layers, transposed: bool):
 
 
 def in_torch(x, layers, head) -> dict[str, Callable[[], object]]:
-    """The plain chain in PyTorch; nothing where that is not installed."""
+    """Returns the plain chain in PyTorch by name; an empty dict if PyTorch is not installed."""
     try:
         import torch
     except ImportError:

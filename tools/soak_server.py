@@ -1,9 +1,9 @@
-"""Soaks a server: requests of mixed lengths, some cancelled, some malformed; every one answered.
+"""Soaks a server with requests of mixed lengths, some of them cancelled or malformed.
 
     python tools/soak_server.py --requests=2000
 
-Its server has a small random target, and too few pages, so that requests are preempted. In the end
-answers that came whole are compared with plain decoding, and /metrics must show nothing left.
+The server has a small random target, and too few pages, so that requests are preempted. At the end,
+complete answers must equal those of plain decoding, and /metrics must show no held resources.
 """
 
 import argparse
@@ -39,8 +39,8 @@ class Case:
     """One request.
 
     Attributes:
-      body: to be sent; bytes are malformed.
-      cancel_after_s: when its client goes away; None: it stays.
+      body: JSON body to send; bytes are a malformed body.
+      cancel_after_s: Seconds after which the client disconnects; None to wait for the answer.
     """
 
     body: dict | bytes
@@ -48,7 +48,7 @@ class Case:
 
 
 def cases(count: int, seed: int, vocab_size: int = 128, longest: int = 128) -> list[Case]:
-    """Mixed lengths, prefixes that repeat, 20 % cancelled, 5 % malformed."""
+    """Returns requests of mixed lengths with repeated prefixes, 20 % cancelled, 5 % malformed."""
     draw, found = random.Random(seed), []
     prefixes = [[draw.randrange(vocab_size) for _ in range(48)] for _ in range(4)]
     for number in range(count):
@@ -72,7 +72,10 @@ def cases(count: int, seed: int, vocab_size: int = 128, longest: int = 128) -> l
 
 
 async def soak(url: str, every: list[Case], at_a_time: int) -> list[tuple[Case, str, str]]:
-    """Sends all; returns (case, outcome, text): outcome is whole, cancelled, refused or wrong."""
+    """Sends all requests; returns (case, outcome, text) of each.
+
+    The outcome is "whole", "cancelled", "rejected" or "wrong".
+    """
     free = asyncio.Semaphore(at_a_time)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
@@ -89,12 +92,12 @@ async def soak(url: str, every: list[Case], at_a_time: int) -> list[tuple[Case, 
 
 
 async def ask(client, url: str, case: Case) -> tuple[str, str]:
-    """Outcome and text of one request."""
+    """Sends one request; returns its outcome and text."""
     content = case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()
     headers = {"Content-Type": "application/json"}
     answer = await client.post(f"{url}/v1/completions", content=content, headers=headers)
     if answer.status_code in (400, 429):
-        return "refused", answer.json()["error"]["message"]
+        return "rejected", answer.json()["error"]["message"]
     if answer.status_code != 200:
         return "wrong", answer.text
     if not case.body["stream"]:
@@ -107,7 +110,7 @@ async def ask(client, url: str, case: Case) -> tuple[str, str]:
 
 
 def left_behind(server: served.Server) -> dict[str, float]:
-    """What /metrics shows of requests and pages that are still held."""
+    """Returns the metrics of requests and pages that are still held, without zeros."""
     text = server.get("/metrics")[1].decode()
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     found = {name: float(re.search(rf"^vllm:{name}{{.*}} (.*)$", text, re.M)[1]) for name in names}
@@ -115,30 +118,30 @@ def left_behind(server: served.Server) -> dict[str, float]:
 
 
 def count(server: served.Server, name: str) -> float:
-    """The value of a counter."""
+    """Returns the value of a counter."""
     text = server.get("/metrics")[1].decode()
     return float(re.search(rf"^{name}{{.*}} (.*)$", text, re.M)[1])
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process."""
+    """Returns the resident memory of a process, in MiB."""
     status = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
 
 
 def problems(server: served.Server, done: list[tuple[Case, str, str]]) -> list[str]:
-    """What is wrong after a soak: wrong texts, refused requests that were sound, things left."""
+    """Returns the problems after a soak: wrong texts, valid requests rejected, resources held."""
     found = []
     for case, outcome, text in done:
         malformed = isinstance(case.body, bytes)
-        if outcome == "wrong" or (outcome == "refused") != malformed:
+        if outcome == "wrong" or (outcome == "rejected") != malformed:
             found.append(f"{outcome}: {text} for {case.body}")
         elif outcome == "whole":
             how = {key: case.body[key] for key in ("max_tokens", "temperature", "seed")}
             wanted = bytes(served.decoded(server.config, case.body["prompt"], **how)).decode()
             if text != wanted:
                 found.append(f"wrong text: {text!r}, wanted {wanted!r} for {case.body}")
-    served.wait_until(lambda: not left_behind(server), "end of everything that was held")
+    served.wait_until(lambda: not left_behind(server), "release of all slots and pages")
     return found
 
 
@@ -163,7 +166,7 @@ def main() -> None:
         print(f"preemptions {count(server, 'vllm:num_preemptions_total'):.0f}")
         print(f"prefix hits {count(server, 'vllm:prefix_cache_hits_total'):.0f} tokens")
         print(f"resident memory {before:.0f} -> {after:.0f} MiB")
-    print("\n".join(wrong) or "nothing wrong")
+    print("\n".join(wrong) or "no problems")
     sys.exit(bool(wrong))
 
 

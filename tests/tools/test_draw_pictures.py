@@ -16,7 +16,7 @@ def test_each_token_has_a_cell():
     plain = {"output_ids": [1, 2, 3, 4, 5, 6], "acceptance_lengths": [1] * 5}
     svg = draw_pictures.picture(drafted, plain)
     assert "5 tokens in 2 cycles" in svg
-    # Legend: one cell of each of the first three kinds.
+    # The legend has one cell of each of the first three kinds.
     assert [svg.count(f'fill="{color}"') for color in draw_pictures._COLORS.values()] == [
         4,
         2,

@@ -1,4 +1,4 @@
-"""Tests of the list of mutants: each fault still has its place, and its tests are there."""
+"""Tests of the mutants: the text of each fault occurs in the package, and its tests exist."""
 
 import importlib.util
 import pathlib
@@ -13,7 +13,7 @@ MUTANTS = run.load()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_has_its_place_and_its_tests(mutant):
+def test_a_mutant_applies_and_its_tests_exist(mutant):
     source = (ROOT / mutant.path).read_text()
     assert mutant.apply(source) != source
     paths = [word for word in mutant.tests if word.startswith("tests/")]
@@ -21,7 +21,7 @@ def test_a_mutant_has_its_place_and_its_tests(mutant):
     assert all((ROOT / path.partition("::")[0]).exists() for path in paths)
 
 
-def test_a_fault_without_a_place_is_an_error():
+def test_a_text_that_does_not_occur_is_an_error():
     mutant = run.Mutant("a:0", "errors.py", "nowhere to be found", "x", ("tests/",))
     with pytest.raises(ValueError, match="occurs 0 times"):
         mutant.apply((ROOT / mutant.path).read_text())

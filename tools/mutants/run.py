@@ -30,8 +30,8 @@ class Mutant:
     Attributes:
       name: The list's name and the mutant's number in it.
       file: Path below dflash/.
-      find: Text that stands exactly once in the file.
-      replace: Text that takes its place.
+      find: Text that occurs exactly once in the file.
+      replace: Replacement of that text.
       tests: Paths and -k expressions for pytest, as on its command line.
     """
 
@@ -50,7 +50,7 @@ class Mutant:
         """Returns the source with the fault.
 
         Raises:
-          ValueError: The text to find does not stand exactly once in the source.
+          ValueError: The text to find does not occur exactly once in the source.
         """
         if (count := source.count(self.find)) != 1:
             raise ValueError(f"{self.name}: {self.file}: {self.find!r} occurs {count} times")
