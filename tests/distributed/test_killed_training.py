@@ -17,4 +17,4 @@ def test_kills_of_one_of_four_processes_cost_nothing():
     assert done.returncode == 0, done.stdout + done.stderr
     *_, summary, verdict = done.stdout.splitlines()
     assert summary.startswith("2 kills")
-    assert verdict == "nothing wrong"
+    assert verdict == "no problems"

@@ -26,6 +26,6 @@ def test_many_requests_leave_no_errors_and_no_state(tool, tmp_path):
         done = asyncio.run(tool.soak(server.url, tool.cases(REQUESTS, seed=1), 16))
         assert tool.problems(server, done) == []
         outcomes = collections.Counter(outcome for _, outcome, _ in done)
-        assert min(outcomes["whole"], outcomes["cancelled"], outcomes["refused"]) > 0
+        assert min(outcomes["whole"], outcomes["cancelled"], outcomes["rejected"]) > 0
         assert tool.count(server, "vllm:num_preemptions_total") > 0
         assert tool.count(server, "vllm:prefix_cache_hits_total") > 0
