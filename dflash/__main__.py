@@ -1,4 +1,4 @@
-"""The `dflash` command: hands a subcommand its arguments.
+"""The `dflash` command, which runs a subcommand with the remaining arguments.
 
     dflash COMMAND …        the same as python -m dflash.COMMAND …
 
@@ -16,7 +16,7 @@ _USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns or exits with its status."""
+    """Runs a subcommand, and returns its exit status or exits with it."""
     argv = list(sys.argv[1:] if argv is None else argv)
     name, *rest = argv or [""]
     if name == "help" and rest:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """What `dflash --help` prints."""
+    """Returns the text of `dflash --help`."""
     lines = [f"  {name:<16}  {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         [

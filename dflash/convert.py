@@ -5,8 +5,6 @@ dflash convert SOURCE DESTINATION --to=orbax|hf [--dtype=float32|bfloat16]
 
 import os
 import pathlib
-import time
-from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -14,11 +12,7 @@ from dflash import errors
 from dflash.checkpoints import checkpoint, files
 from dflash.cli import preflight
 from dflash.cli import subcommand as cli
-from dflash.config import registry, schema
 from dflash.storage import paths
-
-if TYPE_CHECKING:
-    from flax import nnx
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -44,7 +38,7 @@ SUBCOMMAND = cli.Subcommand(
     ),
     arguments=("SOURCE", "DESTINATION"),
     define_flags=_define_flags,
-    cpu_only=True,  # nothing is computed, and an accelerator's memory would limit the model's size
+    cpu_only=True,  # Computes nothing, and must not be limited by an accelerator's memory.
 )
 
 
@@ -58,10 +52,10 @@ def run(
     """Converts a checkpoint, as `dflash convert` does, and prints a line about it.
 
     Args:
-      source: directory or hf:org/name.
-      destination: must not exist, or be empty.
-      to: the layout to write, "hf" or "orbax".
-      dtype: "float32" or "bfloat16"; None keeps what is stored.
+      source: Directory or hf:org/name.
+      destination: Directory to write, which must be empty or not exist.
+      to: Layout to write, "hf" or "orbax".
+      dtype: Dtype to write, "float32" or "bfloat16"; None keeps the stored one.
     Returns:
       The directory that was written.
     Raises:
@@ -79,58 +73,10 @@ def _convert(command: cli.Command) -> None:
         preflight.check_bucket(place)
     files.check_vacant(paths.to_path(destination))
     preflight.check_writable(destination)
-    print(convert(source, paths.to_path(destination), **command.flags))
+    # Imports jax, after the arguments have been validated.
+    from dflash.loading import conversion
 
-
-def convert(
-    source: str, destination: pathlib.Path, *, to: checkpoint.Layout, dtype: str | None = None
-) -> str:
-    """Converts a checkpoint; `destination` appears whole or not at all.
-
-    Args:
-      source: directory or hf:org/name.
-      destination: must not exist, or be empty.
-      to: the layout to write.
-      dtype: "float32" or "bfloat16"; None keeps what is stored.
-    Returns:
-      One line that says what was written.
-    Raises:
-      CheckpointError: the source is unusable, or the destination cannot be written.
-    """
-    started = time.monotonic()
-    files.check_vacant(destination)  # before minutes of work
-    directory = checkpoint.resolve(source)
-    config = checkpoint.read_config(directory)
-    dtype = dtype or str(checkpoint.stored_dtype(directory))
-    name, module = build_abstract(directory, dtype)
-    checkpoint.load(module, directory)
-    write = checkpoint.save_hf if to == "hf" else checkpoint.save_orbax
-    count = write(module, destination, config, companions=directory)
-    size = sum(file.stat().st_size for file in destination.rglob("*") if file.is_file())
-    return (
-        f"{destination}: {name}, {count} tensors, {size / 1e9:.3g} GB, {dtype}, {to} layout, "
-        f"written in {time.monotonic() - started:.1f} s"
-    )
-
-
-def build_abstract(directory: pathlib.Path, dtype: str) -> tuple[str, "nnx.Module"]:
-    """Builds the module that config.json describes, without weights, on one device.
-
-    Returns:
-      Its registered name, and the module.
-    Raises:
-      CheckpointError: no registered target or drafter has this architecture.
-    """
-    import jax.numpy as jnp
-
-    from dflash.loading import models
-    from dflash.parallel import sharding
-
-    config = checkpoint.read_config(directory)
-    name, cls = models.find_class(config, directory, {**registry.TARGETS, **registry.DRAFTERS})
-    one_device = sharding.make_sharding(dict.fromkeys(sharding.MESH_AXES, 1), schema.SHARDING_RULES)
-    architecture = cls.architecture_from_hf(config)
-    return name, cls(architecture, dtype=jnp.dtype(dtype), sharding=one_device)
+    print(conversion.convert(source, paths.to_path(destination), **command.flags))
 
 
 main = cli.entry_point(SUBCOMMAND, _convert)

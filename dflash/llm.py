@@ -5,10 +5,10 @@
 >>> completion, = llm.generate("Tom has 4 boxes with 6 pens each. How many pens does Tom have?")
 >>> completion.finish_reason, len(completion.token_ids)
 ('length', 24)
->>> sum(completion.acceptance_lengths) == 23  # the first token comes from the prompt's own pass
+>>> sum(completion.acceptance_lengths) == 23  # The prefill yields the first token.
 True
 
-The output is the target's own, whatever the drafter:
+The output does not depend on the drafter:
 
 >>> plain = llm.with_drafter("none")  # shares the target's weights
 >>> plain.generate(completion.prompt)[0].text == completion.text
@@ -39,7 +39,8 @@ from dflash.text.grammar import Vocabulary
 from dflash.text.prompts import Prompt
 from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
-_MIN_LENGTH = 512  # tokens that an engine has room for, so that like lengths share its programs
+# Fewest tokens that an engine has room for, so that prompts of similar lengths share its programs.
+_MIN_LENGTH = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Piece:
     """Newly accepted tokens of one kind.
 
     Attributes:
-      text: what can be shown now; characters wait for their last token.
-      token_ids: the tokens.
-      drafted: whether they are accepted drafts; otherwise they are the target's own, which there is
-        one of in each cycle, at its end.
-      logprobs: of the tokens, if asked for.
+      text: Text that is complete so far; a character appears with its last token.
+      token_ids: Token ids.
+      drafted: Whether these are accepted drafts; otherwise this is the token that the target adds
+        at the end of each cycle.
+      logprobs: Log-probabilities of the tokens, if requested.
     """
 
     text: str
@@ -62,20 +63,20 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A prompt and its output.
+    """Prompt and its output.
 
     Attributes:
-      prompt: as it was given.
-      prompt_token_ids: its tokens.
-      text: the output, without special tokens.
-      token_ids: the output's tokens, a stop token included.
-      finish_reason: "stop" (a stop token, which is the last of `token_ids`), "length", or "error":
-        the output could not be continued as its grammar demands.
-      acceptance_lengths: tokens committed in each cycle. The first token comes from the prompt's
-        own pass, so they sum to len(token_ids) - 1.
-      prefill_ms: time from the prompt's start to its first token.
-      decode_ms: time from the first token to the last.
-      logprobs: of each of `token_ids`, if asked for.
+      prompt: Prompt as passed by the caller.
+      prompt_token_ids: Token ids of the prompt.
+      text: Text of the output, without special tokens.
+      token_ids: Token ids of the output, a stop token included.
+      finish_reason: "stop" (the last token is a stop token), "length", or "error" (the output could
+        not be continued according to its grammar).
+      acceptance_lengths: Tokens committed in each cycle. The first token comes from the prefill, so
+        they sum to len(token_ids) - 1.
+      prefill_ms: Time from the start of the prefill to the first token, in milliseconds.
+      decode_ms: Time from the first token to the last, in milliseconds.
+      logprobs: Log-probabilities of each output token, if requested.
     """
 
     prompt: prompts_lib.Value
@@ -90,25 +91,25 @@ class Completion:
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length; nan where the first token was also the last."""
+        """Mean acceptance length (τ); nan if the first token was also the last."""
         lengths = self.acceptance_lengths
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
 class Stream(Iterator[Piece]):
-    """The pieces of an output as they are accepted; see `LLM.stream`.
+    """Iterator over the pieces of an output as they are accepted; see `LLM.stream`.
 
     Attributes:
-      completion: the whole, once all pieces have been taken; None before.
+      completion: Completion of the prompt; None until the iterator is exhausted.
     """
 
     def __init__(self, pieces: Iterator[Piece | Completion]):
-        """Takes pieces, the last of which is the completion."""
+        """Wraps an iterator of pieces, the last of which is the completion."""
         self._pieces = pieces
         self.completion: Completion | None = None
 
     def __next__(self) -> Piece:
-        """The next piece; waits for it."""
+        """Waits for the next piece and returns it."""
         piece = next(self._pieces)
         if isinstance(piece, Completion):
             self.completion = piece
@@ -117,10 +118,10 @@ class Stream(Iterator[Piece]):
 
 
 class LLM:
-    """A target with a drafter, in memory, ready to decode.
+    """Target with a drafter, loaded and ready to decode.
 
     Programs are compiled when the first prompt of a length needs them, and kept; those of earlier
-    processes come from jax's persistent compilation cache. Not for several threads at once.
+    processes come from jax's persistent compilation cache. An instance is not thread-safe.
     """
 
     def __init__(
@@ -131,16 +132,17 @@ class LLM:
         drafter: str | os.PathLike | None = None,
         compilation_cache: str | None = None,
     ):
-        """Reads the config, and the weights.
+        """Reads the config and loads the weights.
 
         Args:
-          config: a YAML file, as the commands take it; None for the defaults.
-          *overrides: `key=value`, as the commands take them.
-          target: directory or hf:org/name of the target, instead of the config's.
-          drafter: that of a drafter, or the name of a strategy, such as "ngram".
-          compilation_cache: directory for compiled programs, or "off"; see --compilation_cache.
+          config: Config file, as for the commands; None for the defaults.
+          *overrides: Overrides `key=value`, as for the commands.
+          target: Directory or hf:org/name of the target; overrides the config.
+          drafter: Directory or hf:org/name of a drafter, or the name of a strategy such as "ngram";
+            overrides the config.
+          compilation_cache: Directory for compiled programs, or "off"; see --compilation_cache.
         Raises:
-          UserError: the config is unusable, or a checkpoint is missing or damaged.
+          UserError: The config is unusable, or a checkpoint is missing or damaged.
         """
         if config is not None and "=" in os.fspath(config):
             config, overrides = None, (os.fspath(config), *overrides)
@@ -156,35 +158,35 @@ class LLM:
 
     @property
     def config(self) -> DecodeRun:
-        """The resolved config."""
+        """Resolved config."""
         return self._job.config
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer."""
+        """Tokenizer of the target."""
         return self._job.tokenizer
 
     def with_drafter(self, drafter: str | os.PathLike, *overrides: str) -> "LLM":
-        """The same target, whose weights are shared, with another drafter.
+        """Returns an LLM with another drafter that shares the weights of this target.
 
-        Programs are shared too where the drafters differ in their weights alone. Overrides that
-        the drafter before was given do not apply to this one.
+        If the drafters differ only in their weights, programs are shared too. Overrides of the
+        previous drafter's keys do not apply to the new one.
 
         Args:
-          drafter: name of a strategy, or directory or hf:org/name of a drafter.
-          *overrides: `key=value` for its own keys, or for `decode`.
+          drafter: Name of a strategy, or directory or hf:org/name of a drafter.
+          *overrides: Overrides `key=value` of the drafter's keys, or of `decode`.
         Raises:
-          UserError: the drafter is missing, damaged or does not fit, or an override concerns the
+          UserError: The drafter is missing, damaged or does not fit, or an override concerns the
             target.
         """
         other = copy.copy(self)
-        kept = [one for one in self._overrides if not one.startswith("drafter.")]
+        kept = [each for each in self._overrides if not each.startswith("drafter.")]
         other._overrides = (*kept, *_drafter_overrides(drafter), *overrides)
         run = loader.load(self._path, other._overrides)
         if jobs.target_key(run) != jobs.target_key(self.config):
             raise errors.ConfigError(
-                "with_drafter shares the target: leave target, mesh, sharding_rules and dtype as "
-                "they are, or make another LLM"
+                "with_drafter shares the target, so target, mesh, sharding_rules and dtype cannot "
+                "be overridden; create another LLM"
             )
         other._job = self._job.with_drafter(run)
         other._job.load_drafter()
@@ -198,24 +200,24 @@ class LLM:
         prompts: prompts_lib.Value | Iterable[prompts_lib.Value],
         sampling: Sampling | None = None,
     ) -> list[Completion]:
-        """Decodes prompts, as many at a time as `decode.batch_size` says.
+        """Decodes prompts, in batches of `decode.batch_size`.
 
         Args:
-          prompts: each a text, token ids, or messages with "role" and "content"; a single text may
-            stand alone. Text goes through the chat template where `prompts.chat` says so.
-          sampling: for all of them.
+          prompts: One text, or several prompts: each a text, token ids, or messages with "role" and
+            "content". Texts go through the chat template if `prompts.chat` is true.
+          sampling: Sampling parameters of all prompts; None for the config's.
         Returns:
-          A completion for each prompt, in their order.
+          One completion per prompt, in the order of the prompts.
         Raises:
-          InputError: a prompt is unusable or too long; nothing has been decoded then.
+          InputError: A prompt is unusable or too long; no prompt is decoded then.
         """
         values = [prompts] if isinstance(prompts, str) else list(prompts)
         if not values:
             return []
-        job, engine, asked = self._prepare(values, sampling)
+        job, engine, batch = self._prepare(values, sampling)
         done: dict[int, requests.Completion] = {}
-        logprobs: dict[int, list[TokenLogprobs]] = {request.id: [] for request in asked}
-        for event in decode(engine, asked):
+        logprobs: dict[int, list[TokenLogprobs]] = {request.id: [] for request in batch}
+        for event in decode(engine, batch):
             if isinstance(event, requests.Completion):
                 done[event.id] = event
             else:
@@ -228,13 +230,13 @@ class LLM:
     def chat(
         self, messages: Iterable[Mapping[str, Any]], sampling: Sampling | None = None
     ) -> Completion:
-        """The answer to a conversation, through the checkpoint's chat template.
+        """Returns the answer to a conversation, formatted by the checkpoint's chat template.
 
         Args:
-          messages: each with "role" and "content"; the last one is usually the user's.
-          sampling: how to draw it.
+          messages: Messages with "role" and "content"; the last one is usually the user's.
+          sampling: Sampling parameters; None for the config's.
         Raises:
-          InputError: there is no chat template, it refuses these messages, or they are too long.
+          InputError: There is no chat template, it rejects these messages, or they are too long.
         """
         return self.generate([list(messages)], sampling)[0]
 
@@ -248,36 +250,36 @@ class LLM:
         True
 
         Args:
-          prompt: a text, token ids or messages, as for `generate`.
-          sampling: how to draw its output.
+          prompt: Text, token ids or messages, as for `generate`.
+          sampling: Sampling parameters; None for the config's.
         Returns:
-          An iterator of pieces, whose `completion` is there once it has ended.
+          An iterator of pieces, whose `completion` is set once it is exhausted.
         Raises:
-          InputError: the prompt is unusable or too long; before the first piece.
+          InputError: The prompt is unusable or too long; raised before the first piece.
         """
         return Stream(_pieces(prompt, *self._prepare([prompt], sampling)))
 
     def _prepare(self, values: Sequence[prompts_lib.Value], sampling: Sampling | None):
-        """A job over these prompts, an engine with all programs that they need, and requests."""
+        """Returns a job over these prompts, an engine with their programs, and their requests."""
         config, sampling = self.config, sampling or Sampling()
         decode_config = sampling.applied_to(config.decode)
         job = dataclasses.replace(
             self._job, config=dataclasses.replace(config, decode=decode_config)
         )
         vocab_size = job.target.arch.vocab_size
-        found = prompts_lib.from_values(
+        encoded = prompts_lib.from_values(
             values, config.prompts, job.tokenizer, vocab_size=vocab_size
         )
-        job = jobs.with_prompts(job, found)
-        asked = sampling.requests(job.requests(found), lambda: self._vocabulary)
-        for request in asked:
+        job = jobs.with_prompts(job, encoded)
+        batch = sampling.requests(job.requests(encoded), lambda: self._vocabulary)
+        for request in batch:
             requests.check_request(request, max_length=job.max_length, vocab_size=vocab_size)
         engine = self._engine
         if engine is None or not engine.has_room(job.max_length, len(job.stop_ids)):
             engine = self._engine = _roomy(job).engine()
-        constrained = any(request.grammar is not None for request in asked)
-        engine.compile((len(prompt.ids) for prompt in found), grammars=constrained)
-        return job, engine, asked
+        constrained = any(request.grammar is not None for request in batch)
+        engine.compile((len(prompt.ids) for prompt in encoded), grammars=constrained)
+        return job, engine, batch
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -289,7 +291,7 @@ def _target_overrides(target: str | os.PathLike | None) -> tuple[str, ...]:
 
 
 def _drafter_overrides(drafter: str | os.PathLike | None) -> tuple[str, ...]:
-    """A drafter as overrides of a config: the name of a strategy, or a checkpoint of one."""
+    """Returns the overrides that select a drafter, by a strategy's name or by a checkpoint."""
     if drafter is None:
         return ()
     reference = os.fspath(drafter)
@@ -304,7 +306,7 @@ def _drafter_overrides(drafter: str | os.PathLike | None) -> tuple[str, ...]:
 
 
 def _roomy(job: Job) -> Job:
-    """The job with room for longer prompts than its own: a power of two, as far as there is one."""
+    """Returns the job with room for longer prompts: the next power of two, if the target allows."""
     if job.config.decode.max_length is not None:
         return job
     positions = job.target.arch.max_position_embeddings
@@ -313,17 +315,17 @@ def _roomy(job: Job) -> Job:
 
 
 def _pieces(
-    value: prompts_lib.Value, job: Job, engine: Engine, asked: Sequence[Request]
+    value: prompts_lib.Value, job: Job, engine: Engine, batch: Sequence[Request]
 ) -> Iterator[Piece | Completion]:
-    """The pieces of the only prompt of a job, and its completion."""
+    """Yields the pieces of a job's only prompt, then its completion."""
     (prompt,) = job.prompts
     words = IncrementalDecoder(job.tokenizer)
     logprobs: list[TokenLogprobs] = []
-    for event in decode(engine, asked):
+    for event in decode(engine, batch):
         if isinstance(event, requests.Completion):
-            rest = words.flush()
-            if rest:
-                yield Piece(rest, (), drafted=False)
+            tail = words.flush()
+            if tail:
+                yield Piece(tail, (), drafted=False)
             yield _completion(value, prompt, event, job.tokenizer, logprobs)
             return
         logprobs += event.logprobs
@@ -340,18 +342,18 @@ def _pieces(
 def _completion(
     value: prompts_lib.Value,
     prompt: Prompt,
-    found: requests.Completion,
+    completion: requests.Completion,
     tokenizer: Tokenizer,
     logprobs: Sequence[TokenLogprobs],
 ) -> Completion:
     return Completion(
         prompt=value,
         prompt_token_ids=prompt.ids,
-        text=tokenizer.decode(found.output_ids),
-        token_ids=found.output_ids,
-        finish_reason=found.finish_reason,
-        acceptance_lengths=found.acceptance_lengths,
-        prefill_ms=found.prefill_ms,
-        decode_ms=found.decode_ms,
+        text=tokenizer.decode(completion.output_ids),
+        token_ids=completion.output_ids,
+        finish_reason=completion.finish_reason,
+        acceptance_lengths=completion.acceptance_lengths,
+        prefill_ms=completion.prefill_ms,
+        decode_ms=completion.decode_ms,
         logprobs=tuple(logprobs),
     )
