@@ -37,7 +37,7 @@ def quiet(what: str, done: float) -> None:
 class Bench:
     """One target with its weights, and an engine for each strategy, the baseline first.
 
-    Call the methods in this order: `load`, `converse`, `compile`, `warm_up`, `run`.
+    Call the methods in this order: `load`, `decode_later_turns`, `compile`, `warm_up`, `run`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Bench:
         for job in self.jobs.values():
             weights.load(job.drafter, job.drafter_source, self.target.sharding)
 
-    def converse(self) -> None:
+    def decode_later_turns(self) -> None:
         """Turns the later turns of conversations into prompts of their own.
 
         Every strategy decodes them after the baseline's answers, so that all strategies decode the
@@ -158,10 +158,10 @@ class Bench:
 
     def marks(self, queue: Sequence[Item], done: Sequence[Completion]) -> tuple[bool | None, ...]:
         """Returns whether each output has the right answer; None if its prompt has none."""
-        words = self.jobs[self.baseline].tokenizer
+        tokenizer = self.jobs[self.baseline].tokenizer
         return tuple(
             item.grader(
-                words.decode(completion.output_ids), finished=completion.finish_reason == "stop"
+                tokenizer.decode(completion.output_ids), finished=completion.finish_reason == "stop"
             )
             if item.grader
             else None

@@ -146,7 +146,7 @@ def measure(
         bench.load()
     if bench.workload.has_later_turns:
         with display.status("decoding the answers that later turns follow"):
-            bench.converse()
+            bench.decode_later_turns()
     with display.compiling() as compiling:
         bench.compile(compiling)
     with display.status("warming up"):

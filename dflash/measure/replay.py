@@ -52,8 +52,8 @@ def record(
     engine.follow([lengths])
     slot = Slot(0, engine.layout.standing_pages(0))
     state = admit(engine, engine.new_state(), slot, request)
-    words = IncrementalDecoder(tokenizer)
-    first = words.push([int(jax.device_get(state.anchor)[0])])
+    decoder = IncrementalDecoder(tokenizer)
+    first = decoder.push([int(jax.device_get(state.anchor)[0])])
     frames = []
     while jax.device_get(state.active)[0]:
         state, tokens, counts, proposal = engine.show_cycle(state)
@@ -61,7 +61,7 @@ def record(
         committed = tokens[0, : counts[0]].tolist()
         parents = None if proposal.parents is None else proposal.parents[0]
         num_accepted, rejected = split(proposal.tokens[0].tolist(), parents, committed)
-        texts = [words.push([token]) for token in committed]
+        texts = [decoder.push([token]) for token in committed]
         frames.append(
             Frame(
                 tokens=len(committed),

@@ -124,8 +124,8 @@ def _record_replays(bench: Bench, cells: Sequence[Cell], done: Sequence[TaskRoun
             if not engine.has_parts:
                 continue  # A replay runs single cycles, which cannot choose block sizes.
             cell = next(cell for cell in cells if (cell.task, cell.strategy) == (task, name))
-            words = bench.jobs[name].tokenizer
-            recorded = replay.record(engine, request, item.lengths or (), words)
+            tokenizer = bench.jobs[name].tokenizer
+            recorded = replay.record(engine, request, item.lengths or (), tokenizer)
             cycle_ms = cell.cost_ms.cycle if cell.cost_ms else 0.0
             by_strategy[name] = TimedReplay(recorded, cell.ttft_ms, cycle_ms)
         replays[task] = (_as_text(item.prompt), by_strategy)

@@ -37,7 +37,7 @@ def run(
     directory.write("study.png", answer.png(workload.forced_note(config) if decodes else ""))
     notes = [f"not trustworthy: {warning.words}" for warning in warnings.of_load(load.others_share)]
     if decodes:
-        notes.append(workload.words(config)["words"])
+        notes.append(workload.acceptance_source(config)["words"])
     table.show(answer.text(wide=wide), notes)
     return values
 
@@ -53,7 +53,7 @@ def _content(config: BenchmarkRun, answer: studies.StudyResult, load: Load) -> d
             dataclasses.asdict(warning) for warning in warnings.of_load(load.others_share)
         ],
         "load": dataclasses.asdict(load),
-        "acceptance": workload.words(config),
+        "acceptance": workload.acceptance_source(config),
         **results.common_facts(config),
         "rows": [dict(row) for row in answer.rows],
     }

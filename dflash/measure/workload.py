@@ -138,10 +138,10 @@ def read(config: BenchmarkRun, job: jobs.Job) -> Workload:
         tasks = _made_up(config, _draw(config, job), job)
     else:
         tasks = _tasks(config, job)
-    return Workload(tasks, words(config))
+    return Workload(tasks, acceptance_source(config))
 
 
-def words(config: BenchmarkRun) -> dict[str, Any]:
+def acceptance_source(config: BenchmarkRun) -> dict[str, Any]:
     """Returns the source of the acceptance lengths, as in results.json."""
     if config.trace is not None:
         return {"source": "trace", "file": config.trace, "words": _TRACE_WORDS}

@@ -33,7 +33,7 @@ def test_later_turns_follow_what_the_baseline_has_said(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     bench = benches.prepare(make_config(tmp_path))
     bench.load()
-    bench.converse()
+    bench.decode_later_turns()
     items = bench.workload.items
     assert [(item.prompt.index, item.turn) for item in items] == [(0, 0), (1, 1), (2, 2), (3, 0)]
     job = bench.jobs["none"]
@@ -47,7 +47,7 @@ def test_later_turns_follow_what_the_baseline_has_said(tmp_path):
     assert [dict(message)["content"] for message in items[2].prompt.messages] == [
         "What?", said[0], "Why is it so?", said[1], "Oh.",
     ]  # fmt: skip
-    bench.converse()  # there is nothing left to be said
+    bench.decode_later_turns()  # there is nothing left to be said
     assert bench.workload.items == items
 
 

@@ -41,7 +41,7 @@ def serve(config: BenchmarkRun) -> Iterator[Step]:
     yield Step("loading weights", 0)
     bench.load()
     if bench.workload.has_later_turns:
-        bench.converse()
+        bench.decode_later_turns()
     closed, items = config.study.values or AT_A_TIME, bench.workload.items
     # Each load sends its requests in this order.
     warming = items[:1] * 2

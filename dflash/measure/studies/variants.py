@@ -143,7 +143,7 @@ def _steps(
 ) -> Iterator[Step]:
     """Measures every cell, and yields a result of all of them after each task of each round."""
     yield Step("decoding the answers that later turns follow", 0)
-    bench.converse()
+    bench.decode_later_turns()
     yield Step(f"compiling for {len(bench.jobs)} strategies", 0)
     bench.compile()
     yield Step("warming up", 0)
