@@ -33,7 +33,7 @@ _PIECE_BYTES = 8 * 2**20
 _ALIGNMENT_BYTES = 64  # Alignment at which a CPU device adopts a host buffer without a copy.
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # Dtypes of plain weights.
 _PER_WORD = 8  # 4-bit values per int32. Source: compressed-tensors, pack-quantized.
-_NARROW_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # Dtypes of weights with scales.
+_QUANTIZED_DTYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # Dtypes of weights with scales.
 _BUFFER_DTYPES = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 _STORED = _DTYPES | _BUFFER_DTYPES | {"I8": np.int8, "F8_E4M3": jnp.float8_e4m3fn}
 _CODES = {np.dtype(dtype): code for code, dtype in (_DTYPES | _BUFFER_DTYPES).items()}
@@ -178,8 +178,8 @@ def _is_packed(tensor: StoredTensor) -> bool:
 
 def _codes_for(dtype: np.dtype) -> Mapping[str, Any]:
     """Returns the stored dtypes from which an array of this dtype may be read."""
-    if dtype.name in _NARROW_DTYPES:
-        return {_NARROW_DTYPES[dtype.name]: dtype}
+    if dtype.name in _QUANTIZED_DTYPES:
+        return {_QUANTIZED_DTYPES[dtype.name]: dtype}
     return _DTYPES if jnp.issubdtype(dtype, jnp.floating) else _BUFFER_DTYPES
 
 

@@ -1,4 +1,4 @@
-"""Commands in several processes, which join, compare their arguments, and leave together."""
+"""Commands that run as several processes: joining, comparing arguments, and exiting together."""
 
 import contextlib
 import os

@@ -152,7 +152,7 @@ def _run(subcommand: Subcommand, work: Callable[[Command], int | None], argv: Se
 
 
 def parse(subcommand: Subcommand, *arguments: str | os.PathLike, **flag_values: Any) -> Command:
-    """Returns the command for arguments from a program, for the `run` of a command's module.
+    """Parses the arguments of a Python caller; the `run` functions of command modules use it.
 
     Args:
       subcommand: Declaration of the subcommand.

@@ -260,7 +260,7 @@ def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
 
 
 def _describe(declared: Any, bounds: Mapping[str, Any], number: int = 0) -> str:
-    """Describes the values that a key accepts; `number` 1 returns the plural."""
+    """Describes the values that a key accepts, in the plural if `number` is 1."""
     kind, nullable = without_null(declared)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if kind in _NOUNS:

@@ -272,26 +272,26 @@ def _batch(config: Any) -> Iterator[Problem]:
     axes = config.sharding_rules.get("batch", ())
     if not set(axes) <= set(_MESH_AXES):
         return
-    pieces = math.prod(getattr(config.mesh, axis) for axis in axes)
+    devices = math.prod(getattr(config.mesh, axis) for axis in axes)
     size = config.decode.batch_size
-    if size % pieces:
+    if size % devices:
         product = " × ".join(f"mesh.{axis}" for axis in axes)
         keys = "decode.batch_size", *(f"mesh.{axis}" for axis in axes)
-        yield keys, f"{size} does not divide over {product} = {pieces} devices"
+        yield keys, f"{size} does not divide over {product} = {devices} devices"
 
 
 def _training_length(config: Any) -> Iterator[Problem]:
     """Checks a training run's length and the divisibility of its batches."""
-    train, pieces = config.train, config.optimizer.accumulate_steps
+    train, microbatches = config.train, config.optimizer.accumulate_steps
     if (train.steps is None) == (train.epochs is None):
         yield ("train.steps", "train.epochs"), "give exactly one of train.steps and train.epochs"
     axes = [axis for axis in config.sharding_rules.get("batch", ()) if axis in _MESH_AXES]
     devices = math.prod(getattr(config.mesh, axis) for axis in axes)
-    if train.batch_size % (pieces * devices):
+    if train.batch_size % (microbatches * devices):
         keys = "train.batch_size", "optimizer.accumulate_steps", *(f"mesh.{axis}" for axis in axes)
         message = (
-            f"{train.batch_size} does not divide into optimizer.accumulate_steps={pieces} pieces "
-            f"over {devices} device{'s' if devices > 1 else ''}"
+            f"{train.batch_size} does not divide into optimizer.accumulate_steps={microbatches} "
+            f"microbatches over {devices} device{'s' if devices > 1 else ''}"
         )
         yield keys, message
 

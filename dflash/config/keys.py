@@ -19,14 +19,14 @@ CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
     schema.DrafterConfig: registry.DRAFTERS,
 }
 _UNIONS = (types.UnionType, typing.Union)  # Types of `X | Y` and of Union[X, Y].
-# Registries that the values of a key are names of.
+# Registries whose names are the valid values of a key.
 _NAMES: Mapping[Path, Mapping[str, Any]] = {
     ("prompts", "dataset"): registry.DATASETS,
     ("tasks",): registry.DATASETS,
     ("test", "tasks"): registry.DATASETS,
     ("drafter", "family"): registry.TARGETS,
 }
-# Registries that the entries of a mapping are names of.
+# Registries whose names are the usual keys of a mapping.
 _ENTRIES: Mapping[Path, Mapping[str, Any]] = {
     ("data", "mixture"): registry.DATASETS,
     ("answers", "tasks"): registry.DATASETS,

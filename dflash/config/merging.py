@@ -47,7 +47,7 @@ class ConfigTree:
 
 def package_configs() -> pathlib.Path:
     """Returns the directory of shipped configs: package data or a checkout's `configs/`."""
-    # Start from this file, since the working directory may have a `dflash` directory, too.
+    # Resolve relative to this file, since the working directory may also have a `dflash` directory.
     package = pathlib.Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

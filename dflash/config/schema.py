@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 AUTO = "auto"
 RANDOM = "random"  # Value of `checkpoint` for random weights.
-INT32_MAX = 2**31 - 1  # Integers on the device; the default bound of every integer key.
+INT32_MAX = 2**31 - 1  # Largest integer on the device, and the default maximum of integer keys.
 MAX_SEED = 2**32 - 1
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # Floats on the device; the default bound of every float key.
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # Largest float on the device, and maximum of float keys.
 MAX_TOKENS = 2**24  # Tokens per sequence.
 MAX_BATCH = 2**16  # Slots of the decode loop, or prompts of a task.
 MAX_EXPERTS = 4096  # Experts per layer.

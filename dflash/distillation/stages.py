@@ -133,7 +133,7 @@ def run(config: DistillRun, directory: RunDirectory, date: datetime.date, displa
       Exit status: 0 if all stages are done, or 128 + the number of the signal that stopped
       training.
     Raises:
-      UserError: Questions, checkpoints, numbers or files are unusable.
+      UserError: Questions, checkpoints or files are unusable, or training diverges.
     """
     path = paths.absolute(directory.path)
     distillation = Distillation(config, path, date, display)

@@ -26,7 +26,7 @@ MAX_BYTES = 2 * 2**30  # Limit for all programs together.
 _PROGRAMS = "*/*-cache"  # Programs below the root; jax appends the suffix.
 _TROUBLE = "Error (reading|writing) persistent compilation cache entry"
 _CHECKED = 0o400  # File mode of a program that was verified to be complete.
-_SETTLED_S = 60.0  # Age of a file at which no process is writing it any more.
+_SETTLED_S = 60.0  # Minimum age of a file to assume that no process is still writing it.
 
 
 def default_root() -> pathlib.Path:

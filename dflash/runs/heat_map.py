@@ -61,7 +61,7 @@ def draw(
         axes.set_ylabel(", ".join(down))
         for (y, line), x in itertools.product(enumerate(panel), range(len(acrosses))):
             if line[x] is not None:
-                dark = line[x] <= (low + high) / 2  # If all are equal, the color is the lowest.
+                dark = line[x] <= (low + high) / 2  # Equal values all take the darkest color.
                 color = "white" if dark else "black"
                 axes.text(x, y, f"{line[x]:.3g}", ha="center", va="center", color=color)
     figure.colorbar(image, ax=list(all_axes))

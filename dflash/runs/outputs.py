@@ -33,7 +33,7 @@ class Record:
     acceptance_lengths: tuple[int, ...]  # Tokens committed in each cycle, bonus included.
     prefill_ms: float  # Time from the start of the prefill to the first token.
     decode_ms: float  # Time from the first token to the last.
-    decode_clock_s: float  # Total decoding time of the run, over all prompts, at this moment.
+    decode_clock_s: float  # Time that the run had spent in decoding when this prompt finished.
     block_sizes: tuple[int, ...] = ()  # Rows verified in each cycle.
 
     @property

@@ -65,7 +65,10 @@ class Evaluation:
 
 
 def _held_out_batches(job: TrainJob) -> tuple[int, list[dict[str, np.ndarray]]]:
-    """Returns the rows per held-out batch, at most those of a microbatch, and the batches."""
+    """Returns the number of rows per held-out batch, and the batches.
+
+    A held-out batch has at most as many rows as a microbatch in training.
+    """
     config = job.config
     num_batches = config.evaluation.batches
     if not num_batches:

@@ -86,14 +86,14 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
 
 def decays(params: Any) -> Any:
-    """Returns a tree of bools: whether weight decay applies to each parameter."""
+    """Returns a tree of bools, True for parameters with weight decay."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim > 1 and _EMBEDDING not in _names(path), params
     )
 
 
 def _rules(params: Any) -> Any:
-    """Returns a tree of labels: the update rule of each parameter, Muon or AdamW."""
+    """Returns a tree of labels, the update rule of each parameter."""
 
     def choose(path, leaf):
         matrix = leaf.ndim == 2 and not {_EMBEDDING, _HEAD}.intersection(_names(path))

@@ -102,14 +102,14 @@ def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
     mine = rows_of_process(sharding, rows)
 
     def put(array):
-        def piece(index):
+        def shard_rows(index):
             begin, end, _ = index[0].indices(rows)
             first = bisect.bisect_left(mine, begin)
             return array[first : first + end - begin]
 
         names = ("batch", *(None,) * (array.ndim - 1))
         shape = (rows, *array.shape[1:])
-        return jax.make_array_from_callback(shape, sharding.named(shape, names), piece)
+        return jax.make_array_from_callback(shape, sharding.named(shape, names), shard_rows)
 
     return {name: put(array) for name, array in batch.items()}
 
@@ -136,7 +136,9 @@ def rows_by_process(sharding: Sharding, rows: int) -> dict[int, tuple[int, ...]]
     return {process: tuple(sorted(row_sets[process])) for process in sorted(row_sets)}
 
 
-def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tuple[Any, Metrics]:
+def _gradients(
+    loss, params, frozen, batch, key, dtype, num_microbatches, sharding
+) -> tuple[Any, Metrics]:
     """Returns gradients and metrics, averaged over the microbatches of a batch."""
 
     @functools.partial(jax.grad, has_aux=True)
@@ -144,32 +146,36 @@ def _gradients(loss, params, frozen, batch, key, dtype, pieces, sharding) -> tup
         value, metrics = loss(optax.tree.cast(params, dtype), frozen, batch, key)
         return value, _complete(value, metrics)
 
-    if pieces == 1:
+    if num_microbatches == 1:
         return differentiate(params, batch, key)
 
-    def body(carry, piece):
+    def body(carry, numbered):
         grads, metrics, seen = carry
-        index, part = piece
-        new_grads, new_metrics = differentiate(params, part, jax.random.fold_in(key, index))
+        index, microbatch = numbered
+        new_grads, new_metrics = differentiate(params, microbatch, jax.random.fold_in(key, index))
         weight = new_metrics[WEIGHT]
         grads = optax.tree.add_scale(grads, weight, new_grads)
         metrics = optax.tree.add_scale(metrics, weight, new_metrics)
         return (grads, metrics, seen + weight), ()
 
-    parts = {name: _cut(array, pieces, sharding) for name, array in batch.items()}
-    first = {name: array[0] for name, array in parts.items()}
+    microbatches = {
+        name: _split(array, num_microbatches, sharding) for name, array in batch.items()
+    }
+    first = {name: array[0] for name, array in microbatches.items()}
     shapes = jax.eval_shape(differentiate, params, first, key)
     start = (*optax.tree.zeros_like(shapes, jnp.float32), jnp.float32(0))
-    (grads, metrics, seen), _ = jax.lax.scan(body, start, (jnp.arange(pieces), parts))
+    (grads, metrics, seen), _ = jax.lax.scan(
+        body, start, (jnp.arange(num_microbatches), microbatches)
+    )
     scale = 1 / jnp.maximum(seen, jnp.finfo(jnp.float32).tiny)
     grads, metrics = jax.tree.map(lambda x: x * scale, (grads, metrics))
     return grads, metrics | {WEIGHT: seen}
 
 
-def _cut(array: jax.Array, pieces: int, sharding: Sharding) -> jax.Array:
-    """Splits [B, …] into [pieces, B / pieces, …]; every row stays on its device."""
-    rows = array.shape[0] // pieces
-    array = array.reshape(rows, pieces, *array.shape[1:]).swapaxes(0, 1)
+def _split(array: jax.Array, num_microbatches: int, sharding: Sharding) -> jax.Array:
+    """Splits [B, …] into [M, B / M, …] for M microbatches; every row stays on its device."""
+    rows = array.shape[0] // num_microbatches
+    array = array.reshape(rows, num_microbatches, *array.shape[1:]).swapaxes(0, 1)
     return sharding.constrain(array, None, "batch", *(None,) * (array.ndim - 2))
 
 

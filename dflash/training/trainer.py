@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, and a clean end."""
+"""Training loop: steps, evaluations, checkpoints, and early or signaled stops."""
 
 import collections
 import contextlib
