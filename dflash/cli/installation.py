@@ -108,13 +108,13 @@ def size_bytes(directory: pathlib.Path) -> int:
 
 
 def cores() -> str:
-    """Returns the number of processor cores, in words."""
+    """Returns a description of the processor cores."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{count} cores"
 
 
 def memory() -> str:
-    """Returns the size of the main memory, in words."""
+    """Returns a description of the main memory."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):

@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 
 
 def quiet(what: str, done: float) -> None:
-    """Ignores progress; a `Progress`."""
+    """Ignores the progress of a run; the default `Progress`."""
 
 
 class Bench:

@@ -15,7 +15,7 @@ from dflash.runs.sweeps import Runner
 
 
 class BenchmarkPoints(Runner):
-    """Runs each point as a benchmark, with the point's directory as its work directory."""
+    """Runner of sweep points that are benchmarks; each point has a work directory of its own."""
 
     metrics = results.FIGURES
     shown = ("tau", "speedup")

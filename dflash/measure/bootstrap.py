@@ -49,7 +49,7 @@ def bootstrap(
 
 
 def interval(drawn: np.ndarray) -> tuple[float, float]:
-    """Returns the ends of the central `INTERVAL_PERCENT` of the drawn values, float [draws]."""
+    """Returns the ends of the central interval that holds `INTERVAL_PERCENT` of `drawn` [draws]."""
     tail = (100 - INTERVAL_PERCENT) / 2
     low, high = np.percentile(drawn, [tail, 100 - tail])
     return float(low), float(high)

@@ -41,7 +41,7 @@ class Script(nnx.Variable):
 
 
 class ForcedDrafter(Drafter):
-    """Wraps a drafter and accepts its drafts as far as a script says.
+    """Drafter around another one, whose drafts are accepted as a script prescribes.
 
     The script has a row for each sequence, in the order in which they are inserted into a state.
     """
@@ -125,7 +125,7 @@ class ForcedDrafter(Drafter):
 
 
 class FixedDrafter(Drafter):
-    """Returns the same proposal in every cycle, at no cost, to time the target's part alone."""
+    """Drafter that always returns the same proposal, at no cost, to time the target alone."""
 
     def __init__(self, proposal: Proposal, drafter: Drafter):
         """Initializes the drafter.

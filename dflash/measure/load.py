@@ -23,7 +23,7 @@ class Load:
 
 
 class LoadMeter:
-    """Measures the load from its construction on."""
+    """Meter of the load since its construction."""
 
     def __init__(self):
         """Starts the measurement."""
