@@ -111,7 +111,7 @@ def _outcome(command: cli.Command) -> "TrainOutcome":
     date = dates.find(command.workdir)
     job = train_job.prepare(command.config, date=date)
     if command.workdir is None:
-        raise errors.ConfigError("--workdir: required: where checkpoints and weights go")
+        raise errors.ConfigError("--workdir: required, for checkpoints and weights")
     profile = command.profile_dir
     with (
         rundir.open_directory(command.workdir, command.config, date) as directory,

@@ -179,7 +179,7 @@ MISTAKES = {
     "flag that is no number": Mistake("decode c.yml --process_id=a", "flag --process_id=a: "),
     "no equals sign": Mistake("decode c.yml decode.seed", "'decode.seed': expected key=value"),
     "processes by halves": Mistake("decode c.yml --process_id=0", "--num_processes: required: "),
-    "no workdir": Mistake("train t.yml", "--workdir: required: where checkpoints and weights go"),
+    "no workdir": Mistake("train t.yml", "--workdir: required, for checkpoints and weights"),
     "no layout": Mistake("convert a b", "--to is missing; usage: dflash convert SOURCE"),
     "too many arguments": Mistake("doctor c.yml", "expected no argument, not 1 argument"),
     "shell": Mistake("completion tcsh", "tcsh: no such shell; expected one of bash, fish, zsh"),
@@ -246,7 +246,7 @@ MISTAKES = {
         "decode c.yml", "p.jsonl:1: expected a JSON object", 2, put("p.jsonl", "[1]")
     ),
     "NaN in a line": Mistake(
-        "decode c.yml", "p.jsonl:1: a: NaN is no number", 2, put("p.jsonl", '{"a": NaN}')
+        "decode c.yml", "p.jsonl:1: a: NaN is not a valid JSON", 2, put("p.jsonl", '{"a": NaN}')
     ),
     "key of a prompt": Mistake(
         "decode c.yml", "p.jsonl:1: expected exactly one of prompt", 2, put("p.jsonl", '{"a": 1}')
@@ -422,7 +422,7 @@ MISTAKES = {
         "decode c.yml --workdir=w", "another config (decode.seed: 5 there, 0 here)", 1, another_run
     ),
     "directory of a training run": Mistake(
-        "decode c.yml --workdir=w", "a config of dflash train, not of this command; the config ",
+        "decode c.yml --workdir=w", "a config of dflash train, not of this command; another ",
         1, training_directory,
     ),
     "full disk": Mistake(

@@ -42,7 +42,7 @@ def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
         return {tensor.name: tensor for tensor in _read_header(directory / WEIGHTS)}
     weight_map = files.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise errors.CheckpointError(f"{index}: no weight_map in it")
+        raise errors.CheckpointError(f"{index}: has no weight_map")
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise errors.CheckpointError(

@@ -143,4 +143,4 @@ def _check_directory(directory: str) -> None:
     except (OSError, ValueError) as error:
         raise errors.ConfigError(f"{directory}: {getattr(error, 'strerror', error)}") from error
     if taken:
-        raise errors.ConfigError(f"{directory}: a file; expected a directory")
+        raise errors.ConfigError(f"{directory}: is a file, expected a directory")

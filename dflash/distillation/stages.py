@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from dflash.checkpoints import files as checkpoint_files
 from dflash.config import distill_schema
@@ -38,7 +37,7 @@ from dflash.loading import job as decode_jobs
 from dflash.offline import decode_run as decoding
 from dflash.offline.decode_sweep import Weights
 from dflash.offline.evaluation import DraftingTest
-from dflash.parallel import agreement, parameters
+from dflash.parallel import agreement, distributed, parameters
 from dflash.runs import dates, outputs, records
 from dflash.runs.directory import RunDirectory
 from dflash.runs.display import Display
@@ -137,11 +136,12 @@ def run(config: DistillRun, directory: RunDirectory, date: datetime.date, displa
     """
     path = paths.absolute(directory.path)
     distillation = Distillation(config, path, date, display)
-    if not _agreed(is_used(path)):
+    # Ask process 0 for the state of the files, since only that process writes them.
+    if not distributed.broadcast(is_used(path)):
         for line in distill_plan.make(config, answers=str(path / ANSWERS), dry=False):
             distillation.display.note(line)
     for stage in STAGES:
-        if _agreed((path / stage.end).exists()):
+        if distributed.broadcast((path / stage.end).exists()):
             distillation.display.note(f"{stage.name}: already done")
             continue
         distillation.display.note(f"{stage.name}: begins")
@@ -254,15 +254,6 @@ def _step_seconds(distillation: Distillation) -> float | None:
     rates = [json.loads(line).get("tokens_per_second") for line in lines]
     rates = [rate for rate in rates if rate]
     return tokens / statistics.median(rates) if rates else None
-
-
-def _agreed(value: bool) -> bool:
-    """Returns the first process's value, since only that process writes the stages' files."""
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 class _Progress(Display):

@@ -9,10 +9,9 @@ import os
 import pathlib
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from dflash import errors
+from dflash.parallel import distributed
 from dflash.storage import files, paths
 
 FILE = "date.txt"
@@ -36,10 +35,7 @@ def find(directory: str | os.PathLike | None, *, shared: bool = False) -> dateti
             with files.explained(path):
                 files.create(path, f"{date}\n")
         date = _read(path) or date
-    if jax.process_count() > 1:
-        ordinal = multihost_utils.broadcast_one_to_all(np.int32(date.toordinal()))
-        date = datetime.date.fromordinal(int(ordinal))
-    return date
+    return datetime.date.fromordinal(distributed.broadcast(date.toordinal()))
 
 
 def _read(path: pathlib.Path) -> datetime.date | None:

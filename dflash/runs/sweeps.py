@@ -166,7 +166,9 @@ def finished(sweep: Sweep, directory: pathlib.Path) -> dict[str, dict[str, Any]]
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise errors.WorkdirError(f"{path}: damaged: delete it to run it again") from error
+            raise errors.WorkdirError(
+                f"{path}: damaged: delete it to run the point again"
+            ) from error
         # An earlier version may have computed another hash, so compare the configs themselves.
         same = config_hash == loader.config_hash(point.config)
         if not same and not check_config(path.parent, point.config):

@@ -224,7 +224,7 @@ def test_index_does_not_lead_out_of_the_directory(tmp_path):
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": 1}'])
 def test_index_without_a_map(tmp_path, content):
     (tmp_path / safetensors_io.INDEX).write_text(content)
-    assert failure(tmp_path) == f"{tmp_path}/model.safetensors.index.json: no weight_map in it"
+    assert failure(tmp_path) == f"{tmp_path}/model.safetensors.index.json: has no weight_map"
 
 
 def test_corrupt_index(tmp_path):

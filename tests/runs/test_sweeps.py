@@ -142,7 +142,7 @@ def test_another_config_s_points_are_refused(load, tmp_path):
     path = tmp_path / "points" / "decode.seed=1,decode.top_k=10" / sweeps.POINT
     for damage in ("{", "[]", '{"config_hash": "x"}', "[" * 100_000):
         path.write_text(damage)
-        with pytest.raises(errors.WorkdirError, match="damaged: delete it to run it again"):
+        with pytest.raises(errors.WorkdirError, match="damaged: delete it to run the point again"):
             run(load(), tmp_path)
 
 
