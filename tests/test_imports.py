@@ -10,12 +10,14 @@ hands out on demand, it imports for type checkers alone.
 
 import ast
 import importlib
+import itertools
 import json
 import pathlib
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 
 import pytest
 
@@ -98,11 +100,54 @@ def imported_modules(module: str, source: str, *, is_package: bool = False) -> s
     return {name for name in found if name == "dflash" or name.startswith("dflash.")}
 
 
+def modules_loaded_by_name(source: str) -> set[str]:
+    """Returns the modules that `source` imports through the strings of the registry.
+
+    A module that uses the `implementation` or the `schema` of a registry mapping may load those of
+    all its entries; `load` of a plain mapping may load all of its references.
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    references: set[str] = set()
+    for name in ("TARGETS", "DRAFTERS", "RUNS"):
+        for field in ("implementation", "schema"):
+            if {name, field} <= used:
+                entries = getattr(registry, name).values()
+                references.update(getattr(entry, field) for entry in entries)
+    if re.search(r"load\(registry\.DATASETS\[", source):
+        references.update(registry.DATASETS.values())
+    if {"CONFIGS", "load"} <= used:
+        references.update(itertools.chain(*registry.CONFIGS.values()))
+    return {reference.partition(":")[0] for reference in references}
+
+
+def import_circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Returns each group of modules that import one another, directly or through others."""
+    reached = {module: _reachable(module, imports) for module in imports}
+    groups = {
+        frozenset(other for other in reached[module] if module in reached.get(other, ()))
+        for module in imports
+    }
+    return sorted(sorted(group) for group in groups if group)
+
+
+def _reachable(module: str, imports: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    new = list(imports[module])
+    while new:
+        name = new.pop()
+        if name not in found:
+            found.add(name)
+            new += imports.get(name, ())
+    return found
+
+
 def layering_violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """Returns each import of `source` that goes the wrong way."""
     here = unit_of(module)
     problems = []
-    for imported in sorted(imported_modules(module, source, is_package=is_package)):
+    imports = imported_modules(module, source, is_package=is_package)
+    for imported in sorted(imports | modules_loaded_by_name(source)):
         there = unit_of(imported)
         if there not in LEVEL_OF:
             problems.append(f"{module} imports {imported}, which has no place in LEVELS")
@@ -140,6 +185,31 @@ def test_layering(module):
     assert unit_of(module) in LEVEL_OF, f"give {module} a place in LEVELS"
     source = path.read_text(encoding="utf-8")
     assert layering_violations(module, source, is_package=path.name == "__init__.py") == []
+
+
+def test_no_import_circles():
+    """Counts imports inside functions and those through the registry; not `from dflash import X`.
+
+    The package itself hands out its API on demand, which commands do not use.
+    """
+    imports = {}
+    for module, path in MODULES.items():
+        source = path.read_text(encoding="utf-8")
+        is_package = path.name == "__init__.py"
+        names = imported_modules(module, source, is_package=is_package)
+        imports[module] = (names | modules_loaded_by_name(source)) - {module, ROOT}
+    assert import_circles(imports) == []
+
+
+def test_import_circles_are_found():
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a", "e"}}
+    assert import_circles(imports) == [["b", "c"], ["e"]]
+
+
+def test_imports_by_name_are_found():
+    source = "registry.load(registry.TARGETS[name].implementation)"
+    assert "dflash.models.llama3" in modules_loaded_by_name(source)
+    assert modules_loaded_by_name("registry.TARGETS") == set()
 
 
 @pytest.mark.parametrize(

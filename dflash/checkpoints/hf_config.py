@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from dflash import errors
-from dflash.config import build, checks
+from dflash.config import checks, typed
 from dflash.config.schema import HF_ALIASES, RopeScaling, TargetArchitecture, option_like
 
 FILE = "config.json"
@@ -77,7 +77,7 @@ def read_fields(
         for alias in field.metadata.get(HF_ALIASES, ()):
             if alias in config and field.name not in config:
                 config = {**config, field.name: config[alias]}
-    built, missing, problems = build.build_from_json(config, schema, place)
+    built, missing, problems = typed.build_from_json(config, schema, place)
     if missing:
         raise errors.CheckpointError(f"{place}: missing {', '.join(missing)}")
     if problems:
@@ -243,4 +243,4 @@ def _listed(config: Mapping[str, Any]) -> Any:
 def _show(value: Any) -> str:
     """Returns a JSON value in the form in which messages quote it."""
     text = repr(value) if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= build.LONGEST_QUOTED else f"{text[: build.LONGEST_QUOTED]}…"
+    return text if len(text) <= typed.LONGEST_QUOTED else f"{text[: typed.LONGEST_QUOTED]}…"

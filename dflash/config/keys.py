@@ -1,8 +1,6 @@
 """Keys that a config may hold, with their types and their fixed values."""
 
 import dataclasses
-import functools
-import operator
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -12,6 +10,7 @@ import ml_collections
 
 from dflash.config import registry, schema
 from dflash.config.merging import Path, text_of
+from dflash.config.typed import members, without_null
 
 # Groups whose `name` chooses their schema, by the class that a run declares for them.
 CHOICES: Mapping[type, Mapping[str, registry.Entry]] = {
@@ -114,16 +113,3 @@ def chosen_schema(declared: type, content: Mapping[str, Any]) -> type | None:
         return declared
     known = isinstance(name, str) and name in entries
     return registry.load(entries[name].schema) if known else None
-
-
-def members(kind: Any) -> tuple[Any, ...]:
-    """Returns the members of a union, None's type included, or the type itself."""
-    return typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
-
-
-def without_null(kind: Any) -> tuple[Any, bool]:
-    """Returns (X, True) for `X | None`, where X may be a union, and (kind, False) otherwise."""
-    inner = [option for option in members(kind) if option is not type(None)]
-    if len(inner) == len(members(kind)):
-        return kind, False
-    return functools.reduce(operator.or_, inner), True

@@ -3,70 +3,19 @@
 A new data set is a subclass of `Dataset`, in any module, and a line in dflash/config/registry.py.
 """
 
-import abc
 import functools
 import hashlib
 import platform
 from collections.abc import Iterator
-from typing import ClassVar
 
 from dflash import errors
 from dflash.config import registry
 from dflash.config.data_schema import DataConfig
 from dflash.data import answers, files
-from dflash.data.example import SPLITS, Example, Split, shuffled
+from dflash.data.dataset import Dataset
+from dflash.data.example import SPLITS, Example, Split
 from dflash.data.generated import arithmetic, chat, code, copying, numbered
 from dflash.data.generated.word_problems import problems
-
-
-class Dataset(abc.ABC):
-    """Data set whose name, version, variant and split determine its examples.
-
-    Attributes:
-      name: Name in the registry.
-      version: Version of the examples; raise it when they change.
-      variant: Everything else that the examples depend on, as part of a directory name.
-      has_answers: True if some examples have a final answer to compare with.
-      takes_long: True if the data set may be too large to be read at every start.
-    """
-
-    name: ClassVar[str]
-    version: ClassVar[str] = "1.0.0"
-    has_answers: ClassVar[bool] = False
-    takes_long: ClassVar[bool] = False
-
-    def __init__(self, config: DataConfig):
-        self._config = config
-
-    @property
-    @abc.abstractmethod
-    def variant(self) -> str: ...
-
-    @abc.abstractmethod
-    def examples(self, split: Split) -> Iterator[Example]:
-        """Yields every example of a split, in a fixed order."""
-
-    def sample(self, split: Split, limit: int | None = None) -> list[Example]:
-        """Returns up to `limit` examples from all over a split, always the same ones."""
-        return shuffled(list(self.examples(split)))[:limit]
-
-    def is_correct(self, example: Example, text: str, *, finished: bool = True) -> bool | None:
-        """Returns whether `text` has the same final answer as the last answer of the example.
-
-        Args:
-          example: Example with the right answer.
-          text: Answer to grade.
-          finished: False if the text was cut off at a limit; see `answers.find`.
-        Returns:
-          The result of the comparison; None if the example has no final answer, as in a
-          conversation.
-        """
-        del example, text, finished
-        return None
-
-    def empty(self, split: Split) -> errors.InputError:
-        """Returns the error for a split without examples."""
-        return errors.InputError(f"data set {self.name}: no examples in its split {split}")
 
 
 class Math(Dataset):

@@ -20,7 +20,7 @@ from dflash import errors
 from dflash.data import corpus as corpora
 from dflash.data import store
 from dflash.data.corpus import SUPERVISED, Corpus
-from dflash.data.datasets import Dataset
+from dflash.data.dataset import Dataset
 from dflash.data.example import Example, Split
 from dflash.text.chat_template import Messages
 from dflash.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from dflash.data.datasets import Dataset
+from dflash.data.dataset import Dataset
 from dflash.data.example import Split
 from dflash.storage import files
 from dflash.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 from dflash import errors
 from dflash.config.data_schema import DataConfig
 from dflash.data import encoding, packing, store
-from dflash.data.datasets import Dataset
+from dflash.data.dataset import Dataset
 from dflash.data.example import Split
 from dflash.data.packing import Rows
 from dflash.parallel import agreement

@@ -17,7 +17,7 @@ from dflash.config.schema import PromptsConfig
 from dflash.config.train_schema import TrainRun
 from dflash.data import datasets, held_out, mixture, store
 from dflash.data.batches import Batches
-from dflash.data.datasets import Dataset
+from dflash.data.dataset import Dataset
 from dflash.data.example import Split
 from dflash.data.mixture import Mixture
 from dflash.loading import models

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from dflash import errors
 from dflash.data import answers, files
-from dflash.data.datasets import Dataset
+from dflash.data.dataset import Dataset
 from dflash.data.example import Example, Split, shuffled
 from dflash.data.published import raw
 from dflash.text import jsonl
