@@ -12,7 +12,7 @@ from dflash.checkpoints import checkpoint, files
 
 
 def failure(function, *args, kind=errors.CheckpointError):
-    """The message of the error that a call raises; always a single line."""
+    """Returns the error message of a call, and checks that it is a single line."""
     with pytest.raises(kind) as caught:
         function(*args)
     assert "\n" not in str(caught.value)

@@ -47,7 +47,7 @@ def assert_same(module, source, dtype=np.float32):
 
 
 def failure(directory, module):
-    """The message when loading fails, which is one line and leaves the module abstract."""
+    """Returns the one-line message of a failed load, which leaves the module abstract."""
     with pytest.raises(errors.CheckpointError) as caught:
         checkpoint.load(module, directory)
     leaves = [param.get_value() for _, param in parameters.named_parameters(module)]
@@ -152,7 +152,7 @@ except errors.CheckpointError as error:
     ],
 )
 def test_damaged_data_is_one_line_and_nothing_else(saved, tmp_path, pattern, message):
-    """In a process of its own: Orbax writes about failures from other threads, and later."""
+    """Runs in a separate process, since Orbax logs failures later, from other threads."""
     copy = tmp_path / "copy"
     shutil.copytree(saved, copy)
     files = list((copy / "params").glob(pattern))

@@ -54,7 +54,7 @@ def make_tensors(dtype=np.float32):
 
 
 def write_shards(directory, tensors):
-    """One file per tensor, and their index."""
+    """Writes one file per tensor, and their index."""
     weight_map = {}
     for number, (name, value) in enumerate(tensors.items(), start=1):
         weight_map[name] = f"model-{number:05d}-of-{len(tensors):05d}.safetensors"
@@ -74,7 +74,7 @@ def values_of(module):
 
 
 def assert_holds(module, tensors):
-    """Every parameter equals its tensor, bit for bit, in the module's dtype."""
+    """Asserts that every parameter equals its tensor, bit for bit, in the module's dtype."""
     for path, value in values_of(module).items():
         expected = tensors[module.checkpoint_name(path)].astype(value.dtype)
         expected = expected.T if path.endswith(".kernel") else expected
@@ -82,7 +82,7 @@ def assert_holds(module, tensors):
 
 
 def failure(directory, module=None):
-    """The message when loading fails, which is one line and leaves the module abstract."""
+    """Returns the one-line message of a failed load, which leaves the module abstract."""
     module = module or Toy()
     with pytest.raises(errors.CheckpointError) as caught:
         checkpoint.load(module, directory)

@@ -1,4 +1,4 @@
-"""What is no checkpoint is called by its name, with what to use instead."""
+"""Descriptions of directories that are not usable checkpoints, with advice."""
 
 import json
 

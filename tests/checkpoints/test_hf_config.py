@@ -26,7 +26,7 @@ NAMED_BY_TYPE = {"type" if key == "rope_type" else key: value for key, value in 
 
 
 def make_config(**changes):
-    """The least that must be stated, and changes to it."""
+    """Returns a config.json with only the required fields, and the given changes."""
     config = {
         "vocab_size": 48,
         "hidden_size": 32,

@@ -96,7 +96,7 @@ def test_every_subcommand_has_help_of_its_own(capsys, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_examples_are_command_lines_that_parse(name, monkeypatch, tmp_path):
-    """Those with a config load it, with their overrides; comments and continued lines count."""
+    """Examples with a config load it with their overrides, across comments and continued lines."""
     monkeypatch.chdir(tmp_path)
     spec = subcommand(name)
     for line in "\n".join(spec.examples).replace("\\\n", " ").splitlines():

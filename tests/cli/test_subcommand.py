@@ -213,7 +213,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
 
 
 def test_a_reader_that_leaves_before_the_last_line_is_no_error_either(tmp_path):
-    """What Python still buffers is written at the end, when the reader has gone."""
+    """Python writes its buffered output at exit, when the reader has closed the pipe."""
     (tmp_path / "c.yml").write_text(CONFIG)
     code = """
     import os
@@ -291,7 +291,7 @@ def test_of_several_processes_the_first_alone_needs_a_place_to_write(run, one_of
     ],
 )
 def test_a_url_is_no_directory(tmp_path, given):
-    """Of an unknown kind, or where only a disk will do: it would be one of that name here."""
+    """Buckets of unknown schemes, or in place of a disk, must not become local directories."""
     config = tmp_path / "c.yml"
     more = ("task: target", "train: {steps: 1}", f"data: {{files: [{config}]}}")
     config.write_text(CONFIG + "\n".join(more))

@@ -190,7 +190,7 @@ def test_any_dataclass_serves_as_schema(write):
 
 
 def test_no_jax_is_needed():
-    """jax takes seconds to import; a bad config should fail in milliseconds."""
+    """Importing jax takes seconds, but a bad config should fail in milliseconds."""
     code = """
 import sys
 from dflash import cli

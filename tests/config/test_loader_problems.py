@@ -1,4 +1,4 @@
-"""What the loader says of a bad config, word for word."""
+"""Exact messages of the loader about bad configs."""
 
 import pytest
 from support.config_files import MINIMAL, problems
@@ -175,7 +175,7 @@ def test_a_check_is_silent_about_values_already_reported(write):
 
 
 def test_an_unreadable_base_hides_nothing_and_invents_nothing(write):
-    """Without the base, nobody knows which keys are missing or which drafter is meant."""
+    """An unreadable base may hold missing keys or the drafter's name, so these are not reported."""
     write("broken.yml", "drafter: {name: dflash\n")
     write("c.yml", "base: [broken.yml]\ndrafter: {block_size: 4}\ndecode: {sead: 1}\n")
     assert problems("c.yml") == [

@@ -140,13 +140,13 @@ def test_the_drafter_taps_are_spread_as_they_were_in_training(name, block_size):
 
 
 def architecture_of(group: type) -> type | None:
-    """The class of the architecture in a group of the config, if it has one."""
+    """Returns the class of a config group's architecture, or None."""
     hint = typing.get_type_hints(group).get("architecture")
     return next(filter(dataclasses.is_dataclass, typing.get_args(hint)), None)
 
 
 def schema_of(node, group, entries, default):
-    """The schema of the target or drafter group of a file, by the name that it states."""
+    """Returns the schema of a file's target or drafter group, by its name."""
     values = node.value[group].value if group in node.value else {}
     name = values["name"].value if "name" in values else default
     return registry.load(entries[name].schema)

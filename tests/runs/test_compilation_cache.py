@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, what is thrown away, and that trouble with it ends no run."""
+"""Location and trimming of the compilation cache; problems with it never end a run."""
 
 import os
 import pathlib
@@ -91,7 +91,7 @@ def test_a_place_that_cannot_be_used_is_no_error(tmp_path, trouble):
 
 
 def test_a_full_disk_is_no_error(tmp_path):
-    """Nothing can be written: every file of the process is limited to a few bytes."""
+    """Simulates a full disk by a limit of a few bytes on every file of the process."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); "
     ignore = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     code = f"{limit}{ignore}directory = cache.enable()"
@@ -111,7 +111,9 @@ def test_the_least_recently_used_go_first(tmp_path):
     other.rename(tmp_path / "some-machine" / "notes.txt")
     cache.trim(tmp_path, max_bytes=0)
     assert kept(tmp_path) == []
-    assert (tmp_path / "some-machine" / "notes.txt").exists(), "it is none of ours"
+    assert (tmp_path / "some-machine" / "notes.txt").exists(), (
+        "the file does not belong to the cache"
+    )
 
 
 def test_damaged_programs_are_deleted_and_whole_ones_are_read_once(tmp_path, monkeypatch):

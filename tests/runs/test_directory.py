@@ -44,7 +44,7 @@ def refusal(path, config=CONFIG):
 
 
 def contents(path):
-    """Bytes by name of what a directory holds, but for the lock."""
+    """Returns the contents of a directory's files by name, without the lock."""
     there = path.iterdir() if path.is_dir() else []
     return {one.name: one.read_bytes() for one in there if one.name != ".lock"}
 
@@ -244,7 +244,7 @@ def test_files_are_replaced_whole(tmp_path, monkeypatch):
 
 
 def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
-    """What is synced, in order: the content under another name, then the directory's names."""
+    """The content is synced under a temporary name first, then the directory."""
     path, synced = tmp_path / "x", []
     fsync = os.fsync
 

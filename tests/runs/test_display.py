@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
-    """rich listens to these."""
+    """Unsets environment variables that change the output of rich."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")

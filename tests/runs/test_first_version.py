@@ -84,7 +84,7 @@ def test_a_sweep_has_its_points_finished(directory):
 
 
 def test_the_hash_of_a_config_stays():
-    """Of values that differ from their defaults, so this one holds for every later version."""
+    """The hash covers only non-default values, so it stays valid for later versions."""
     config = schema.DecodeRun(
         target=schema.TargetConfig(checkpoint="weights"),
         drafter=NgramConfig(block_size=4),

@@ -32,7 +32,7 @@ def make_record(index=0, **changes):
 
 @st.composite
 def make_records(draw):
-    """Records of sequences that could have been decoded."""
+    """Draws plausible records of decoded sequences."""
     cycles = draw(st.lists(st.integers(1, 16).flatmap(_committed), max_size=5))
     lengths, sizes = zip(*cycles, strict=True) if cycles else ((), ())
     count, first = 1 + sum(lengths), draw(st.integers(0, 2**31 - 100))

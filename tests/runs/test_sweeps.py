@@ -20,7 +20,7 @@ sweep: {product: {decode.seed: [1, 2, 3], decode.top_k: [10, 20]}}
 
 
 class Sums(sweeps.Runner):
-    """Adds a point's values up; leaves a file in its directory; fails where it is told to."""
+    """Runner that adds up a point's values, writes a file, and fails at chosen points."""
 
     metrics = ("sum", "half")
     shown = ("sum",)
@@ -158,7 +158,7 @@ def test_a_run_begun_with_another_config_is_refused_up_front(load, tmp_path):
 
 
 def test_a_point_of_an_earlier_version_counts_as_finished(load, tmp_path):
-    """It has another hash, but its config.yml says the same."""
+    """A finished point may have another hash if its config.yml is equal."""
     sweep = load()
     run(sweep, tmp_path)
     point = sweep.points["decode.seed=1,decode.top_k=10"]

@@ -1,4 +1,4 @@
-"""Where directories cannot be renamed and files cannot be locked, everything works as elsewhere."""
+"""Training and decoding on file systems without directory renames and file locks."""
 
 import errno
 import fcntl

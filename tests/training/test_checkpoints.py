@@ -21,7 +21,7 @@ from dflash.training.state import TrainState
 
 
 def make_state(step: int, size: int = 20_000) -> TrainState:
-    """A state of noise, which does not compress."""
+    """Returns a state of noise, which does not compress."""
     rng = np.random.default_rng(step)
     weights = jnp.asarray(rng.normal(size=(4, size)), jnp.float32)
     halves = jnp.asarray(rng.normal(size=7), jnp.bfloat16)
@@ -47,7 +47,7 @@ def assert_equal(one: TrainState, other: TrainState) -> None:
 
 
 def files_of(directory: pathlib.Path, step: int) -> list[pathlib.Path]:
-    """Of one checkpoint's arrays, the largest first."""
+    """Returns the files of a checkpoint, the largest first."""
     found = [p for p in (directory / "checkpoints" / str(step)).rglob("*") if p.is_file()]
     return sorted(found, key=lambda path: -path.stat().st_size)
 
@@ -69,7 +69,7 @@ def restore(directory, size: int = 20_000):
 
 
 def saved(directory: pathlib.Path) -> list[int]:
-    """Steps of the checkpoints in a directory."""
+    """Returns the steps of the checkpoints in a directory."""
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
@@ -220,7 +220,7 @@ def test_every_file_of_a_checkpoint_is_checked(two_saved):
 
 
 def test_without_checksums_of_files_only_certain_damage_counts(two_saved):
-    """As in runs of earlier versions."""
+    """Checkpoints of earlier versions have no files.json."""
     for step in (1, 2):
         (two_saved / "checkpoints" / str(step) / "files.json").unlink()
     path = two_saved / "checkpoints" / "2"
@@ -267,7 +267,7 @@ with t.Checkpoints(directory / "checkpoints", keep_last=2) as checkpoints:
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_good(two_saved):
-    """In a process of its own: a limit on the size of files acts as the full disk."""
+    """Simulates a full disk by a limit on file sizes, in a separate process."""
     done = run_code(FULL_DISK, two_saved)
     assert done.stdout == (
         f"{two_saved}/checkpoints: checkpoint of step 3 cannot be written: File too large; "

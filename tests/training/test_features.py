@@ -1,4 +1,4 @@
-"""The feature cache: rows computed once, whole parts only, read by whoever draws them."""
+"""Feature cache: rows are computed once, stored in complete parts, and read by any process."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ ORDER = np.random.default_rng(0).permutation(24)
 
 
 def compute(numbers):
-    """Features that tell the row they belong to."""
+    """Returns features that identify their row."""
     compute.calls.append(list(numbers))
     wide = np.array(numbers, np.float32)[:, None, None] * np.ones((LENGTH, WIDTH), np.float32)
     return {"features": (wide / 2).astype(ml_dtypes.bfloat16)}
@@ -128,7 +128,7 @@ def test_damaged_facts_are_named(tmp_path, content):
 
 
 def make_mixture():
-    """Corpora of 40 and 3 rows; the first token of a row is its number."""
+    """Opens corpora of 40 and 3 rows; the first token of a row is its number."""
 
     def corpus(size, first):
         documents = [np.array([first + i, 2**31, 2**31 + 1], np.uint32) for i in range(size)]
@@ -140,7 +140,7 @@ def make_mixture():
 
 
 def cached_batches(directory, batches, mixture):
-    """Features are the tokens, so that a row shows whose they are."""
+    """Opens cached batches with the tokens as features, which identify their row."""
 
     def features_of(corpus):
         def compute(numbers):

@@ -1,4 +1,4 @@
-"""What evaluations say of a run."""
+"""Forecasts, warnings and early stopping from evaluations."""
 
 import pytest
 

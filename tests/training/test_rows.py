@@ -28,7 +28,7 @@ MESHES = {
 
 
 def place(devices, sizes) -> sharding.Sharding:
-    """A mesh over devices that are only described."""
+    """Builds a mesh over abstract devices."""
     described = sharding.make_sharding(sizes, SHARDING_RULES, abstract=True)
     shape = [sizes.get(axis, 1) for axis in sharding.MESH_AXES]
     types = (AxisType.Auto,) * len(shape)
@@ -54,7 +54,7 @@ def test_every_device_finds_its_rows_with_its_process(name):
 
 
 def test_the_rows_of_a_host_are_not_those_of_its_number():
-    """On a v5e the ring of devices leaves a host and comes back."""
+    """The device ring of a v5e leaves a host and returns to it, so its rows are not contiguous."""
     found = steps_lib.rows_by_process(place(V5E, {"fsdp": 16}), 16)
     assert found[1] == (2, 3, 4, 5)
     assert found[0] == (0, 1, 6, 15)

@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of a train step's weights."""
+"""Weights of a train step in the program that the TPU compiler generates."""
 
 import os
 import re
@@ -23,7 +23,7 @@ WIDTH = 512
 
 @pytest.fixture
 def sharding():
-    """fsdp over the four chips of v5e:2x2."""
+    """Returns a sharding with fsdp over the four chips of v5e:2x2."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices

@@ -230,7 +230,7 @@ def test_metrics_of_repeated_steps_are_written_once(tmp_path):
 
 
 def test_a_run_that_no_longer_gets_better_ends_early(tmp_path):
-    """Also where it was stopped in between: checkpoints know what came before."""
+    """Early stopping also works across restarts, since checkpoints store the history."""
     scores = (1.0, 2.0, 1.5, 2.0, 1.9, 3.0)
     whole = toy.Run(tmp_path / "whole", steps=18, evaluate_every=3, scores=scores, patience=3)
     outcome = whole.go()
