@@ -58,15 +58,11 @@ def load(module: nnx.Module, directory: pathlib.Path) -> None:
     leaves = dict(parameters.named_arrays(module))
     expected = parameters.readable(module)
     _check(tensors, expected, module, directory)
-    parts = {
-        path: [
-            (tensors[piece.name], piece)
-            for piece in tensor_map.pieces(
-                tensor_map.source_of(module, path), tensor_map.stored_shape(path, abstract.shape)
-            )
-        ]
-        for path, abstract in expected.items()
-    }
+    parts = {}
+    for path, abstract in expected.items():
+        source, shape = tensor_map.source_of(module, path), abstract.shape
+        pieces = tensor_map.pieces(source, tensor_map.stored_shape(path, shape))
+        parts[path] = [(tensors[piece.name], piece) for piece in pieces]
     in_file_order = sorted(
         expected, key=lambda path: (parts[path][0][0].file.name, parts[path][0][0].begin)
     )

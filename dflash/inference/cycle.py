@@ -108,18 +108,9 @@ def conclude(
     output, positions = _forward(target, drafter, state, rows, tree)
     logits = target.unembed(output.hidden)
     result, finite = _judge(state, proposal, tree, logits, positions + 1, sampler, allowed)
-    drafter_state = state.drafter
-    if result.sampled is not None:
-        drafter_state = drafter.review(drafter_state, proposal, result.sampled)
-    if rules.revise is not None:
-        result = rules.revise(drafter, drafter_state, result)
-
-    features, cache = output.features, output.cache
+    drafter_state, result = _review(drafter, state.drafter, proposal, result, rules)
     committed = _following_tokens(rows, result)
-    if result.path is not None:
-        with jax.named_scope("target"), jax.named_scope("attention"):
-            cache = cache.compact(position, result.path, target.sharding)
-        features = jnp.take_along_axis(features, result.path[..., None], axis=1)
+    cache, features = _keep_path(target, output, position, result.path)
     finite = _along(result.path, finite)
     num_committed, active, nonfinite_at = _commit(state, committed, finite, result.num_accepted + 1)
     with_logprobs = state.controls.logprobs & state.active
@@ -148,6 +139,30 @@ def conclude(
         nonfinite_at=nonfinite_at,
     )
     return state, outcome
+
+
+def _review(
+    drafter: Drafter,
+    drafter_state: Any,
+    proposal: Proposal,
+    result: verify.VerifyResult,
+    rules: Rules,
+) -> tuple[Any, verify.VerifyResult]:
+    """Shows the target's samples to the drafter, and applies `rules.revise` to the result."""
+    if result.sampled is not None:
+        drafter_state = drafter.review(drafter_state, proposal, result.sampled)
+    if rules.revise is not None:
+        result = rules.revise(drafter, drafter_state, result)
+    return drafter_state, result
+
+
+def _keep_path(target, output, position, path):
+    """Returns the cache and the features of the accepted path; a chain keeps all of its rows."""
+    if path is None:
+        return output.cache, output.features
+    with jax.named_scope("target"), jax.named_scope("attention"):
+        cache = output.cache.compact(position, path, target.sharding)
+    return cache, jnp.take_along_axis(output.features, path[..., None], axis=1)
 
 
 def _observe(target, drafter, state, following, num_committed, features, rules):
