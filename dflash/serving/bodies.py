@@ -6,6 +6,7 @@ output unchanged. `completion_request` makes the checks that need the tokenizer.
 """
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import pydantic
@@ -13,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from dflash import errors
 from dflash.config.schema import FLOAT32_MAX, INT32_MAX, MAX_TOKENS, SamplingConfig
-from dflash.inference.request import MAX_LOGPROBS
+from dflash.inference.request import MAX_BIASED, MAX_LOGPROBS
 from dflash.serving.request_error import RequestError
 from dflash.serving.structured_output import StructuredOutput
 from dflash.serving.validation import Text, check_unicode, invalid, only
@@ -23,12 +24,24 @@ from dflash.text.grammar import Kind
 MAX_CHOICES = 128  # Outputs of one HTTP request, over all of its prompts.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1000
+MAX_FIELDS = 100  # Fields of a JSON object that the server reads.
 
 
 def _check_stops(stops: list[str]) -> list[str]:
     if not all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
         raise invalid(f"expected strings of 1 to {MAX_STOP_CHARACTERS} characters")
     return stops
+
+
+def _at_most(maximum: int, what: str) -> Callable[[Any], Any]:
+    """Returns a validator that rejects large objects before pydantic notes an error per item."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > maximum:
+            raise invalid(f"expected at most {maximum} {what}")
+        return value
+
+    return check
 
 
 def _list(value: Any) -> list[Any]:
@@ -77,6 +90,7 @@ def _constraint(kind: Kind, param: str) -> Any:
 
 Stops = Annotated[
     list[Text],
+    pydantic.FailFast(),
     BeforeValidator(_list),
     Field(max_length=MAX_STOPS),
     AfterValidator(_check_stops),
@@ -84,6 +98,7 @@ Stops = Annotated[
 Limit = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Minimum = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[str, Bias | None], BeforeValidator(_at_most(MAX_BIASED, "tokens"))]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -96,6 +111,7 @@ class Body(pydantic.BaseModel):
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
         if isinstance(values, dict):
+            _at_most(MAX_FIELDS, "fields")(values)
             return {name: value for name, value in values.items() if value is not None}
         return values
 
@@ -128,7 +144,7 @@ class SamplingBody(Body):
     frequency_penalty: _sampling("frequency_penalty") = None
     repetition_penalty: _sampling("repetition_penalty") = None
     seed: _sampling("seed") = None
-    logit_bias: dict[str, Bias | None] = None
+    logit_bias: Biases = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stops = ()
     stop_token_ids: Any = ()
@@ -234,7 +250,7 @@ class Message(Body):
     """Message of a conversation, whose content is a text or a list of texts."""
 
     role: Text
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
+    content: Annotated[list[TextPart], pydantic.FailFast(), BeforeValidator(_text_parts)]
     name: Text = None
     reasoning_content: Text = None
 
@@ -255,7 +271,7 @@ class Message(Body):
 class Conversation(Body):
     """Fields that determine a chat prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], pydantic.FailFast(), Field(min_length=1)]
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash import errors
 from dflash.config.schema import MAX_SEED, DecodeConfig, SamplingConfig, subset
-from dflash.inference.request import MAX_BIASED, Request, Sampling
+from dflash.inference.request import Request, Sampling
 from dflash.serving.bodies import MAX_CHOICES, SamplingBody
 from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.structured_output import StructuredOutput
@@ -255,8 +255,6 @@ def _logit_bias(
             message = f"logit_bias.{name}: expected a token id below {model.vocab_size}"
             raise RequestError(message, param="logit_bias")
         pairs[token] = bias or 0.0
-    if len(pairs) > MAX_BIASED:
-        raise RequestError(f"logit_bias: expected at most {MAX_BIASED} tokens", param="logit_bias")
     return tuple(sorted(pairs.items()))
 
 

@@ -41,7 +41,7 @@ def parse(kind: type[Body], body: Mapping[str, Any]) -> Body:
         return kind.model_validate(body)
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
-    param, message = _path(problem["loc"]), problem["msg"]
+    param, message = jsonl.place_of(problem["loc"]), problem["msg"]
     match problem["type"]:
         case "extra_forbidden":
             raise unsupported(param, f"not supported{_suggestion(kind, problem['loc'])}")
@@ -92,10 +92,4 @@ def _suggestion(kind: type[pydantic.BaseModel], location: tuple[str | int, ...])
             kind = (*typing.get_args(annotation), annotation)[0]
     names = [field.alias or name for name, field in kind.model_fields.items()]
     near = difflib.get_close_matches(unknown[:100], names, n=1)
-    return f"; did you mean {_path((*parents, near[0]))!r}?" if near else ""
-
-
-def _path(location: tuple[str | int, ...]) -> str:
-    """Returns the full name of a field, such as "messages[0].content"."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return "".join(parts).removeprefix(".")
+    return f"; did you mean {jsonl.place_of((*parents, near[0]))!r}?" if near else ""

@@ -4,7 +4,7 @@ import codecs
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from dflash import errors
@@ -82,7 +82,7 @@ def parse_json(line: str) -> Mapping[str, Any]:
         fields = json.loads(line, parse_constant=_reject_constant, parse_float=_finite)
     except _NotFinite as error:
         raise errors.InputError(
-            f"{_place_of_not_finite(line)}: {error} is not a valid JSON number"
+            f"{_place_of_not_finite(line)}{error} is not a valid JSON number"
         ) from error
     except json.JSONDecodeError as error:
         raise errors.InputError(f"not JSON: {error.msg} at column {error.colno}") from error
@@ -91,9 +91,9 @@ def parse_json(line: str) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise errors.InputError(f"expected a JSON object, not {quote(fields)}")
     if line.count("[") + line.count("{") > MAX_DEPTH:  # an upper bound
-        deep = next((place for place, depth, _ in _walk(fields) if depth > MAX_DEPTH), None)
+        deep = next((path for path, _ in _walk(fields) if len(path) > MAX_DEPTH), None)
         if deep is not None:
-            raise errors.InputError(f"{deep[:MAX_QUOTED_CHARACTERS]}…: nested too deep")
+            raise errors.InputError(f"{place_of(deep)[:MAX_QUOTED_CHARACTERS]}…: nested too deep")
     return fields
 
 
@@ -113,27 +113,52 @@ def _finite(digits: str) -> float:
 
 
 def _place_of_not_finite(line: str) -> str:
-    places = (
-        place
-        for place, _, value in _walk(json.loads(line))
-        if isinstance(value, float) and not math.isfinite(value)
-    )
-    return next(places)
+    """Returns the place of the first non-finite number, such as "a[0].b: ".
+
+    Returns "" if the number has no place: the line is not JSON elsewhere, or a later field of the
+    same name replaces the number.
+    """
+    try:
+        values = _walk(json.loads(line))
+    except (ValueError, RecursionError):
+        return ""
+    for path, value in values:
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{errors.shorten(place_of(path), MAX_QUOTED_CHARACTERS)}: "
+    return ""
 
 
-def _walk(value: Any) -> Iterator[tuple[str, int, Any]]:
-    """Yields (place, depth, value) of all nested values, with places like "messages[0].role"."""
-    waiting = [("", 0, value)]
+def _walk(value: Any) -> Iterator[tuple[list[str | int], Any]]:
+    """Yields (path, value) of all nested values, outer ones first.
+
+    The path is the list of keys and indices that lead to the value, valid until the next one.
+    """
+    path: list[str | int] = []
+    yield path, value
+    waiting = [_items(value)]
     while waiting:
-        place, depth, value = waiting.pop()
-        yield place, depth, value
-        if isinstance(value, dict):
-            inner = [(f"{place}.{key}" if place else key, item) for key, item in value.items()]
-        elif isinstance(value, list):
-            inner = [(f"{place}[{index}]", item) for index, item in enumerate(value)]
+        path[len(waiting) - 1 :] = []
+        for key, item in waiting[-1]:
+            path.append(key)
+            yield path, item
+            if isinstance(item, dict | list):
+                waiting.append(_items(item))
+                break
+            path.pop()
         else:
-            continue
-        waiting += [(where, depth + 1, item) for where, item in reversed(inner)]
+            waiting.pop()
+
+
+def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
+    if isinstance(value, dict):
+        return iter(value.items())
+    return enumerate(value) if isinstance(value, list) else iter(())
+
+
+def place_of(path: Iterable[str | int]) -> str:
+    """Returns the place of a value, such as "messages[0].role", from its keys and indices."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
 
 
 def check_text(value: Any, what: str = "prompt") -> str:
@@ -189,9 +214,11 @@ def check_ids(value: Any, what: str = "prompt_ids") -> tuple[int, ...]:
 
 def quote(value: Any) -> str:
     """Returns the beginning of a value as JSON."""
-    text = json.dumps(value, default=repr)
-    if len(text) > MAX_QUOTED_CHARACTERS:
-        return f"{text[:MAX_QUOTED_CHARACTERS]}…"
+    text = ""
+    for piece in json.JSONEncoder(default=repr).iterencode(value):
+        text += piece
+        if len(text) > MAX_QUOTED_CHARACTERS:
+            return f"{text[:MAX_QUOTED_CHARACTERS]}…"
     return text
 
 

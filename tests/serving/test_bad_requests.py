@@ -2,11 +2,16 @@
 
 import json
 import socket
+import tracemalloc
 import urllib.parse
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from dflash.serving import validation
+from dflash.serving.bodies import ChatBody, CompletionBody
+from dflash.serving.request_error import RequestError
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 USER = {"role": "user", "content": "a"}
@@ -141,6 +146,9 @@ BODIES = [
     b'{"a":' * 20_000,
     b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}",
     b'{"prompt": "a", "max_tokens": 1e999}',
+    b'{"prompt": "a", "seed": 1e999',
+    b'{"prompt": "a", "seed": 1e999, "seed": 1}',
+    b'{"prompt": "a", "seed": 184e440737[1}',
     json.dumps({"prompt": "a", "x" * 50_000: 1}).encode(),
     json.dumps({"prompt": "a", "text": "a", "\ud800": 1}).encode(),
     json.dumps({"prompt": "a", "user": None, "stop": ["y" * 50_000]}).encode(),
@@ -155,6 +163,27 @@ def test_malformed_bodies_are_rejected(server, path, body):
     status, answer = server.post(path, body)
     assert status == 400
     error_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionBody, {f"a{i}": 1 for i in range(20_000)}),
+        (CompletionBody, {"prompt": "a", "stop": [1] * 100_000}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {str(i): "a" for i in range(20_000)}}),
+        (CompletionBody, {"prompt": "a", "stream_options": {f"a{i}": 1 for i in range(20_000)}}),
+        (ChatBody, {"messages": [1] * 100_000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * 100_000}]}),
+    ],
+)
+def test_many_faults_take_no_memory(kind, body):
+    """Pydantic collects all errors of a body, at a kilobyte each, unless it is told not to."""
+    tracemalloc.start()
+    with pytest.raises(RequestError):
+        validation.parse(kind, body)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * 2**20
 
 
 def test_large_bodies_and_other_content_types_are_rejected(server):

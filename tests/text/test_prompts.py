@@ -2,6 +2,7 @@
 
 import io
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from dflash import errors
 from dflash.config import schema
 from dflash.text import prompts
+from dflash.text.jsonl import parse_json, quote
 
 VOCAB_SIZE = 300
 
@@ -220,6 +222,34 @@ def test_numbers_that_are_not_finite_are_named(jsonl, number, place):
     line = b'{"messages": [%b, %b]}' % (user, user.replace(b"1.5", number))
     message = f"prompts.jsonl:2: {place}: {number.decode()} is not a valid JSON number"
     assert failure(file=jsonl({"prompt": "NaN"}, line)) == message
+
+
+@pytest.mark.parametrize(
+    "line", ['{"a":1e999', '{"a":1e999,"a":1}', '{"prompt":"a","seed":184e440737[1}', '{"a":NaN,']
+)
+def test_numbers_that_are_not_finite_beside_other_faults(line):
+    with pytest.raises(errors.InputError, match="is not a valid JSON number"):
+        parse_json(line)
+
+
+def test_memory_of_a_check_is_that_of_the_line():
+    """Places of nested values are not built unless they are reported."""
+    for inner in ("[]", '{"b":1e5}'):
+        line = '{"' + "k" * 4000 + '":[' + ",".join([inner] * 5000) + "]}"
+        tracemalloc.start()
+        parse_json(line)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 4 * 2**20
+
+
+def test_a_quotation_costs_no_more_than_it_shows():
+    value = [0] * 10**6
+    tracemalloc.start()
+    assert quote(value) == "[" + "0, " * 19 + "0,…"
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**16
 
 
 def test_json_beyond_the_parser_is_one_line(jsonl):
