@@ -25,7 +25,7 @@ def config(tmp_path_factory):
 
 
 def run(*arguments) -> int:
-    """The exit status of the command."""
+    """Returns the exit status of the command."""
     with pytest.raises(SystemExit) as caught:
         distill.main([str(argument) for argument in arguments])
     return caught.value.code
@@ -40,7 +40,7 @@ def whole(config):
 
 
 def tree(directory: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file."""
+    """Returns size and modification time of every file."""
     found = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(x.relative_to(directory)): (x.stat().st_size, x.stat().st_mtime_ns) for x in found}
 
@@ -104,7 +104,7 @@ def test_the_plot_of_a_race_has_the_points_whose_time_is_known():
 
 
 def write_test(points: pathlib.Path, name: str, cell: str, lengths) -> None:
-    """The outputs of a test, with the acceptance lengths of each prompt."""
+    """Writes the outputs of a test, with the acceptance lengths of each prompt."""
     path = points / name / stages.TESTS / cell / records.OUTPUTS
     path.parent.mkdir(parents=True)
     done = [
@@ -159,7 +159,7 @@ def test_a_race_tells_a_difference_from_noise(tmp_path):
 
 
 def test_points_of_a_recipe_may_have_been_tested_differently(tmp_path):
-    """On other prompts, in another order, on nothing in common: what can be said is said."""
+    """Recipes tested on different prompts, or on no common ones, get what can be computed."""
     write_test(tmp_path, "a", "math", [[2]] * 8)
     write_test(tmp_path, "a", "code", [[4]] * 6)
     write_test(tmp_path, "b", "math", [[4]] * 8)
@@ -264,7 +264,7 @@ def test_another_config_is_refused(config, whole, capsys):
 
 
 def test_a_dry_run_plans_time_and_disk(capsys):
-    """For the 4B target, of fewer layers than it has, so that tracing is quick."""
+    """Uses fewer layers of the 4B target, so that tracing is quick."""
     fewer = "target.architecture.num_hidden_layers=4", "drafter.architecture.num_hidden_layers=1"
     taps = "drafter.architecture.target_layer_ids=[0, 1]"
     path = "configs/distill/qwen3_4b_dflash.yml"

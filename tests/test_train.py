@@ -95,7 +95,7 @@ def config(data, tmp_path):
 
 
 def run(*arguments) -> int:
-    """The exit status of the command."""
+    """Returns the exit status of the command."""
     with pytest.raises(SystemExit) as caught:
         train.main([str(argument) for argument in arguments])
     return caught.value.code
@@ -151,7 +151,7 @@ def test_continuing_from_a_checkpoint_gives_the_same_bits(config, tmp_path, task
 
 
 def test_cached_features_train_as_online_ones_do(config, tmp_path):
-    """On the same batches, pass after pass; the features are those of another program."""
+    """Cached and online features give the same loss on the same batches, in every pass."""
     for features in ("online", "cached"):
         arguments = [*DRAFTER, f"train.features={features}", "train.steps=30"]
         assert run(config, *arguments, "--workdir", tmp_path / features) == 0
@@ -318,7 +318,7 @@ def test_the_4b_recipe_plans_in_full(capsys):
 
 
 def test_a_draft_vocabulary_of_blocks_has_the_target_s_own_columns(config, tmp_path):
-    """In the weights that a run leaves, whatever was drawn at its start."""
+    """The exported head consists of the target's columns for the draft vocabulary."""
     assert run(config, *TARGET, "--workdir", tmp_path / "target") == 0
     target = f"target.checkpoint={tmp_path / 'target' / 'hf'}", "target.architecture=null"
     size = "drafter.architecture.draft_vocab_size=64"
@@ -341,7 +341,7 @@ EAGLE3 = (
 
 
 def test_a_draft_vocabulary_is_chosen_once_and_stays(config, tmp_path):
-    """By how often tokens are to be predicted: when a run begins, goes on, or starts from one."""
+    """Tokens are chosen by their counts as labels; resumed and continued runs keep the choice."""
     workdir = tmp_path / "run"
     assert run(config, *EAGLE3, "--workdir", workdir) == 0
     stored = weights(workdir / "hf")

@@ -34,7 +34,7 @@ def describe(directory: pathlib.Path) -> str:
     if (directory / "config.yml").is_file():
         return "the work directory of a run, not a checkpoint"
     if (directory / "snapshots").is_dir():
-        inside = sorted(one for one in (directory / "snapshots").iterdir() if one.is_dir())
+        inside = sorted(path for path in (directory / "snapshots").iterdir() if path.is_dir())
         where = inside[-1] if inside else "snapshots/ in it"
         return f"an entry of the Hugging Face cache; the checkpoint is {where}"
     for patterns, what, advice in _FORMATS:

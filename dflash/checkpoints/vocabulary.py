@@ -22,12 +22,12 @@ def check_same(target: pathlib.Path, drafter: pathlib.Path) -> None:
     paths = [directory / TOKENIZER_JSON for directory in (target, drafter)]
     if target == drafter or not all(file.exists() for file in paths):
         return
-    ours, theirs = (_tokens(file) for file in paths)
-    for token in sorted(ours.keys() & theirs.keys()):
-        if ours[token] != theirs[token]:
+    target_tokens, drafter_tokens = (_tokens(file) for file in paths)
+    for token in sorted(target_tokens.keys() & drafter_tokens.keys()):
+        if target_tokens[token] != drafter_tokens[token]:
             raise errors.CheckpointError(
                 f"drafter.checkpoint: another vocabulary than the target's: in {paths[1]} token "
-                f"{token} is {theirs[token]!r}, in the target's {ours[token]!r}"
+                f"{token} is {drafter_tokens[token]!r}, in the target's {target_tokens[token]!r}"
             )
 
 

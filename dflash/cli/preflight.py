@@ -22,13 +22,13 @@ def check(configs: Iterable[object], *, files: bool = True) -> None:
       UserError: A place is missing or of the wrong kind; one line for each, with its key.
     """
     problems: dict[str, type[errors.UserError]] = {}
-    trouble = functools.cache(paths.find_problem)  # Look each bucket up once.
+    find_problem = functools.cache(paths.find_problem)  # Look each bucket up once.
     entries = (entry for config in configs for entry in places.locations(config))
     for key, place, location in dict.fromkeys(entries):
         try:
             if place == "disk":
                 check_local(location)
-            check_bucket(location, trouble)
+            check_bucket(location, find_problem)
             if place == "checkpoint":
                 checkpoint.check(location, weights=files)
             elif place == "tokenizer":
@@ -86,20 +86,20 @@ def check_local(location: str | None) -> None:
 
 
 def check_bucket(
-    location: str | None, trouble: Callable[[str], str | None] = paths.find_problem
+    location: str | None, find_problem: Callable[[str], str | None] = paths.find_problem
 ) -> None:
     """Raises if a URL's bucket cannot be reached; paths pass.
 
     Args:
       location: Path, URL or None.
-      trouble: Returns the problem of a bucket or None; see `paths.find_problem`.
+      find_problem: Returns the problem of a bucket or None; see `paths.find_problem`.
     Raises:
       ConfigError: The bucket is missing or does not answer, or the scheme is unsupported.
     """
     if location is None or not paths.in_bucket(location):
         return
     paths.check_scheme(location)
-    reason = trouble(paths.bucket_of(location))
+    reason = find_problem(paths.bucket_of(location))
     if reason is not None:
         raise errors.ConfigError(f"{location}: {reason}")
 

@@ -105,21 +105,21 @@ class DistillRun:
         trained = self.drafter
         if checkpoint is not None:
             trained = dataclasses.replace(trained, checkpoint=checkpoint, architecture=None)
-        ways = {"": trained}
+        variants = {"": trained}
         for size in self.test.block_sizes:
-            ways[f"-block{size}"] = dataclasses.replace(trained, block_size=size)
+            variants[f"-block{size}"] = dataclasses.replace(trained, block_size=size)
         for budget in self.test.trees:
             tree = tree_group(trained)(budget=budget)
-            ways[f"-tree{budget}"] = dataclasses.replace(trained, tree=tree)
+            variants[f"-tree{budget}"] = dataclasses.replace(trained, tree=tree)
         decode = dataclasses.replace(self.test.decode, baseline=True)
         return {
-            task + way: self._decode_run(
+            task + variant: self._decode_run(
                 decode,
                 drafter,
                 schema.PromptsConfig(dataset=task, split=self.test.split, limit=self.test.prompts),
             )
             for task in self.test.tasks
-            for way, drafter in ways.items()
+            for variant, drafter in variants.items()
         }
 
     def _decode_run(

@@ -92,15 +92,15 @@ def histogram_lines(histogram: Mapping[str, int]) -> list[str]:
     Adjacent lengths without any cycle share one line.
     """
     total = sum(histogram.values())
-    most = max(histogram.values())
+    largest = max(histogram.values())
     rows: list[tuple[str, int]] = []
-    for is_empty, some in itertools.groupby(histogram.items(), lambda row: not row[1]):
-        run = list(some)
+    for is_empty, adjacent in itertools.groupby(histogram.items(), lambda row: not row[1]):
+        run = list(adjacent)
         together = is_empty and len(run) >= EMPTY_ROWS
         rows += [(f"{run[0][0]}–{run[-1][0]}", 0)] if together else run
     return [
         f"{length:>5} {100 * count / total:5.1f} % "
-        f"{'█' * round(HISTOGRAM_WIDTH * count / most)}".rstrip()
+        f"{'█' * round(HISTOGRAM_WIDTH * count / largest)}".rstrip()
         for length, count in rows
     ]
 

@@ -104,7 +104,7 @@ def is_divided(directory: str | os.PathLike | None, name: str) -> bool:
 def missing(directory: pathlib.Path, name: str, count: int) -> list[Shard]:
     """Returns the shards, of `count`, that have no file of this name yet."""
     present = set(shards_in(directory, name))
-    return [one for one in Shard(0, count).all() if one not in present]
+    return [shard for shard in Shard(0, count).all() if shard not in present]
 
 
 def check_finished(directory: pathlib.Path, unfinished: Sequence[Shard]) -> None:

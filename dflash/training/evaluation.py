@@ -52,16 +52,16 @@ class Evaluation:
         """Returns the loss and its metrics, on the same batches and random numbers every time."""
         job = self._job
         totals: dict[str, float] = {}
-        seen = 0.0
+        total_weight = 0.0
         for number, arrays in enumerate(self._held_out):
             batch = steps_lib.place(arrays, job.sharding, self._rows)
             key = jax.random.fold_in(states.step_key_base(0), number)
             values = jax.device_get(self._step(params, self._frozen, batch, key))
             weight = float(values.pop(steps_lib.WEIGHT))
-            seen += weight
+            total_weight += weight
             for name, value in values.items():
                 totals[name] = totals.get(name, 0.0) + weight * float(value)
-        return {name: total / max(seen, 1e-9) for name, total in totals.items()}
+        return {name: total / max(total_weight, 1e-9) for name, total in totals.items()}
 
 
 def _held_out_batches(job: TrainJob) -> tuple[int, list[dict[str, np.ndarray]]]:
@@ -73,15 +73,15 @@ def _held_out_batches(job: TrainJob) -> tuple[int, list[dict[str, np.ndarray]]]:
     num_batches = config.evaluation.batches
     if not num_batches:
         return 0, []
-    least = job.sharding.size("batch")
+    replicas = job.sharding.size("batch")
     held_out = job.held_out_rows
-    if held_out.num_rows < least:
+    if held_out.num_rows < replicas:
         raise errors.InputError(
             f"data.held_out_percent: {config.data.held_out_percent:g} leaves "
             f"{held_out.num_rows} rows of {config.data.length} tokens for validation, but "
-            f"each of {least} devices needs one: raise it, or set evaluation.batches=0"
+            f"each of {replicas} devices needs one: raise it, or set evaluation.batches=0"
         )
     microbatch_rows = config.train.batch_size // config.optimizer.accumulate_steps
-    rows = min(microbatch_rows, held_out.num_rows) // least * least
+    rows = min(microbatch_rows, held_out.num_rows) // replicas * replicas
     source = job.batches(held_out, batch_size=rows)
     return rows, [next(source) for _ in range(num_batches)]

@@ -248,17 +248,19 @@ def _build(
 ) -> None:
     """Computes rows up to `num_rows` and appends their parts to `parts`."""
     begin = parts[-1].end if parts else 0
-    mine = rows[jax.process_index()]
+    own_rows = rows[jax.process_index()]
     writers = _writers(rows)
     batch_size = len(set().union(*rows.values()))
-    for group in _groups(order, begin, num_rows, batch_size, mine, compute):
+    for group in _groups(order, begin, num_rows, batch_size, own_rows, compute):
         path = _part_path(directory, len(parts))
         _clear(path)
-        own = [mine.index(row) for row in writers.get(jax.process_index(), ())]
-        written = _write_files(path, [{k: x[own] for k, x in one.items()} for one in group])
+        written_rows = [own_rows.index(row) for row in writers.get(jax.process_index(), ())]
+        written = _write_files(
+            path, [{k: x[written_rows] for k, x in arrays.items()} for arrays in group]
+        )
         sizes = agreement.gather("files of the feature cache", written)
         end = min(begin + len(group) * batch_size, len(order))
-        every_size = dict(itertools.chain.from_iterable(one.items() for one in sizes))
+        every_size = dict(itertools.chain.from_iterable(by_name.items() for by_name in sizes))
         part = _Part(path, begin, end, batch_size, writers, every_size)
         if jax.process_index() == 0:
             facts = {k: v for k, v in dataclasses.asdict(part).items() if k != "directory"}
@@ -273,7 +275,7 @@ def _groups(
     begin: int,
     end: int,
     batch_size: int,
-    mine: Sequence[int],
+    own_rows: Sequence[int],
     compute: Callable[[Sequence[int]], Arrays],
 ) -> Iterator[list[Arrays]]:
     """Yields computed batches in groups that fill a part; sizes are equal on all processes.
@@ -283,7 +285,7 @@ def _groups(
     group: list[Arrays] = []
     size = None
     for first in range(begin, end, batch_size):
-        group.append(compute([int(order[(first + row) % len(order)]) for row in mine]))
+        group.append(compute([int(order[(first + row) % len(order)]) for row in own_rows]))
         if size is None:
             num_bytes = max(1, sum(array.nbytes for array in group[0].values()))
             sizes = agreement.gather("batches of a part", math.ceil(_PART_BYTES / num_bytes))
@@ -302,8 +304,8 @@ def _writers(rows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     """
     owner = {row: process for process in sorted(rows, reverse=True) for row in rows[process]}
     return {
-        process: [row for row in mine if owner[row] == process]
-        for process, mine in sorted(rows.items())
+        process: [row for row in process_rows if owner[row] == process]
+        for process, process_rows in sorted(rows.items())
         if process in owner.values()
     }
 

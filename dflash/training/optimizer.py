@@ -73,13 +73,13 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
     def schedule(step):
         step = jnp.asarray(step, jnp.float32)
-        done = jnp.clip((step - warmup) / decay_steps, 0.0, 1.0)
-        left = {
-            "cosine": lambda: (1 + jnp.cos(jnp.pi * done)) / 2,
-            "linear": lambda: 1 - done,
+        progress = jnp.clip((step - warmup) / decay_steps, 0.0, 1.0)
+        remaining = {
+            "cosine": lambda: (1 + jnp.cos(jnp.pi * progress)) / 2,
+            "linear": lambda: 1 - progress,
             "constant": lambda: jnp.ones(()),
         }[config.schedule]()
-        rate = final + (peak - final) * left
+        rate = final + (peak - final) * remaining
         return jnp.where(step < warmup, peak * (step + 1) / max(warmup, 1), rate)
 
     return schedule

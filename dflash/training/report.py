@@ -153,25 +153,25 @@ class TrainReport:
 
 def describe(metrics: Metrics) -> str:
     """Returns the most important metrics as one line."""
-    shown = []
+    parts = []
     for name, value in metrics.items():
         if name == "loss":
-            shown.append(f"loss {value:.4f}")
+            parts.append(f"loss {value:.4f}")
         elif name == "acceptance_length":
-            shown.append(f"expected τ {value:.2f}")
+            parts.append(f"expected τ {value:.2f}")
         elif name.partition("/")[0] == "tau":
-            shown.append(f"{name.replace('tau', 'τ')} {value:.2f}")
+            parts.append(f"{name.replace('tau', 'τ')} {value:.2f}")
         elif name == "speedup_bound":
-            shown.append(f"expected speed-up below {value:.2f}")
+            parts.append(f"expected speed-up below {value:.2f}")
         elif name == "learning_rate":
-            shown.append(f"lr {value:.2e}")
-    return " · ".join(shown)
+            parts.append(f"lr {value:.2e}")
+    return " · ".join(parts)
 
 
 def _make_bar(console: rich.console.Console) -> rich.progress.Progress:
-    whole = rich.table.Column(no_wrap=True, min_width=9)
+    column = rich.table.Column(no_wrap=True, min_width=9)
     return rich.progress.Progress(
-        rich.progress.TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=whole),
+        rich.progress.TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=column),
         rich.progress.BarColumn(bar_width=8),
         rich.progress.TextColumn("{task.fields[metrics]}", markup=False),
         rich.progress.TextColumn("{task.fields[left]} left"),
@@ -183,15 +183,15 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
     """Removes metrics of later steps, and a line that a killed run left incomplete."""
     if not path.exists():
         return
-    kept = []
+    lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             fields: Any = json.loads(line)
             if fields["step"] <= last_step:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
         except (ValueError, TypeError, KeyError):
             continue
-    files.write_whole(path, "".join(kept))
+    files.write_whole(path, "".join(lines))
 
 
 def _tensorboard(directory: pathlib.Path, first_step: int):

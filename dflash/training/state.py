@@ -52,16 +52,16 @@ def abstract(
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
-    whole = sharding.replicated()
+    replicated = sharding.replicated()
 
     def scalar(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
     return TrainState(
         step=scalar((), jnp.int32),
         key=scalar((2,), jnp.uint32),
         params=shapes,
-        optimizer=_place(jax.eval_shape(optimizer.init, shapes), shapes, whole),
+        optimizer=_place(jax.eval_shape(optimizer.init, shapes), shapes, replicated),
     )
 
 
@@ -69,12 +69,12 @@ def create(
     params: Params, optimizer: optax.GradientTransformation, seed: int, sharding: Sharding
 ) -> TrainState:
     """Returns the state before the first step, which holds `params` without a copy."""
-    places = shardings(abstract(params, optimizer, sharding))
-    init = jax.jit(optimizer.init, out_shardings=places.optimizer)
+    placements = shardings(abstract(params, optimizer, sharding))
+    init = jax.jit(optimizer.init, out_shardings=placements.optimizer)
     key = jax.random.key_data(step_key_base(seed))
     return TrainState(
-        step=jax.device_put(jnp.int32(0), places.step),
-        key=jax.device_put(key, places.key),
+        step=jax.device_put(jnp.int32(0), placements.step),
+        key=jax.device_put(key, placements.key),
         params=params,
         optimizer=init(params),
     )
@@ -115,12 +115,12 @@ def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _checksum(array: jax.Array) -> jax.Array:
-    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(array, words)
+    word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(array, word)
     return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
 
 
-def _place(optimizer: Any, params: Params, whole) -> Any:
+def _place(optimizer: Any, params: Params, replicated) -> Any:
     """Shards optimizer moments like their weights, and replicates everything else."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
@@ -129,7 +129,7 @@ def _place(optimizer: Any, params: Params, whole) -> Any:
             weight = by_path.get(path[start:])
             if weight is not None and weight.shape == leaf.shape:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=weight.sharding)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
     return jax.tree_util.tree_map_with_path(place, optimizer)
 

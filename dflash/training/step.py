@@ -99,12 +99,12 @@ def place(batch: dict[str, np.ndarray], sharding: Sharding, rows: int) -> Batch:
       sharding: The run's mesh and rules.
       rows: Rows of the batch over all processes.
     """
-    mine = rows_of_process(sharding, rows)
+    own_rows = rows_of_process(sharding, rows)
 
     def put(array):
         def shard_rows(index):
             begin, end, _ = index[0].indices(rows)
-            first = bisect.bisect_left(mine, begin)
+            first = bisect.bisect_left(own_rows, begin)
             return array[first : first + end - begin]
 
         names = ("batch", *(None,) * (array.ndim - 1))
@@ -150,13 +150,13 @@ def _gradients(
         return differentiate(params, batch, key)
 
     def body(carry, numbered):
-        grads, metrics, seen = carry
+        grads, metrics, total_weight = carry
         index, microbatch = numbered
         new_grads, new_metrics = differentiate(params, microbatch, jax.random.fold_in(key, index))
         weight = new_metrics[WEIGHT]
         grads = optax.tree.add_scale(grads, weight, new_grads)
         metrics = optax.tree.add_scale(metrics, weight, new_metrics)
-        return (grads, metrics, seen + weight), ()
+        return (grads, metrics, total_weight + weight), ()
 
     microbatches = {
         name: _split(array, num_microbatches, sharding) for name, array in batch.items()
@@ -164,12 +164,12 @@ def _gradients(
     first = {name: array[0] for name, array in microbatches.items()}
     shapes = jax.eval_shape(differentiate, params, first, key)
     start = (*optax.tree.zeros_like(shapes, jnp.float32), jnp.float32(0))
-    (grads, metrics, seen), _ = jax.lax.scan(
+    (grads, metrics, total_weight), _ = jax.lax.scan(
         body, start, (jnp.arange(num_microbatches), microbatches)
     )
-    scale = 1 / jnp.maximum(seen, jnp.finfo(jnp.float32).tiny)
+    scale = 1 / jnp.maximum(total_weight, jnp.finfo(jnp.float32).tiny)
     grads, metrics = jax.tree.map(lambda x: x * scale, (grads, metrics))
-    return grads, metrics | {WEIGHT: seen}
+    return grads, metrics | {WEIGHT: total_weight}
 
 
 def _split(array: jax.Array, num_microbatches: int, sharding: Sharding) -> jax.Array:

@@ -111,8 +111,8 @@ class TrainJob:
           InputError: The data do not fill a batch, or `state` belongs to other data.
         """
         size = batch_size or self.config.train.batch_size
-        mine = steps_lib.rows_of_process(self.sharding, size)
-        return Batches(rows, batch_size=size, mine=mine, state=state)
+        own_rows = steps_lib.rows_of_process(self.sharding, size)
+        return Batches(rows, batch_size=size, mine=own_rows, state=state)
 
     def batches_per_epoch(self) -> int:
         """Returns the number of batches in one pass over the training data.
@@ -130,8 +130,8 @@ class TrainJob:
         which is enough to rank the vocabulary.
         """
         source = Batches(self.training_rows, batch_size=1)
-        seen = self.steps() * self.config.train.batch_size
-        rows = min(seen, self.training_rows.num_rows, COUNTED_TOKENS // self.config.data.length)
+        num_rows = self.steps() * self.config.train.batch_size
+        rows = min(num_rows, self.training_rows.num_rows, COUNTED_TOKENS // self.config.data.length)
         counts = np.zeros(self.task.target.arch.vocab_size, np.int64)
         for row in itertools.islice(source, rows):
             counts += np.bincount(row["tokens"][row["loss_mask"] != 0], minlength=len(counts))

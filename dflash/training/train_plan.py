@@ -71,8 +71,10 @@ def make_plan(task: Task, optimizer, *, steps: int | None) -> TrainPlan:
         counts["frozen target"] = parameters.count(task.target)
         memory[f"frozen target ({config.train.dtype})"] = _device_bytes(frozen)
     microbatch_rows = rows // config.optimizer.accumulate_steps
-    kept = activation_bytes(task, state.params, frozen, rows=microbatch_rows, length=length)
-    memory["activations (estimate)"] = kept // sharding.size("batch")
+    residual_bytes = activation_bytes(
+        task, state.params, frozen, rows=microbatch_rows, length=length
+    )
+    memory["activations (estimate)"] = residual_bytes // sharding.size("batch")
     duration = (
         f"{config.train.epochs:g} epochs of rows of {length} tokens"
         if steps is None
@@ -100,11 +102,13 @@ def activation_bytes(task: Task, params: Any, frozen: Any, *, rows: int, length:
 
         return jax.vjp(loss, params)[1]
 
-    kept = jax.eval_shape(residuals, params, frozen, *_abstract_batch(task, rows, length))
+    abstract_residuals = jax.eval_shape(
+        residuals, params, frozen, *_abstract_batch(task, rows, length)
+    )
     held_anyway = {(x.shape, x.dtype) for x in jax.tree.leaves((params, frozen))}
     return sum(
         leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(kept)
+        for leaf in jax.tree.leaves(abstract_residuals)
         if (leaf.shape, leaf.dtype) not in held_anyway
     )
 
@@ -140,8 +144,8 @@ def _product_flops(jaxpr: Any) -> float:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            left, out = equation.invars[0].aval, equation.outvars[0].aval
-            total += 2.0 * out.size * math.prod(left.shape[axis] for axis in contracted)
+            lhs, out = equation.invars[0].aval, equation.outvars[0].aval
+            total += 2.0 * out.size * math.prod(lhs.shape[axis] for axis in contracted)
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         inner = jax.tree.leaves(
             list(equation.params.values()),

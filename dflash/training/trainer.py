@@ -230,13 +230,14 @@ class Trainer:
         for name in ("loss", "grad_norm"):
             if not np.isfinite(values[name]):
                 self._checkpoints.wait()
-                kept = self._checkpoints.good_step
-                left = f"the last good checkpoint is that of step {kept}"
-                if kept is None:
-                    left = "there is no earlier checkpoint"
+                good_step = self._checkpoints.good_step
+                checkpoint = f"the last good checkpoint is that of step {good_step}"
+                if good_step is None:
+                    checkpoint = "there is no earlier checkpoint"
                 raise TrainingError(
                     f"step {step}: {name.replace('_', ' ')} is {values[name]}; training has "
-                    f"stopped, and {left}; try a lower optimizer.learning_rate in another --workdir"
+                    f"stopped, and {checkpoint}; try a lower optimizer.learning_rate in "
+                    "another --workdir"
                 )
         values.pop(steps_lib.WEIGHT)
         self._window.add(values)
