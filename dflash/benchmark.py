@@ -64,7 +64,9 @@ def run(
     Args:
       config: Path of a YAML file, looked up as on the command line.
       *overrides: Overrides of the form `key=value`.
-      workdir, profile_dir, compilation_cache: Values of the flags with these names.
+      workdir: Value of the flag with this name.
+      profile_dir: Value of the flag with this name.
+      compilation_cache: Value of the flag with this name.
     Returns:
       The content of results.json, or of study.json; see docs/measuring.md.
     Raises:

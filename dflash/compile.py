@@ -69,7 +69,9 @@ def run(
     Args:
       config: Path of a YAML file, looked up as on the command line.
       *overrides: Overrides of the form `key=value`, such as "tpu.topology=v5p:2x2x1".
-      workdir, rows, kernels: Values of the flags with these names.
+      workdir: Value of the flag with this name.
+      rows: Value of the flag with this name.
+      kernels: Value of the flag with this name.
     Raises:
       UserError: The command would exit with an error.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dflash.cli import installation
 from dflash.cli import subcommand as cli
 from dflash.config import merging
-from dflash.version import __version__
+from dflash.version import DISTRIBUTION, __version__, install_command
 
 SUBCOMMAND = cli.Subcommand(
     "doctor",
@@ -35,6 +35,7 @@ def _doctor(command: cli.Command) -> int:
     missing = [name for name, number in versions.items() if not number]
     if missing:
         problems.append(f"missing packages: pip install {' '.join(missing)}")
+    problems += [_clash_advice(name) for name in installation.clashing_distributions()]
     devices, has_device = installation.devices()
     print(_row("devices", devices))
     if not has_device:
@@ -52,6 +53,15 @@ def _doctor(command: cli.Command) -> int:
     return 1 if problems else 0
 
 
+def _clash_advice(distribution: str) -> str:
+    """Returns the problem and remedy of a distribution that installs over this one."""
+    return (
+        f"the distribution {distribution} installs into the same folder and replaces files of "
+        f"{DISTRIBUTION}: pip uninstall {distribution} {DISTRIBUTION}, then install {DISTRIBUTION} "
+        "again (docs/install.md)"
+    )
+
+
 def _extras() -> Iterator[str]:
     """Yields the lines of each extra: its purpose, and its versions or what is missing."""
     for extra, distributions, purpose in installation.EXTRAS:
@@ -60,7 +70,7 @@ def _extras() -> Iterator[str]:
         yield _row(f"  {extra}", purpose)
         if missing:
             what = "missing" if len(missing) == len(distributions) else f"lacks {missing[0]}"
-            yield _row("", f"{what}: pip install 'dflash[{extra}]'")
+            yield _row("", f"{what}: {install_command(extra)}")
         else:
             yield _row("", ", ".join(f"{name} {number}" for name, number in versions.items()))
 

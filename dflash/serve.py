@@ -7,6 +7,7 @@ from absl import flags
 from dflash import errors
 from dflash.cli import subcommand as cli
 from dflash.config import serve_schema
+from dflash.version import install_command
 
 _REQUIRED = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
@@ -48,7 +49,7 @@ SUBCOMMAND = cli.Subcommand(
 def _serve(command: cli.Command) -> int:
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
-        raise errors.ConfigError(f"{missing[0]}: not installed; pip install 'dflash[serve]'")
+        raise errors.ConfigError(f"{missing[0]}: not installed; {install_command('serve')}")
     # Import jax only now, so that a bad config fails without waiting for the import.
     import jax
 

@@ -188,7 +188,7 @@ def test_a_single_row_uses_the_matrix_unit(data, batch):
 
 def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.UserError, match=r"pip install 'dflash\[tpu\]'"):
+    with pytest.raises(errors.UserError, match=r"pip install 'dflash-jax\[tpu\]'"):
         topology.prepare_environment()
 
 

@@ -11,6 +11,7 @@ Pages show the form of a command in indented blocks, which are not collected.
 """
 
 import importlib
+import inspect
 import json
 import pathlib
 import re
@@ -109,7 +110,44 @@ def test_every_page_is_in_the_navigation():
         assert re.search(rf"\b{re.escape(name)}$", navigation, re.MULTILINE), f"{name} is missing"
 
 
+def anchor_of(heading: str) -> str:
+    """Returns the anchor that the site gives a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+        text = page.read_text(encoding="utf-8")
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+            found = page.parent / target if target else page
+            assert found.exists(), f"{page.relative_to(ROOT)} links to {target}"
+            if anchor and found.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+                assert anchor in map(anchor_of, headings), f"{page.name}: {target}#{anchor}"
+
+
+def documented_functions():
+    """Yields every function and method that docs/api_reference.md shows."""
+    page = (ROOT / "docs" / "api_reference.md").read_text(encoding="utf-8")
+    for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
+        module, _, name = path.rpartition(".")
+        documented = getattr(importlib.import_module(module), name)
+        inside = vars(documented).values() if inspect.isclass(documented) else [documented]
+        yield from filter(inspect.isfunction, inside)
+
+
+def test_documented_arguments_are_those_of_the_signature():
+    """The site's builder rejects an entry for several arguments together."""
+    checked = 0
+    for function in documented_functions():
+        section = re.search(
+            r"\n +Args:\n(.*?)(?:\n +[A-Z]\w+:\n|$)", function.__doc__ or "", re.DOTALL
+        )
+        lines = section[1].splitlines() if section else []
+        depth = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+        for line in lines:
+            if re.match(rf" {{{depth}}}\S", line):
+                name = line.partition(":")[0].strip().lstrip("*")
+                assert name in inspect.signature(function).parameters, (function, line)
+                checked += 1
+    assert checked > 10

@@ -3,11 +3,12 @@
 import importlib.metadata
 import pathlib
 import re
+import sys
 import tomllib
 
 import pytest
 
-from dflash import doctor
+from dflash import cli, doctor, version
 from dflash.cli import installation
 
 PROJECT = pathlib.Path(__file__).parent.parent / "pyproject.toml"
@@ -63,13 +64,47 @@ def test_what_is_missing_has_a_purpose_and_a_remedy(capsys, monkeypatch):
     status, out = run(capsys, monkeypatch, ("none: Unable to initialize backend 'tpu'", False))
     assert status == 1
     assert (
-        "tokenizer.json (Qwen, Llama)\n              lacks tokenizers: pip install 'dflash[hf]'"
+        "tokenizer.json (Qwen, Llama)\n              lacks tokenizers: pip install 'dflash-jax[hf]'"
         in out
     )
-    assert "missing: pip install 'dflash[tpu]'" in out
+    assert "missing: pip install 'dflash-jax[tpu]'" in out
     assert out.endswith(
         "problem: missing packages: pip install rich\nproblem: jax finds no device, see above\n"
     )
+
+
+# (distribution, what it installs, its console script) -> whether it clashes with this one.
+OTHERS = {
+    ("dflash", "dflash/__init__.py", "dflash.cli:main"): True,  # Z-Lab's, of PyPI
+    ("dflash", "dflash/__init__.py", "dflash.__main__:main"): True,
+    ("dflash", "__editable__.pth", "dflash.__main__:main"): False,  # a clone, under an old name
+    ("dflash-editable", "__editable__.pth", "dflash.cli:main"): True,
+    (version.DISTRIBUTION, "dflash/__init__.py", "dflash.__main__:main"): False,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_distribution_of_the_same_module_is_named(other, capsys, monkeypatch, tmp_path):
+    name, file, script = other
+    info = tmp_path / f"{name.replace('-', '_')}-9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n")
+    (info / "RECORD").write_text(f"{file},,\n")
+    (info / "entry_points.txt").write_text(f"[console_scripts]\ndflash = {script}\n")
+    before = installation.clashing_distributions()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installation.clashing_distributions() == before + [name] * OTHERS[other]
+    status, out = run(capsys, monkeypatch)
+    remedy = f"pip uninstall {name} {version.DISTRIBUTION}, then install {version.DISTRIBUTION}"
+    assert (remedy in out, status) == (OTHERS[other], int(OTHERS[other]))
+
+
+def test_the_command_of_the_other_distribution_reaches_this_one(capsys, monkeypatch):
+    """Its script imports `main` from `dflash.cli`, and would otherwise end with a traceback."""
+    monkeypatch.setattr(sys, "argv", ["dflash", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert version.__version__ in capsys.readouterr().out
 
 
 def test_a_jax_that_aborts_is_a_line(monkeypatch):

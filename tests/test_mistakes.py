@@ -154,7 +154,7 @@ def no_network(patch):
 
 
 def offline_hub(patch):
-    hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash[hf]'")
+    hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash-jax[hf]'")
 
     def download(*_, **__):
         raise hub.errors.LocalEntryNotFoundError("offline")
@@ -386,20 +386,21 @@ MISTAKES = {
     "destination": Mistake(f"convert {TARGET} . --to=hf", ".: already exists and is not an empty"),
     # What is not installed, or not to be reached.
     "no tokenizers": Mistake(
-        f"decode c.yml {M}", "m/tokenizer.json: needs tokenizers; pip install 'dflash[hf]'", 2,
+        f"decode c.yml {M}", "m/tokenizer.json: needs tokenizers; pip install 'dflash-jax[hf]'", 2,
         both(copy(TARGET), put("m/tokenizer.json", "{}"), module_missing("tokenizers")),
     ),
     "no hub": Mistake(
-        "decode c.yml target.checkpoint=hf:a/b", "needs huggingface_hub; pip install 'dflash[hf]'",
-        2, module_missing("huggingface_hub"),
+        "decode c.yml target.checkpoint=hf:a/b",
+        "needs huggingface_hub; pip install 'dflash-jax[hf]'", 2, module_missing("huggingface_hub"),
     ),
     "no network for weights": Mistake(
         "decode c.yml target.checkpoint=hf:a/b", "not in the local cache and the hub cannot be", 2,
         offline_hub,
     ),
     "no TPU compiler": Mistake(
-        "compile configs/random_tiny_dflash.yml tpu.topology=v5e:1x1", "pip install 'dflash[tpu]'",
-        2, lambda patch: patch.setattr(importlib.util, "find_spec", lambda name: None),
+        "compile configs/random_tiny_dflash.yml tpu.topology=v5e:1x1",
+        "pip install 'dflash-jax[tpu]'", 2,
+        lambda patch: patch.setattr(importlib.util, "find_spec", lambda name: None),
     ),
     # The work directory.
     "file for a workdir": Mistake(

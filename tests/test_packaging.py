@@ -11,6 +11,8 @@ import zipfile
 import pytest
 
 import dflash
+from dflash import version
+from dflash.cli import installation
 
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "dflash", "configs")
@@ -93,7 +95,7 @@ def test_the_command_is_installed(wheel):
 
 
 def test_metadata(metadata, wheel):
-    assert metadata["Name"] == "dflash"
+    assert metadata["Name"] == version.DISTRIBUTION
     assert metadata["Version"] == dflash.__version__
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -101,6 +103,18 @@ def test_metadata(metadata, wheel):
     assert set(metadata.get_all("Provides-Extra")) == extras
     (name,) = [name for name in wheel.namelist() if name.endswith("licenses/LICENSE")]
     assert b"Version 2.0, January 2004" in wheel.read(name)
+
+
+def test_every_install_command_names_this_distribution_and_one_of_its_extras():
+    """`dflash` on PyPI is another project, which `pip install 'dflash[tpu]'` would install."""
+    extras = {name for name, _, _ in installation.EXTRAS}
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "dflash").rglob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    texts += [version.install_command(extra) for extra in extras]
+    found = set(re.findall(r"pip install '([\w.-]+)\[([\w,]+)\]'", "\n".join(texts)))
+    assert len(found) > 5
+    assert {name for name, _ in found} <= {version.DISTRIBUTION, "."}
+    assert {extra for _, names in found for extra in names.split(",")} <= extras
 
 
 def test_nothing_is_pinned(metadata):

@@ -13,6 +13,7 @@ from dflash import errors
 from dflash.checkpoints import files, foreign, hf_config, weight_formats
 from dflash.config import schema
 from dflash.storage import paths
+from dflash.version import install_command
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -285,5 +286,5 @@ def _check_hub(reference: str) -> None:
         missing = True
     if missing:
         raise errors.CheckpointError(
-            f"{reference}: needs huggingface_hub; pip install 'dflash[hf]', or give a directory"
+            f"{reference}: needs huggingface_hub; {install_command('hf')}, or give a directory"
         )

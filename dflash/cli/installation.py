@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+from dflash.version import DISTRIBUTION
+
 # Distributions that every command needs, as in pyproject.toml.
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "absl-py", "jinja2"),
@@ -42,12 +44,33 @@ _PROBE = (
     "print(', '.join(f'{count} × {name}' for name, count in found.items()))"
 )
 _PROBE_SECONDS = 120
+_COMMAND = "dflash.__main__:main"  # as in pyproject.toml
 
 
 def version(name: str) -> str | None:
     """Returns the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
+    except Exception:  # A broken installation can fail in many ways.
+        return None
+
+
+def clashing_distributions() -> list[str]:
+    """Returns the names of other installed distributions that own the module or the command.
+
+    pip installs them side by side without a word, and the files of the later one win.
+    """
+    names = {_clashing_name(other) for other in importlib.metadata.distributions()}
+    return sorted(names - {None, DISTRIBUTION})
+
+
+def _clashing_name(other: importlib.metadata.Distribution) -> str | None:
+    try:
+        scripts = other.entry_points.select(group="console_scripts", name="dflash")
+        owns_command = any(script.value != _COMMAND for script in scripts)
+        # Only installed distributions have a RECORD; a source tree on the path does not count.
+        owns_module = "\ndflash/__init__.py," in f"\n{other.read_text('RECORD')}"
+        return other.name if owns_command or owns_module else None
     except Exception:  # A broken installation can fail in many ways.
         return None
 

@@ -38,6 +38,7 @@ from dflash.loading import decode_plan, models
 from dflash.models.decoder import Decoder
 from dflash.parallel.chips import Chip
 from dflash.storage import files
+from dflash.version import __version__
 
 # Capacity of the caches in tokens. Costs are linear in it, so any small value works.
 _CAPACITY = 1024
@@ -86,7 +87,7 @@ class PointSpec:
         facts = dataclasses.asdict(run)
         for name in ("prompts", "tpu", "forecast", "strategies"):
             del facts[name]
-        versions = [importlib.metadata.version(name) for name in ("jax", "libtpu", "dflash")]
+        versions = [*map(importlib.metadata.version, ("jax", "libtpu")), __version__]
         facts |= {"machine": (tpu.topology, tpu.slices), "batch": self.batch, "versions": versions}
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -14,6 +14,7 @@ from dflash import errors
 from dflash.config.tpu_schema import CompileDecode, CompileTrain
 from dflash.parallel import chips, host, sharding
 from dflash.parallel.sharding import Sharding
+from dflash.version import install_command
 
 # The compiler has about a hundred passes per operation; dump the output of the last one only.
 _DUMP = ("--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=.*final_.*bundle.*")
@@ -60,7 +61,7 @@ def prepare_environment(schedules: str | None = None) -> None:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise errors.ConfigError(
-            "the TPU compiler is not installed: pip install 'dflash[tpu]' (Linux on x86-64; no TPU "
+            f"the TPU compiler is not installed: {install_command('tpu')} (Linux on x86-64; no TPU "
             "is needed)"
         )
     for name, value in _ENVIRONMENT.items():

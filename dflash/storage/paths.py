@@ -5,11 +5,12 @@ import os
 import pathlib
 
 from dflash import errors
+from dflash.version import install_command
 
 _URL = "://"
 # URL scheme -> the library that accesses the store, and how to install it.
 _LIBRARIES = {
-    "gs": ("gcsfs", "pip install 'dflash[gcs]'"),
+    "gs": ("gcsfs", install_command("gcs")),
     "s3": ("s3fs", "pip install s3fs"),
     "az": ("adlfs", "pip install adlfs"),
 }

@@ -6,7 +6,7 @@
     matcher.fill(masks, tokens, parents, ends=ends)   # computes the allowed next tokens
     matcher.advance(tokens)                           # appends tokens to the output
 
-llguidance (`pip install 'dflash[grammar]'`) does the matching. The allowed tokens depend only on
+llguidance (the extra `grammar`) does the matching. The allowed tokens depend only on
 the grammar and the output so far, so all processes of a run compute the same masks.
 """
 

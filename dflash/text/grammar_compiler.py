@@ -8,6 +8,7 @@ import sys
 from typing import Any, Literal
 
 from dflash import errors
+from dflash.version import install_command
 
 Kind = Literal["json_object", "json_schema", "regex", "lark"]
 
@@ -142,6 +143,6 @@ def import_llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise errors.InputError(
-            "structured output needs llguidance; pip install 'dflash[grammar]'"
+            f"structured output needs llguidance; {install_command('grammar')}"
         ) from error
     return llguidance

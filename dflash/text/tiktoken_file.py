@@ -14,6 +14,7 @@ from dflash.text.special_tokens import SpecialTokens
 from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import TIKTOKEN_MODEL
 from dflash.text.tokenizer_files import TemplateTokenizer, fingerprint_of
+from dflash.version import install_command
 
 # Pattern that splits a text into words before bytes are merged. It is that of Kimi K2: the file of
 # ranks has no pattern, and the code in a checkpoint is not run.
@@ -51,7 +52,7 @@ class TiktokenTokenizer(TemplateTokenizer):
             import tiktoken
         except ImportError as error:
             raise errors.InputError(
-                f"{file}: needs tiktoken; pip install 'dflash[hf]', or give prompts as prompt_ids"
+                f"{file}: needs tiktoken; {install_command('hf')}, or give prompts as prompt_ids"
             ) from error
         config = chat_template.tokenizer_config(directory)
         kind = config.get("tokenizer_class", _CLASS)

@@ -15,6 +15,7 @@ from dflash.text.chat_template import ChatTemplate, Messages
 from dflash.text.special_tokens import SpecialTokens
 from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TIKTOKEN_MODEL, TOKENIZER_JSON, Tokenizer
+from dflash.version import install_command
 
 _SPACE_SIGN = "\u2581"  # symbol of sentencepiece for a space
 
@@ -44,7 +45,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             import tokenizers
         except ImportError as error:
             raise errors.InputError(
-                f"{file}: needs tokenizers; pip install 'dflash[hf]', or give prompts as prompt_ids"
+                f"{file}: needs tokenizers; {install_command('hf')}, or give prompts as prompt_ids"
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())

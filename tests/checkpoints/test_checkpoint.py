@@ -64,12 +64,12 @@ def test_malformed_hub_reference():
 def test_hub_without_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert failure(checkpoint.resolve, "hf:Qwen/Qwen3-4B") == (
-        "hf:Qwen/Qwen3-4B: needs huggingface_hub; pip install 'dflash[hf]', or give a directory"
+        "hf:Qwen/Qwen3-4B: needs huggingface_hub; pip install 'dflash-jax[hf]', or give a directory"
     )
 
 
 def test_hub_passes_name_and_revision_and_asks_for_no_pickles(monkeypatch, tmp_path):
-    hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash[hf]'")
+    hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash-jax[hf]'")
     asked = {}
 
     def download(repository, **options):
@@ -109,7 +109,7 @@ def test_hub_passes_name_and_revision_and_asks_for_no_pickles(monkeypatch, tmp_p
     ],
 )
 def test_hub_failures(monkeypatch, name, message):
-    hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash[hf]'")
+    hub = pytest.importorskip("huggingface_hub", reason="pip install 'dflash-jax[hf]'")
     kind = getattr(pytest.importorskip("huggingface_hub.errors"), name)
 
     def download(*_, **__):

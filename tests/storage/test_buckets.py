@@ -273,7 +273,7 @@ def test_a_library_that_is_absent_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(errors.ConfigError) as caught:
         paths.to_path("gs://b/w")
-    assert str(caught.value) == "gs://b/w: needs gcsfs; pip install 'dflash[gcs]'"
+    assert str(caught.value) == "gs://b/w: needs gcsfs; pip install 'dflash-jax[gcs]'"
 
 
 def test_a_server_that_does_not_answer_ends_a_run_within_seconds():

@@ -72,6 +72,6 @@ def load(kind, directory: pathlib.Path, **options):
 
 def import_transformers():
     """torch and transformers, or a skip that says how to get them."""
-    reason = "compares with transformers; pip install 'dflash[parity]'"
+    reason = "compares with transformers; pip install 'dflash-jax[parity]'"
     torch = pytest.importorskip("torch", reason=reason)
     return torch, pytest.importorskip("transformers", reason=reason)

@@ -21,7 +21,7 @@ END = len(TEXTS) - 1
 @functools.cache
 def vocabulary() -> Vocabulary:
     """The tiny target's 24 tokens; END has no text."""
-    pytest.importorskip("llguidance", reason="pip install 'dflash[grammar]'")
+    pytest.importorskip("llguidance", reason="pip install 'dflash-jax[grammar]'")
     return Vocabulary(TokenBytes(tuple(text and text.encode() for text in TEXTS)))
 
 

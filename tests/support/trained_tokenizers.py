@@ -38,7 +38,7 @@ def write_json(path, content):
 
 def train_byte_level(directory, *, bos=None, specials=("<|im_start|>", "<|im_end|>")):
     """Byte-level BPE as Qwen and Llama 3 have it; `bos` is put before every text."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -59,7 +59,7 @@ def train_byte_level(directory, *, bos=None, specials=("<|im_start|>", "<|im_end
 
 def train_byte_fallback(directory):
     """BPE with ▁ for spaces and byte tokens for rare characters, as Llama 2's tokenizer.json."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     for piece in ["▁", *"Helowrd!,H"]:
         vocab.setdefault(piece, len(vocab))
@@ -83,7 +83,7 @@ def train_byte_fallback(directory):
 
 def train_metaspace(directory, scheme="first"):
     """BPE with ▁ for spaces, put before the first text only, as newer conversions of Llama 2."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
     space = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     tokenizer.pre_tokenizer = space

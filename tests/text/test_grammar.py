@@ -12,7 +12,7 @@ from dflash.text import grammar, grammar_compiler
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.token_bytes import TokenBytes
 
-pytest.importorskip("llguidance", reason="pip install 'dflash[grammar]'")
+pytest.importorskip("llguidance", reason="pip install 'dflash-jax[grammar]'")
 
 TEXTS = [*'{}":,[]ab01 -', '{"', '":', "ab", "ba", "01", None, None]
 A, B, AB, BA = (TEXTS.index(text) for text in ("a", "b", "ab", "ba"))
@@ -206,7 +206,7 @@ def test_what_takes_too_long_is_refused(make, source):
 
 def test_the_library_may_be_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(errors.InputError, match=r"pip install 'dflash\[grammar\]'"):
+    with pytest.raises(errors.InputError, match=r"pip install 'dflash-jax\[grammar\]'"):
         grammar.regex("a", VOCABULARY)
 
 

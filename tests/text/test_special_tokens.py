@@ -124,7 +124,7 @@ def test_no_space_is_put_before_a_piece_that_follows_another(tmp_path, train):
 
 
 def test_tokens_that_take_spaces_along(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash[hf]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'dflash-jax[hf]'")
     trained = train_byte_level(tmp_path)
     trained.add_special_tokens(
         [

@@ -8,7 +8,7 @@ import pytest
 from dflash import errors
 from dflash.text.tokenizer_loading import load_tokenizer
 
-tiktoken = pytest.importorskip("tiktoken", reason="pip install 'dflash[hf]'")
+tiktoken = pytest.importorskip("tiktoken", reason="pip install 'dflash-jax[hf]'")
 
 MERGES = ["he", "ll", "llo", "hello", " w", "你", "你好", "好吗", "ABC", "BC", "12", "123", "'s"]
 BASE = 256 + len(MERGES)

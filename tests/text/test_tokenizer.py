@@ -279,7 +279,7 @@ def test_absent_library(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", absent)
     assert failure(load_tokenizer, tmp_path) == (
-        f"{tmp_path / 'tokenizer.json'}: needs tokenizers; pip install 'dflash[hf]', "
+        f"{tmp_path / 'tokenizer.json'}: needs tokenizers; pip install 'dflash-jax[hf]', "
         "or give prompts as prompt_ids"
     )
 
