@@ -107,11 +107,7 @@ class Batch:
         A request with a grammar runs once its first token is known, since masks depend on it.
         """
         running = self.running.items()
-        ready = {
-            slot: (request.request, request.matcher)
-            for slot, request in running
-            if request.matcher and request.output_ids
-        }
+        ready = {slot: one for slot, one in running if one.matcher and one.output_ids}
         others = any(request.matcher is None for _, request in running)
         if not (ready or others):
             return []

@@ -12,15 +12,14 @@ import numpy as np
 
 from dflash.inference import first_token
 from dflash.inference.engine import Engine
-from dflash.inference.request import Request
+from dflash.inference.in_flight import ActiveRequest
 from dflash.inference.state import DecodeState, Report
-from dflash.text.grammar import Matcher
 
 
 def generate(
     engine: Engine,
     state: DecodeState,
-    ready: Mapping[int, tuple[Request, Matcher]],
+    ready: Mapping[int, ActiveRequest],
     *,
     others: bool,
     bucket: int | None = None,
@@ -31,7 +30,8 @@ def generate(
       engine: Engine that runs the dispatch.
       state: State of the batch.
       ready: Constrained sequences by slot, with matchers that have consumed all of their output.
-        Other constrained sequences wait.
+        Other constrained sequences wait, and so does a sequence whose matcher raises an exception,
+        which becomes the sequence's error.
       others: Whether there are unconstrained sequences.
       bucket: Batch bucket that holds all sequences; see `Engine.generate`.
     Returns:
@@ -48,18 +48,20 @@ def generate(
 
 
 def _masked_cycle(
-    engine: Engine, state: DecodeState, ready: Mapping[int, tuple[Request, Matcher]]
+    engine: Engine, state: DecodeState, ready: Mapping[int, ActiveRequest]
 ) -> tuple[DecodeState, Report]:
     state, proposal = engine.draft(state)
     tokens, parents = jax.device_get((proposal.tokens, proposal.parents))
     slots, rows = len(tokens), tokens.shape[1] + 1
     allowed = np.tile(first_token.allow_all(engine.vocab_size), (slots, rows, 1))
-    for slot, (request, matcher) in ready.items():
-        matcher.fill(
-            allowed[slot],
-            tokens[slot].tolist(),
-            None if parents is None else parents[slot].tolist(),
-            ends=request.stop_ids,
-            first_end=request.min_new_tokens,
-        )
-    return engine.conclude(state, proposal, allowed, np.isin(np.arange(slots), list(ready)))
+    for slot, active in ready.items():
+        with active.failing():
+            active.matcher.fill(
+                allowed[slot],
+                tokens[slot].tolist(),
+                None if parents is None else parents[slot].tolist(),
+                ends=active.request.stop_ids,
+                first_end=active.request.min_new_tokens,
+            )
+    masked = [slot for slot, active in ready.items() if active.error is None]
+    return engine.conclude(state, proposal, allowed, np.isin(np.arange(slots), masked))

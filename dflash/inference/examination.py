@@ -12,8 +12,10 @@ from dflash.inference.prefill import padded
 from dflash.inference.request import Request
 
 
-def explain(engine: Engine, request: Request, output_ids: Sequence[int]) -> errors.NumericsError:
-    """Returns the error of a sequence whose next logits are not finite.
+def explain(
+    engine: Engine, request: Request, output_ids: Sequence[int]
+) -> tuple[errors.NumericsError, bool]:
+    """Explains why the next logits of a sequence are not finite.
 
     Runs the sequence once more, alone and with every layer tapped.
 
@@ -21,6 +23,8 @@ def explain(engine: Engine, request: Request, output_ids: Sequence[int]) -> erro
       engine: The engine that has decoded the sequence.
       request: The sequence.
       output_ids: Its output so far.
+    Returns:
+      The error of the sequence, and whether its logits are not finite when computed once more.
     """
     tokens, finite = (*request.prompt, *output_ids), True
     rows = engine.layout.longest_chunk
@@ -34,4 +38,5 @@ def explain(engine: Engine, request: Request, output_ids: Sequence[int]) -> erro
             finite = finite & jax.device_get(now)
     except jax.errors.JaxRuntimeError:
         finite = None
-    return nonfinite.error(engine.target, request, output_ids, finite)
+    error = nonfinite.error(engine.target, request, output_ids, finite)
+    return error, finite is None or not all(finite)

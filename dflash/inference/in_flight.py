@@ -1,11 +1,13 @@
 """Requests in flight, and the work of the device whose results the host has not read."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
+from dflash import errors
 from dflash.inference.first_token import FirstTokenConstraints
 from dflash.inference.logprobs import Logprobs
 from dflash.inference.request import Request, TokenLogprobs
@@ -35,6 +37,8 @@ class ActiveRequest:
       prefill_ms: Time of its prefill chunks, in milliseconds.
       preemptions: Number of times that it lost its slot.
       cached_tokens: Prompt tokens found in the prefix cache.
+      recomputed: Whether it was computed again after non-finite logits that it did not explain.
+      error: Error that ends this request alone; None if it has not failed.
     """
 
     request: Request
@@ -54,6 +58,8 @@ class ActiveRequest:
     prefill_ms: float = 0.0
     preemptions: int = 0
     cached_tokens: int = 0
+    recomputed: bool = False
+    error: errors.UserError | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -69,11 +75,22 @@ class ActiveRequest:
         """Appends newly committed tokens."""
         self.output_ids += tokens
         if self.matcher:
-            self.matcher.advance([one for one in tokens if one not in self.request.stop_ids])
+            with self.failing():
+                self.matcher.advance([one for one in tokens if one not in self.request.stop_ids])
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Turns an exception of the request's grammar into the request's own error."""
+        try:
+            yield
+        except Exception as error:
+            self.error = grammar_error(self.request, error)
 
     @property
     def finish_reason(self) -> str:
         """Reason of the request's end; see `Completion`."""
+        if self.error is not None:
+            return "error"
         if self.output_ids[-1] not in self.request.stop_ids:
             return "length"
         return "error" if self.matcher and not self.matcher.may_end else "stop"
@@ -82,6 +99,11 @@ class ActiveRequest:
     def context(self) -> int:
         """Number of tokens to prefill: the prompt, or all tokens before a known anchor."""
         return self.length - bool(self.output_ids)
+
+
+def grammar_error(request: Request, error: Exception) -> errors.InputError:
+    """Returns the error of a request whose grammar raised an exception."""
+    return errors.InputError(f"prompt {request.id}: its grammar cannot be followed: {error}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,6 +109,7 @@ def release(state: DecodeState, slot: jax.Array) -> DecodeState:
     return dataclasses.replace(
         state,
         length=state.length.at[slot].set(1),
+        anchor=state.anchor.at[slot].set(0),
         active=state.active.at[slot].set(False),
         sampling=dataclasses.replace(state.sampling, temperature=temperature),
         cache=dataclasses.replace(state.cache, page_table=table),

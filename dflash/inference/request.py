@@ -6,6 +6,7 @@
 import collections
 import dataclasses
 import math
+import time
 from collections.abc import Iterable
 
 from dflash import errors
@@ -128,7 +129,7 @@ class Completion:
       id: Identifier of the request.
       output_ids: Output tokens, without the prompt.
       finish_reason: "stop" (the last output id is a stop token), "length", or "error" (the output
-        ended before it matched its grammar).
+        ended before it matched its grammar, or the request failed).
       acceptance_lengths: Tokens committed in each cycle, bonus included. The first output token
         comes from the prefill, so they sum to len(output_ids) - 1.
       block_sizes: Rows that the target verified in each cycle.
@@ -140,6 +141,7 @@ class Completion:
       preemptions: Number of times that the request lost its slot because pages ran out.
       cached_tokens: Prompt tokens found in the prefix cache.
       queued_ms: Time from submission to the start of the first prefill, in milliseconds.
+      error: Error that ended this request alone; None if it did not fail.
     """
 
     id: int
@@ -154,6 +156,13 @@ class Completion:
     preemptions: int = 0
     cached_tokens: int = 0
     queued_ms: float = 0.0
+    error: errors.UserError | None = None
+
+    @classmethod
+    def failed(cls, request: Request, error: errors.UserError) -> "Completion":
+        """Returns the completion of a request that failed before it was prefilled."""
+        now = time.perf_counter()
+        return cls(request.id, (), "error", (), (), 0.0, 0.0, 0.0, now, error=error)
 
     @property
     def tau(self) -> float:

@@ -31,6 +31,7 @@ from dflash.inference.in_flight import (
     PendingPrefill,
     committed,
     committed_logprobs,
+    grammar_error,
     rejected,
 )
 from dflash.inference.request import Completion, Event, Request, TokenLogprobs, Tokens
@@ -58,6 +59,7 @@ class Scheduler:
         self._clock_s = 0.0
         self._counts: collections.Counter[str] = collections.Counter()
         self._batch = Batch(engine)
+        self._has_nonfinite = False  # Some request's logits were not finite; see `_recover`.
 
     @property
     def idle(self) -> bool:
@@ -68,19 +70,21 @@ class Scheduler:
         """Appends a request to the queue.
 
         Raises:
-          InputError: The request cannot be decoded; see `Engine.check`.
+          InputError: The request cannot be decoded (see `Engine.check`), or its grammar fails.
           ValueError: Another request in flight has the same id.
         """
         self._engine.check(request)
         if request.id in self._ids:
             raise ValueError(f"request {request.id} is in flight already")
-        matcher = request.grammar and request.grammar.matcher()
-        constraints = None
+        matcher = constraints = None
         if not controls.is_default(request):
-            constraints = FirstTokenConstraints(
-                controls.of_request(request, (), self._layout.max_length),
-                first_token.allowed_first(request, matcher, self._engine.vocab_size),
-            )
+            try:
+                matcher = request.grammar and request.grammar.matcher()
+                allowed = first_token.allowed_first(request, matcher, self._engine.vocab_size)
+            except Exception as error:
+                raise grammar_error(request, error) from error
+            stated = controls.of_request(request, (), self._layout.max_length)
+            constraints = FirstTokenConstraints(stated, allowed)
         self._ids.add(request.id)
         self._queue.append(ActiveRequest(request, time.perf_counter(), matcher, constraints))
 
@@ -107,11 +111,11 @@ class Scheduler:
           The events of the finished work: Tokens as they are committed, the first token of a
             request by itself, and a Completion after the last Tokens of each request. Empty after a
             chunk that completes no prompt.
-        Raises:
-          NumericsError: The target's logits are not finite.
         """
         self._keep_busy()
         events = self._collect() if self._pending else []
+        if self._has_nonfinite:
+            events += self._recover()
         self._keep_busy()
         return events
 
@@ -254,14 +258,15 @@ class Scheduler:
         """
         request = active.request
         if anchor == nonfinite.NO_TOKEN:
-            raise examination.explain(self._engine, request, ())
+            self._examine(active)
+            return []
         active.first_token_at = now
         active.extend([anchor])
         cached = active.cached_tokens
         events: list[Event] = [
             Tokens(request.id, (anchor,), logprobs=tuple(logprobs), cached_tokens=cached)
         ]
-        if request.max_new_tokens == 1 or anchor in request.stop_ids:
+        if request.max_new_tokens == 1 or anchor in request.stop_ids or active.error:
             events.append(self._finish(active, now))
         return events
 
@@ -281,7 +286,6 @@ class Scheduler:
         )
         if work.queued:
             self._counts.update(queued_cycles=cycles, queued_slot_cycles=busy)
-        self._check_finite(report)
         events: list[Event] = []
         for slot, active in list(self._batch.running.items()):
             events += self._advance(active, slot, report, begin, end)
@@ -320,22 +324,17 @@ class Scheduler:
                     rejected(report, slot, ran) if request.rejected else (),
                 )
             )
-        if not report.active[slot]:
-            events.append(self._finish(active, begin + len(ran) / cycles * (end - begin)))
+        if report.nonfinite_at[slot]:
+            self._examine(active)
+        elif active.error or not report.active[slot]:
+            events.append(self._finish(active, begin + len(ran) / max(cycles, 1) * (end - begin)))
         return events
-
-    def _check_finite(self, report: Report) -> None:
-        """Raises NumericsError for the first sequence whose logits were not finite."""
-        counts = report.num_committed[: int(report.cycles)]
-        for slot, active in self._batch.running.items():
-            if report.nonfinite_at[slot]:
-                tokens = committed(report, slot, np.flatnonzero(counts[:, slot]))
-                raise examination.explain(
-                    self._engine, active.request, [*active.output_ids, *tokens]
-                )
 
     def _finish(self, active: ActiveRequest, now: float) -> Completion:
         self._batch.vacate(active)
+        return self._completion(active, now)
+
+    def _completion(self, active: ActiveRequest, now: float) -> Completion:
         self._ids.discard(active.request.id)
         return Completion(
             id=active.request.id,
@@ -344,10 +343,49 @@ class Scheduler:
             acceptance_lengths=tuple(active.acceptance_lengths),
             block_sizes=tuple(active.block_sizes),
             prefill_ms=active.prefill_ms,
-            decode_ms=1e3 * (now - active.first_token_at),
+            decode_ms=1e3 * (now - active.first_token_at) if active.output_ids else 0.0,
             decode_clock_s=self._clock_s,
             finished_at=now,
             preemptions=active.preemptions,
             cached_tokens=active.cached_tokens,
             queued_ms=active.queued_ms,
+            error=active.error,
         )
+
+    # --- logits that are not finite -------------------------------------------------------------
+
+    def _examine(self, active: ActiveRequest) -> None:
+        """Finds out whether a request itself causes its non-finite logits, and then fails it.
+
+        If they are finite when computed once more, the caches may hold rows of another sequence's
+        making, so the request is computed again; it fails if its logits are not finite then either.
+        """
+        self._has_nonfinite = True
+        error, recurs = examination.explain(self._engine, active.request, active.output_ids)
+        if recurs or active.recomputed:
+            active.error = error
+        active.recomputed = True
+
+    def _recover(self) -> list[Event]:
+        """Ends the requests that failed, and recomputes all others from empty caches.
+
+        Attention multiplies masked rows by 0, so a non-finite row in a page would reach whoever
+        owns the page next.
+        """
+        requests = (*self._batch.running.values(), *self._batch.prefilling.values())
+        self._has_nonfinite = False
+        self._pending.clear()
+        self._batch.close()
+        del self._batch  # Frees the caches before new ones are allocated.
+        self._batch = Batch(self._engine)
+        survivors, events = [], []
+        for request in requests:
+            request.slot, request.pages = None, ()
+            if request.error:
+                events.append(self._completion(request, time.perf_counter()))
+            else:
+                request.preemptions += 1
+                survivors.append(request)
+        self._counts["preemptions"] += len(survivors)
+        self._queue.extendleft(reversed(survivors))
+        return events

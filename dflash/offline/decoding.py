@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from dflash.inference.engine import Engine
-from dflash.inference.request import Event, Request
+from dflash.inference.request import Completion, Event, Request
 from dflash.inference.scheduler import Scheduler
 from dflash.inference.stats import SchedulerStats
 
@@ -23,11 +23,15 @@ def decode(
       Tokens as they are committed, and one Completion per request after its last Tokens.
     Raises:
       InputError: A request cannot be decoded. It is raised before any request has started.
+      UserError: A request has failed, such as by logits that are not finite.
     """
     scheduler = Scheduler(engine, fill_at_once=True)
     for request in requests:
         scheduler.submit(request)
     while not scheduler.idle:
-        yield from scheduler.step()
+        for event in scheduler.step():
+            if isinstance(event, Completion) and event.error is not None:
+                raise event.error
+            yield event
     tell(scheduler.stats())
     scheduler.close()

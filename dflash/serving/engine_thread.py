@@ -10,6 +10,7 @@ processes enqueue the same programs.
 import contextlib
 import dataclasses
 import queue
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,9 @@ from typing import Protocol
 
 import jax
 
+from dflash import errors
 from dflash.inference.engine import Engine
-from dflash.inference.request import Event, Request, Sampling
+from dflash.inference.request import Completion, Event, Request, Sampling
 from dflash.inference.scheduler import Scheduler, SchedulerStats
 from dflash.parallel import distributed
 from dflash.serving.backend import Backend
@@ -108,6 +110,7 @@ class EngineThread(threading.Thread):
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._schedulers: dict[str, Scheduler] = {}
+        self._rejected: list[Event] = []  # Ends of requests that no scheduler took.
 
     # --- from any thread ------------------------------------------------------------------------
 
@@ -147,7 +150,11 @@ class EngineThread(threading.Thread):
     def _step(self) -> None:
         begin = time.perf_counter()
         busy = [scheduler for scheduler in self._schedulers.values() if not scheduler.idle]
-        events = [event for scheduler in busy for event in scheduler.step()]
+        events, self._rejected = self._rejected, []
+        events += [event for scheduler in busy for event in scheduler.step()]
+        for event in events:
+            if isinstance(event, Completion) and event.error is not None:
+                print(f"request failed: {event.error}", file=sys.stderr, flush=True)
         seconds = time.perf_counter() - begin if busy else 0.0
         stats = {name: scheduler.stats() for name, scheduler in self._schedulers.items()}
         self._listener.stepped(events, stats, seconds)
@@ -178,7 +185,10 @@ class EngineThread(threading.Thread):
         for command in commands:
             match command:
                 case Submit(mode, request):
-                    self._schedulers[mode].submit(request)
+                    try:
+                        self._schedulers[mode].submit(request)
+                    except errors.InputError as error:
+                        self._rejected.append(Completion.failed(request, error))
                 case Cancel(id):
                     any(scheduler.cancel(id) for scheduler in self._schedulers.values())
                 case Flush():

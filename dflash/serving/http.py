@@ -50,10 +50,15 @@ def endpoint(handler: Handler) -> Handler:
         except ClientDisconnected:
             return Response(status_code=_DISCONNECTED)
         except Exception:
-            print(traceback.format_exc(), file=sys.stderr, end="", flush=True)
-            return error_response(RequestError("internal error; see the server's log", status=500))
+            return error_response(_internal_error())
 
     return handle
+
+
+def _internal_error() -> RequestError:
+    """Prints the current exception's traceback, and returns the error for the client."""
+    print(traceback.format_exc(), file=sys.stderr, end="", flush=True)
+    return RequestError("internal error; see the server's log", status=500)
 
 
 async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Mapping[str, Any]:
@@ -175,11 +180,14 @@ class EventStream(Response):
                     begun = True
                     await self._put(send, self._head())
                 await self._put(send, _body(_event(event)))
-        except RequestError as error:
+        except ClientDisconnected:
+            raise
+        except Exception as error:
+            problem = error if isinstance(error, RequestError) else _internal_error()
             if not begun:
-                await error_response(error)(scope, receive, send)
+                await error_response(problem)(scope, receive, send)
                 return
-            await self._put(send, _body(_event(error.body())))
+            await self._put(send, _body(_event(problem.body())))
         finally:
             await self._events.aclose()
         if not begun:

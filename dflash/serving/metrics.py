@@ -230,7 +230,7 @@ class Metrics:
         """Records a request that the engine has finished."""
         self._ended(served, done.finish_reason, now)
         prefill_s, decode_s = done.prefill_ms / 1e3, done.decode_ms / 1e3
-        self._observe("vllm:request_queue_time_seconds", done.queued_ms / 1e3)
+        self._observe("vllm:request_queue_time_seconds", (done.queued_ms or 0.0) / 1e3)
         self._observe("vllm:request_prefill_time_seconds", prefill_s)
         self._observe("vllm:request_decode_time_seconds", decode_s)
         self._observe("vllm:request_inference_time_seconds", prefill_s + decode_s)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from dflash.inference.request import Completion, Request, Tokens
-from dflash.serving.completion_request import CompletionRequest, ServedModel
+from dflash.serving.completion_request import CompletionRequest
 from dflash.serving.stops import StopFinder
-from dflash.text.tokenizer import IncrementalDecoder
+from dflash.text.tokenizer import IncrementalDecoder, Tokenizer
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
@@ -94,7 +94,7 @@ class Output:
         index: int,
         request: Request,
         completion_request: CompletionRequest,
-        model: ServedModel,
+        tokenizer: Tokenizer,
     ):
         """Creates an output without tokens.
 
@@ -102,7 +102,7 @@ class Output:
           index: Position among the outputs of its HTTP request.
           request: Request as submitted to the engine.
           completion_request: Request as the client sent it.
-          model: Model that is served.
+          tokenizer: Tokenizer of the target.
         """
         self.index, self.request = index, request
         self.ids: list[int] = []
@@ -113,7 +113,7 @@ class Output:
         self._min_new_tokens = completion_request.min_new_tokens
         options = completion_request.options
         self._has_logprobs = options.logprobs is not None
-        self._decoder = IncrementalDecoder(model.tokenizer, special_tokens=options.special_tokens)
+        self._decoder = IncrementalDecoder(tokenizer, special_tokens=options.special_tokens)
         self._finder = StopFinder(completion_request.stop, include=options.stop)
         self._pieces = _Pieces() if options.drafts else None
 

@@ -4,9 +4,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from dflash.inference.request import Tokens
+from dflash import errors
+from dflash.inference.request import Completion, Tokens
 from dflash.serving.completion_request import CompletionRequest, ServedModel
 from dflash.serving.output import Output, OutputDelta, TokenText
+from dflash.serving.request_error import RequestError
 from dflash.serving.served_requests import RequestGroup
 
 Json = dict[str, Any]
@@ -16,7 +18,8 @@ Choice = Callable[[Output, OutputDelta], Json]
 
 def outputs_of(request: CompletionRequest, group: RequestGroup, model: ServedModel) -> list[Output]:
     """Returns an empty output for each request of the group."""
-    return [Output(i, one, request, model) for i, one in enumerate(group.requests)]
+    tokenizer = model.tokenizer
+    return [Output(i, one, request, tokenizer) for i, one in enumerate(group.requests)]
 
 
 async def follow(
@@ -25,7 +28,7 @@ async def follow(
     """Yields the new parts of the outputs, keyed by output index, whenever some arrive.
 
     Raises:
-      RequestError: The engine has failed, or the requests took too long.
+      RequestError: The engine or one of the requests has failed, or they took too long.
     """
     async for events in group.events():
         deltas: dict[int, OutputDelta] = {}
@@ -37,11 +40,20 @@ async def follow(
                 delta = output.push(event)
                 if output.ended:
                     group.cancel([place], "stop")
+            elif event.error is not None:
+                raise _failure(event)
             else:
                 delta = output.finish(event)
             deltas[place] = deltas.get(place, OutputDelta()).then(delta)
         if deltas:
             yield deltas
+
+
+def _failure(done: Completion) -> RequestError:
+    """Returns the error of an HTTP request one of whose requests has failed."""
+    status = 400 if isinstance(done.error, errors.InputError) else 500
+    message = str(done.error).removeprefix(f"prompt {done.id}: ")
+    return RequestError(message, status=status, code="failed")
 
 
 async def wait_for_all(group: RequestGroup, outputs: Sequence[Output]) -> list[OutputDelta]:

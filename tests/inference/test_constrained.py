@@ -13,10 +13,11 @@ from support import grammars
 from support.engines import engine, make_requests, random_prompts
 from support.models import drafter
 
+from dflash import errors
 from dflash.inference.request import Completion, Tokens
 from dflash.inference.scheduler import Scheduler
 from dflash.offline import decoding
-from dflash.text.grammar import Grammar
+from dflash.text.grammar import Grammar, Matcher
 
 few = settings(max_examples=8)
 
@@ -207,3 +208,30 @@ def test_a_mesh_changes_nothing(form):
     assert found == wanted
     close = functools.partial(np.testing.assert_allclose, atol=1e-4)
     jax.tree.map(close, *([[vars(x)["logprob"] for x in one[0]] for one in (mine, plain)]))
+
+
+@pytest.mark.parametrize("step", ["fill", "advance"])
+def test_a_grammar_that_raises_ends_its_own_sequence(step, monkeypatch):
+    """An exception of the matcher becomes the error of its request, and the others go on."""
+    prompts = random_prompts([5, 7, 3])
+    free = decode(run("chain"), prompts, 12, [None] * 3)
+    one, done = Scheduler(run("chain")), {}
+    given = make_requests(prompts, 12, stop_ids=(grammars.END,))
+    given[1] = dataclasses.replace(given[1], grammar=grammars.regex("[a-z]{8,}"))
+    for request in given:
+        one.submit(request)
+
+    def failing(self, *args, **options):
+        raise RuntimeError("the lexer is gone")
+
+    monkeypatch.setattr(Matcher, step, failing)
+    while not one.idle:
+        for event in one.step():
+            if isinstance(event, Completion):
+                done[event.id] = event
+    assert [done[i].output_ids for i in (0, 2)] == [free[i].output_ids for i in (0, 2)]
+    assert done[1].finish_reason == "error"
+    message = "prompt 1: its grammar cannot be followed: the lexer is gone"
+    assert str(done[1].error) == message
+    with pytest.raises(errors.InputError, match=message):
+        list(decoding.decode(run("chain"), given))

@@ -1,6 +1,7 @@
-"""Logits that are not finite end the run, and the message says where they began."""
+"""Logits that are not finite end their sequence, and the message says where they began."""
 
 import copy
+import dataclasses
 import functools
 
 import jax
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.engines import decode, engine, random_prompts
+from support.engines import decode, engine, make_requests, random_prompts
 from support.models import ARCHITECTURE, drafter, make_sharding
 
 from dflash import errors
 from dflash.inference import cycle, nonfinite, verify
 from dflash.inference.engine import Engine
+from dflash.inference.request import Completion
+from dflash.inference.scheduler import Scheduler
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
 
@@ -100,3 +103,50 @@ def test_a_row_counts_only_if_it_commits_a_token():
     assert cycle._along(result.path, sound).tolist() == [[True, True], [True, True]]
     chain = cycle._finite_rows(result._replace(path=None, sampled=picked), jnp.array(logits))
     assert cycle._along(None, chain).tolist() == [[True, True, False], [True, False, True]]
+
+
+@pytest.mark.parametrize("name", ["none", "ngram"])
+def test_a_sequence_with_nonfinite_logits_ends_alone(name):
+    """The others go on, and so do those that take its slot and its pages afterwards."""
+    whole = decode(sound_engine(name), [*PROMPTS, PROMPTS[0]], 12)
+    used = {token for prompt in PROMPTS for token in prompt}
+    used |= {token for one in whole for token in one.output_ids}
+    bad = next(token for token in range(ARCHITECTURE.vocab_size) if token not in used)
+    run = damaged(name, "embed_tokens.embedding", jnp.inf, bad)
+    prompts = [PROMPTS[0], (3, bad, 4), PROMPTS[1], (bad,), PROMPTS[0]]
+    one, done = Scheduler(run), {}
+    for request in make_requests(prompts, 12):
+        one.submit(request)
+    while not one.idle:
+        for event in one.step():
+            if isinstance(event, Completion):
+                done[event.id] = event
+    assert [done[i].output_ids for i in (0, 2, 4)] == [each.output_ids for each in whole]
+    assert all(done[i].error is None for i in (0, 2, 4))
+    for i in (1, 3):
+        assert (done[i].finish_reason, done[i].output_ids) == ("error", ())
+        assert str(done[i].error).startswith(f"prompt {i}: the target's logits for token 1 of")
+    assert one.stats().pages_used == 0
+
+
+def test_rows_that_another_sequence_has_damaged_are_computed_again():
+    run = sound_engine("none")
+    whole = decode(run, PROMPTS, 12)
+    one, done = Scheduler(run), {}
+    for request in make_requests(PROMPTS, 12):
+        one.submit(request)
+    begun = 0
+    while not one.idle:
+        for event in one.step():
+            if isinstance(event, Completion):
+                done[event.id] = event
+            begun += not isinstance(event, Completion)
+        if begun == 2:  # Both prompts have their first token.
+            begun += 1
+            state = one._batch._state
+            pools = jax.tree.map(lambda pages: pages * jnp.nan, state.cache.layers)
+            cache = dataclasses.replace(state.cache, layers=pools)
+            one._batch._state = dataclasses.replace(state, cache=cache)
+    assert [(done[i].output_ids, done[i].error) for i in (0, 1)] == [
+        (each.output_ids, None) for each in whole
+    ]

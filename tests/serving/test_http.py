@@ -118,3 +118,13 @@ def test_a_cancelled_stream_exits_its_context():
 
     asyncio.run(cancelled())
     assert context.exited
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_unexpected_error_is_logged_and_reported(begun, capsys):
+    sent, context = stream(numbers(int(begun), then=TypeError("cannot be copied")))
+    assert sent[0]["status"] == (200 if begun else 500)
+    assert b"internal error; see the server's log" in bodies(sent)
+    assert b"cannot be copied" not in bodies(sent)
+    assert "TypeError: cannot be copied" in capsys.readouterr().err
+    assert context.exited

@@ -168,6 +168,56 @@ serve.main()
 """
 
 
+def test_a_request_that_fails_ends_alone(tmp_path):
+    """A token whose logits are not finite, and a grammar that raises, end their requests alone."""
+    program = tmp_path / "damaged.py"
+    program.write_text(DAMAGED)
+    with served.serving(tmp_path, program=(str(program),)) as own:
+        whole = own.post(TEXT, {**SLOW, "seed": 1})
+        other = []
+        thread = threading.Thread(target=lambda: other.append(own.post(TEXT, {**SLOW, "seed": 1})))
+        thread.start()
+        status, answer = own.post(TEXT, {"prompt": "damaged: ~", "max_tokens": 8})
+        assert (status, answer["error"]["code"]) == (500, "failed")
+        assert answer["error"]["message"].startswith("the target's logits for token 1 of the")
+        fields = {"guided_regex": "[a-z]{4}", "stop_token_ids": [10], "max_tokens": 8}
+        status, answer = own.post(TEXT, {"prompt": "a", **fields})
+        assert (status, answer["error"]["code"]) == (400, "failed")
+        thread.join(300)
+        assert other[0][1]["choices"] == whole[1]["choices"]
+        assert own.get("/health")[0] == 200
+        assert own.process.poll() is None
+        log = own.log.read_text()
+        assert log.count("request failed: prompt ") == 2
+        assert "Traceback" not in log
+
+
+# The server with a target whose embedding of "~" is damaged, and grammars that raise.
+DAMAGED = """
+import jax.numpy as jnp
+from dflash import serve
+from dflash.loading.job import Job
+from dflash.text.grammar import Matcher
+
+load_weights = Job.load_weights
+
+
+def damaging(self):
+    load_weights(self)
+    embedding = self.target.embed_tokens.embedding
+    embedding.set_value(embedding.get_value().at[ord("~")].set(jnp.inf))
+
+
+def failing(self, tokens):
+    raise RuntimeError("the lexer is gone")
+
+
+Job.load_weights = damaging
+Matcher.advance = failing
+serve.main()
+"""
+
+
 def test_signals_during_the_start(tmp_path):
     config = tmp_path / "serve.yml"
     config.write_text(served.CONFIG)
