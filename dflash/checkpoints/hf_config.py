@@ -210,16 +210,18 @@ def read_classes(config: Mapping[str, Any], *, file: str = FILE) -> tuple[str, .
 def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Returns the base and the scaling of the rotary embedding.
 
-    Newer files hold both in one mapping.
+    Newer files hold both in one mapping. Where fields are stated twice, the precedence is that of
+    transformers: `rope_scaling` replaces `rope_parameters`, and a base in the mapping that is used
+    takes precedence over one at the top level.
     """
-    name = _OLD_ROPE if config.get(_NEW_ROPE) in (None, {}) else _NEW_ROPE
+    name = _NEW_ROPE if config.get(_OLD_ROPE) in (None, {}) else _OLD_ROPE
     rope = read_group(config, name)
-    theta = read_fields(config, _RopeTheta).rope_theta
+    theta = read_fields(rope, _RopeTheta, group=name).rope_theta
     if theta is None:
-        theta = read_fields(rope, _RopeTheta, group=name).rope_theta
+        theta = read_fields(config, _RopeTheta).rope_theta
     if theta is None:
         raise errors.CheckpointError(
-            f"{FILE}: missing rope_theta (neither at the top level nor in {_NEW_ROPE})"
+            f"{FILE}: missing rope_theta (neither at the top level nor in {name})"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import safetensors
 
 from dflash import errors
@@ -17,6 +18,7 @@ from dflash.storage.files import view
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_CHUNK_BYTES = 2**24  # Bytes of two tensors that are compared at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +33,25 @@ class StoredTensor:
     end: int  # Offset after the last byte.
 
 
+def source_of(directory: pathlib.Path) -> pathlib.Path:
+    """Returns the file that holds or lists the weights of a checkpoint.
+
+    A single file takes precedence over an index, as in transformers: an index beside it is left
+    over from an earlier version of the checkpoint.
+    """
+    single, index = directory / WEIGHTS, directory / INDEX
+    return index if index.exists() and not single.exists() else single
+
+
 def read_headers(directory: pathlib.Path) -> dict[str, StoredTensor]:
     """Describes every tensor of a checkpoint, by name, without reading any.
 
     Raises:
       CheckpointError: A file is missing, truncated or corrupt, or contradicts the index.
     """
-    index = directory / INDEX
-    if not index.exists():
-        return {tensor.name: tensor for tensor in _read_header(directory / WEIGHTS)}
+    index = source_of(directory)
+    if index.name == WEIGHTS:
+        return {tensor.name: tensor for tensor in _read_header(index)}
     weight_map = files.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise errors.CheckpointError(f"{index}: has no weight_map")
@@ -133,3 +145,18 @@ def _is_file(path: pathlib.Path) -> bool:
         return path.is_file()
     except OSError:  # No file can have this name.
         return False
+
+
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Returns whether two tensors have the same dtype, shape and values, read in chunks."""
+    if (one.code, one.shape) != (other.code, other.shape):
+        return False
+    return all(
+        np.array_equal(*(_chunk(tensor, offset) for tensor in (one, other)))
+        for offset in range(0, one.end - one.begin, _CHUNK_BYTES)
+    )
+
+
+def _chunk(tensor: StoredTensor, offset: int) -> np.ndarray:
+    begin = tensor.begin + offset
+    return view(tensor.file, begin, min(begin + _CHUNK_BYTES, tensor.end))

@@ -20,7 +20,14 @@ from flax import nnx
 
 from dflash import errors
 from dflash.checkpoints import files, tensor_map
-from dflash.checkpoints.safetensors_header import INDEX, WEIGHTS, StoredTensor, read_headers
+from dflash.checkpoints.safetensors_header import (
+    INDEX,
+    WEIGHTS,
+    StoredTensor,
+    read_headers,
+    same_bytes,
+    source_of,
+)
 from dflash.checkpoints.tensor_map import TensorPiece
 from dflash.parallel import parameters
 from dflash.storage import files as run_files
@@ -137,7 +144,7 @@ def _check(tensors, expected, module, directory) -> None:
     Raises:
       CheckpointError: Tensors are missing, unexpected, or of another shape or dtype.
     """
-    source = directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
+    source = source_of(directory)
     misfit = "these weights do not belong to this config.json"
     names = tensor_map.by_tensor(module, ((path, leaf.shape) for path, leaf in expected.items()))
     missing = names.keys() - tensors.keys()
@@ -165,6 +172,12 @@ def _check(tensors, expected, module, directory) -> None:
             )
         if not _is_packed(tensor):
             _check_code(tensor, _codes_for(expected[path].dtype))
+    for copy, original in getattr(module, "checkpoint_copies", {}).items():
+        if copy in tensors and not same_bytes(tensors[copy], tensors[original]):
+            raise errors.CheckpointError(
+                f"{tensors[copy].file}: {copy!r} differs from {original!r}, but config.json ties "
+                "them; set tie_word_embeddings to false"
+            )
 
 
 def _is_packed(tensor: StoredTensor) -> bool:

@@ -224,7 +224,12 @@ class Decoder(nnx.Module):
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
         """Returns names of tensors beside the parameters, such as the copy of a tied head."""
-        return ("lm_head.weight",) if self.lm_head is None else ()
+        return tuple(self.checkpoint_copies)
+
+    @property
+    def checkpoint_copies(self) -> dict[str, str]:
+        """Returns tensors that a checkpoint may hold a second time, by the copy's name."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.lm_head is None else {}
 
     @staticmethod
     def checkpoint_name(path: str) -> str:

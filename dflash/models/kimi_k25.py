@@ -22,8 +22,13 @@ class KimiK25(DeepseekV3):
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
         """Returns names of the vision tensors, and those that `Decoder` ignores."""
-        own = tuple(_PREFIX + name for name in super().ignored_checkpoint_names)
-        return (*own, "vision_tower.*", "mm_projector.*")
+        return (*super().ignored_checkpoint_names, "vision_tower.*", "mm_projector.*")
+
+    @property
+    def checkpoint_copies(self) -> dict[str, str]:
+        """Returns Kimi K2's copies, with the language model's prefix."""
+        copies = super().checkpoint_copies.items()
+        return {_PREFIX + copy: _PREFIX + original for copy, original in copies}
 
     def checkpoint_name(self, path: str) -> Source:
         """Returns the source of a parameter: Kimi K2's with the language model's prefix."""

@@ -17,7 +17,7 @@ from support.golden import import_transformers, load
 from support.models import make_sharding
 
 from dflash import errors
-from dflash.checkpoints import checkpoint, safetensors_io
+from dflash.checkpoints import checkpoint, safetensors_header, safetensors_io
 from dflash.layers.linear import Embedding, Linear, RMSNorm
 from dflash.models.qwen3 import Qwen3
 from dflash.parallel import parameters
@@ -148,6 +148,33 @@ def test_values_outlive_the_files(tmp_path):
     checkpoint.load(module, tmp_path)
     file.write_bytes(bytes(file.stat().st_size))
     assert_holds(module, tensors)
+
+
+def test_a_single_file_takes_precedence_over_an_index(tmp_path):
+    """As in transformers: the index was left over when the single file was written."""
+    old, new = make_tensors(), {name: value + 1 for name, value in make_tensors().items()}
+    write_shards(tmp_path, old)
+    save_file(new, tmp_path / safetensors_io.WEIGHTS)
+    toy = Toy()
+    safetensors_io.load(toy, tmp_path)
+    np.testing.assert_array_equal(values_of(toy)["norm.scale"], new[NORM])
+
+
+class Tied(Toy):
+    checkpoint_copies = types.MappingProxyType({"lm_head.weight": EMBED})
+
+
+def test_a_copy_of_a_tied_weight_must_equal_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_header, "_CHUNK_BYTES", 100)  # Several chunks.
+    tensors = make_tensors()
+    save_file(tensors | {"lm_head.weight": tensors[EMBED]}, tmp_path / safetensors_io.WEIGHTS)
+    safetensors_io.load(Tied(), tmp_path)
+    other = tensors[EMBED].copy()
+    other[-1, -1] += 1
+    for head in (other, tensors[EMBED][:-1], tensors[EMBED].astype(np.float16)):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / safetensors_io.WEIGHTS)
+        with pytest.raises(errors.CheckpointError, match="set tie_word_embeddings to false"):
+            safetensors_io.load(Tied(), tmp_path)
 
 
 def test_known_extras_are_ignored(tmp_path):

@@ -1,5 +1,6 @@
 """Tests of reading and writing the decoder part of config.json."""
 
+import copy
 import dataclasses
 import json
 from typing import Literal
@@ -116,6 +117,44 @@ def test_forms_of_rotary_settings(form):
     del config["rope_theta"]
     arch = hf_config.read_architecture(config | fields)
     assert (arch.rope_theta, arch.rope_scaling) == (5e5, scaling)
+
+
+STATED_TWICE = {
+    "bases": {"rope_theta": 7e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "scaling without base": {
+        "rope_theta": 7e4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": YARN,
+    },
+    "scaling with base": {
+        "rope_theta": 7e4,
+        "rope_parameters": LLAMA3 | {"rope_theta": 5e5},
+        "rope_scaling": YARN | {"rope_theta": 3e4},
+    },
+    "empty scaling": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": {}},
+}
+
+
+@pytest.mark.parametrize("form", STATED_TWICE)
+def test_rotary_settings_stated_twice_are_read_as_by_transformers(form):
+    transformers = pytest.importorskip("transformers")
+    fields = copy.deepcopy(STATED_TWICE[form])
+    expected = transformers.LlamaConfig(**copy.deepcopy(fields)).rope_parameters
+    config = make_config()
+    del config["rope_theta"]
+    arch = hf_config.read_architecture(config | fields)
+    kind = "default" if arch.rope_scaling is None else arch.rope_scaling.rope_type
+    assert (arch.rope_theta, kind) == (expected["rope_theta"], expected["rope_type"])
+    if arch.rope_scaling is not None:
+        assert arch.rope_scaling.factor == expected["factor"]
+
+
+def test_scaling_added_without_a_base_is_refused():
+    """It replaces rope_parameters, which has the only base."""
+    config = make_config() | {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN}
+    del config["rope_theta"]
+    with pytest.raises(errors.CheckpointError, match="nor in rope_scaling"):
+        hf_config.read_architecture(config)
 
 
 WRONG = {
