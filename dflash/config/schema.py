@@ -11,7 +11,8 @@ from typing import Any, Literal
 AUTO = "auto"
 RANDOM = "random"  # Value of `checkpoint` for random weights.
 INT32_MAX = 2**31 - 1  # Largest integer on the device, and the default maximum of integer keys.
-MAX_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1  # Of training.
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1  # Seeds of sampling, as in OpenAI's API.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # Largest float on the device, and maximum of float keys.
 MAX_TOKENS = 2**24  # Tokens per sequence.
 MAX_BATCH = 2**16  # Slots of the decode loop, or prompts of a task.
@@ -168,7 +169,7 @@ class SamplingConfig:
     presence_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
     frequency_penalty: float = option(0.0, minimum=-2.0, maximum=2.0)
     repetition_penalty: float = option(1.0, minimum=0.01, maximum=100.0)  # 1: off.
-    seed: int = option(0, minimum=0, maximum=MAX_SEED)
+    seed: int = option(0, minimum=INT64_MIN, maximum=INT64_MAX)
 
 
 @dataclasses.dataclass(frozen=True)

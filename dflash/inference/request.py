@@ -25,7 +25,7 @@ class Sampling(SamplingConfig):
       temperature: Sampling temperature; 0 is greedy.
       top_k: Number of likeliest tokens to draw from; 0 is off.
       top_p: Probability mass of the likeliest tokens to draw from; 1 is off.
-      seed: Seed of the noise, 0 to 2**32 - 1.
+      seed: Seed of the noise, -2**63 to 2**63 - 1.
       sequence: Number of the sequence under this seed. Noise depends only on these two numbers.
       min_p: Smallest probability of a token to draw, relative to the likeliest token; 0 is off.
       presence_penalty: Value subtracted from the logits of tokens in the output; 0 is off.

@@ -45,19 +45,22 @@ class SamplingParams:
     def of(cls, sampling: Sampling) -> "SamplingParams":
         """Returns the parameters of one sequence, as numpy scalars without a batch axis.
 
-        Its seed is the pair (seed, sequence number), which `with_keys` converts to key data.
+        Its seed is uint32 [3], the high and the low half of the seed and the sequence number, which
+        `with_keys` converts to key data.
         """
+        seed = int(sampling.seed)
+        halves = (seed >> 32) & _LOW_HALF, seed & _LOW_HALF
         return cls(
-            seed=np.array([sampling.seed, sampling.sequence], np.uint32),
+            seed=np.array([*halves, sampling.sequence], np.uint32),
             **{name: _on_device(sampling, name) for name in _NUMBERS},
         )
 
     def with_keys(self) -> "SamplingParams":
-        """Returns the parameters with each (seed, sequence number) converted to key data."""
+        """Returns the parameters with each seed and sequence number converted to key data."""
 
-        def key_data(pair):
-            key = jax.random.key(pair[0], impl="threefry2x32")
-            return jax.random.key_data(jax.random.fold_in(key, pair[1]))
+        def key_data(words):
+            key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+            return jax.random.key_data(jax.random.fold_in(key, words[2]))
 
         return dataclasses.replace(self, seed=jax.vmap(key_data)(self.seed))
 
@@ -76,16 +79,17 @@ _NUMBERS = {
     "top_p": np.float32,
     "min_p": np.float32,
 }
+_LOW_HALF = 0xFFFFFFFF
 # Beyond these bounds, scaled logits overflow or vanish in float32. Sampling has converged long
-# before: to the likeliest token below, and to the uniform distribution above.
+# before: to the likeliest token below, which is greedy, and to the uniform distribution above.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 
 
 def _on_device(config: SamplingConfig, name: str) -> np.generic:
     """Returns one of the `_NUMBERS` as a scalar of its dtype on the device."""
     value = getattr(config, name)
-    if name == "temperature" and value:
-        value = min(max(value, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
+    if name == "temperature":
+        value = min(value, _MAX_TEMPERATURE) if value >= _MIN_TEMPERATURE else 0.0
     return _NUMBERS[name](value)
 
 

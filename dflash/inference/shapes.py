@@ -116,7 +116,10 @@ class Shapes:
             anchor=ints,
             active=self.sharding.abstract((batch,), ("batch",), jnp.bool_),
             stop_ids=self.sharding.abstract((batch, self.num_stop_ids), ("batch", None), jnp.int32),
-            sampling=self.sampling(batch, "batch"),
+            sampling=dataclasses.replace(
+                self.sampling(batch, "batch"),
+                seed=self.sharding.abstract((batch, 2), ("batch", None), jnp.uint32),  # Key data.
+            ),
             controls=controls.abstract(batch, "batch", layout.max_length, self.sharding),
             cache=target.new_cache(
                 batch=batch,

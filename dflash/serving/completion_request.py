@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.config.schema import MAX_SEED, DecodeConfig, SamplingConfig, subset
+from dflash.config.schema import INT64_MAX, DecodeConfig, SamplingConfig, subset
 from dflash.inference.request import Request, Sampling
 from dflash.serving.bodies import MAX_CHOICES, SamplingBody
 from dflash.serving.request_error import RequestError, unsupported
@@ -241,7 +241,7 @@ def _sampling(body: SamplingBody, model: ServedModel) -> Sampling:
     sampling = dataclasses.replace(Sampling.from_config(model.decode), **changes)
     if "seed" not in changes and sampling.temperature:
         # Without a seed, equal requests get different outputs.
-        sampling = dataclasses.replace(sampling, seed=secrets.randbelow(MAX_SEED + 1))
+        sampling = dataclasses.replace(sampling, seed=secrets.randbelow(INT64_MAX + 1))
     return sampling
 
 

@@ -97,7 +97,8 @@ def test_an_integer_is_a_number_but_not_the_other_way_round(write):
     config = loader.load(write("c.yml"), ["decode.temperature=1"])
     assert type(config.decode.temperature) is float
     assert problems("c.yml", "decode.seed=3.0") == [
-        "command line: decode.seed: expected an integer in [0, 4294967295], got 3.0"
+        "command line: decode.seed: expected an integer in "
+        "[-9223372036854775808, 9223372036854775807], got 3.0"
     ]
 
 

@@ -250,6 +250,31 @@ def test_extreme_temperatures_are_greedy_or_uniform(top_k):
     assert len(np.unique(draw(3e38))) > 3
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1.2e-38, 5e-38, 1e-20, 9.9e-7])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
+def test_tiny_temperatures_are_greedy_also_among_equal_logits(temperature, filters):
+    logits = jnp.zeros((1, 30, VOCAB)).at[..., VOCAB - 3 :].set(7.0)
+    sampling = Sampling(temperature=temperature, seed=1, **filters)
+    params = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingParams.of(sampling)).with_keys()
+    tokens = SequenceSampler(params).sample(logits, jnp.arange(30)[None])
+    assert np.asarray(tokens).tolist() == [[VOCAB - 3] * 30]
+
+
+def test_seeds_are_64_bit_integers():
+    """Every seed has noise of its own; small ones have that of jax's keys."""
+
+    def key(seed, sequence=0):
+        sampling = Sampling(seed=seed, sequence=sequence)
+        params = jax.tree.map(lambda x: x[None], SamplingParams.of(sampling)).with_keys()
+        return tuple(np.asarray(params.seed[0]).tolist())
+
+    seeds = (0, 1, -1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63 - 1, -(2**63), -(2**32))
+    assert len({key(seed, sequence) for seed in seeds for sequence in (0, 1)}) == 2 * len(seeds)
+    for seed in (0, 7, 2**32 - 1):
+        same = jax.random.fold_in(jax.random.key(np.uint32(seed), impl="threefry2x32"), 3)
+        assert key(seed, 3) == tuple(jax.random.key_data(same).tolist())
+
+
 def test_candidates_for_rejection_are_drawn_without_replacement():
     """The law of the first two: q(x) q(y) / (1 - q(x))."""
     count = 20_000

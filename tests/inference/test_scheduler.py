@@ -420,7 +420,7 @@ GOOD = Request(4, (1, 2), 1)
         ({"temperature": 1e39}, r"prompt 4: temperature: 1e\+39, expected .* 0 to 3.40282e\+38"),
         ({"top_k": 2**31}, r"prompt 4: top_k: 2147483648, expected 0 to 2147483647"),
         ({"top_p": 1.1}, r"prompt 4: top_p: 1.1, expected a number from 0 to 1"),
-        ({"seed": 2**32}, r"prompt 4: seed: 4294967296, expected 0 to 4294967295"),
+        ({"seed": 2**63}, r"prompt 4: seed: 9223372036854775808, expected -9223372036854775808 to"),
         ({"sequence": -1}, r"prompt 4: sequence: -1, expected 0 to 2147483647"),
     ],
 )
