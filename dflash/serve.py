@@ -1,5 +1,6 @@
 """Serves a target over HTTP: dflash serve CONFIG [key=value ...] [--host HOST] [--port PORT]."""
 
+import dataclasses
 import importlib.util
 
 from absl import flags
@@ -67,9 +68,13 @@ def _serve(command: cli.Command) -> int:
         return 0
     if jax.process_index() > 0:
         return server.follow(Backend(job, command.config, Display.silent()))
-    listener = server.listen(command.flags["host"], command.flags["port"])
+    host = command.flags["host"]
+    listener = server.listen(host, command.flags["port"])
+    limits = command.config.serve
+    limits = dataclasses.replace(limits, hosts=(*limits.hosts, host))
+    config = dataclasses.replace(command.config, serve=limits)
     return server.run(
-        Backend(job, command.config, Display(stream=False)),
+        Backend(job, config, Display(stream=False)),
         listener,
         on_ready=lambda url: print(url, flush=True),
         profile_dir=command.profile_dir,

@@ -23,7 +23,7 @@ EXTRAS = (
     ),
     (
         "serve",
-        ("starlette", "uvicorn", "prometheus-client", "pydantic", "httptools", "httpx2"),
+        ("starlette", "uvicorn", "prometheus-client", "pydantic", "h11", "httpx2"),
         "dflash serve; dflash benchmark study.name=serve",
     ),
     ("gcs", ("gcsfs",), "paths in buckets: gs://bucket/name"),

@@ -11,8 +11,14 @@ class ServeConfig:
     """Limits and options of the server; times are in seconds."""
 
     model: str | None = None  # Name in /v1/models; None: last part of target.checkpoint.
+    # Names by which clients reach the server, besides its address and localhost; "*": all names.
+    hosts: tuple[str, ...] = ()
+    # Origins such as https://chat.example.com whose pages may use the server; "*": all origins.
+    origins: tuple[str, ...] = ()
     queue: int = option(256, minimum=0, maximum=schema.MAX_BATCH)  # Maximum of waiting requests.
     max_body_bytes: int = option(4 * 2**20, minimum=1024)  # Maximum size of a request body.
+    # Maximum of open connections; for another one, the one that is silent for longest is closed.
+    connections: int = option(1024, minimum=1, maximum=2**16)
     read_s: float = option(30.0, minimum=0.1)  # Time for a client to send its request.
     send_s: float = option(30.0, minimum=0.1)  # Time that a client may leave a response unread.
     request_s: float = option(3600.0, minimum=0.1)  # Time for a whole request, waiting included.

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,7 +21,8 @@ from dflash.serving import completion_request as requests
 from dflash.serving import http, openai_requests, page, responses, sglang_requests, validation
 from dflash.serving.bodies import DetokenizeBody
 from dflash.serving.completion_request import CompletionRequest, ServedModel
-from dflash.serving.http import EventStream, Guard, endpoint
+from dflash.serving.guard import REQUEST_ID, Guard, ServedNames
+from dflash.serving.http import EventStream, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.request_error import RequestError
 from dflash.serving.service import Service, ServiceState
@@ -28,15 +30,16 @@ from dflash.version import __version__
 
 # A body of this size is validated and tokenized within a few milliseconds.
 _SMALL_BYTES = 2**15
-# Paths for probes, scrapers and the web page, which need no API key.
-_OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/metrics"))
+# Paths for probes and the web page, which need no API key.
+_OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version"))
 
 
-def application(service: Service, *, key: str | None = None) -> ASGIApp:
+def application(service: Service, *, names: ServedNames, key: str | None = None) -> ASGIApp:
     """Returns the server as an ASGI application.
 
     Args:
       service: Service that decodes the requests.
+      names: Names that the Host header of a request may have.
       key: API key that clients must send; None accepts every client.
     """
     endpoints = Endpoints(service)
@@ -62,7 +65,17 @@ def application(service: Service, *, key: str | None = None) -> ASGIApp:
     ]
     routes = [Route(path, endpoint(f), methods=methods.split()) for path, methods, f in table]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
-    return Guard(app, key=key, open_paths=_OPEN_PATHS)
+    origins = service.config.origins
+    guarded = Guard(app, names=names, origins=origins, key=key, open_paths=_OPEN_PATHS)
+    if not origins:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=[origin.rstrip("/").lower() for origin in origins],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID],
+    )
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
@@ -130,7 +143,7 @@ class Endpoints:
         if request.options.stream:
             head, choice = parts
             events = responses.chunks(request, group, model, head, choice, roles=roles)
-            return EventStream(events, group, timeout_s=self._service.config.send_s)
+            return EventStream(events, group)
         head, choice = whole
         outputs = responses.outputs_of(request, group, model)
         with group:
@@ -149,7 +162,7 @@ class Endpoints:
         times = {"id": _id(http_request), "started_at": started_at}
         if request.options.stream:
             events = responses.generated_chunks(request, group, model, **times)
-            return EventStream(events, group, timeout_s=self._service.config.send_s)
+            return EventStream(events, group)
         outputs = responses.outputs_of(request, group, model)
         with group:
             waiting = responses.wait_for_all(group, outputs)

@@ -1,20 +1,17 @@
-"""HTTP layer below the endpoints: body limits, client disconnects, event streams, and errors."""
+"""HTTP layer below the endpoints: bodies, client disconnects, event streams, and errors."""
 
 import asyncio
 import contextlib
 import functools
-import hmac
 import json
-import re
 import sys
 import traceback
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from dflash import errors
 from dflash.serving.request_error import RequestError
@@ -23,14 +20,11 @@ from dflash.text import jsonl
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 DONE = b"data: [DONE]\n\n"
-_REQUEST_ID = "x-request-id"
-_VALID_ID = re.compile(r"[\x21-\x7e]{1,200}")
 _DISCONNECTED = 499  # nginx's status for a client that disconnected; no client receives it.
-_JSON_TYPES = ("application/json", "")
 
 
 class ClientDisconnected(Exception):
-    """The client has closed the connection, or has stopped reading the response."""
+    """The connection has ended: the client has closed it, or has stopped reading."""
 
 
 def error_response(error: RequestError) -> Response:
@@ -72,9 +66,6 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Ma
       RequestError: The body is not a JSON object, is too large, or arrives too slowly.
       ClientDisconnected: The client disconnected.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in _JSON_TYPES:
-        raise RequestError(f"Content-Type: {kind}: expected application/json", status=415)
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise RequestError(
@@ -142,24 +133,21 @@ class EventStream(Response):
 
     The headers are sent with the first event, so an error before it becomes a response with the
     error's status. A later error becomes an event. The stream ends if the client disconnects or
-    stops reading.
+    stops reading; `Connection` bounds the time for that.
     """
 
     def __init__(
         self,
         events: AsyncIterator[Mapping[str, Any]],
         group: contextlib.AbstractContextManager,
-        *,
-        timeout_s: float,
     ):
         """Creates the response without sending anything.
 
         Args:
           events: JSON objects; the iterator is closed at the end.
           group: Context of the events, exited when the stream ends for any reason.
-          timeout_s: Time in which the client must take an event.
         """
-        self._events, self._group, self._timeout_s = events, group, timeout_s
+        self._events, self._group = events, group
         self.background = None
         self.status_code = 200
         self.raw_headers = [
@@ -178,32 +166,23 @@ class EventStream(Response):
             async for event in self._events:
                 if not begun:
                     begun = True
-                    await self._put(send, self._head())
-                await self._put(send, _body(_event(event)))
-        except ClientDisconnected:
-            raise
+                    await send(self._head())
+                await send(_body(_event(event)))
         except Exception as error:
             problem = error if isinstance(error, RequestError) else _internal_error()
             if not begun:
                 await error_response(problem)(scope, receive, send)
                 return
-            await self._put(send, _body(_event(problem.body())))
+            await send(_body(_event(problem.body())))
         finally:
             await self._events.aclose()
         if not begun:
-            await self._put(send, self._head())
-        await self._put(send, _body(DONE, more=False))
+            await send(self._head())
+        await send(_body(DONE, more=False))
 
     def _head(self) -> Message:
         start = {"type": "http.response.start", "status": self.status_code}
         return start | {"headers": self.raw_headers}
-
-    async def _put(self, send: Send, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await send(message)
-        except (TimeoutError, OSError) as error:
-            raise ClientDisconnected from error
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
@@ -212,49 +191,3 @@ def _event(value: Mapping[str, Any]) -> bytes:
 
 def _body(content: bytes, *, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": content, "more_body": more}
-
-
-class Guard:
-    """ASGI middleware that checks API keys and adds the request id to responses."""
-
-    def __init__(self, app: ASGIApp, *, key: str | None, open_paths: frozenset[str]):
-        """Wraps `app`.
-
-        Args:
-          app: Application to wrap.
-          key: API key that clients must send as a bearer token; None accepts every client.
-          open_paths: Paths that need no key.
-        """
-        self._app, self._open_paths = app, open_paths
-        self._key = None if key is None else key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        client_id = headers.get(_REQUEST_ID.encode(), b"").decode("latin-1")
-        id = client_id if _VALID_ID.fullmatch(client_id) else uuid.uuid4().hex
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                header = (_REQUEST_ID.encode(), id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
-            await send(message)
-
-        scope = {**scope, "request_id": id}
-        if self._admits(scope["path"], headers.get(b"authorization", b"")):
-            await self._app(scope, receive, send_with_id)
-        else:
-            error = RequestError(
-                "Authorization: expected 'Bearer KEY' with this server's API key",
-                status=401,
-                code="invalid_api_key",
-            )
-            await error_response(error)(scope, receive, send_with_id)
-
-    def _admits(self, path: str, authorization: bytes) -> bool:
-        if self._key is None or path in self._open_paths:
-            return True
-        scheme, _, key = authorization.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

@@ -11,9 +11,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import uvicorn
-
 from dflash import errors
+from dflash.serving import connection, guard
 from dflash.serving.app import application
 from dflash.serving.backend import Backend
 from dflash.serving.engine_thread import EngineThread
@@ -25,8 +24,6 @@ _FAILED, _INTERRUPTED = 1, 130
 _SIGNALS = {signal.SIGTERM: 0, signal.SIGINT: _INTERRUPTED}  # Exit status by signal.
 _LAST_ANSWERS_S = 0.2  # Time to send error responses after the engine has failed.
 _CLOSING_S = 3.0  # Time in which connections must close after the service has stopped.
-_KEEP_ALIVE_S = 75
-_BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -37,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=connection.BACKLOG)
     except (OSError, OverflowError) as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number and number > 0 else error
@@ -144,7 +141,9 @@ async def serve(
       stop: Event that requests the stop.
       on_ready: Function that is called with the URL once requests are served.
     """
-    server = _uvicorn(application(service, key=os.environ.get(KEY) or None))
+    names = guard.served_names(listener.getsockname()[0], service.config.hosts)
+    app = application(service, names=names, key=os.environ.get(KEY) or None)
+    server = connection.Server(app, service.config, _CLOSING_S)
     service.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(service, address(listener), on_ready))
@@ -197,30 +196,6 @@ async def _announce(service: Service, url: str, on_ready: Callable[[str], None])
     await service.is_ready.wait()
     if service.model is not None:
         on_ready(url)
-
-
-class _Uvicorn(uvicorn.Server):
-    """Server of uvicorn that installs no signal handlers, since `_signals` does."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _uvicorn(app) -> uvicorn.Server:
-    return _Uvicorn(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_CLOSING_S,
-            ws="none",
-        )
-    )
 
 
 class _StopEvent(asyncio.Event):

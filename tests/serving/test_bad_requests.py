@@ -207,7 +207,7 @@ def raw(server, content: bytes, *, patience_s: float = 10) -> bytes:
         return received
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,13 @@ def test_the_api_key_is_required(own):
     assert server.get("/v1/models")[0] == 401
     assert server.send("GET", "/v1/models", Authorization="Bearer other")[0] == 401
     assert server.send("GET", "/v1/models", **header)[0] == 200
-    assert {server.get(path)[0] for path in ("/", "/health", "/ping", "/metrics")} == {200}
+    assert {server.get(path)[0] for path in ("/", "/health", "/ping", "/version")} == {200}
+    assert server.get("/metrics")[0] == 401
 
 
 def running(server) -> float:
-    lines = server.get("/metrics")[1].decode().splitlines()
+    _, text = server.send("GET", "/metrics", Authorization="Bearer secret")
+    lines = text.decode().splitlines()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
 
@@ -51,7 +53,7 @@ def opened(server, body) -> socket.socket:
     place, content = urllib.parse.urlsplit(server.url), json.dumps(body).encode()
     connection = socket.create_connection((place.hostname, place.port), 60)
     head = (
-        f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer secret\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     connection.sendall(head.encode() + content)
