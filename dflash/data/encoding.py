@@ -6,6 +6,7 @@ documents.
 """
 
 import array
+import contextlib
 import hashlib
 import itertools
 import pathlib
@@ -18,14 +19,14 @@ import numpy as np
 
 from dflash import errors
 from dflash.data import corpus as corpora
-from dflash.data import store
+from dflash.data import store, supervision
 from dflash.data.corpus import SUPERVISED, Corpus
 from dflash.data.dataset import Dataset
 from dflash.data.example import Example, Split
-from dflash.text.chat_template import Messages
-from dflash.text.tokenizer import Tokenizer
+from dflash.text import jsonl
+from dflash.text.tokenizer import ByteTokenizer, Tokenizer
 
-VERSION = 1  # raise it when the same examples yield other ids, marks or rows
+VERSION = 2  # raise it when the same examples yield other ids, marks or rows
 _LAYOUT = 3  # raise it when the format of the files, or the ids of a text, change
 _REPORT_SECONDS = 30.0  # between progress messages
 
@@ -47,11 +48,11 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yields the documents of an example, usually one: uint32 [length], with supervision bits.
 
     Questions and answers are encoded separately, so that training sees the token ids that decoding
-    reads and writes. If the chat template renders earlier answers differently from the last one,
-    each answer ends a document of its own.
+    reads and writes; see `supervision`.
 
     Raises:
-      InputError: The tokenizer has no chat template, or the template cannot render the messages.
+      InputError: The tokenizer has no chat template, or the template does not fit the messages. The
+        message begins with the place of the example if that is known.
     """
     if example.output_ids:
         prompt, output = (
@@ -59,13 +60,21 @@ def encode(example: Example, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         )
         yield _unmark_first(np.concatenate([prompt, output | SUPERVISED]))
         return
-    for segments in _segments(example.messages, tokenizer):
-        pieces = []
-        for place, (text, supervised) in enumerate(segments):
-            encoded = tokenizer.encode_rendered(text, beginning=place == 0)
-            ids = np.array(encoded, np.uint32)
-            pieces.append(ids | SUPERVISED if supervised else ids)
-        yield _unmark_first(np.concatenate(pieces))
+    try:
+        for segments in supervision.segments(example, tokenizer):
+            yield _encode_segments(segments, tokenizer)
+    except errors.InputError as error:
+        prefix = f"{example.place}: " if example.place else ""
+        raise errors.InputError(f"{prefix}{error}") from error
+
+
+def _encode_segments(segments: supervision.Segments, tokenizer: Tokenizer) -> np.ndarray:
+    pieces = []
+    for place, (text, supervised) in enumerate(segments):
+        encoded = tokenizer.encode_rendered(text, beginning=place == 0)
+        ids = np.array(encoded, np.uint32)
+        pieces.append(ids | SUPERVISED if supervised else ids)
+    return _unmark_first(np.concatenate(pieces))
 
 
 def open_corpus(
@@ -108,13 +117,21 @@ def _store(dataset: Dataset, split: Split, tokenizer: Tokenizer, path: pathlib.P
     if first_example is None:
         raise dataset.empty(split)
     print(f"data: encoding {name}, once, in {path.parent}", file=sys.stderr)
+    _warn_of_endless_answers(first_example, tokenizer, name)
     ends = array.array("q", [0])  # total number of documents after each example
+    problems: list[str] = []
 
     def documents() -> Iterator[np.ndarray]:
         for example in _report_progress(itertools.chain([first_example], examples), name):
-            encoded = list(encode(example, tokenizer))
+            try:
+                encoded = list(encode(example, tokenizer))
+            except errors.InputError as error:
+                problems.append(str(error))
+                continue
             ends.append(ends[-1] + len(encoded))
             yield from encoded
+        if problems:
+            raise errors.InputError(jsonl.summarize(name, problems, "conversations"))
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
@@ -131,6 +148,18 @@ def _store(dataset: Dataset, split: Split, tokenizer: Tokenizer, path: pathlib.P
         )
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     print(f"data: encoded {name}, {len(ends) - 1} examples, {size:.1f} MB", file=sys.stderr)
+
+
+def _warn_of_endless_answers(example: Example, tokenizer: Tokenizer, name: str) -> None:
+    if not example.messages or isinstance(tokenizer, ByteTokenizer):
+        return
+    with contextlib.suppress(errors.InputError):  # encoding the example names the problem
+        if not supervision.ends_answers(example, tokenizer):
+            print(
+                f"data: {name}: the chat template ends answers without a special token, so the "
+                "model does not learn where they end",
+                file=sys.stderr,
+            )
 
 
 def shuffled_order(split: Split, count: int) -> np.ndarray:
@@ -156,33 +185,6 @@ def _report_progress(examples: Iterable[Example], name: str) -> Iterator[Example
         yield example
 
 
-def _segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """Yields each document as a list of (rendered text, supervised) segments."""
-    document: list[tuple[str, bool]] = []
-    so_far = ""
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index == 0:
-            continue
-        question = tokenizer.render_chat(messages[:index])
-        whole = tokenizer.render_chat(messages[: index + 1], add_generation_prompt=False)
-        if not whole.startswith(question):
-            question = _common_start(question, whole)
-        if document and not question.startswith(so_far):
-            yield document
-            document, so_far = [], ""
-        # The line break that templates put after the end token is not part of the answer.
-        answer = whole[len(question) :].rstrip("\n")
-        document += [(question[len(so_far) :], False), (answer, True)]
-        so_far = question + answer
-    if document:
-        yield document
-
-
 def _unmark_first(document: np.ndarray) -> np.ndarray:
     document[:1] &= ~SUPERVISED  # no token precedes the first one to predict it from
     return document
-
-
-def _common_start(left: str, right: str) -> str:
-    pairs = zip(left, right, strict=False)
-    return left[: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))]

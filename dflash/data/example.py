@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 Item = TypeVar("Item")
 Split = Literal["train", "validation", "test"]
@@ -19,31 +19,38 @@ class Example:
     Attributes:
       task: Name of the data set, such as "math".
       source: Unit that is never divided among splits, such as the name of a module.
-      messages: Messages with "role" and "content"; empty for an example of token ids.
+      messages: Messages with "role", "content" and the further fields that the chat template
+        renders; empty for an example of token ids.
       prompt_ids: Token ids of the prompt; empty for an example of messages.
       output_ids: Token ids of the output, including the end token; empty for messages.
+      context_only: Indices of answers that are not learned.
+      variables: Variables of the chat template, such as "tools".
       category: Category of the question in a published set; not compared.
       question: Number or name of the question in a published set; not compared.
+      place: File and line, such as "a.jsonl:7", for error messages; not compared.
     """
 
     task: str
     source: str
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
+    context_only: tuple[int, ...] = ()
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     category: str = dataclasses.field(default="", compare=False)
     question: str = dataclasses.field(default="", compare=False)
+    place: str = dataclasses.field(default="", compare=False)
 
     @property
-    def prompt(self) -> tuple[Mapping[str, str], ...]:
+    def prompt(self) -> tuple[Mapping[str, Any], ...]:
         """Messages before the last answer."""
         return self.messages[:-1]
 
     @property
-    def opening(self) -> tuple[Mapping[str, str], ...]:
-        """Messages before the first answer."""
+    def opening(self) -> tuple[Mapping[str, Any], ...]:
+        """Messages before the first answer; a greeting of the assistant is no answer."""
         roles = [message["role"] for message in self.messages]
-        return self.messages[: roles.index("assistant")]
+        return self.messages[: roles.index("assistant", 1)]
 
     @property
     def later_turns(self) -> tuple[str, ...]:

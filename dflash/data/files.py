@@ -4,10 +4,14 @@
     {"prompt": "…", "response": "…"}            one question and its answer
     {"prompt_ids": [1, 2], "output_ids": [3]}   token ids, as in outputs.jsonl of a decode run
 
-A hash of everything before the last answer determines the split, so two answers to one question
-are always in the same split.
+A hash of the messages before the first answer determines the split, so two answers to one question,
+and all turns of a conversation, are always in the same split.
+
+Messages may have further fields, such as "tool_calls" or "reasoning_content", and lines "tools",
+if the chat template renders them. "weight": 0 keeps an answer as context that is not learned.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +23,10 @@ from dflash.storage import paths
 from dflash.text import jsonl
 
 TASK = "jsonl"
+ASSISTANT = "assistant"
+_PLAIN = {"role", "content", "name"}  # fields of an answer without calls or reasoning
+_EMPTY = (None, "", [], {})
+_VARIABLES = ("tools", "documents")  # fields of a line that chat templates know
 _KINDS = "messages, prompt and response, or prompt_ids and output_ids"
 
 
@@ -39,7 +47,7 @@ def examples(files: Sequence[str], split: Split, held_out_percent: float) -> Ite
         for place, read in jsonl.entries(file):
             empty = False
             try:
-                example = _example(read())
+                example = dataclasses.replace(example_of(read()), place=place)
             except errors.InputError as error:
                 problems.append(f"{place}: {error}")
             else:
@@ -64,7 +72,7 @@ def content_hash(file: str) -> bytes:
         raise errors.InputError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
-def _example(fields: Mapping[str, Any]) -> Example:
+def example_of(fields: Mapping[str, Any], task: str = TASK) -> Example:
     """Builds the example of a line.
 
     Raises:
@@ -76,23 +84,117 @@ def _example(fields: Mapping[str, Any]) -> Example:
         invalid = [token for token in (*prompt, *output) if not 0 <= token < 2**31]
         if invalid:
             raise errors.InputError(f"token id {invalid[0]} is not in the range 0 to 2**31 - 1")
-        return Example(TASK, _source(prompt), prompt_ids=prompt, output_ids=output)
+        return Example(task, _source_of_ids(fields, prompt), prompt_ids=prompt, output_ids=output)
     if "messages" in fields:
-        checked = jsonl.check_messages(fields["messages"])
-        messages = tuple({key: message[key] for key in ("role", "content")} for message in checked)
-        if messages[-1]["role"] != "assistant" or len(messages) < 2:
-            raise errors.InputError("messages: expected a question, and an answer at the end")
-        if not messages[-1]["content"]:
-            raise errors.InputError("messages: the answer is empty")
-        return Example(TASK, _source(messages[:-1]), messages)
+        return _conversation(fields, task)
     if "prompt" in fields and "response" in fields:
         prompt = jsonl.check_text(fields["prompt"])
         response = jsonl.check_text(fields["response"], "response")
-        return pair(TASK, _source([{"role": "user", "content": prompt}]), prompt, response)
+        if not response.strip():
+            raise errors.InputError("empty response")
+        question = {"role": "user", "content": prompt}
+        return pair(task, _source([question]), prompt, response)
     keys = ", ".join(map(repr, list(fields)[:5])) or "nothing"
     raise errors.InputError(f"expected {_KINDS}; found {keys}")
 
 
-def _source(question: Any) -> str:
-    canonical = json.dumps(question, sort_keys=True)
+def _conversation(fields: Mapping[str, Any], task: str) -> Example:
+    messages = _check_messages(fields["messages"])
+    if messages[-1]["role"] != "assistant" or len(messages) < 2:
+        raise errors.InputError("messages: expected a question, and an answer at the end")
+    variables = {name: fields[name] for name in _VARIABLES if fields.get(name)}
+    for name, value in variables.items():
+        if not isinstance(value, list):
+            raise errors.InputError(f"{name}: expected a list, not {jsonl.quote(value)}")
+        jsonl.check_unicode(json.dumps(value, ensure_ascii=False), name)
+    answers = _answers(messages)
+    context_only = [place for place in answers if messages[place].get("weight", 1) == 0]
+    if context_only == answers:
+        raise errors.InputError("messages: no answer to learn: all have weight 0")
+    for place, message in enumerate(messages):
+        _check_weight(message.pop("weight", None), place in answers, f"messages[{place}]")
+        empty = not (message["content"] or "").strip() and message.keys() <= _PLAIN
+        if empty and place in answers and place not in context_only:
+            raise errors.InputError(
+                f'messages[{place}]: the answer is empty: remove it, or give it "weight": 0 to '
+                "keep it as context"
+            )
+    return Example(
+        task,
+        _source(messages),
+        tuple(messages),
+        context_only=tuple(context_only),
+        variables=variables,
+    )
+
+
+def _check_messages(value: Any) -> list[dict[str, Any]]:
+    """Checks messages, and returns them without empty fields, such as `"tool_calls": null`.
+
+    As in OpenAI's format, the content may be null in an answer with other fields.
+    """
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        return list(jsonl.check_messages(value))
+    messages = [
+        {key: item for key, item in message.items() if key == "content" or item not in _EMPTY}
+        for message in value
+    ]
+    texts = []
+    for place, message in enumerate(messages):
+        further = message.keys() - {"role", "content"}
+        null = message.get("content", "") is None and message.keys() - _PLAIN - {"weight"}
+        is_call = null and message.get("role") == ASSISTANT
+        texts.append({**message, "content": ""} if is_call else message)
+        if further:
+            jsonl.check_unicode(json.dumps(message, ensure_ascii=False), f"messages[{place}]")
+    jsonl.check_messages(texts)
+    return messages
+
+
+def _check_weight(weight: Any, is_answer: bool, where: str) -> None:
+    allowed = (None, 0, 1) if is_answer else (None, 0)
+    if isinstance(weight, list | dict) or weight not in allowed:
+        shown = jsonl.quote(weight)
+        raise errors.InputError(
+            f"{where}.weight: expected 0 or 1, and 1 only for answers, which follow a message; "
+            f"found {shown}"
+        )
+
+
+def _source_of_ids(fields: Mapping[str, Any], prompt: Sequence[int]) -> str:
+    """Returns the source by the prompt as outputs.jsonl shows it, or else by its token ids."""
+    shown = fields.get("prompt")
+    if isinstance(shown, str) and shown:
+        return _source([{"role": "user", "content": shown}])
+    try:
+        return _source(jsonl.check_messages(shown))
+    except errors.InputError:
+        return _hash(prompt)
+
+
+def _source(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Hashes the root of a conversation, which also lines of its single turns begin with.
+
+    The root is everything before the first answer, without a greeting of the assistant.
+    """
+    answers = _answers(messages)
+    opening = messages[: answers[0]] if answers else messages
+    return _hash(
+        [
+            {"role": message["role"], "content": message["content"]}
+            for message in opening
+            if message["role"] != ASSISTANT
+        ]
+    )
+
+
+def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the places of the assistant's messages, without a greeting at the beginning."""
+    return [
+        place for place, message in enumerate(messages) if place and message["role"] == ASSISTANT
+    ]
+
+
+def _hash(value: Any) -> str:
+    canonical = json.dumps(value, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ from dflash.data.example import Split
 from dflash.storage import files
 from dflash.text.tokenizer import Tokenizer
 
-Prompt = Mapping[str, Any]  # "prompt_ids" or "messages"
+Prompt = Mapping[str, Any]  # "prompt_ids", or "messages" and "variables" of the chat template
 
 
 def mixed_prompts(
@@ -42,11 +42,14 @@ def mixed_prompts(
         sample = _sample(dataset, split, share, directory) if share else []
         if share and not sample:
             raise dataset.empty(split)
-        prompts[name] = [
-            tuple(prompt.get("prompt_ids") or tokenizer.encode_chat(prompt["messages"]))
-            for prompt in sample
-        ]
+        prompts[name] = [_encode(prompt, tokenizer) for prompt in sample]
     return prompts
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if prompt.get("prompt_ids"):
+        return tuple(prompt["prompt_ids"])
+    return tuple(tokenizer.encode_chat(prompt["messages"], **prompt.get("variables", {})))
 
 
 def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path) -> list[Prompt]:
@@ -66,6 +69,8 @@ def _sample(dataset: Dataset, split: Split, count: int, directory: pathlib.Path)
 
 def _find_sample(dataset: Dataset, split: Split, count: int) -> list[Prompt]:
     return [
-        {"prompt_ids": example.prompt_ids} if example.prompt_ids else {"messages": example.prompt}
+        {"prompt_ids": example.prompt_ids}
+        if example.prompt_ids
+        else {"messages": example.prompt, "variables": example.variables}
         for example in dataset.sample(split, count)
     ]

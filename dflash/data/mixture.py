@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
 from dflash import errors
@@ -91,7 +93,21 @@ def open_mixture(
     for name in config.shares:
         open_one = functools.partial(_open_rows, config, sets[name], tokenizer, split, vocab_size)
         opened.append(agreement.run_first_process_first(f"{name}/{split}", open_one))
+    if jax.process_index() == 0:
+        for rows in opened:
+            _warn_of_truncation(rows)
     return Mixture(tuple(opened), tuple(config.shares.values()), config.seed)
+
+
+def _warn_of_truncation(rows: Rows) -> None:
+    corpus, length = rows.corpus, rows.length
+    cut, lost = packing.truncated(corpus, length)
+    if cut:
+        print(
+            f"data: {corpus.name}: data.length={length} cuts {cut} of {len(corpus)} documents, "
+            f"{lost} of them before their first answer, so that they teach nothing",
+            file=sys.stderr,
+        )
 
 
 def _open_rows(

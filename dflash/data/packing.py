@@ -78,6 +78,12 @@ def pack(corpus: Corpus, length: int, seed: int = 0) -> Packing:
     return Packing(length, documents, offsets.astype(np.int64))
 
 
+def truncated(corpus: Corpus, length: int) -> tuple[int, int]:
+    """Returns how many documents are longer than a row, and how many of these teach nothing."""
+    is_long = np.diff(corpus.offsets) > length
+    return int(is_long.sum()), int((is_long & (corpus.learned >= length)).sum())
+
+
 def _best_fit(counts: np.ndarray) -> np.ndarray:
     """Places documents by best fit, the longest first.
 

@@ -40,8 +40,9 @@ def texts(examples: Iterable[Example], max_characters: int) -> Iterator[str]:
     total = 0
     for example in examples:
         for message in example.messages:
-            yield message["content"]
-            total += len(message["content"])
+            text = message["content"] or ""
+            yield text
+            total += len(text)
         if total >= max_characters:
             return
 

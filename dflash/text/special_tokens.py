@@ -63,19 +63,26 @@ class SpecialTokens:
         places = (at for at in range(first, len(marked)) if marked[at:] in self._beginnings)
         return next(places, len(marked))
 
+    def spans(self, text: str) -> Iterator[tuple[int, str, int, int]]:
+        """Yields (token id, spelling, start, end) of each special token in a rendered text.
+
+        The span includes the spaces that the token absorbs.
+        """
+        for match in self._found.finditer(text):
+            if match[1] is not None:
+                spelling = match[1] if match[1] in self._ids else match[1].strip()
+                yield self._ids[spelling], spelling, match.start(), match.end()
+
     def split(self, text: str) -> Iterator[tuple[int | None, str]]:
         """Splits a rendered text into special tokens (id, spelling) and plain text (None, text)."""
-        start = 0
-        for match in self._found.finditer(text):
-            if match[1] is None:
-                continue
-            if match.start() > start:
-                yield None, without_marks(text[start : match.start()])
-            spelling = match[1] if match[1] in self._ids else match[1].strip()
-            yield self._ids[spelling], spelling
-            start = match.end()
-        if start < len(text):
-            yield None, without_marks(text[start:])
+        done = 0
+        for token, spelling, start, end in self.spans(text):
+            if start > done:
+                yield None, without_marks(text[done:start])
+            yield token, spelling
+            done = end
+        if done < len(text):
+            yield None, without_marks(text[done:])
 
 
 def without_marks(text: str) -> str:

@@ -80,6 +80,15 @@ class Tokenizer(abc.ABC):
           beginning: Whether this is the beginning of a text, where many tokenizers add a space.
         """
 
+    def mark(self, text: str) -> str:
+        """Marks the spellings of special tokens in a text, as `render_chat` does in messages."""
+        return text
+
+    def special_ends(self, rendered: str) -> list[tuple[int, int]]:
+        """Returns (token id, end) of each special token in text from `render_chat`, in order."""
+        del rendered
+        return []
+
     @abc.abstractmethod
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
         """Decodes token ids; bytes that are not UTF-8 become U+FFFD.

@@ -35,6 +35,12 @@ class TemplateTokenizer(Tokenizer):
             **self._special_tokens.mark(variables),
         )
 
+    def mark(self, text: str) -> str:
+        return self._special_tokens.mark(text)
+
+    def special_ends(self, rendered: str) -> list[tuple[int, int]]:
+        return [(token, end) for token, _, _, end in self._special_tokens.spans(rendered)]
+
 
 class HuggingFaceTokenizer(TemplateTokenizer):
     """Tokenizer of tokenizer.json, by the `tokenizers` library."""

@@ -314,3 +314,16 @@ def test_nothing_to_learn_is_one_line(tmp_path):
         "jsonl/train: none of its 1 documents has a supervised token within data.length=16 "
         "tokens: raise data.length"
     )
+
+
+def test_conversations_that_are_cut_off_are_counted(tmp_path, capsys):
+    shapes = [(3, 4), (20, 4), (20, 4), (14, 4)]  # prompt and output
+    lines = [{"prompt_ids": [1] * asked, "output_ids": [2] * told} for asked, told in shapes]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"files": (str(path),), "data_dir": str(tmp_path / "d"), "held_out_percent": 0.0}
+    open_rows(DataConfig(**options, length=16))
+    told = "data: jsonl/train: data.length=16 cuts 3 of 4 documents, 2 of them before their first "
+    assert f"{told}answer, so that they teach nothing\n" in capsys.readouterr().err
+    open_rows(DataConfig(**options, length=24))
+    assert "cuts" not in capsys.readouterr().err

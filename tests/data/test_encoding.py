@@ -1,4 +1,5 @@
 import itertools
+import json
 import shutil
 
 import numpy as np
@@ -60,48 +61,6 @@ def test_ids_are_taken_as_they_are(words):
     (document,) = encoding.encode(example, words)
     assert (document & ~corpus.SUPERVISED).tolist() == [5, 6, 7, 2]
     assert (document >= corpus.SUPERVISED).tolist() == [False, False, True, True]
-
-
-def with_template(words_directory, tmp_path, template):
-    for path in words_directory.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(template)
-    return tokenizer_loading.load_tokenizer(tmp_path)
-
-
-def test_templates_that_rewrite_earlier_answers(words, words_directory, tmp_path):
-    """Some templates show the reasoning of the last answer only."""
-    words = with_template(
-        words_directory, tmp_path,
-        "{% for m in messages %}<|{{ m.role }}|>"
-        "{% if loop.last and m.role == 'assistant' %}[thought]{% endif %}{{ m.content }}<|end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    )  # fmt: skip
-    one, two = encoding.encode(make((USER, "a"), (BOT, "b"), (USER, "c"), (BOT, "d")), words)
-    assert parts(words, one) == [
-        ("<|user|>a<|end|>\n<|assistant|>", False),
-        ("[thought]b<|end|>", True),
-    ]
-    assert parts(words, two) == [
-        ("<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>c<|end|>\n<|assistant|>", False),
-        ("[thought]d<|end|>", True),
-    ]
-
-
-def test_templates_that_open_the_answer(words, words_directory, tmp_path):
-    """A generation prompt that a finished answer does not repeat is not supervised."""
-    words = with_template(
-        words_directory, tmp_path,
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>[open]{% endif %}",
-    )  # fmt: skip
-    (document,) = encoding.encode(make((USER, "a"), (BOT, "b"), (USER, "c"), (BOT, "d")), words)
-    assert parts(words, document) == [
-        ("<|user|>a<|end|>\n<|assistant|>", False),
-        ("b<|end|>", True),
-        ("\n<|user|>c<|end|>\n<|assistant|>", False),
-        ("d<|end|>", True),
-    ]
 
 
 def test_answers_that_follow_text_begin_without_a_space_of_their_own(tmp_path):
@@ -235,3 +194,44 @@ def test_vocabularies_must_fit(words):
         "the tokenizer has 600 tokens, but the model's vocab_size is 599: give the model at least "
         "as many"
     )
+
+
+def write_conversations(directory, words_directory, template, *conversations):
+    """Writes a tokenizer with a template, and conversations; returns both as objects."""
+    for path in words_directory.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    (directory / "chat_template.jinja").write_text(template)
+    path = directory / "a.jsonl"
+    lines = (
+        json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
+        for turns in conversations
+    )
+    path.write_text("".join(f"{line}\n" for line in lines))
+    dataset = datasets.find("jsonl", DataConfig(files=(str(path),), held_out_percent=0.0))
+    return dataset, tokenizer_loading.load_tokenizer(directory)
+
+
+def test_conversations_that_the_template_rejects_are_named(words_directory, tmp_path):
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system.') }}"
+        "{% endif %}{{ m.content }}<|end|>{% endfor %}"
+    )
+    good, bad = [(USER, "a"), (BOT, "b")], [("system", "s"), (USER, "a"), (BOT, "b")]
+    dataset, words = write_conversations(tmp_path, words_directory, template, good, bad, good, bad)
+    with pytest.raises(errors.InputError) as caught:
+        encoding.open_corpus(dataset, "train", words, tmp_path / "d")
+    reason = f"{tmp_path / 'chat_template.jinja'}: chat template fails: No system."
+    places = [f"{tmp_path / 'a.jsonl'}:{line}" for line in (2, 4)]
+    assert str(caught.value) == "\n".join(f"{place}: {reason}" for place in places)
+    assert not list((tmp_path / "d" / "encoded").iterdir())
+
+
+def test_a_template_without_an_end_token_is_named(words_directory, tmp_path, capsys):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    turns = [(USER, "a"), (BOT, "b")]
+    dataset, words = write_conversations(tmp_path, words_directory, template, turns)
+    encoding.open_corpus(dataset, "train", words, tmp_path / "d")
+    assert capsys.readouterr().err.count(
+        "data: jsonl/train: the chat template ends answers without a special token, so the model "
+        "does not learn where they end\n"
+    ) == 1  # fmt: skip

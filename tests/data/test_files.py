@@ -53,7 +53,26 @@ def test_kinds(write):
         ({"prompt": "a", "response": 1}, "response: expected a string, not 1"),
         ({"messages": [QUESTION]}, "messages: expected a question, and an answer at the end"),
         ({"messages": [ANSWER]}, "messages: expected a question, and an answer at the end"),
-        ({"messages": [QUESTION, {**ANSWER, "content": ""}]}, "messages: the answer is empty"),
+        ({"messages": [QUESTION, {**ANSWER, "content": ""}]},
+         'messages[1]: the answer is empty: remove it, or give it "weight": 0 to keep it as '
+         "context"),
+        ({"messages": [QUESTION, {**ANSWER, "content": " \n"}, QUESTION, ANSWER]},
+         'messages[1]: the answer is empty: remove it, or give it "weight": 0 to keep it as '
+         "context"),
+        ({"messages": [QUESTION, {**ANSWER, "content": None}]},
+         "messages[1].content: expected a string, not null"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0}]},
+         "messages: no answer to learn: all have weight 0"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},
+         "messages[1].weight: expected 0 or 1, and 1 only for answers, which follow a message; "
+         "found 0.5"),
+        ({"messages": [{**QUESTION, "weight": 1}, ANSWER]},
+         "messages[0].weight: expected 0 or 1, and 1 only for answers, which follow a message; "
+         "found 1"),
+        ({"messages": [QUESTION, ANSWER], "tools": "[]"}, 'tools: expected a list, not "[]"'),
+        ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "\ud800"}]},
+         "messages[1]: \\ud800 is an unpaired surrogate"),
+        ({"prompt": "a", "response": " "}, "empty response"),
         ({"messages": [{"role": "user"}]}, "messages[0]: no content"),
         ({"output_ids": [1]}, "prompt_ids: expected a list, not null"),
         ({"prompt_ids": [1], "output_ids": []}, "empty output: no output_ids"),
@@ -105,3 +124,49 @@ def test_the_question_alone_decides_the_split(write):
     assert sources[:6] == sources[:1] * 6
     assert sources[6:] == sources[6:7] * 3
     assert sources[0] != sources[6]
+
+
+def test_fields_of_messages_are_kept_unless_empty(write):
+    call = {**ANSWER, "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    tool = {"role": "tool", "content": "x", "tool_call_id": "1"}
+    unset = {**ANSWER, "tool_calls": None, "reasoning_content": "", "weight": 1}
+    path = write({"messages": [QUESTION, call, tool, unset], "tools": [{"name": "f"}]})
+    (example,) = files.examples([path], "train", 0.0)
+    assert example.messages == (QUESTION, call, tool, ANSWER)
+    assert example.variables == {"tools": [{"name": "f"}]}
+    assert example.context_only == ()
+    assert example.place == f"{path}:1"
+
+
+def test_answers_of_weight_0_are_context(write):
+    empty = {**ANSWER, "content": "", "weight": 0}
+    path = write({"messages": [{**QUESTION, "weight": 0}, empty, QUESTION, ANSWER]})
+    (example,) = files.examples([path], "train", 0.0)
+    assert example.messages == (QUESTION, {**ANSWER, "content": ""}, QUESTION, ANSWER)
+    assert example.context_only == (1,)
+
+
+def test_turns_that_are_lines_of_their_own_are_held_out_together(write):
+    lines = []
+    for number in range(400):
+        messages = [{**ANSWER, "content": "Hello."}] if number % 2 else []
+        prompt = []
+        for turn in range(3):
+            messages = [*messages, {**QUESTION, "content": f"question {number} turn {turn}"}]
+            prompt.append(len(lines))
+            answer = {**ANSWER, "content": f"answer {number} {turn}"}
+            if number % 3:
+                lines.append({"messages": [*messages, answer]})
+            else:  # as in outputs.jsonl
+                lines.append({"prompt": messages, "prompt_ids": [*prompt], "output_ids": [number]})
+            messages.append(answer)
+    path = write(*lines)
+    numbers = {}
+    for split in SPLITS:
+        found = files.examples([path], split, 10.0)
+        numbers[split] = {
+            int(example.response.split()[1]) if example.messages else example.output_ids[0]
+            for example in found
+        }
+    assert all(len(found) > 20 for found in numbers.values())
+    assert sum(map(len, numbers.values())) == 400
