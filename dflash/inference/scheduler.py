@@ -79,7 +79,8 @@ class Scheduler:
         matcher = constraints = None
         if not controls.is_default(request):
             try:
-                matcher = request.grammar and request.grammar.matcher()
+                timed = jax.process_count() == 1
+                matcher = request.grammar and request.grammar.matcher(timed=timed)
                 allowed = first_token.allowed_first(request, matcher, self._engine.vocab_size)
             except Exception as error:
                 raise grammar_error(request, error) from error

@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from dflash import errors
 from dflash.serving import completion_request as requests
 from dflash.serving import http, openai_requests, page, responses, sglang_requests, validation
 from dflash.serving.bodies import DetokenizeBody
@@ -26,6 +25,7 @@ from dflash.serving.http import EventStream, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
 from dflash.serving.request_error import RequestError
 from dflash.serving.service import Service, ServiceState
+from dflash.serving.structured_output import GrammarQueue
 from dflash.version import __version__
 
 # A body of this size is validated and tokenized within a few milliseconds.
@@ -90,7 +90,7 @@ class Endpoints:
 
     def __init__(self, service: Service):
         """Creates the endpoints of a service."""
-        self._service = service
+        self._service, self._grammars = service, GrammarQueue()
 
     async def _body(self, http_request: Request) -> Mapping[str, Any]:
         config = self._service.config
@@ -139,7 +139,7 @@ class Endpoints:
           parts: Envelope and choice function of a stream's chunks.
           roles: Send a first chunk with its role for each output.
         """
-        group = self._service.admit(await _with_grammar(request, model))
+        group = self._service.admit(await self._with_grammar(http_request, request, model))
         if request.options.stream:
             head, choice = parts
             events = responses.chunks(request, group, model, head, choice, roles=roles)
@@ -158,7 +158,7 @@ class Endpoints:
         started_at = time.perf_counter()
         body, model = await self._body(http_request), self._service.served()
         request, several = await _read(http_request, sglang_requests.read_generate, body, model)
-        group = self._service.admit(await _with_grammar(request, model))
+        group = self._service.admit(await self._with_grammar(http_request, request, model))
         times = {"id": _id(http_request), "started_at": started_at}
         if request.options.stream:
             events = responses.generated_chunks(request, group, model, **times)
@@ -172,6 +172,16 @@ class Endpoints:
             for output, delta in zip(outputs, deltas, strict=True)
         ]
         return JSONResponse(objects if several else objects[0])
+
+    async def _with_grammar(
+        self, http_request: Request, request: CompletionRequest, model: ServedModel
+    ) -> CompletionRequest:
+        """Compiles the request's grammar, unless the client disconnects meanwhile."""
+        if request.structure is None:
+            return request
+        compiling = self._grammars.compile(request.structure, model.vocabulary)
+        grammar = await http.until_disconnect(http_request.receive, compiling)
+        return dataclasses.replace(request, grammar=grammar)
 
     # --- tokens ---------------------------------------------------------------------------------
 
@@ -275,19 +285,6 @@ async def _read(http_request: Request, read: Callable[..., Any], *args: Any) -> 
     if size.isdecimal() and int(size) <= _SMALL_BYTES:
         return read(*args)
     return await asyncio.to_thread(read, *args)
-
-
-async def _with_grammar(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
-    """Compiles the request's grammar, in a thread because that may take seconds."""
-    structure = request.structure
-    if structure is None:
-        return request
-    try:
-        vocabulary = await asyncio.to_thread(model.vocabulary)
-    except errors.InputError as error:
-        raise RequestError(f"{structure.param}: {error}", param=structure.param) from error
-    grammar = await asyncio.to_thread(structure.compile, vocabulary)
-    return dataclasses.replace(request, grammar=grammar)
 
 
 def _id(http_request: Request) -> str:

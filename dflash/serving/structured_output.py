@@ -1,13 +1,18 @@
 """Constraints on outputs: JSON schemas, regular expressions, and context-free grammars."""
 
+import asyncio
+import concurrent.futures
 import dataclasses
+import threading
+from collections.abc import Callable
 
 from dflash import errors
 from dflash.serving.request_error import RequestError
 from dflash.text import grammar
 from dflash.text.grammar import Grammar, Kind, Vocabulary
 
-_COMPILERS = {"json_schema": grammar.json_schema, "regex": grammar.regex, "lark": grammar.lark}
+_WORKERS = 2  # grammars that are compiled at the same time
+_MAX_WAITING = 16  # further grammars, each of which may take `grammar_compiler.COMPILE_SECONDS`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +29,55 @@ class StructuredOutput:
     source: str
     param: str
 
-    def compile(self, vocabulary: Vocabulary) -> Grammar:
+    def compile(
+        self, vocabulary: Callable[[], Vocabulary], is_abandoned: Callable[[], bool]
+    ) -> Grammar:
         """Compiles the constraint, which may block for seconds.
 
+        Args:
+          vocabulary: Function that returns the target's vocabulary; may raise InputError.
+          is_abandoned: Returns True once nobody waits for the result.
         Raises:
-          RequestError: The constraint cannot be used.
+          RequestError: The constraint cannot be used, or cannot be compiled now.
         """
         try:
-            if self.kind == "json_object":
-                return grammar.json_object(vocabulary)
-            return _COMPILERS[self.kind](self.source, vocabulary)
+            return grammar.compiled(Grammar(self.kind, self.source, vocabulary()), is_abandoned)
         except errors.InputError as error:
             raise RequestError(f"{self.param}: {error}", param=self.param) from error
+        except errors.UserError as error:  # The reason does not lie in the grammar.
+            raise _unavailable(f"{self.param}: {error}", 503) from error
+
+
+class GrammarQueue:
+    """Compiles the grammars of requests, a few at a time; used on the event loop."""
+
+    def __init__(self):
+        """Creates the queue; its threads start with the first grammars."""
+        self._pool = concurrent.futures.ThreadPoolExecutor(_WORKERS, "grammar")
+        self._pending = 0
+
+    async def compile(
+        self, structure: StructuredOutput, vocabulary: Callable[[], Vocabulary]
+    ) -> Grammar:
+        """Compiles a constraint in its turn; cancelling this ends the work, too.
+
+        Raises:
+          RequestError: The constraint cannot be used, or too many others wait.
+        """
+        if self._pending >= _WORKERS + _MAX_WAITING:
+            waiting = f"{_MAX_WAITING} other grammars wait to be compiled; try again later"
+            raise _unavailable(f"{structure.param}: {waiting}", 429)
+        abandoned = threading.Event()
+        self._pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._pool, structure.compile, vocabulary, abandoned.is_set
+            )
+        finally:
+            abandoned.set()
+            self._pending -= 1
+
+
+def _unavailable(message: str, status: int) -> RequestError:
+    code = "queue_full" if status == 429 else "unavailable"
+    return RequestError(message, status=status, code=code, retry_after_s=1)

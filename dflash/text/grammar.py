@@ -7,13 +7,16 @@
     matcher.advance(tokens)                           # appends tokens to the output
 
 llguidance (the extra `grammar`) does the matching. The allowed tokens depend only on
-the grammar and the output so far, so all processes of a run compute the same masks.
+the grammar and the output so far, so all processes of a run compute the same masks. Its limits
+bound the time of one mask, and a budget of processor time bounds the masks of one grammar, because
+an ambiguous grammar may need as long for each of them as the model for a whole cycle.
 """
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,10 @@ from dflash.text import grammar_compiler
 from dflash.text.grammar_compiler import Kind
 from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import Tokenizer
+
+# Processor time for the masks of a grammar. Masks of real schemas take 0.1 ms, a few take 20 ms.
+MASK_SECONDS = 0.5  # saved up at most
+ROW_SECONDS = 0.001  # added for each row
 
 
 class Vocabulary:
@@ -103,13 +110,21 @@ class Grammar:
     source: str
     vocabulary: Vocabulary = dataclasses.field(repr=False)
 
-    def matcher(self) -> "Matcher":
+    def matcher(self, *, timed: bool = True) -> "Matcher":
         """Returns a matcher at the beginning of an output; the first call compiles the grammar.
 
+        Args:
+          timed: Whether outputs fail when their masks exceed the grammar's `budget`. False where
+            several processes must compute equal masks, since time differs between them.
         Raises:
           InputError: The grammar is unusable, or llguidance is not installed.
         """
-        return Matcher(self)
+        return Matcher(self, timed)
+
+    @functools.cached_property
+    def budget(self) -> "Budget":
+        """Processor time left for the masks of all outputs of this grammar."""
+        return Budget()
 
     def begin(self, *, recompile: bool = False) -> Any:
         """Returns a matcher of llguidance at the beginning of an output.
@@ -136,9 +151,27 @@ class Grammar:
         return compiled
 
 
+class Budget:
+    """Processor time that masks may still take; every row adds a little, up to a maximum.
+
+    Attributes:
+      seconds: Time left; below 0 once the budget is exceeded.
+    """
+
+    def __init__(self):
+        """Starts with the maximum."""
+        self.seconds = MASK_SECONDS
+
+    def charge(self, since: float) -> float:
+        """Subtracts the thread's processor time since `since`, and returns the present time."""
+        now = time.thread_time()
+        self.seconds = min(MASK_SECONDS, self.seconds + ROW_SECONDS - (now - since))
+        return now
+
+
 def json_object(vocabulary: Vocabulary) -> Grammar:
     """Returns the grammar of any JSON object."""
-    return _checked(Grammar("json_object", "", vocabulary))
+    return compiled(Grammar("json_object", "", vocabulary))
 
 
 def json_schema(schema: Mapping[str, Any] | str, vocabulary: Vocabulary) -> Grammar:
@@ -148,7 +181,7 @@ def json_schema(schema: Mapping[str, Any] | str, vocabulary: Vocabulary) -> Gram
             schema = json.dumps(schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise grammar_compiler.unusable("json_schema", str(error)) from error
-    return _checked(Grammar("json_schema", schema, vocabulary))
+    return compiled(Grammar("json_schema", schema, vocabulary))
 
 
 def regex(pattern: str, vocabulary: Vocabulary) -> Grammar:
@@ -161,32 +194,67 @@ def regex(pattern: str, vocabulary: Vocabulary) -> Grammar:
         memory to compile, or matches nothing that the tokenizer can write; or llguidance is not
         installed.
     """
-    return _checked(Grammar("regex", pattern, vocabulary))
+    return compiled(Grammar("regex", pattern, vocabulary))
 
 
 def lark(text: str, vocabulary: Vocabulary) -> Grammar:
     """Returns a context-free grammar in llguidance's dialect of Lark; raises like `regex`."""
-    return _checked(Grammar("lark", text, vocabulary))
+    return compiled(Grammar("lark", text, vocabulary))
+
+
+def compiled(grammar: Grammar, is_abandoned: Callable[[], bool] = lambda: False) -> Grammar:
+    """Returns the grammar after checking and compiling it, which may block for seconds.
+
+    Args:
+      grammar: Grammar in source form.
+      is_abandoned: Returns True once nobody waits for the result, which ends the check.
+    Raises:
+      InputError: See `regex`.
+      UserError: The check was abandoned, or ended for a reason that does not lie in the grammar.
+    """
+    grammar_compiler.check(grammar.kind, grammar.source, is_abandoned)
+    masks = np.zeros((1, len(grammar.vocabulary.not_first)), np.int32)
+    matcher = grammar.matcher()
+    matcher.fill(masks, ends=(grammar.vocabulary.end,))
+    if not matcher.may_end and _allows(masks[0], grammar.vocabulary.end):
+        problem = matcher.problem or "no token of the target can begin what it matches"
+        raise grammar_compiler.unusable(grammar.kind, problem)
+    return grammar
 
 
 class Matcher:
     """Position of an output within its grammar."""
 
-    def __init__(self, grammar: Grammar):
-        """Starts an empty output."""
-        self._grammar, self._vocabulary = grammar, grammar.vocabulary
+    def __init__(self, grammar: Grammar, timed: bool = True):
+        """Starts an empty output; see `Grammar.matcher`."""
+        self._grammar, self._vocabulary, self._timed = grammar, grammar.vocabulary, timed
         self._state = grammar.begin()
         self._output_ids: list[int] = []
+        self._is_over_budget = False
+        self._charged_until = 0.0  # processor time of the thread
 
     @property
     def may_end(self) -> bool:
         """True if the output so far is a complete match of the grammar."""
-        return not self._state.is_error() and self._state.is_accepting()
+        return not self._has_failed and self._state.is_accepting()
+
+    @property
+    def problem(self) -> str:
+        """Description of the limit that the output exceeds, or ""."""
+        if self._is_over_budget:
+            return "its masks take too much time; make it less ambiguous"
+        return self._state.get_error()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._is_over_budget or self._state.is_error()
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the output; the masks must allow them, and none may be an end token."""
+        self._charged_until = time.thread_time()
         self._output_ids += tokens
         self._state.consume_tokens(list(tokens))
+        self._charge()
 
     def fill(
         self,
@@ -199,9 +267,10 @@ class Matcher:
     ) -> None:
         """Computes the tokens that may follow the output so far and each draft of a proposal.
 
-        If no token may follow, because none fits or the grammar exceeds its limits, the mask allows
-        only the end tokens; then `may_end` is False, since the output is incomplete. Rows of drafts
-        that the grammar rejects, and of their descendants, stay unchanged.
+        If no token may follow, because none fits or the grammar exceeds its limits or its budget,
+        the mask allows only the end tokens; then `may_end` is False, since the output is
+        incomplete. Rows of drafts that the grammar rejects, and of their descendants, stay
+        unchanged.
 
         Args:
           masks: Masks to fill, int32 [R, ceil(V / 32)]; bit v % 32 of word v // 32 is for token v.
@@ -217,13 +286,14 @@ class Matcher:
             if token not in ends:
                 parent = draft if parents is None else parents[draft]
                 children.setdefault(parent, []).append(draft)
+        self._charged_until = time.thread_time()
         self._fill_row(masks[0], len(self._output_ids), ends, first_end)
         if self._state.is_error():  # other outputs may have used up the shared limits
             self._restart()
             self._fill_row(masks[0], len(self._output_ids), ends, first_end)
-        is_valid = not self._state.is_error()
+        is_valid = not self._has_failed
         path = [(0, iter(children.get(0, ())))]
-        while path and not self._state.is_error():
+        while path and not self._has_failed:
             row, siblings = path[-1]
             draft = next(siblings, None)
             if draft is None:
@@ -234,19 +304,25 @@ class Matcher:
                 self._state.consume_token(tokens[draft])
                 self._fill_row(masks[draft + 1], len(self._output_ids) + len(path), ends, first_end)
                 path.append((draft + 1, iter(children.get(draft + 1, ()))))
-        if is_valid and self._state.is_error():  # at a draft, which may not become output
+        if is_valid and self._is_over_budget:
+            self._fill_row(masks[0], len(self._output_ids), ends, first_end)
+        elif is_valid and self._state.is_error():  # at a draft, which may not become output
             self._restart()
 
     def _restart(self) -> None:
         self._state = self._grammar.begin(recompile=True)
         self._state.consume_tokens(self._output_ids)
+        self._charge()
 
     def _fill_row(self, row: np.ndarray, length: int, ends: Sequence[int], first_end: int) -> None:
         """Computes the mask of the tokens that may follow an output of `length` tokens."""
         end = self._vocabulary.end
-        words = np.frombuffer(self._state.compute_bitmask(), np.int32)[: end // 32 + 1].copy()
-        if self._state.is_error():
-            words[:] = 0
+        words = np.zeros(end // 32 + 1, np.int32)
+        if not self._is_over_budget:
+            computed = np.frombuffer(self._state.compute_bitmask(), np.int32)
+            self._charge()
+        if not self._has_failed:
+            words[:] = computed[: len(words)]
         if length == 0:
             words &= ~self._vocabulary.not_first
         may_end = _allows(words, end)
@@ -257,6 +333,12 @@ class Matcher:
         if (may_end and length >= first_end) or not words.any():
             for token in ends:
                 _set(row, token, True)
+
+    def _charge(self) -> None:
+        """Subtracts the time since the last row from the grammar's budget."""
+        self._charged_until = self._grammar.budget.charge(self._charged_until)
+        if self._timed and self._grammar.budget.seconds < 0:
+            self._is_over_budget = True
 
 
 def forbid(words: np.ndarray, tokens: Sequence[int]) -> None:
@@ -283,15 +365,3 @@ def _pack(bits: np.ndarray) -> np.ndarray:
     padded = np.zeros(-(-len(bits) // 32) * 32, bool)
     padded[: len(bits)] = bits
     return np.packbits(padded, bitorder="little").view(np.int32)
-
-
-def _checked(grammar: Grammar) -> Grammar:
-    """Returns the grammar after compiling it; raises like `regex`."""
-    grammar_compiler.check(grammar.kind, grammar.source)
-    masks = np.zeros((1, len(grammar.vocabulary.not_first)), np.int32)
-    matcher = grammar.matcher()
-    matcher.fill(masks, ends=(grammar.vocabulary.end,))
-    if not matcher.may_end and _allows(masks[0], grammar.vocabulary.end):
-        problem = "no token of the target can begin what it matches"
-        raise grammar_compiler.unusable(grammar.kind, problem)
-    return grammar

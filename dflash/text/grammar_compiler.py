@@ -1,25 +1,31 @@
 """Compilation of grammars with llguidance, with limits on time and memory."""
 
-import functools
 import json
-import signal
 import subprocess
-import sys
+import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from dflash import errors
+from dflash.text import limited_process
 from dflash.version import install_command
 
 Kind = Literal["json_object", "json_schema", "regex", "lark"]
 
 MAX_SOURCE_BYTES = 2**16
-COMPILE_SECONDS = 3  # processor time
-_MAX_CLOCK_RATIO = 10  # of wall-clock time to COMPILE_SECONDS, for stuck processes
+COMPILE_SECONDS = 1  # processor time; a schema of 64 KiB takes 0.1 s
+_CLOCK_SECONDS = 30  # wall-clock time, for a process that does not run at all
 _COMPILE_BYTES = 2**30
-# Real schemas stay far below these limits; grammars that exceed them are rejected.
+_POLL_S = 0.05  # interval at which a caller may abandon a check
+_MAX_CHECKED = 1024  # grammars whose check is remembered
+# Real schemas stay far below these limits; grammars that exceed them are rejected, when they are
+# compiled or in the middle of an output. The time of a mask grows with the product of both numbers
+# of items: with these, the most ambiguous grammars that we know take 0.1 s.
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
+    "max_items_in_row": 500,
+    "step_max_items": 50_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
@@ -32,47 +38,20 @@ _JSON_OPTIONS = {
     "whitespace_pattern": r"( |\n[ \t]{0,32})?",
 }
 
-# Exit status of a process that exceeds its processor time; None on systems without such a limit.
-_OUT_OF_TIME = -signal.SIGXCPU if hasattr(signal, "SIGXCPU") else None
-# The program also matches the first tokens of an output, because large automata are built then. Its
-# limit is on processor time, since wall-clock time depends on the load of the machine.
-_PROGRAM = """
-import json, math, sys, time
-import llguidance
-
-class Bytes:
-    tokens = [bytes([byte]) for byte in range(256)] + [b""]
-    eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
-    def __call__(self, text):
-        return list(text)
-
-grammar, limits, seconds, most_bytes = json.load(sys.stdin)
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    end = math.ceil(time.process_time()) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 1))
-except ImportError:  # not available on Windows
-    pass
-matcher = llguidance.LLMatcher(
-    llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes())),
-    grammar, log_level=0, limits=llguidance.LLParserLimits(**limits),
-)
-for _ in range(8):
-    mask = int.from_bytes(matcher.compute_bitmask(), "little")
-    allowed = [byte for byte in range(256) if mask >> byte & 1]
-    if matcher.is_error() or not allowed:
-        break
-    matcher.consume_token(allowed[len(allowed) // 2])
-print(matcher.get_error(), end="")
-"""
+_PROGRAM = "dflash.text.grammar_check"
+_problems: dict[tuple[Kind, str], str] = {}  # results of finished checks, oldest first
 
 
-def check(kind: Kind, source: str) -> None:
+def check(kind: Kind, source: str, is_abandoned: Callable[[], bool] = lambda: False) -> None:
     """Checks that a grammar compiles in the allowed time and memory.
 
+    Args:
+      kind: Language of the grammar.
+      source: Text of the grammar.
+      is_abandoned: Returns True once nobody waits for the result, which ends the check.
     Raises:
       InputError: The grammar does not compile, or llguidance is not installed.
+      UserError: The check was abandoned, or ended for a reason that does not lie in the grammar.
     """
     import_llguidance()
     try:
@@ -81,34 +60,60 @@ def check(kind: Kind, source: str) -> None:
         raise unusable(kind, "contains an unpaired surrogate") from error
     if size > MAX_SOURCE_BYTES:
         raise unusable(kind, f"{size} bytes, expected at most {MAX_SOURCE_BYTES}")
-    problem = _find_problem(kind, source)
+    problem = _problems.get((kind, source))
+    if problem is None:
+        problem = _find_problem(kind, source, is_abandoned)
+        if len(_problems) >= _MAX_CHECKED:
+            _problems.pop(next(iter([*_problems])), None)
+        _problems[kind, source] = problem
     if problem:
         raise unusable(kind, problem)
 
 
-@functools.lru_cache(maxsize=1024)
-def _find_problem(kind: Kind, source: str) -> str:
+def _find_problem(kind: Kind, source: str, is_abandoned: Callable[[], bool]) -> str:
     """Compiles a grammar in a separate process; returns a description of the problem, or "".
 
-    Unlike a thread, a process can be stopped. This is needed because the limits of the library do
-    not cover everything: some short schemas take minutes.
+    The process is needed because the limits of the library do not cover everything: some short
+    schemas take minutes.
+
+    Raises:
+      UserError: See `check`.
     """
-    too_long = f"takes more than {COMPILE_SECONDS} s to compile; make it simpler"
+    values = [serialize(kind, source), LIMITS, COMPILE_SECONDS, _COMPILE_BYTES]
     try:
-        process = subprocess.run(
-            [sys.executable, "-I", "-c", _PROGRAM],
-            input=json.dumps([serialize(kind, source), LIMITS, COMPILE_SECONDS, _COMPILE_BYTES]),
-            capture_output=True,
-            text=True,
-            timeout=_MAX_CLOCK_RATIO * COMPILE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return too_long
-    if process.returncode == _OUT_OF_TIME:
-        return too_long
-    if process.returncode:
-        return f"takes more than {_COMPILE_BYTES >> 20} MiB to compile; make it simpler"
-    return process.stdout
+        process = limited_process.start(_PROGRAM)
+    except OSError as error:
+        raise _unchecked(kind, error.strerror or str(error)) from error
+    with process:
+        try:
+            output = _output(kind, process, json.dumps(values).encode(), is_abandoned)
+        finally:
+            process.kill()  # has no effect on a process that has ended
+    if process.returncode == 0:
+        return output.decode(errors="replace")
+    limit = limited_process.exceeded(process.returncode, COMPILE_SECONDS, _COMPILE_BYTES)
+    if limit is None:
+        raise _unchecked(kind, f"the process that compiles it ended with {process.returncode}")
+    return f"takes {limit} to compile; make it simpler"
+
+
+def _output(
+    kind: Kind, process: subprocess.Popen, values: bytes | None, is_abandoned: Callable[[], bool]
+) -> bytes:
+    end = time.monotonic() + _CLOCK_SECONDS
+    while True:
+        try:
+            return process.communicate(values, timeout=_POLL_S)[0]
+        except subprocess.TimeoutExpired:
+            values = None  # the next call goes on with the same values
+            if is_abandoned():
+                raise _unchecked(kind, "nobody waits for it any more") from None
+            if time.monotonic() > end:
+                raise _unchecked(kind, f"not compiled within {_CLOCK_SECONDS} s") from None
+
+
+def _unchecked(kind: Kind, reason: str) -> errors.UserError:
+    return errors.UserError(f"{kind}: cannot be checked now: {reason}; try again")
 
 
 def serialize(kind: Kind, source: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from dflash.inference.request import Completion
 from dflash.offline import decoding
-from dflash.text import grammar
+from dflash.text import grammar, grammar_compiler
 from dflash.text.grammar import Grammar, Vocabulary
 from dflash.text.token_bytes import TokenBytes
 from support.engines import make_requests
@@ -66,3 +66,12 @@ def flat_object(**properties) -> str:
             "additionalProperties": False,
         }
     )
+
+
+def replace_check(monkeypatch, directory, name: str, *body: str) -> None:
+    """Lets another program check grammars: a module whose `main` has this body."""
+    monkeypatch.syspath_prepend(directory)
+    lines = ["import os, time", "from dflash.text import grammar_check, limited_process"]
+    lines += ["def main():", *(f"    {line}" for line in body)]
+    (directory / f"{name}.py").write_text("\n".join(lines))
+    monkeypatch.setattr(grammar_compiler, "_PROGRAM", name)

@@ -2,9 +2,11 @@
 
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
+from support.grammars import replace_check
 from support.trained_tokenizers import failure
 
 from dflash import errors
@@ -210,12 +212,80 @@ def test_the_library_may_be_absent(monkeypatch):
         grammar.regex("a", VOCABULARY)
 
 
-def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch):
+def test_compiling_may_take_processor_time_not_time_by_the_clock(monkeypatch, tmp_path):
     """A small grammar takes long in wall-clock time on a busy machine."""
-    begin, _, rest = grammar_compiler._PROGRAM.partition("matcher =")
-    monkeypatch.setattr(grammar_compiler, "COMPILE_SECONDS", 1)
-    monkeypatch.setattr(grammar_compiler, "_PROGRAM", f"{begin}time.sleep(2.5)\nmatcher ={rest}")
+    replace_check(monkeypatch, tmp_path, "sleeps", "time.sleep(2.5)", "grammar_check.main()")
     assert grammar.regex("1{2,7}", VOCABULARY).source == "1{2,7}"
-    monkeypatch.setattr(grammar_compiler, "_PROGRAM", f"{begin}\nwhile True: pass")
+    spin = "limited_process.limit_time(1)", "while True: pass"
+    replace_check(monkeypatch, tmp_path, "spins", *spin)
     with pytest.raises(errors.InputError, match="regex: takes more than 1 s to compile"):
         grammar.regex("1{2,9}", VOCABULARY)
+
+
+def test_memory_to_compile_is_limited(monkeypatch, tmp_path):
+    monkeypatch.setattr(grammar_compiler, "_COMPILE_BYTES", 2**29)
+    hungry = "limited_process.limit_memory(2**29)", "bytearray(2**30)"
+    caught = "except MemoryError: os._exit(limited_process.OUT_OF_MEMORY)"
+    replace_check(
+        monkeypatch, tmp_path, "hungry", "try:", *(f"  {line}" for line in hungry), caught
+    )
+    with pytest.raises(errors.InputError, match="regex: takes more than 512 MiB to compile"):
+        grammar.regex("1{3,9}", VOCABULARY)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(1)", "raise OSError"])
+def test_an_interrupted_check_is_not_the_grammars_fault(end, monkeypatch, tmp_path):
+    pattern = f"a{{1,{len(end)}}}"
+    with monkeypatch.context() as patches:
+        replace_check(patches, tmp_path, "interrupted", end)
+        with pytest.raises(errors.UserError, match="cannot be checked now: ") as caught:
+            grammar.regex(pattern, VOCABULARY)
+        assert not isinstance(caught.value, errors.InputError)
+    assert grammar.regex(pattern, VOCABULARY).source == pattern
+
+
+def test_an_abandoned_check_ends(monkeypatch, tmp_path):
+    replace_check(monkeypatch, tmp_path, "hangs", "time.sleep(1e6)")
+    with pytest.raises(errors.UserError, match="nobody waits for it any more"):
+        grammar.compiled(Grammar("regex", "ab?", VOCABULARY), lambda: True)
+
+
+AMBIGUOUS = """
+start: (a|b|c)*
+a: "a" | "a" a | a b
+b: "a" | b "a" | a c
+c: | c c | "a"
+"""
+
+
+def test_an_ambiguous_grammar_exceeds_the_limits_soon():
+    masks = np.zeros((33, 1), np.int32)
+    matcher = grammar.lark(AMBIGUOUS, VOCABULARY).matcher()
+    begin = time.thread_time()
+    for _ in range(200):
+        matcher.fill(masks, [A] * 32, ends=(END,))
+        if not masks[0, 0] >> A & 1:
+            break
+        matcher.advance([A])
+    assert names(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))) == {END}
+    assert not matcher.may_end
+    assert matcher.problem
+    assert time.thread_time() - begin < 5
+
+
+def test_a_grammar_fails_when_its_masks_take_too_long(monkeypatch):
+    """The budget belongs to all outputs of the grammar, and to no other grammar."""
+    slow, other = (grammar.compiled(Grammar("regex", "a*", VOCABULARY)) for _ in range(2))
+    monkeypatch.setattr(grammar, "ROW_SECONDS", -1.0)
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 9.0)
+    slow.budget.seconds = 2.5
+    one, two, untimed = slow.matcher(), slow.matcher(), slow.matcher(timed=False)
+    assert filled(one, [A])[0] == {"a", END}
+    assert filled(one, [A])[0] == {END}, "the drafts' rows were too much"
+    assert not one.may_end
+    assert "take too much time" in one.problem
+    assert two.may_end, "until it needs a mask"
+    assert filled(two)[0] == {END}
+    assert filled(untimed, [A])[0] == {"a", END}
+    other.budget.seconds = 9.0
+    assert filled(other.matcher(), [A])[0] == {"a", END}
