@@ -2,7 +2,8 @@
 
 >>> import dflash
 >>> llm = dflash.LLM("configs/tiny_dflash.yml")
->>> for completion in llm.generate(["What is 3 + 4?"], dflash.Sampling(max_tokens=8)):
+>>> question = "Tom has 3 pens and finds 4 more. How many pens does Tom have?"
+>>> for completion in llm.generate([question], dflash.Sampling(max_tokens=8)):
 ...     print(len(completion.token_ids), completion.finish_reason)
 8 length
 

@@ -244,7 +244,8 @@ class LLM:
         """Decodes one prompt piece by piece.
 
         >>> llm = LLM("configs/tiny_dflash.yml")
-        >>> stream = llm.stream("Which arguments does `os.getcwd()` take?", Sampling(max_tokens=8))
+        >>> question = "Tom has 3 pens and finds 4 more. How many pens does Tom have?"
+        >>> stream = llm.stream(question, Sampling(max_tokens=8))
         >>> text = "".join(piece.text for piece in stream)
         >>> text == stream.completion.text
         True
