@@ -14,7 +14,7 @@ SUBCOMMAND = cli.Subcommand(
     examples=(
         "dflash decode configs/tiny_dflash.yml              # embedded, no download",
         "dflash decode configs/tiny_dflash.yml \\",
-        "    prompts.text='Tom has 3 pens and finds 4 more. How many pens does Tom have?'",
+        "  prompts.text='Tom has 3 pens and finds 4 more. How many pens does Tom have?'",
         "dflash decode configs/tiny_dflash.yml decode.temperature=0.8 decode.seed=1",
         "dflash decode configs/tiny_dflash.yml drafter.name=none      # the baseline",
         "dflash decode configs/qwen3_4b_dflash.yml --dry_run mesh.tensor=4",

@@ -40,7 +40,7 @@ PLACES = (
     rf"(?:prompts|question) = ([\[(]?\s*(?:(?:{QUOTED})[,\s]*)+)",
     rf"data-prompt=({QUOTED})",
     r"prompts:\n  text:((?:\s+- .*\n(?:    \S.*\n)*)+)",
-    r"prompts:\n  text: \[(.*)\]",
+    r"prompts:(?:\n  | \{)text: \[(.*?)\]",
 )
 
 
