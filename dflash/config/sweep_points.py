@@ -16,6 +16,7 @@ a point override files and command line. This module imports no jax.
 import dataclasses
 import hashlib
 import itertools
+import json
 import math
 import pathlib
 import re
@@ -229,15 +230,29 @@ def _plain(node: Node) -> Any:
 def _name(values: Mapping[str, Any]) -> str:
     """Returns a point's directory name, such as drafter.block_size=8,decode.temperature=0.8.
 
-    Characters that file systems may not accept are replaced and long names are cut; such names get
-    a hash.
+    Names get a hash if they are long, have characters that file systems may not accept, or could
+    also be the name of other values.
     """
     whole = ",".join(f"{key}={label(value)}" for key, value in values.items())
     fit = ",".join(f"{key}={_UNFIT.sub('-', label(value))}" for key, value in values.items())
-    if fit == whole and len(fit) <= _MAX_NAME_CHARACTERS:
+    ambiguous = any(_is_ambiguous(value) or "," in label(value) for value in values.values())
+    if fit == whole and len(fit) <= _MAX_NAME_CHARACTERS and not ambiguous:
         return fit
-    digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+    content = json.dumps(values, sort_keys=True) if ambiguous else whole
+    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     return f"{fit[:_MAX_NAME_CHARACTERS]}-{digest}"
+
+
+def _is_ambiguous(value: Any) -> bool:
+    """Returns whether another value may have the same label."""
+    words = "null", "true", "false"
+    if not isinstance(value, list | dict):
+        return isinstance(value, str) and value in words
+    items = value.values() if isinstance(value, dict) else value
+    return any(
+        isinstance(item, list | dict) or "-" in label(item) or label(item) in ("", *words)
+        for item in items
+    )
 
 
 def label(value: Any) -> str:

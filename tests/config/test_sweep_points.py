@@ -109,6 +109,41 @@ def test_names_are_fit_for_directories_and_stay_apart(load):
     assert names == list(load(text).points)  # and the next time
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        '[["a-b"], [a, b]]',
+        '[[a, b-c], ["a-b", c], ["a-b-c"], [a, b, c]]',
+        '[["a", ""], ["a-"]]',
+        '[["null"], ["null-null"], ["null", "null"]]',
+    ],
+)
+def test_lists_that_read_alike_are_points_of_their_own(load, values):
+    points = load(f"sweep: {{product: {{prompts.text: {values}}}}}").points
+    assert len(points) == len({point.config.prompts.text for point in points.values()})
+    # A name depends on the values of its point alone.
+    for name, point in points.items():
+        text = f"sweep: {{product: {{prompts.text: [{list(point.config.prompts.text)}]}}}}"
+        assert list(load(text).points) == [name]
+
+
+def test_texts_that_read_like_other_values_or_keys_are_points_of_their_own(load):
+    text = 'prompts: {text: []}\nsweep: {product: {prompts.file: ["null", null]}}'
+    assert len(load(text).points) == 2
+    text = (
+        "prompts: {text: []}\nsweep: {zip: {prompts.file: [a, 'a,target.checkpoint=b'], "
+        "target.checkpoint: ['b,target.checkpoint=c', c]}}"
+    )
+    assert len(load(text).points) == 2
+
+
+def test_names_of_plain_values_have_no_hash(load):
+    text = "sweep: {product: {decode.stop_ids: [[1, 9], [7], []], decode.temperature: [0.8]}}"
+    assert list(load(text).points) == [
+        f"decode.stop_ids={ids},decode.temperature=0.8" for ids in ("1-9", "7", "")
+    ]
+
+
 def test_values_keep_the_rules_of_yaml(load):
     text = "sweep: {product: {optimistic: [1]}}"
     found = load("sweep: {product: {prompts.file: [off, 1e-3x]}}\nprompts: {text: []}")
