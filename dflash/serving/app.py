@@ -5,8 +5,9 @@ import dataclasses
 import functools
 import platform
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,13 +24,18 @@ from dflash.serving.completion_request import CompletionRequest, ServedModel
 from dflash.serving.guard import REQUEST_ID, Guard, ServedNames
 from dflash.serving.http import EventStream, endpoint
 from dflash.serving.metrics import CONTENT_TYPE
+from dflash.serving.output import Output, OutputDelta
 from dflash.serving.request_error import RequestError
+from dflash.serving.served_requests import RequestGroup
 from dflash.serving.service import Service, ServiceState
 from dflash.serving.structured_output import GrammarQueue
 from dflash.version import __version__
 
-# A body of this size is validated and tokenized within a few milliseconds.
-_SMALL_BYTES = 2**15
+Body = Mapping[str, Any]
+Result = TypeVar("Result")
+_LARGE_BYTES = 2**15  # Size from which bodies are parsed by threads of their own.
+_LARGE_TOKENS = 2**12  # Output tokens from which a response is built on a thread.
+_NUM_THREADS = 2  # Threads for small bodies, and again for large ones.
 # Paths for probes and the web page, which need no API key.
 _OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version"))
 
@@ -91,27 +97,75 @@ class Endpoints:
     def __init__(self, service: Service):
         """Creates the endpoints of a service."""
         self._service, self._grammars = service, GrammarQueue()
+        # Large bodies take seconds to encode, which those of small ones should not wait for.
+        self._small = ThreadPoolExecutor(_NUM_THREADS, "small-bodies")
+        self._large = ThreadPoolExecutor(_NUM_THREADS, "large-bodies")
 
-    async def _body(self, http_request: Request) -> Mapping[str, Any]:
-        config = self._service.config
-        return await http.read_json(
-            http_request, max_bytes=config.max_body_bytes, timeout_s=config.read_s
+    async def _read(
+        self, http_request: Request, read: Callable[[Body, ServedModel], Result]
+    ) -> Result:
+        """Returns `read` of the request's body and the model, computed on a thread.
+
+        Raises:
+          RequestError: The body is not a JSON object, or `read` rejects it.
+          ClientDisconnected: The client disconnected.
+        """
+        limits = self._service.config
+        content = await http.read_body(
+            http_request, max_bytes=limits.max_body_bytes, timeout_s=limits.read_s
         )
+        model = self._service.served()
+        threads = self._large if len(content) > _LARGE_BYTES else self._small
+        work = functools.partial(_parse_and_read, read, content, model)
+        running = asyncio.get_running_loop().run_in_executor(threads, work)
+        return await http.until_disconnect(http_request.receive, running)
+
+    async def _admit(self, http_request: Request, request: CompletionRequest) -> RequestGroup:
+        """Admits a request, once its grammar is compiled.
+
+        Raises:
+          RequestError: The grammar is invalid, or the service does not admit the request.
+          ClientDisconnected: The client disconnected.
+        """
+        if request.structure is not None:
+            vocabulary = self._service.served().vocabulary
+            compiling = self._grammars.compile(request.structure, vocabulary)
+            grammar = await http.until_disconnect(http_request.receive, compiling)
+            request = dataclasses.replace(request, grammar=grammar)
+        return self._service.admit(request)
+
+    async def _wait(
+        self, http_request: Request, group: RequestGroup, outputs: Sequence[Output]
+    ) -> list[OutputDelta]:
+        """Waits for all outputs of a request; cancels them if the client disconnects."""
+        with group:
+            waiting = responses.wait_for_all(group, outputs)
+            return await http.until_disconnect(http_request.receive, waiting)
+
+    async def _respond(self, outputs: Sequence[Output], build: Callable[[], Any]) -> Response:
+        """Returns the response that `build` returns the JSON of; a large one by a thread."""
+
+        def response() -> Response:
+            return JSONResponse(build())
+
+        if sum(len(output.ids) for output in outputs) < _LARGE_TOKENS:
+            return response()
+        return await asyncio.get_running_loop().run_in_executor(self._large, response)
 
     # --- outputs --------------------------------------------------------------------------------
 
     async def completions(self, http_request: Request) -> Response:
         """Serves OpenAI's /v1/completions."""
-        body, model = await self._body(http_request), self._service.served()
-        request = await _read(http_request, openai_requests.read_completion, body, model)
+        request = await self._read(http_request, openai_requests.read_completion)
+        model = self._service.served()
         head = responses.envelope("text_completion", f"cmpl-{_id(http_request)}", model)
         choice = responses.text_choice(request, model)
         return await self._openai(http_request, request, model, (head, choice), (head, choice))
 
     async def chat_completions(self, http_request: Request) -> Response:
         """Serves OpenAI's /v1/chat/completions."""
-        body, model = await self._body(http_request), self._service.served()
-        request = await _read(http_request, openai_requests.read_chat, body, model)
+        request = await self._read(http_request, openai_requests.read_chat)
+        model = self._service.served()
         id = f"chatcmpl-{_id(http_request)}"
         head = responses.envelope("chat.completion", id, model)
         whole = head, responses.chat_choice(request, model)
@@ -139,67 +193,52 @@ class Endpoints:
           parts: Envelope and choice function of a stream's chunks.
           roles: Send a first chunk with its role for each output.
         """
-        group = self._service.admit(await self._with_grammar(http_request, request, model))
+        group = await self._admit(http_request, request)
         if request.options.stream:
             head, choice = parts
             events = responses.chunks(request, group, model, head, choice, roles=roles)
             return EventStream(events, group)
         head, choice = whole
         outputs = responses.outputs_of(request, group, model)
-        with group:
-            waiting = responses.wait_for_all(group, outputs)
-            deltas = await http.until_disconnect(http_request.receive, waiting)
-        choices = [choice(output, delta) for output, delta in zip(outputs, deltas, strict=True)]
-        usage = responses.usage(request, outputs)
-        return JSONResponse({**head, "choices": choices, "usage": usage})
+        deltas = await self._wait(http_request, group, outputs)
+
+        def build() -> responses.Json:
+            choices = [choice(*pair) for pair in zip(outputs, deltas, strict=True)]
+            return {**head, "choices": choices, "usage": responses.usage(request, outputs)}
+
+        return await self._respond(outputs, build)
 
     async def generate(self, http_request: Request) -> Response:
         """Serves SGLang's /generate."""
         started_at = time.perf_counter()
-        body, model = await self._body(http_request), self._service.served()
-        request, several = await _read(http_request, sglang_requests.read_generate, body, model)
-        group = self._service.admit(await self._with_grammar(http_request, request, model))
+        request, several = await self._read(http_request, sglang_requests.read_generate)
+        model = self._service.served()
+        group = await self._admit(http_request, request)
         times = {"id": _id(http_request), "started_at": started_at}
         if request.options.stream:
             events = responses.generated_chunks(request, group, model, **times)
             return EventStream(events, group)
         outputs = responses.outputs_of(request, group, model)
-        with group:
-            waiting = responses.wait_for_all(group, outputs)
-            deltas = await http.until_disconnect(http_request.receive, waiting)
-        objects = [
-            responses.generated(request, output, model, delta.tokens, **times)
-            for output, delta in zip(outputs, deltas, strict=True)
-        ]
-        return JSONResponse(objects if several else objects[0])
+        deltas = await self._wait(http_request, group, outputs)
 
-    async def _with_grammar(
-        self, http_request: Request, request: CompletionRequest, model: ServedModel
-    ) -> CompletionRequest:
-        """Compiles the request's grammar, unless the client disconnects meanwhile."""
-        if request.structure is None:
-            return request
-        compiling = self._grammars.compile(request.structure, model.vocabulary)
-        grammar = await http.until_disconnect(http_request.receive, compiling)
-        return dataclasses.replace(request, grammar=grammar)
+        def build() -> Any:
+            objects = [
+                responses.generated(request, output, model, delta.tokens, **times)
+                for output, delta in zip(outputs, deltas, strict=True)
+            ]
+            return objects if several else objects[0]
+
+        return await self._respond(outputs, build)
 
     # --- tokens ---------------------------------------------------------------------------------
 
     async def tokenize(self, http_request: Request) -> Response:
         """Returns the token ids of a prompt or a chat."""
-        body, model = await self._body(http_request), self._service.served()
-        ids, texts = await _read(http_request, openai_requests.read_tokenize, body, model)
-        answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids)}
-        answer["token_strs"] = [model.names.of(token) for token in ids] if texts else None
-        return JSONResponse(answer)
+        return JSONResponse(await self._read(http_request, _tokenized))
 
     async def detokenize(self, http_request: Request) -> Response:
         """Returns the text of token ids."""
-        body, model = await self._body(http_request), self._service.served()
-        requests.check_model(body, model)
-        fields = validation.parse(DetokenizeBody, body)
-        ids = requests.token_ids(fields.tokens, "tokens", model)
-        return JSONResponse({"prompt": model.tokenizer.decode(ids, special_tokens=True)})
+        return JSONResponse(await self._read(http_request, _detokenized))
 
     # --- about the server -----------------------------------------------------------------------
 
@@ -279,12 +318,26 @@ class Endpoints:
         return Response(status_code=200)
 
 
-async def _read(http_request: Request, read: Callable[..., Any], *args: Any) -> Any:
-    """Calls `read`, in a thread if the body is large, so that the event loop is not blocked."""
-    size = http_request.headers.get("content-length", "")
-    if size.isdecimal() and int(size) <= _SMALL_BYTES:
-        return read(*args)
-    return await asyncio.to_thread(read, *args)
+def _parse_and_read(
+    read: Callable[[Body, ServedModel], Result], content: bytes, model: ServedModel
+) -> Result:
+    return read(http.parse_json(content), model)
+
+
+def _tokenized(body: Body, model: ServedModel) -> responses.Json:
+    """Returns the response of /tokenize."""
+    ids, texts = openai_requests.read_tokenize(body, model)
+    answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": list(ids)}
+    answer["token_strs"] = [model.names.of(token) for token in ids] if texts else None
+    return answer
+
+
+def _detokenized(body: Body, model: ServedModel) -> responses.Json:
+    """Returns the response of /detokenize."""
+    requests.check_model(body, model)
+    fields = validation.parse(DetokenizeBody, body)
+    ids = requests.token_ids(fields.tokens, "tokens", model)
+    return {"prompt": model.tokenizer.decode(ids, special_tokens=True)}
 
 
 def _id(http_request: Request) -> str:

@@ -1,14 +1,16 @@
 """Requests for outputs in any dialect: prompts, sampling, limits, and contents of the response."""
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dflash import errors
-from dflash.config.schema import INT64_MAX, DecodeConfig, SamplingConfig, subset
+from dflash.config.schema import INT64_MAX, MAX_TOKENS, DecodeConfig, SamplingConfig, subset
 from dflash.inference.request import Request, Sampling
 from dflash.serving.bodies import MAX_CHOICES, SamplingBody
+from dflash.serving.encoding import encode_within, input_error
 from dflash.serving.request_error import RequestError, unsupported
 from dflash.serving.structured_output import StructuredOutput
 from dflash.serving.token_names import TokenNames
@@ -323,7 +325,13 @@ def encode_prompts(
             message = f"{where}: expected {expected}; got {jsonl.quote(prompt)}"
             raise RequestError(message, param=where)
         if isinstance(prompt, str):
-            ids = encode_text(prompt, where, model, add_special_tokens=add_special_tokens)
+            ids = encode_text(
+                prompt,
+                where,
+                model,
+                add_special_tokens=add_special_tokens,
+                max_length=model.max_length,
+            )
         else:
             ids = token_ids(prompt, where, model)
         prompts.append(check_prompt(ids, where, model))
@@ -331,7 +339,12 @@ def encode_prompts(
 
 
 def encode_text(
-    text: str, param: str, model: ServedModel, *, add_special_tokens: bool = True
+    text: str,
+    param: str,
+    model: ServedModel,
+    *,
+    add_special_tokens: bool = True,
+    max_length: int = MAX_TOKENS,
 ) -> tuple[int, ...]:
     """Encodes a text prompt, without a chat template.
 
@@ -340,18 +353,19 @@ def encode_text(
       param: Name of the field.
       model: Model that is served.
       add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS.
+      max_length: Number of tokens beyond which a text is too long.
     Raises:
-      RequestError: The text cannot be encoded.
+      RequestError: The text cannot be encoded, or is much too long.
     """
+    encode = functools.partial(
+        model.tokenizer.encode,
+        special_tokens=model.special_tokens,
+        add_special_tokens=add_special_tokens,
+    )
     try:
-        ids = model.tokenizer.encode(
-            jsonl.check_unicode(text, param),
-            special_tokens=model.special_tokens,
-            add_special_tokens=add_special_tokens,
-        )
+        return encode_within(jsonl.check_unicode(text, param), encode, param, max_length)
     except errors.InputError as error:
-        raise RequestError(str(error), param=param) from error
-    return tuple(ids)
+        raise input_error(error, param, model.root) from error
 
 
 def check_prompt(ids: tuple[int, ...], param: str, model: ServedModel) -> tuple[int, ...]:

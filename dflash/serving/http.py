@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -55,15 +55,15 @@ def _internal_error() -> RequestError:
     return RequestError("internal error; see the server's log", status=500)
 
 
-async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Mapping[str, Any]:
-    """Reads the body of a request as a JSON object.
+async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Reads the body of a request.
 
     Args:
       request: Request whose body has not been read.
       max_bytes: Maximum size of the body.
       timeout_s: Time in which the body must arrive.
     Raises:
-      RequestError: The body is not a JSON object, is too large, or arrives too slowly.
+      RequestError: The body is too large, compressed, or arrives too slowly.
       ClientDisconnected: The client disconnected.
     """
     coding = request.headers.get("content-encoding", "identity")
@@ -73,10 +73,14 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Ma
         )
     try:
         async with asyncio.timeout(timeout_s):
-            body = await _read(request, max_bytes)
+            return await _read(request, max_bytes)
     except TimeoutError:
         message = f"the body did not arrive within {timeout_s:g} s"
         raise RequestError(message, status=408, code="timeout") from None
+
+
+def parse_json(body: bytes) -> Mapping[str, Any]:
+    """Parses a body as a JSON object; raises RequestError if it is something else."""
     try:
         return jsonl.parse_json(jsonl.decode(body))
     except errors.InputError as error:
@@ -101,12 +105,12 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             return bytes(body)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
     """Returns the result of `work`, which is cancelled if the client disconnects.
 
     Args:
       receive: ASGI channel of a request whose body has been read.
-      work: Coroutine to run.
+      work: Coroutine or future to wait for.
     Raises:
       ClientDisconnected: The client disconnected.
     """

@@ -15,6 +15,7 @@ from dflash.serving.bodies import (
     TokenizeTextBody,
 )
 from dflash.serving.completion_request import CompletionRequest, ResponseOptions, ServedModel
+from dflash.serving.encoding import encode_within, input_error
 from dflash.serving.request_error import RequestError, unsupported
 
 
@@ -80,14 +81,15 @@ def encode_chat(fields: Conversation, model: ServedModel) -> tuple[int, ...]:
             param = f"chat_template_kwargs.{name}"
             raise RequestError(f"{param}: give {name} beside chat_template_kwargs", param=param)
     try:
-        ids = model.tokenizer.encode_chat(
+        text = model.tokenizer.render_chat(
             [message.for_template() for message in fields.messages],
             add_generation_prompt=fields.add_generation_prompt,
             **variables,
         )
+        ids = encode_within(text, model.tokenizer.encode_rendered, "messages", model.max_length)
     except (errors.InputError, TypeError) as error:
-        raise RequestError(str(error), param="messages") from error
-    return requests.check_prompt(tuple(ids), "messages", model)
+        raise input_error(error, "messages", model.root) from error
+    return requests.check_prompt(ids, "messages", model)
 
 
 def _request(

@@ -17,6 +17,8 @@ from dflash.text.token_bytes import TokenBytes
 from dflash.text.tokenizer import SENTENCEPIECE_MODEL, TIKTOKEN_MODEL, TOKENIZER_JSON, Tokenizer
 from dflash.version import install_command
 
+# Characters or tokens up to which the GIL may be held; tokenizers releases it for batches alone.
+_SHORT = 2000
 _SPACE_SIGN = "\u2581"  # symbol of sentencepiece for a space
 
 
@@ -78,25 +80,28 @@ class HuggingFaceTokenizer(TemplateTokenizer):
     ) -> list[int]:
         plain = special_tokens or not self._special_tokens.spelled_in(text)
         encoder = self._tokenizer if plain else self._literal
-        return encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encode(encoder, text, add_special_tokens=add_special_tokens)
 
     def encode_rendered(self, text: str, *, beginning: bool = True) -> list[int]:
         # The template adds the beginning-of-sequence token, which must not occur twice.
         if (beginning or not self._prefix) and special_tokens.MARK not in text:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return _encode(self._tokenizer, text)
         ids: list[int] = []
         inner = not beginning
         for special, piece in self._special_tokens.split(text):
             if special is None:
                 encoder = self._unprefixed if inner else self._literal
-                ids += encoder.encode(piece, add_special_tokens=False).ids
+                ids += _encode(encoder, piece)
             else:
                 ids.append(special)
             inner = self._prefix == "first"
         return ids
 
     def decode(self, ids: Iterable[int], *, special_tokens: bool = False) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
+        ids, skip = list(ids), not special_tokens
+        if len(ids) <= _SHORT:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip)
+        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip)[0]
 
     def token_bytes(self) -> TokenBytes:
         content = json.loads(self._tokenizer.to_str())
@@ -127,6 +132,12 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             elif part["type"] == "Prepend":
                 part["prepend"] = ""
         return _without_special_tokens(content)
+
+
+def _encode(encoder: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    if len(text) <= _SHORT:
+        return encoder.encode(text, add_special_tokens=add_special_tokens).ids
+    return encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _parts(content: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
